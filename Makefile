@@ -1,0 +1,43 @@
+# Two commands a person needs: `make quickstart` and `make test`. Everything lives in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-all check format clean
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## build .venv with the pinned versions (nothing to do when it is up to date)
+
+# Pins come from one file, so that every machine runs the versions the tests ran with.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "bottega needs Python 3.11 or newer; set PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hub,wandb]'
+	@touch $@
+
+quickstart: $(STAMP) ## train a small language model on this machine's CPU, about three minutes
+	@$(BIN)/bottega train language
+
+test: $(STAMP) ## the tests, about eight minutes on two cores
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: $(STAMP) ## the tests and the long fault campaigns
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## style, types and import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## let ruff rewrite the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and caches, never runs/
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build

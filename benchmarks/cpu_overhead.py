@@ -1,0 +1,100 @@
+"""Ours as a contestant of a framework-overhead benchmark: what `Fit` adds to a step over a bare torch loop, on a CPU.
+
+The benchmark that runs the peers (bare loop, Accelerate, Lightning, HF Trainer) interleaved calls this one through its
+`--extra`, with the task in BENCH_* variables; BENCH_DIR holds its models, its optimizer settings and its clock. Printed:
+one JSON line with microseconds and processor time per step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, os.environ["BENCH_DIR"])
+from common import GPT, MLP, Cfg, Clock
+
+from bottega.core.callback import Callback, Progress
+from bottega.core.loop import Every, Fit
+from bottega.core.task import Task
+from bottega.core.types import Loss
+from bottega.data.loader import Loader
+from bottega.data.source import ArraySource
+from bottega.engines.torch import TorchEngine
+from bottega.schema.recipe import Optimizer, Training
+
+BATCH = 8
+
+
+class Borrowed(Task):
+    """The benchmark's own model: it returns a mean, so the total is that times the count."""
+
+    name: str
+
+    def build(self, seed: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        shapes = {"tiny_gpt": Cfg(2, 2, 64, 64, 256), "gpt": Cfg(6, 6, 384, 256, 256)}
+        return {"model": MLP(32) if self.name == "mlp" else GPT(shapes[self.name])}
+
+    def counts(self, batch: Any) -> dict[str, float]:
+        return {"loss": batch["labels"].size}
+
+    def loss(self, models: Any, batch: Any, rng: Any) -> Loss:
+        mean = models["model"](batch["input_ids"], batch["labels"])["loss"]
+        return Loss({"loss": (mean * batch["labels"].numel(), 1.0)})
+
+
+class Tick(Callback):
+    """Prints what the others print, at the same cadence."""
+
+    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
+        print({"step": progress.step, "loss": metrics["loss"]}, file=sys.stderr)
+
+
+class Timed(TorchEngine):
+    clock: Clock
+
+    def train_step(self, step: int, batch: Any) -> dict[str, Any]:
+        out = super().train_step(step, batch)
+        self.clock.tick()
+        return out
+
+
+def data(name: str, count: int) -> ArraySource:
+    random = np.random.default_rng(0)
+    if name == "mlp":
+        x = random.standard_normal((count * BATCH, 32)).astype(np.float32)
+        return ArraySource({"input_ids": x, "labels": random.integers(0, 32, count * BATCH)})
+    length = {"tiny_gpt": 64, "gpt": 256}[name]
+    tokens = random.integers(0, 256, (min(count, 64) * BATCH, length + 1))
+    return ArraySource({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
+
+
+def main() -> None:
+    name = os.environ["BENCH_MODEL"]
+    steps, warmup, window, threads = (int(os.environ[f"BENCH_{k}"]) for k in ("STEPS", "WARMUP", "WINDOW", "THREADS"))
+    torch.set_num_threads(threads)
+    training = Training(learning_rate=3e-4, weight_decay=0.1, optimizer=Optimizer(betas=(0.9, 0.95)), max_grad_norm=1.0)
+    engine = Timed(Borrowed(name=name), training, rate=lambda step: 3e-4, device="cpu")
+    engine.clock = clock = Clock(warmup, window)
+    loader = Loader(data(name, warmup + steps), BATCH, seed=0)
+    progress = Progress(total=warmup + steps)
+    Fit(engine=engine, batches=loader, progress=progress, every=Every(log=window), callbacks=[Tick()]).run()
+    print(
+        json.dumps(
+            {
+                "us_per_step": 1e6 * clock.step_s(),
+                "cpu_us": 1e6 * clock.cpu_step_s(),
+                "best_us": 1e6 * clock.step_s(min),
+                "first_step_s": clock.first,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

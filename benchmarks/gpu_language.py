@@ -1,0 +1,116 @@
+"""Ours as a contestant of the GPT-2 124M throughput benchmark on one GPU: tokens/s, peak memory, time to the first step.
+
+The peers' benchmark calls this through its `--extra`, with the task in BENCH_* variables, and reads one JSON line. The
+model is size `verse`, whose FLOPs per token are within 2 % of GPT-2's at the same shape. Any training key can be set:
+
+    python benchmarks/gpu_language.py training.gradient_checkpointing=true deterministic=true
+"""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.perf_counter()  # as the peers count: about process start, torch's import before it left out of theirs too
+
+import json
+import os
+import sys
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from bottega.core.callback import Progress
+from bottega.core.loop import Every, Fit
+from bottega.data.loader import Loader
+from bottega.data.source import Source
+from bottega.engines.torch import TorchEngine
+from bottega.schema.recipe import Optimizer, Training
+from bottega.schema.transformer import SIZES, TransformerShape
+from bottega.tasks.language import Language
+
+
+class Windows(Source):
+    """Rows of length + 1 tokens from the benchmark's file."""
+
+    fingerprint = "benchmark"
+
+    def __init__(self, path: str, length: int) -> None:
+        self.tokens, self.length = np.memmap(path, dtype=np.uint16, mode="r"), length
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        return {"tokens": self.tokens[index[:, None] * self.length + np.arange(self.length + 1)].astype(np.int32)}
+
+    def describe(self, index: int, epoch: int) -> str:
+        return f"window {index}"
+
+
+class Timed(TorchEngine):
+    """Marks windows of steps, waiting for the device at their borders only."""
+
+    warmup: int
+    window: int
+    first: float | None = None
+    last_loss: float | None = None
+
+    def train_step(self, step: int, batch: Any) -> dict[str, Any]:
+        out = super().train_step(step, batch)
+        if self.first is None:
+            torch.cuda.synchronize() if self.device.type == "cuda" else None
+            self.first = time.perf_counter() - STARTED
+        if step + 1 >= self.warmup and (step + 1 - self.warmup) % self.window == 0:
+            torch.cuda.synchronize() if self.device.type == "cuda" else None
+            self.marks.append(time.perf_counter())
+        return out
+
+    def fetch(self, metrics: Any) -> dict[str, float]:
+        host = super().fetch(metrics)
+        self.last_loss = host.get("loss", self.last_loss)
+        return host
+
+
+def main() -> None:
+    ask = {k: int(os.environ[f"BENCH_{k}"]) for k in ("BATCH", "T", "VOCAB", "LAYERS", "D", "WARMUP", "STEPS", "WINDOW")}
+    words = dict(word.split("=", 1) for word in sys.argv[1:])
+    dims = {**SIZES["verse"], "num_layers": ask["LAYERS"], "context": ask["T"], "vocab_size": ask["VOCAB"]}
+    if ask["D"] != 768:
+        dims |= {"hidden_size": ask["D"], "head_size": 32, "num_heads": ask["D"] // 32, "num_kv_heads": ask["D"] // 32}
+        dims["intermediate_size"] = ask["D"] * 8 // 3
+    shape = TransformerShape(**dims)
+    settings = {k.removeprefix("training."): json.loads(v) for k, v in words.items() if k.startswith("training.")}
+    training = Training(
+        learning_rate=3e-4, optimizer=Optimizer(betas=(0.9, 0.95)), mixed_precision="bf16", **settings
+    )
+    engine = Timed(
+        Language(shape=shape),
+        training,
+        rate=lambda step: 3e-4,
+        device=os.environ["BENCH_DEVICE"],
+        deterministic=words.get("deterministic") == "true",
+    )
+    engine.warmup, engine.window, engine.marks = ask["WARMUP"], ask["WINDOW"], []
+    loader = Loader(Windows(os.environ["BENCH_TOKENS"], ask["T"]), ask["BATCH"], seed=0, prefetch=2)
+    progress = Progress(total=ask["WARMUP"] + ask["STEPS"])
+    Fit(engine=engine, batches=loader, progress=progress, every=Every(log=ask["WINDOW"])).run()
+    step = median(b - a for a, b in zip(engine.marks, engine.marks[1:], strict=False)) / ask["WINDOW"]
+    print(
+        json.dumps(
+            {
+                "tokens_per_s": ask["BATCH"] * ask["T"] / step,
+                "ms_per_step": 1e3 * step,
+                "first_step_s": engine.first,
+                "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if engine.device.type == "cuda" else None,
+                "loss": engine.last_loss,
+                "batch": ask["BATCH"],
+                "flops_ratio": shape.flops_per_token() / float(os.environ["BENCH_FLOPS_PER_TOKEN"]),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

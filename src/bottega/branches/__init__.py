@@ -1,0 +1,34 @@
+"""One file, one branch: it joins a task with its data and codec, so that neither has to know the other.
+
+A newcomer's branch is found by the name of its task; everything else (loop, engine, verbs) works on any branch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from bottega.branches.branch import Branch
+from bottega.core.errors import UsageError
+from bottega.schema.recipe import BUILT_TASKS, Recipe
+
+MODULES = {"language": "bottega.branches.language"}
+
+
+def prepare(recipe: Recipe, *, say: Any) -> Branch:
+    """Everything that happens before an engine exists: data read, tokenised and cached, the task known."""
+    branch: Branch = _module(recipe).prepare(recipe, say=say)
+    return branch
+
+
+def reopen(recipe: Recipe, codec: Path) -> Branch:
+    """The branch of a finished run, from its own codec, without its data."""
+    branch: Branch = _module(recipe).reopen(recipe, codec)
+    return branch
+
+
+def _module(recipe: Recipe) -> Any:
+    if recipe.task not in MODULES:
+        raise UsageError(f"task: {recipe.task} cannot be trained yet; there is {', '.join(BUILT_TASKS)}")
+    return import_module(MODULES[recipe.task])

@@ -1,0 +1,189 @@
+"""The language branch: text, tokenizer and transformer, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from bottega.branches.branch import Branch
+from bottega.core.errors import DataError, UsageError
+from bottega.data.cache import default_cache
+from bottega.data.corpus import TextSource
+from bottega.data.prepare import Prepared, prepare_text
+from bottega.data.source import Source
+from bottega.data.tokenizer import Tokenizer
+from bottega.data.vocabulary import TokenizerSpec
+from bottega.models.pretrained import export_transformers, fetch_folder, read_shape
+from bottega.schema.language import LanguageModel, LanguageRecipe
+from bottega.schema.recipe import Recipe
+from bottega.schema.recipe import Source as SourceOptions
+from bottega.schema.transformer import SIZES, TransformerShape
+from bottega.tasks.language import Language
+from bottega.tasks.sampling import generate
+
+READABLE = ("auto", "embedded", "text", "jsonl")
+
+
+def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> LanguageBranch:
+    assert isinstance(recipe, LanguageRecipe)
+    held_out = recipe.data.validation
+    validation: TextSource | float | None = None
+    if held_out is not None:
+        validation = held_out.split if isinstance(held_out.split, float) else _text_source(held_out)
+    prepared = prepare_text(
+        _text_source(recipe.data.train), validation, _tokenizer(recipe), cache=default_cache(), progress=say
+    )
+    return LanguageBranch(recipe, prepared.tokenizer, prepared)
+
+
+def reopen(recipe: Recipe, codec: Path) -> LanguageBranch:
+    assert isinstance(recipe, LanguageRecipe)
+    return LanguageBranch(recipe, Tokenizer.load(codec), None)
+
+
+class LanguageBranch(Branch):
+    unit = "tokens"
+
+    def __init__(self, recipe: LanguageRecipe, tokenizer: Tokenizer, prepared: Prepared | None) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
+        self._prepared = prepared
+        self.shape, self.length = shape_of(recipe, tokenizer.vocab_size)
+        self.task: Language = Language(shape=self.shape, pretrained=recipe.model.from_)
+
+    @property
+    def prepared(self) -> Prepared:
+        if self._prepared is None:
+            self._prepared = prepare(self.recipe, say=lambda stage, done, total: None).prepared
+            if self._prepared.tokenizer.fingerprint != self.tokenizer.fingerprint:
+                raise DataError("the data of this run has changed: it gives another tokenizer now; evaluate with --data")
+        return self._prepared
+
+    @property
+    def fingerprint(self) -> str:
+        return self.prepared.fingerprint
+
+    def training(self) -> Source:
+        return self.prepared.train(self.length, seed=self.recipe.seed, documents=self.recipe.data.separate_documents)
+
+    def validation(self) -> Source | None:
+        return self.prepared.validation(
+            self.length, documents=self.recipe.data.separate_documents, with_bytes=True
+        )
+
+    def other(self, path: str) -> Source:
+        # The same reader and splitter with everything held out: what was trained on stays out of it.
+        return self._with_own_tokenizer(TextSource(path=path))
+
+    def _with_own_tokenizer(self, source: TextSource) -> Source:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save(Path(folder))
+            spec = TokenizerSpec(kind="pretrained", path=folder)
+            prepared = prepare_text(source, source, spec, cache=default_cache())
+        windows = prepared.validation(self.length, documents=self.recipe.data.separate_documents, with_bytes=True)
+        assert windows is not None
+        return windows
+
+    def save_codec(self, folder: Path) -> None:
+        self.tokenizer.save(folder)
+
+    def sample(self, model: Any, folder: Path, *, device: Any) -> None:
+        options = self.recipe.samples
+        prompts = [options.prompts[i % len(options.prompts)] for i in range(options.count)]
+        texts = self.generate(
+            model,
+            prompts,
+            device=device,
+            stream=None,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=self.recipe.seed,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, text in enumerate(texts):
+            (folder / f"{i:02d}.txt").write_text(text + "\n", encoding="utf-8")
+
+    def generate(self, model: Any, prompts: list[str], *, device: Any, stream: TextIO | None, **options: Any) -> list[str]:
+        """Each text with its prompt. One prompt streams token by token; a batch is printed when it is whole."""
+        rows = [list(map(int, self.tokenizer.encode(prompt))) or [self.tokenizer.end_of_text] for prompt in prompts]
+        end = self.tokenizer.end_of_text
+        live = stream if len(rows) == 1 else None
+        decoder = self.tokenizer.stream_decoder()
+        if live:
+            live.write(prompts[0])
+        written: list[list[int]] = [[] for _ in rows]
+        for tokens in generate(model, rows, device=device, stop_token=end, **options):
+            for i, token in enumerate(tokens):
+                if token is not None and token != end:
+                    written[i].append(token)
+                    if live:
+                        live.write(decoder.push(token))
+                        live.flush()
+        texts = [prompt + self.tokenizer.decode(new) for prompt, new in zip(prompts, written, strict=True)]
+        if live:
+            live.write(decoder.finish() + "\n")
+        elif stream:
+            stream.write(("\n" + "-" * 40 + "\n").join(texts) + "\n")
+        return texts
+
+    def export(self, state: Mapping[str, Any], folder: Path) -> None:
+        end = self.tokenizer.end_of_text
+        export_transformers(state, self.shape, folder, bos_token_id=end, eos_token_id=end)
+        self.tokenizer.save(folder)
+
+    def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
+        return self.task.summary(metrics)
+
+
+def shape_of(recipe: LanguageRecipe, vocab_size: int) -> tuple[TransformerShape, int]:
+    """The model's dimensions and the length of an example: the size's, or a folder's, changed by what is said."""
+    model, length = recipe.model, recipe.data.sequence_length
+    said = {k: v for k, v in model.model_dump(exclude={"kind", "size", "from_"}).items() if v is not None}
+    if said.get("vocab_size", vocab_size) < vocab_size:
+        raise UsageError(f"model.vocab_size: {said['vocab_size']} rows cannot hold the tokenizer's {vocab_size} tokens")
+    if model.from_ is not None:
+        base = read_shape(fetch_folder(model.from_)).model_dump()
+        fixed = sorted(k for k in said if k not in ("dropout", "context") and said[k] != base[k])
+        if fixed:
+            raise UsageError(f"model.{fixed[0]}: {said[fixed[0]]} was asked for, and model.from has {base[fixed[0]]}")
+    else:
+        base = {**_own_dimensions(model), "vocab_size": vocab_size}
+    dims = {**base, **said}
+    if length is not None and "context" not in said:
+        dims["context"] = max(length, int(dims.get("context", 0)))
+    dims.setdefault("context", length or 256)
+    length = length or int(dims["context"])
+    if length > dims["context"]:
+        raise UsageError(f"data.sequence_length: {length} tokens exceed model.context {dims['context']}")
+    return TransformerShape(**dims), length
+
+
+def _own_dimensions(model: LanguageModel) -> dict[str, Any]:
+    if model.size is not None:
+        return dict(SIZES[model.size])
+    assert model.hidden_size is not None, "the schema asks for it"
+    width = model.hidden_size
+    head = model.head_size or (width // model.num_heads if model.num_heads else min(64, width))
+    heads = model.num_heads or max(1, width // head)
+    # Two thirds of the usual four times the width: the gate is a third matrix.
+    inner = -(-width * 8 // 3 // 32) * 32
+    return {"head_size": head, "num_heads": heads, "num_kv_heads": heads, "intermediate_size": inner}
+
+
+def _tokenizer(recipe: LanguageRecipe) -> TokenizerSpec:
+    chosen = recipe.data.tokenizer
+    if recipe.model.from_ is not None and chosen.kind == "bpe" and chosen.vocab_size is None:
+        # Pretrained weights know one vocabulary only, and it lies beside them.
+        return TokenizerSpec(kind="pretrained", path=str(fetch_folder(recipe.model.from_)))
+    size = {"vocab_size": chosen.vocab_size} if chosen.vocab_size is not None else {}
+    return TokenizerSpec(kind=chosen.kind, path=chosen.path, **size)
+
+
+def _text_source(source: SourceOptions) -> TextSource:
+    if source.kind not in READABLE:
+        raise UsageError(f"data.train.kind: {source.kind} cannot be read yet; there is {', '.join(READABLE)}")
+    return TextSource(kind=source.kind, path=source.path, field=source.field)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Who watches: one file, one watcher. None of them sees the weights."""

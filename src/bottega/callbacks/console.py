@@ -1,0 +1,112 @@
+"""What a person sees: one live line on a terminal, plain lines elsewhere, everything also in log.txt."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from bottega.core.callback import Callback, Progress
+
+
+class Console(Callback):
+    """Speaks on standard error, so that standard output stays free for results and --json."""
+
+    name = "console"
+
+    def __init__(self, *, unit: str, log: Path | None = None, quiet: bool = False) -> None:
+        self.unit, self.log = unit, log
+        self.rich = RichConsole(stderr=True, highlight=False, quiet=quiet)
+        self._live: Live | None = None
+        self._seconds: float | None = None
+        self._last_validation = ""
+
+    def say(self, text: str, *, style: str = "") -> None:
+        self.rich.print(Text(text, style=style), soft_wrap=True)
+        self._keep(text)
+
+    def warn(self, text: str) -> None:
+        self.say(f"warning: {text}", style="yellow")
+
+    def start(self, progress: Progress) -> None:
+        if self.rich.is_terminal and not self.rich.quiet:
+            self._live = Live(console=self.rich, refresh_per_second=4, transient=True)
+            self._live.start()
+
+    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
+        now = metrics["step_seconds"]
+        self._seconds = now if self._seconds is None else 0.8 * self._seconds + 0.2 * now
+        parts = self._parts(progress, metrics)
+        self._keep("  ".join(parts))
+        if self._live is not None:
+            self._live.update(self._line(progress, parts))
+        else:
+            self.rich.print(Text("  ".join(parts)), soft_wrap=True)
+
+    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        mark = "  best so far" if progress.best_step == progress.step else ""
+        self.say(f"step {progress.step}  validation  {shown}{mark}", style="green" if mark else "")
+
+    def after_sample(self, progress: Progress, folder: Path) -> None:
+        self._keep(f"samples in {folder}")
+
+    def after_save(self, progress: Progress, folder: Path) -> None:
+        self._keep(f"saved {folder}")
+
+    def finish(self, progress: Progress, error: BaseException | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _parts(self, progress: Progress, m: dict[str, float]) -> list[str]:
+        width = len(str(progress.total))
+        parts = [
+            f"step {progress.step:>{width}}/{progress.total}",
+            f"loss {m['loss']:.4f}",
+            f"lr {m['learning_rate']:.2e}",
+            f"grad {m['grad_norm']:.2f}",
+            f"{short(m['units_per_second'])} {self.unit}/s",
+            f"wait {100 * m['data_wait']:.0f}%",
+        ]
+        memory = m.get("gpu_memory_gib", m.get("ram_gib"))
+        if memory is not None:
+            parts.append(f"mem {memory:.1f}G")
+        parts.append(f"eta {clock((progress.total - progress.step) * (self._seconds or 0.0))}")
+        return parts
+
+    def _line(self, progress: Progress, parts: list[str]) -> Any:
+        grid = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=progress.total, completed=progress.step, width=max(10, min(30, self.rich.width - 90)))
+        grid.add_row(bar, *parts)
+        return grid
+
+    def _keep(self, text: str) -> None:
+        if self.log is None:
+            return
+        try:
+            with open(self.log, "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        except OSError:
+            self.log = None
+
+
+def short(number: float) -> str:
+    """1234567 -> 1.2M."""
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a person reads them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

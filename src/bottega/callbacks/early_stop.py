@@ -1,0 +1,75 @@
+"""Rules that act on evaluations: stop when nothing improves, or lower the rate first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bottega.core.callback import Callback, Progress
+from bottega.core.errors import UsageError
+
+
+class Patience:
+    """Counts evaluations without an improvement of more than `threshold`."""
+
+    def __init__(self, *, metric: str, maximise: bool, threshold: float, key: str) -> None:
+        self.metric, self.maximise, self.threshold, self.key = metric, maximise, threshold, key
+        self.best: float | None = None
+        self.waited = 0
+
+    def see(self, metrics: dict[str, float]) -> None:
+        if self.metric not in metrics:
+            raise UsageError(f"{self.key}.metric: {self.metric!r} was not measured; there is {', '.join(metrics)}")
+        value = metrics[self.metric]
+        gain = 0.0 if self.best is None else (value - self.best if self.maximise else self.best - value)
+        if self.best is None or gain > self.threshold:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+
+    def note(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def recall(self, note: dict[str, Any]) -> None:
+        self.best, self.waited = note.get("best"), int(note.get("waited", 0))
+
+
+class EarlyStop(Callback):
+    name = "early_stop"
+
+    def __init__(self, *, metric: str, maximise: bool, patience: int, threshold: float) -> None:
+        self.patience = patience
+        self.rule = Patience(metric=metric, maximise=maximise, threshold=threshold, key="training.early_stopping")
+
+    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self.rule.see(metrics)
+        if self.rule.waited >= self.patience:
+            best = f"{self.rule.best:.4f}" if self.rule.best is not None else "nothing"
+            progress.stop = f"{self.rule.metric} has not improved on {best} for {self.patience} evaluations"
+
+    def note(self) -> dict[str, Any]:
+        return self.rule.note()
+
+    def recall(self, note: dict[str, Any]) -> None:
+        self.rule.recall(note)
+
+
+class Plateau(Callback):
+    """The one schedule that cannot be a function of the step: it lives in `Progress.rate_scale`."""
+
+    name = "plateau"
+
+    def __init__(self, *, metric: str, maximise: bool, patience: int, threshold: float, factor: float, floor: float) -> None:
+        self.patience, self.factor, self.floor = patience, factor, floor
+        self.rule = Patience(metric=metric, maximise=maximise, threshold=threshold, key="training.scheduler")
+
+    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self.rule.see(metrics)
+        if self.rule.waited >= self.patience:
+            progress.rate_scale = max(self.floor, progress.rate_scale * self.factor)
+            self.rule.waited = 0
+
+    def note(self) -> dict[str, Any]:
+        return self.rule.note()
+
+    def recall(self, note: dict[str, Any]) -> None:
+        self.rule.recall(note)

@@ -1,0 +1,71 @@
+"""Weights & Biases, where the extra is installed and the recipe asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bottega.core.callback import Callback, Progress
+from bottega.core.errors import EnvironmentProblem
+
+
+class WandB(Callback):
+    """The same run goes on after a resume, because its id travels in the progress. A lost connection stops nothing."""
+
+    name = "wandb"
+
+    def __init__(
+        self, *, folder: Path, project: str, options: Mapping[str, Any], config: Mapping[str, Any], warn: Callable[[str], None]
+    ) -> None:
+        self.folder, self.project, self.options, self.config, self.warn = folder, project, options, config, warn
+        self._id: str | None = None
+        self._run: Any = None
+
+    def recall(self, note: dict[str, Any]) -> None:
+        self._id = note.get("id")
+
+    def note(self) -> dict[str, Any]:
+        return {"id": self._id} if self._id else {}
+
+    def start(self, progress: Progress) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise EnvironmentProblem("logging.wandb needs the wandb package: pip install 'bottega[wandb]'") from None
+        try:
+            self._run = wandb.init(
+                project=self.project,
+                entity=self.options.get("entity"),
+                name=self.options.get("name"),
+                tags=self.options.get("tags") or None,
+                notes=self.options.get("notes"),
+                mode="offline" if self.options.get("offline") else None,
+                dir=str(self.folder),
+                id=self._id,
+                resume="allow" if self._id else None,
+                config=dict(self.config),
+                settings=wandb.Settings(silent=True),
+            )
+            self._id = self._run.id
+        except Exception as error:
+            self.warn(f"wandb could not start ({type(error).__name__}); training goes on without it")
+
+    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self._log("train", progress, metrics)
+
+    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self._log("validation", progress, metrics)
+
+    def finish(self, progress: Progress, error: BaseException | None) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=0 if error is None else 1)
+
+    def _log(self, group: str, progress: Progress, metrics: dict[str, float]) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.log({f"{group}/{name}": value for name, value in metrics.items()}, step=progress.step)
+        except Exception as error:
+            self.warn(f"wandb stopped answering ({type(error).__name__}); training goes on without it")
+            self._run = None

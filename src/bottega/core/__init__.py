@@ -1,0 +1,1 @@
+"""The seams and the rules that hold for every task and engine. No torch, no jax."""

@@ -1,0 +1,55 @@
+"""Where it happens: the owner of weights, optimizer state, devices and ranks. The loop owns everything else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bottega.core.types import Batch, Sums, Tensors
+
+
+class Snapshot(ABC):
+    """A copy of the state on its way to the host. Taken between two steps, written while the next ones run."""
+
+    @abstractmethod
+    def files(self) -> Mapping[str, Tensors]:
+        """File name -> tensors. Waits for the copy, so only the writer calls it."""
+
+
+class Engine(ABC):
+    rank: int = 0
+    world: int = 1
+    micro_batch_size: int | None = None
+    """Examples in one forward; None while it has not been decided. What `auto` found travels in the progress."""
+    skip_steps: frozenset[int] = frozenset()
+    """Steps whose update is not applied: the rollback policy puts a poisoned batch here."""
+    rate_scale: float = 1.0
+    """The one factor of the learning rate that is not a function of the step; the plateau rule sets it."""
+
+    @abstractmethod
+    def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
+        """One optimizer step over this rank's share of the global batch. Does not wait for the device."""
+
+    @abstractmethod
+    def eval_step(self, batch: Batch) -> Sums:
+        """Sums over this batch, reduced over ranks, still on the device."""
+
+    @abstractmethod
+    def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Device scalars to floats: the only place that waits for the device."""
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot: ...
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """The state back from a verified checkpoint folder; names, shapes and types must agree exactly."""
+
+    def agree(self, flag: bool) -> bool:
+        """True on all ranks if true on any, so that all stop at the same step."""
+        return flag
+
+    def close(self) -> None:
+        """Let go of devices and process groups."""

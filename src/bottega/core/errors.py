@@ -1,0 +1,68 @@
+"""What can go wrong for a person, each kind with the exit code a scheduler can act on.
+
+Codes stay out of 64-78 and 126-165, which shells and launchers use, except where a signal is really meant.
+"""
+
+from __future__ import annotations
+
+
+class BottegaError(Exception):
+    """A message for people: one line, naming the thing, its value and the remedy. Shown without a traceback."""
+
+    code = 1
+
+
+class UsageError(BottegaError):
+    """The command line or the recipe is wrong."""
+
+    code = 2
+
+
+class DataError(BottegaError):
+    """The data cannot be read, is empty, or has changed."""
+
+    code = 3
+
+
+class CheckpointError(BottegaError):
+    """No checkpoint that was asked for can be trusted."""
+
+    code = 4
+
+
+class EnvironmentProblem(BottegaError):
+    """The machine says no: disk, permission, missing device or package."""
+
+    code = 5
+
+
+class Diverged(BottegaError):
+    """The loss or a gradient is not finite, and the policy is to stop."""
+
+    code = 6
+
+
+class OutOfMemory(BottegaError):
+    """The model and the micro-batch do not fit."""
+
+    code = 7
+
+
+class PeerLost(BottegaError):
+    """Another rank died or stopped answering; a restart may help."""
+
+    code = 8
+
+
+class DirectoryInUse(BottegaError):
+    """Another process is writing this run."""
+
+    code = 9
+
+
+class Interrupted(BottegaError):
+    """A signal asked for a stop, and the state is saved. 85 asks the scheduler to start us again, 130 is Ctrl-C."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,216 @@
+"""The only training loop. Everything it does is a function of the step and of `Progress`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from bottega.core.callback import Callback, Progress
+from bottega.core.engine import Engine
+from bottega.core.errors import DataError, Diverged, Interrupted
+from bottega.core.saver import Saver
+from bottega.core.signals import StopSignals
+from bottega.core.types import Batch, Sums
+
+
+class Batches(Protocol):
+    """What is seen: the whole state of a loader is the step."""
+
+    batch_size: int
+
+    def __call__(self, step: int) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often, in steps (0 = never). `save_seconds` is the one cadence that follows the clock."""
+
+    log: int = 10
+    evaluate: int = 0
+    save: int = 0
+    sample: int = 0
+    save_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Which metric of an evaluation is "best", and which way is better."""
+
+    metric: str = "loss"
+    maximise: bool = False
+
+    def better(self, value: float, than: float | None) -> bool:
+        return than is None or (value > than if self.maximise else value < than)
+
+
+@dataclass(kw_only=True)
+class Fit:
+    """One run of the loop: what it needs, and `run()`.
+
+    `recover` is told of a step whose loss or gradient was not finite; it returns the step to go on from (rollback),
+    or raises. `summarise` may add to evaluation metrics what is no mean (perplexity).
+    """
+
+    engine: Engine
+    batches: Batches
+    progress: Progress
+    every: Every
+    goal: Goal = Goal()
+    validation: Callable[[], Iterator[Batch]] | None = None
+    summarise: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
+    sample: Callable[[Progress], Path] | None = None
+    saver: Saver | None = None
+    callbacks: Sequence[Callback] = ()
+    recover: Callable[[Progress, int], int] | None = None
+    signals: StopSignals = field(default_factory=StopSignals)
+
+    def run(self) -> Progress:
+        p = self.progress
+        for callback in self.callbacks:
+            callback.recall(p.notes.get(callback.name, {}))
+            callback.start(p)
+        error: BaseException | None = None
+        try:
+            with self.signals:
+                self._train()
+                if self.saver:
+                    self.saver.wait(final=True)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            for callback in self.callbacks:
+                callback.finish(p, error)
+        return p
+
+    def _train(self) -> None:
+        p, engine, every = self.progress, self.engine, self.every
+        engine.rate_scale = p.rate_scale
+        self._clock = self._saved_at = time.perf_counter()
+        self._waited, self._units, self._steps = 0.0, 0.0, 0
+        if self._due(every.evaluate, p.step) and p.evaluated < p.step:
+            self._evaluate()  # the last process was stopped between its checkpoint and this evaluation
+        stream = self.batches(p.step)
+        while p.step < p.total and p.stop is None:
+            before = time.perf_counter()
+            batch = next(stream, None)
+            self._waited += time.perf_counter() - before
+            if batch is None:
+                raise DataError(f"the data ended at step {p.step} of {p.total}")
+            metrics = engine.train_step(p.step, batch)
+            p.step += 1
+            p.samples = p.step * self.batches.batch_size
+            self._units += metrics.pop("units", 0.0)
+            self._steps += 1
+            if self.saver:
+                self.saver.poll()
+            stopping = engine.agree(self.signals.received is not None)
+            last = p.step >= p.total
+            evaluate = self._due(every.evaluate, p.step) or (last and every.evaluate > 0)
+            save = self._due(every.save, p.step) or last or stopping or self._save_time()
+            sample = self._due(every.sample, p.step) or (last and every.sample > 0)
+            if last or evaluate or save or sample or self._due(every.log, p.step):
+                step = p.step
+                self._log(metrics)
+                if p.step != step:  # rolled back
+                    stream = self.batches(p.step)
+                    continue
+            if evaluate and not stopping:
+                save = self._evaluate() or save
+            if sample and not stopping and self.sample:
+                self._tell("after_sample", self.sample(p))
+            if save or p.stop is not None:
+                self._save()
+            if stopping:
+                self._interrupted()
+
+    def _due(self, every: int, step: int) -> bool:
+        return every > 0 and step > 0 and step % every == 0
+
+    def _save_time(self) -> bool:
+        limit = self.every.save_seconds
+        return limit is not None and self.engine.agree(time.perf_counter() - self._saved_at >= limit)
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        """Wait for the device once, look for trouble, and tell the callbacks."""
+        p = self.progress
+        host = self.engine.fetch(metrics)
+        bad = int(host.pop("bad_steps", 0))
+        if bad:
+            first = p.step - bad
+            if self.recover is None:
+                raise Diverged(f"the loss or a gradient was not finite at step {first + 1}")
+            p.step = self.recover(p, first)
+            if p.step <= first:
+                self.engine.rate_scale = p.rate_scale
+                self._reset_clock()
+                return
+        now = time.perf_counter()
+        seconds = max(now - self._clock, 1e-9)
+        host["samples_per_second"] = self._steps * self.batches.batch_size / seconds
+        host["units_per_second"] = self._units / seconds
+        host["data_wait"] = min(1.0, self._waited / seconds)
+        host["step_seconds"] = seconds / max(1, self._steps)
+        self._reset_clock()
+        self._tell("after_step", host)
+
+    def _reset_clock(self) -> None:
+        self._clock = time.perf_counter()
+        self._waited, self._units, self._steps = 0.0, 0.0, 0
+
+    def _evaluate(self) -> bool:
+        """Validate, tell, and say whether this is the best so far (and so worth saving)."""
+        assert self.validation is not None, "an evaluation cadence needs validation data"
+        p = self.progress
+        metrics = self.summarise(evaluate(self.engine, self.validation()))
+        if self.goal.metric not in metrics:
+            raise DataError(f"evaluation.metric: {self.goal.metric!r} was not measured; there is {', '.join(metrics)}")
+        value = metrics[self.goal.metric]
+        improved = math.isfinite(value) and self.goal.better(value, p.best)
+        if improved:
+            p.best, p.best_step = value, p.step
+        p.evaluated = p.step
+        self._tell("after_eval", metrics)
+        self.engine.rate_scale = p.rate_scale
+        self._reset_clock()
+        return improved
+
+    def _tell(self, event: str, what: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self.progress, what)
+
+    def _save(self) -> None:
+        if self.saver is None:
+            return
+        p = self.progress
+        self.saver.wait()  # the engine may reuse the buffers of the last snapshot
+        p.notes = {c.name: note for c in self.callbacks if (note := c.note())}
+        p.micro_batch_size = self.engine.micro_batch_size
+        snapshot = self.engine.snapshot()
+        if self.engine.rank == 0:
+            self.saver.save(snapshot, p)
+        self._saved_at = time.perf_counter()
+
+    def _interrupted(self) -> None:
+        if self.saver:
+            self.saver.wait(final=True)
+        name = self.signals.received.name if self.signals.received else "a signal on another rank"
+        raise Interrupted(f"stopped by {name} at step {self.progress.step}; saved", self.signals.exit_code)
+
+
+def evaluate(engine: Engine, batches: Iterator[Batch]) -> dict[str, float]:
+    """Means over a whole data set. The sums stay on the device until the end."""
+    total: Sums = {}
+    for batch in batches:
+        for name, (value, count) in engine.eval_step(batch).items():
+            old = total.get(name, (0.0, 0.0))
+            total[name] = (old[0] + value, old[1] + count)
+    if not total:
+        raise DataError("the validation data has no batch")
+    flat = engine.fetch({f"{name}/{part}": pair[i] for name, pair in total.items() for i, part in enumerate(("sum", "count"))})
+    counts = {name: flat[f"{name}/count"] for name in total}
+    return {name: flat[f"{name}/sum"] / counts[name] if counts[name] else math.nan for name in total}

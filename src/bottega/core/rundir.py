@@ -1,0 +1,123 @@
+"""The run directory: one writer, known names, nothing half-written."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bottega.core.errors import BottegaError, DirectoryInUse, UsageError
+from bottega.core.saver import explain
+
+
+class RunDirectory:
+    """Paths inside one run. Creating it touches nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.recipe = path / "recipe.yaml"
+        self.environment = path / "environment.json"
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "log.txt"
+        self.codec = path / "codec"
+        self.samples = path / "samples"
+        self.final = path / "final"
+
+    def create(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".probe-{uuid.uuid4().hex[:8]}"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise explain(error, self.path) from None
+
+    def must_exist(self) -> RunDirectory:
+        if not self.recipe.is_file():
+            raise UsageError(f"no run at {self.path}: {self.recipe.name} is not there{_nearest(self.path)}")
+        return self
+
+    def write(self, path: Path, text: str) -> None:
+        """Whole or not at all."""
+        temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise explain(error, path) from None
+
+    def truncate_metrics(self, step: int) -> None:
+        """Forget lines written after the checkpoint we resume from, so that no step appears twice."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError):
+                continue  # the last line of a killed process
+        self.write(self.metrics, "".join(line + "\n" for line in kept))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics.jsonl."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+class Lock:
+    """One writer per run. The kernel drops the lock when the process dies, so none is ever stale."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.path = run.path / "LOCK"
+        self._handle: int | None = None
+
+    def __enter__(self) -> Lock:
+        try:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise explain(error, self.path) from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise self._taken(handle) from None
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps(owner).encode(), 0)
+        self._handle = handle
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def _taken(self, handle: int) -> BottegaError:
+        try:
+            owner = json.loads(os.pread(handle, 4096, 0))
+            who = f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
+        except (ValueError, KeyError, TypeError):
+            who = "another process"
+        os.close(handle)
+        return DirectoryInUse(f"{self.path.parent} is in use by {who}; give this run another name=…")
+
+
+def _nearest(path: Path) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1)
+    return f"; did you mean {path.parent / near[0]}?" if near else "; `bottega train` makes one"

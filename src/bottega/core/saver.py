@@ -1,0 +1,126 @@
+"""Saving behind training: one writer thread, at most one save in flight, errors surface at the next step.
+
+A thread is enough: hashing, writing and syncing all let go of the interpreter lock, and nothing is serialised object by
+object.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bottega.core import checkpoint
+from bottega.core.callback import Progress
+from bottega.core.engine import Snapshot
+from bottega.core.errors import BottegaError, EnvironmentProblem
+
+PATIENCE = 3
+"""Failed saves in a row before the run gives up: a full disk is often emptied by somebody, but not for ever."""
+
+
+class Saver:
+    """Owns the checkpoints folder of a running run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        fingerprint: Mapping[str, Any],
+        announce: Callable[[Progress, Path], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.folder, self.keep, self.fingerprint = folder, keep, fingerprint
+        self.announce, self.warn = announce, warn
+        self.resumed_from: int | None = None
+        self._thread: threading.Thread | None = None
+        self._done: tuple[Progress, Path] | None = None
+        self._error: BaseException | None = None
+        self._failures = 0
+        self._needed = 0
+
+    def save(self, snapshot: Snapshot, progress: Progress) -> None:
+        """Start writing; waits only if the previous save has not ended."""
+        self.wait()
+        kept = Progress.from_json(progress.to_json())
+        self._thread = threading.Thread(target=self._write, args=(snapshot, kept), name="bottega-saver", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Report a save that has ended. Called at every step, so it must cost nothing."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._collect(final=False)
+
+    def wait(self, *, final: bool = False) -> None:
+        """Until what was started is on disk. With `final`, a failure ends the run at once: there is no later save."""
+        if self._thread is not None:
+            self._thread.join()
+            self._collect(final=final)
+
+    def _write(self, snapshot: Snapshot, progress: Progress) -> None:
+        try:
+            files = snapshot.files()
+            self._needed = sum(array.nbytes for tensors in files.values() for array in tensors.values())
+            path = checkpoint.write(
+                self.folder,
+                step=progress.step,
+                files=files,
+                progress=progress.to_json(),
+                fingerprint=self.fingerprint,
+            )
+            if progress.best_step == progress.step:
+                checkpoint.point(self.folder, "best", path)
+            protect = [s for s in (progress.best_step, self.resumed_from) if s]
+            checkpoint.retain(self.folder, keep=self.keep, protect=protect)
+            self._done = (progress, path)
+        except BaseException as error:
+            self._error = error
+
+    def _collect(self, *, final: bool) -> None:
+        self._thread = None
+        done, self._done = self._done, None
+        error, self._error = self._error, None
+        if done is not None:
+            self._failures = 0
+            self.announce(*done)
+        if error is None:
+            return
+        if not isinstance(error, OSError):
+            raise error
+        self._failures += 1
+        problem = explain(error, self.folder, self._needed)
+        if final or self._failures >= PATIENCE:
+            raise problem from error
+        self.warn(f"{problem}; older checkpoints are kept, trying again at the next save")
+
+
+def explain(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
+    """An operating-system error in the words of somebody who has to fix it."""
+    reason = {
+        errno.ENOSPC: "the disk is full",
+        errno.EDQUOT: "the disk quota is used up",
+        errno.EFBIG: "the file would exceed the size limit (ulimit -f)",
+        errno.EROFS: "the file system is read-only",
+        errno.EACCES: "permission denied",
+        errno.EPERM: "permission denied",
+    }.get(error.errno or 0, error.strerror or str(error))
+    try:
+        free = f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} bytes free"
+    except OSError:
+        free = ""
+    size = f": needs {needed:,} bytes{free}" if needed else free
+    return EnvironmentProblem(f"cannot write {folder}: {reason}{size}")
+
+
+def preflight(folder: Path, *, size: int, keep: int) -> None:
+    """Refuse to start where the checkpoints cannot fit: hours later is too late to find out."""
+    free = shutil.disk_usage(folder).free
+    if size * 2 > free:
+        raise EnvironmentProblem(f"cannot write {folder}: a checkpoint needs {size:,} bytes twice while it is replaced, {free:,} bytes free")
+    if size * (keep + 1) > free:
+        sys.stderr.write(f"bottega: {keep} checkpoints of {size:,} bytes will not fit in the {free:,} bytes free; lower checkpoint.keep\n")

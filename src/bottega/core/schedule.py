@@ -1,0 +1,74 @@
+"""The learning rate as a function of the step: a multiplier of the peak, between 0 and 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Rate = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`name` after a linear warm-up of `warmup` steps, over `total` steps, never below `floor` once warm.
+
+    Step numbers start at 0; the step `warmup - 1` is the first at the peak. `plateau` is constant here: its factor is
+    earned by evaluations and lives in the progress.
+    """
+
+    name: str
+    total: int
+    warmup: int = 0
+    floor: float = 0.0
+    cycle: int | None = None
+    power: float = 1.0
+    gamma: float = 0.1
+    decay_fraction: float = 0.2
+
+    def __call__(self, step: int) -> float:
+        if self.name == "one_cycle":
+            return self._one_cycle(step)
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        shape = SHAPES[self.name]
+        return self.floor + (1.0 - self.floor) * shape(self, step - self.warmup)
+
+    @property
+    def span(self) -> int:
+        return max(1, self.total - self.warmup)
+
+    def _one_cycle(self, step: int) -> float:
+        # Smith's policy: up over the warm-up (30 % unless said), down to the floor, both by cosine; it starts at 1/25.
+        up = self.warmup or max(1, round(0.3 * self.total))
+        if step < up:
+            return 0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi * (step + 1) / up))
+        done = min(1.0, (step - up) / max(1, self.total - up))
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _cosine(s: Schedule, step: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / s.span)))
+
+
+def _restarts(s: Schedule, step: int) -> float:
+    length = s.cycle or s.span
+    return 0.5 * (1 + math.cos(math.pi * (step % length) / length))
+
+
+def _stable_decay(s: Schedule, step: int) -> float:
+    decay = max(1, round(s.decay_fraction * s.total))
+    return min(1.0, max(0.0, (s.span - step) / decay))
+
+
+SHAPES: dict[str, Callable[[Schedule, int], float]] = {
+    "constant": lambda s, step: 1.0,
+    "plateau": lambda s, step: 1.0,
+    "linear": lambda s, step: max(0.0, 1 - step / s.span),
+    "cosine": _cosine,
+    "cosine_with_restarts": _restarts,
+    "polynomial": lambda s, step: max(0.0, 1 - step / s.span) ** s.power,
+    "exponential": lambda s, step: s.gamma ** (step / s.span),
+    "inverse_sqrt": lambda s, step: math.sqrt(max(1, s.warmup) / (max(1, s.warmup) + step)),
+    "wsd": _stable_decay,
+}

@@ -1,0 +1,1 @@
+"""What is seen: sources, order, loader, tokenizers. No torch, no jax."""

@@ -1,0 +1,37 @@
+"""Byte-level BPE from outside: the symbol that stands for each byte, and where text can be cut without changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# GPT-2's table: printable Latin-1 stands for itself, every other byte for a symbol from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in set(_PRINTABLE)]
+BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
+SYMBOLS = [symbol for symbol, _ in sorted(BYTE_OF.items(), key=lambda pair: pair[1])]
+
+
+def token_bytes(token: str) -> bytes:
+    """The bytes a token stands for. One with a symbol outside the table (an added token) stands for its own text."""
+    try:
+        return bytes(BYTE_OF[symbol] for symbol in token)
+    except KeyError:
+        return token.encode()
+
+
+def safe_pieces(text: str, size: int) -> Iterator[str]:
+    """Pieces of at least `size` characters whose tokens, joined, are those of the whole text.
+
+    Cut before a newline that follows something other than white space. No alternative of the pre-tokenizer's pattern
+    matches across such a place: words, numbers and signs hold no newline, and a run of white space starts at it. The
+    pattern looks ahead only from white space to what follows it, and the cut has no white space before it.
+    """
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + size)
+        # str.isspace knows every character the pattern calls white space, and some more, which only costs a cut.
+        while end != -1 and text[end - 1].isspace():
+            end = text.find("\n", end + 1)
+        end = len(text) if end == -1 else end
+        yield text[start:end]
+        start = end

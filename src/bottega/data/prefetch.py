@@ -1,0 +1,178 @@
+"""Batches before they are asked for: in this thread, in one behind it, or in processes of their own.
+
+The stream is `make(start), make(start + 1), ...` whichever way it is built; a worker that is killed is replaced and its
+steps are built again.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.types import Batch
+from bottega.data.worker import COMMAND
+
+# Killed workers are replaced this often in one stream; more than that is no accident.
+RESTARTS = 5
+PACKAGE_ROOT = str(Path(__file__).parents[2])
+# The step a worker is building and the one after it, so that it never waits for an order.
+AHEAD = 2
+
+Make = Callable[[int], Batch]
+Stream = Generator[Batch, None, None]
+
+
+def prefetch(make: Make, start: int, *, workers: int, depth: int) -> Stream:
+    """The batches from `start` on. `workers` processes build them; a thread keeps up to `depth` of them ready."""
+    stream = _from_processes(make, start, workers) if workers else _inline(make, start)
+    return _behind(stream, depth) if depth else stream
+
+
+def _inline(make: Make, start: int) -> Stream:
+    for step in count(start):
+        yield make(step)
+
+
+def _behind(stream: Stream, depth: int) -> Stream:
+    """A thread that runs the stream. It ends when this generator is closed, or forgotten and collected."""
+    ready: deque[Batch | Exception] = deque()
+    changed = threading.Condition()
+    closed = threading.Event()
+
+    def put(item: Batch | Exception) -> bool:
+        with changed:
+            changed.wait_for(lambda: len(ready) < depth or closed.is_set())
+            ready.append(item)
+            changed.notify_all()
+        return not closed.is_set()
+
+    def fill() -> None:
+        try:
+            # A generator belongs to the thread that runs it, so it is closed here too.
+            for item in stream:
+                if not put(item):
+                    break
+        except Exception as error:
+            put(error)
+        finally:
+            stream.close()
+
+    thread = threading.Thread(target=fill, name="bottega-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            with changed:
+                changed.wait_for(lambda: ready)
+                item = ready.popleft()
+                changed.notify_all()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        with changed:
+            closed.set()
+            changed.notify_all()
+        # The collector may run this in the filling thread itself. A batch that takes longer than this is abandoned.
+        if thread is not threading.current_thread():
+            thread.join(timeout=10)
+
+
+class _WorkerDied(Exception):
+    """The process ended before it delivered."""
+
+
+class _Worker:
+    """One process and the steps it still owes."""
+
+    def __init__(self, make: Make) -> None:
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-P", "-c", COMMAND, str(there.fileno()), PACKAGE_ROOT]
+            try:
+                self.process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+            except OSError as error:
+                here.close()
+                raise EnvironmentProblem(
+                    f"a loader worker cannot be started: {error.strerror}; lower data.workers"
+                ) from error
+        self.connection = Connection(here.detach())
+        self.owes: deque[int] = deque()
+        try:
+            self.connection.send(sys.path)
+            self.connection.send(make)
+        except OSError:
+            pass  # it died at once: noticed, like any death, when its first batch is asked for
+        except Exception as error:
+            self.close()
+            raise UsageError(f"the data cannot be sent to worker processes ({error}); set data.workers=0") from error
+
+    def order(self, step: int) -> None:
+        self.owes.append(step)
+        with suppress(OSError):  # dead: noticed when this step is asked for
+            self.connection.send(step)
+
+    def deliver(self) -> Batch:
+        """The batch of the oldest step it owes."""
+        try:
+            batch, error = self.connection.recv()
+        except (EOFError, OSError) as broken:
+            raise _WorkerDied from broken
+        if error is not None:
+            raise error
+        self.owes.popleft()
+        return batch
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def _from_processes(make: Make, start: int, workers: int) -> Stream:
+    """Step s comes from worker s % workers. Each has a socket of its own, so a death in mid-message hurts no other.
+
+    (In concurrent.futures all workers share one result pipe: one killed while it writes there stops the others.)
+    """
+    crew: list[_Worker] = []
+    restarts = 0
+    try:
+        for _ in range(workers):
+            crew.append(_Worker(make))
+        for step in range(start, start + AHEAD * workers):
+            crew[step % workers].order(step)
+        for step in count(start):
+            while True:
+                worker = crew[step % workers]
+                try:
+                    batch = worker.deliver()
+                    break
+                except _WorkerDied:
+                    restarts += 1
+                    crew[step % workers] = _replace(worker, make, restarts)
+            worker.order(step + AHEAD * workers)
+            yield batch
+    finally:
+        for worker in crew:
+            worker.close()
+
+
+def _replace(worker: _Worker, make: Make, restarts: int) -> _Worker:
+    worker.close()
+    if restarts > RESTARTS:
+        raise EnvironmentProblem(
+            f"loader workers died {restarts} times (the last: exit status {worker.process.returncode} at step "
+            f"{worker.owes[0]}); give the machine more memory, lower data.workers, or set data.workers=0"
+        )
+    fresh = _Worker(make)
+    for step in worker.owes:
+        fresh.order(step)
+    return fresh

@@ -1,0 +1,67 @@
+"""What there is to see: a finite set of samples that can be fetched by number."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+
+from bottega.core.errors import DataError
+
+
+class Source(ABC):
+    """Samples by number. What a sample looks like may depend on the epoch (augmentation), and on nothing else.
+
+    Worker processes get a copy, so a source must be picklable, and cheaply: files are opened again, not sent.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        """The samples `index` [n] as seen in the epochs `epoch` [n]: arrays whose first axis is n."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A hash of the content: another fingerprint means other samples."""
+
+    @abstractmethod
+    def describe(self, index: int, epoch: int) -> str:
+        """One sample for people: where it stands and what it says."""
+
+
+@final
+class ArraySource(Source):
+    """Arrays in memory whose first axis is the sample."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise DataError(f"the arrays of a source must be equally long and at least one, got {lengths or 'none'}")
+        self.arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        self.length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self.length
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        return {name: array[index] for name, array in self.arrays.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for name, array in sorted(self.arrays.items()):
+            digest.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
+            digest.update(array.view(np.uint8).data if array.size else b"")
+        return digest.hexdigest()
+
+    def describe(self, index: int, epoch: int) -> str:
+        rows = self.rows(np.array([index]), np.array([epoch]))
+        fields = (f"{name}: {np.array2string(row[0], threshold=32)}" for name, row in rows.items())
+        return "\n".join((f"sample {index} of {len(self)}", *fields))

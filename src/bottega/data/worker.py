@@ -1,0 +1,86 @@
+"""A process that builds batches for another one: it is sent step numbers and answers with their batches, in order.
+
+Started as `python -c` on a socket rather than through multiprocessing, which would run the user's script again (and
+import torch with it) in every worker.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from bottega.core.errors import UsageError
+
+COMMAND = "import sys; sys.path.insert(0, sys.argv[2]); from bottega.data.worker import main; main(int(sys.argv[1]))"
+
+
+def main(descriptor: int) -> NoReturn:
+    # Ctrl-C reaches the whole process group, but only the trainer decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    connection = Connection(descriptor)
+    make = _receive(connection)
+    steps: queue.SimpleQueue[int] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, steps), daemon=True).start()
+    while True:
+        step = steps.get()
+        _send(connection, _answer(make, step))
+
+
+def _answer(make: Callable[[int], object], step: int) -> tuple[object, Exception | None]:
+    try:
+        return make(step), None
+    except Exception as error:
+        return None, _portable(error)
+
+
+def _receive(connection: Connection) -> Callable[[int], object]:
+    try:
+        sys.path[:] = connection.recv()
+        return connection.recv()
+    except (EOFError, OSError):
+        os._exit(0)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        remedy = "define its classes in a module that can be imported, or set data.workers=0"
+        _send(connection, (None, UsageError(f"a loader worker cannot load the data ({reason}); {remedy}")))
+        os._exit(1)
+
+
+def _listen(connection: Connection, steps: queue.SimpleQueue[int]) -> None:
+    """Ends the process as soon as the other side is gone, even in the middle of a batch."""
+    try:
+        while True:
+            steps.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _send(connection: Connection, answer: tuple[object, Exception | None]) -> None:
+    try:
+        connection.send(answer)
+    except OSError:
+        os._exit(0)
+    except Exception as error:  # not picklable; nothing of it was written yet
+        connection.send((None, _as_text(error)))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error with the trace of this process, or its text where the other side could not rebuild it."""
+    try:
+        twin = type(error)(*error.args)
+    except Exception:
+        return _as_text(error)
+    twin.add_note("In a loader worker:\n" + "".join(traceback.format_exception(error)))
+    return twin
+
+
+def _as_text(error: Exception) -> RuntimeError:
+    return RuntimeError("a loader worker failed:\n" + "".join(traceback.format_exception(error)))

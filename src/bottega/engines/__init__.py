@@ -1,0 +1,1 @@
+"""Where it happens: one file, one framework."""

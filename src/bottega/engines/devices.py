@@ -1,0 +1,95 @@
+"""Devices, ranks and the way of a batch from the host to where it is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.types import Batch
+
+
+def choose_device(name: str) -> torch.device:
+    """Never a silent CPU: a GPU that was asked for and is absent is an error."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind = name.partition(":")[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentProblem("device: cuda was asked for, and torch sees no GPU; use device=cpu or device=auto")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise EnvironmentProblem("device: mps was asked for, and it is not available; use device=cpu or device=auto")
+    if kind == "cuda":
+        index = int(os.environ.get("LOCAL_RANK", 0)) if ":" not in name else int(name.partition(":")[2])
+        if index >= torch.cuda.device_count():
+            raise EnvironmentProblem(f"device: cuda:{index} was asked for, and there are {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device(name)
+
+
+def join_group(device: torch.device) -> tuple[int, int]:
+    """Rank and world from the environment that torchrun and accelerate set."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return 0, 1
+    if not dist.is_initialized():
+        # Host numbers travel over gloo and gradients over NCCL, in one group.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def choose_precision(name: str, device: torch.device) -> torch.dtype:
+    """bf16 where the device has it; on a CPU without bf16 units it would be two to three times slower than fp32."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    chosen = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    if chosen is torch.float16 and device.type == "cpu":
+        raise UsageError("training.mixed_precision: fp16 needs a GPU; use bf16 or fp32 on a CPU")
+    if device.type == "cuda" and chosen is not torch.float32:
+        torch.set_float32_matmul_precision("high")
+    return chosen
+
+
+def make_deterministic() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def seed_dropout(seed: int, device: torch.device) -> None:
+    # torch.manual_seed would seed every device and cost ten times as much.
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def put(batch: Batch, device: torch.device) -> dict[str, Any]:
+    """A host batch on the device; from pinned memory the copy does not wait."""
+    moved: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, Mapping):
+            moved[name] = put(value, device)
+            continue
+        tensor = torch.from_numpy(value if value.flags.writeable else value.copy())
+        if device.type == "cuda":
+            tensor = tensor.pin_memory().to(device, non_blocking=True)
+        elif device.type != "cpu":
+            tensor = tensor.to(device)
+        moved[name] = tensor
+    return moved
+
+
+def batch_length(batch: Batch) -> int:
+    value = next(iter(batch.values()))
+    return batch_length(value) if isinstance(value, Mapping) else len(value)
+
+
+def slice_batch(batch: Batch, start: int, stop: int) -> dict[str, Any]:
+    return {k: slice_batch(v, start, stop) if isinstance(v, Mapping) else v[start:stop] for k, v in batch.items()}

@@ -1,0 +1,142 @@
+"""What happens after a loss or gradient that is not a number: keep the evidence, then halt, skip or roll back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from bottega.core import checkpoint
+from bottega.core.callback import Progress
+from bottega.core.errors import Diverged
+from bottega.core.noise import Noise
+from bottega.core.saver import Saver
+from bottega.core.types import Batch
+from bottega.engines.devices import batch_length, put
+from bottega.engines.torch import TorchEngine
+
+MOST_SKIPS = 100
+MOST_ROLLBACKS = 3
+
+
+class Ledger(Protocol):
+    """The loader, as far as evidence needs it."""
+
+    def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]: ...
+    def batch(self, step: int) -> Batch: ...
+
+
+class Recovery:
+    """The loop's answer to a bad step. The engine has held every update back since, so the weights are still those the
+    bad step met, and its batch is a function of its number: the accident can be watched again."""
+
+    def __init__(
+        self,
+        *,
+        engine: TorchEngine,
+        loader: Ledger,
+        saver: Saver,
+        policy: str,
+        folder: Path,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.engine, self.loader, self.saver = engine, loader, saver
+        self.policy, self.folder, self.warn = policy, folder, warn
+        self._skipped = self._rollbacks = 0
+
+    def __call__(self, progress: Progress, first: int) -> int:
+        """`first` is the number of the bad step, counted from 0. Returns the step to go on from."""
+        if self.policy == "skip":
+            self._skipped += progress.step - first
+            self.engine.forget_bad_steps()
+            self.warn(f"{progress.step - first} updates skipped by step {progress.step}: the loss or a gradient was not finite")
+            if self._skipped > MOST_SKIPS:
+                raise Diverged(f"{self._skipped} updates were skipped; the training has diverged, lower the learning rate")
+            return progress.step
+        story = self._record(first)
+        if self.policy == "halt" or self._rollbacks >= MOST_ROLLBACKS:
+            raise Diverged(f"{story}; the update was not applied, lower training.learning_rate or look at the batch")
+        return self._roll_back(progress, first, story)
+
+    def _roll_back(self, progress: Progress, first: int, story: str) -> int:
+        self.saver.wait()
+        good = checkpoint.newest_good(self.saver.folder, self.warn)
+        if good is None:
+            raise Diverged(f"{story}; there is no checkpoint to roll back to")
+        path, manifest = good
+        self._rollbacks += 1
+        self.engine.load(path)
+        skips = sorted({*progress.skip_steps, first})
+        saved = Progress.from_json(checkpoint.read_progress(path))
+        for name, value in vars(saved).items():
+            setattr(progress, name, value if name != "total" else progress.total)
+        progress.skip_steps = skips
+        self.engine.skip_steps = frozenset(skips)
+        self.warn(f"{story}; rolled back to step {manifest.step}, that batch will be passed over")
+        return manifest.step
+
+    def _record(self, step: int) -> str:
+        """Keep the batch, its sample numbers and the first module that gave a bad value."""
+        index, epoch = self.loader.indices(step)
+        batch = self.loader.batch(step)
+        module = first_bad_module(self.engine, step, batch)
+        where = self.folder / f"step-{step + 1:08d}"
+        if self.engine.rank == 0:
+            where.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_safetensors(where / "batch.safetensors", flat(batch))
+            report = {"step": step + 1, "samples": index.tolist(), "epochs": epoch.tolist(), "first_bad_module": module}
+            (where / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        shown = ", ".join(map(str, index[:8])) + (", …" if len(index) > 8 else "")
+        culprit = f"; first seen in {module}" if module else ""
+        return f"the loss or a gradient was not finite at step {step + 1} (samples {shown}){culprit}; kept in {where}"
+
+
+def first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
+    """Run the step's forward and backward again, eagerly, and name the first module with a bad output or gradient."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def see(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            if not found and any(not torch.isfinite(t).all() for t in floats(output)):
+                found.append(name or "the model")
+
+        return see
+
+    handles = [m.register_forward_hook(watch(name)) for name, m in engine.model.named_modules()]
+    compiled = [m for m in engine.model.modules() if getattr(m, "compiled", None) is not None]
+    kept = [m.compiled for m in compiled]
+    for m in compiled:
+        m.compiled = None  # type: ignore[assignment]  # hooks inside a compiled block would not fire
+    try:
+        on_device = put(batch, engine.device)
+        rng = Noise(engine.seed, step, torch.arange(batch_length(batch), device=engine.device), torch)
+        with engine._autocast():
+            out = engine.task.loss(engine._eval_models, on_device, rng)
+        sum(total for total, _ in out.terms.values()).backward()  # type: ignore[union-attr]
+        if not found:
+            bad = (n for n, p in engine.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all())
+            found += [f"the gradient of {name}" for name in [next(bad, None)] if name]
+    finally:
+        for handle in handles:
+            handle.remove()
+        for m, forward in zip(compiled, kept, strict=True):
+            m.compiled = forward
+        engine.model.zero_grad(set_to_none=True)
+    return found[0] if found else None
+
+
+def floats(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    return [t for item in value for t in floats(item)] if isinstance(value, tuple | list) else []
+
+
+def flat(batch: Batch, prefix: str = "") -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for name, value in batch.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: np.asarray(value)}
+    return found

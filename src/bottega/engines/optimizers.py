@@ -1,0 +1,164 @@
+"""Optimizers by name, over the group table, and an update that a device flag can hold back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bottega.core.groups import Row, assign
+from bottega.schema.recipe import Optimizer as OptimizerOptions
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum (Chen et al., 2023). Half of AdamW's state."""
+
+    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            fast, slow = group["betas"]
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            grads, momenta = [p.grad for p in params], [self.state[p]["exp_avg"] for p in params]
+            if not params:
+                continue
+            updates = torch._foreach_lerp(momenta, grads, 1 - fast)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(momenta, grads, 1 - slow)
+
+
+def build(
+    named: Mapping[str, torch.nn.Parameter], rows: Sequence[Row], options: OptimizerOptions, *, learning_rate: float, weight_decay: float
+) -> list[torch.optim.Optimizer]:
+    """Freeze what a row freezes and return the optimizers; each group carries its row's `scale`.
+
+    Weight decay goes to matrices only, unless a row says otherwise: decaying a norm's gain or a bias pulls it away from
+    where it has to be.
+    """
+    chosen = assign(list(named), rows)
+    groups: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in named.items():
+        row = rows[chosen[name]]
+        parameter.requires_grad_(row.scale is not None)
+        if row.scale is not None:
+            key = (chosen[name], parameter.dim() >= 2, options.name == "muon" and _is_hidden_matrix(name, parameter))
+            groups.setdefault(key, []).append(parameter)
+
+    def table(hidden: bool) -> list[dict[str, Any]]:
+        return [
+            {
+                "params": parameters,
+                "scale": rows[row].scale,
+                "weight_decay": _decay(rows[row], weight_decay if is_matrix else 0.0),
+            }
+            for (row, is_matrix, is_hidden), parameters in groups.items()
+            if is_hidden is hidden
+        ]
+
+    return [_one(which, options, t, learning_rate) for which, t in ((options.name, table(True)), ("rest", table(False))) if t]
+
+
+def _decay(row: Row, usual: float) -> float:
+    return usual if row.weight_decay is None else row.weight_decay
+
+
+def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    # Muon orthogonalises maps between hidden states. An embedding or head is a table of rows, and stays with AdamW.
+    return parameter.dim() == 2 and "embed" not in name and "head" not in name
+
+
+def _one(which: str, options: OptimizerOptions, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    betas, eps = tuple(options.betas), options.eps
+    name = "adamw" if which == "rest" and options.name == "muon" else options.name
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    if name == "adam":
+        return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
+    if name == "lion":
+        return Lion(groups, lr=lr, betas=betas, weight_decay=0.0)
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr)
+    assert name == "muon", name
+    # match_rms_adamw: an update as large as AdamW's, so that one learning rate serves both halves.
+    return torch.optim.Muon(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov, adjust_lr_fn="match_rms_adamw")
+
+
+def set_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+    """An optimizer's state dict would bring an old rate back, so ours is set before every step."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["scale"]
+
+
+def apply(optimizers: Sequence[torch.optim.Optimizer], *, divisor: Tensor | None, hold: Tensor | None) -> None:
+    """Step with gradients divided by `divisor`, or not at all where the device flag `hold` is 1; nobody waits.
+
+    Fused kernels take both as arguments, so clipping costs no pass over the gradients. The others are stepped and then
+    put back by `where`, which needs a copy of what they change.
+    """
+    for optimizer in optimizers:
+        if optimizer.defaults.get("fused"):
+            optimizer.grad_scale, optimizer.found_inf = divisor, hold  # type: ignore[attr-defined]
+            optimizer.step()
+            continue
+        if divisor is not None:
+            torch._foreach_div_([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None], divisor)
+        if hold is None:
+            optimizer.step()
+        else:
+            _step_or_put_back(optimizer, hold)
+
+
+@torch.no_grad()
+def _step_or_put_back(optimizer: torch.optim.Optimizer, hold: Tensor) -> None:
+    parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    before = [p.clone() for p in parameters]
+    states = [{k: v.clone() for k, v in optimizer.state[p].items() if torch.is_tensor(v)} for p in parameters]
+    optimizer.step()
+    held = hold.bool()
+    for p, old, state in zip(parameters, before, states, strict=True):
+        p.copy_(torch.where(held, old, p))
+        for key, value in optimizer.state[p].items():
+            if torch.is_tensor(value):
+                was = state.get(key, torch.zeros_like(value))
+                value.copy_(torch.where(held.to(value.device), was, value))
+
+
+def state_tensors(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> dict[str, Tensor]:
+    """Every state tensor as `parameter name/state name`; `names` maps id(parameter) to its name."""
+    found: dict[str, Tensor] = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                found[f"{names[id(parameter)]}/{key}"] = torch.as_tensor(value)
+    return found
+
+
+def load_state(
+    optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str], tensors: Mapping[str, Tensor]
+) -> None:
+    """Put the state back as it was: a step counter stays where the optimizer keeps it, a number stays a number."""
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, state = key.rpartition("/")
+        by_name.setdefault(name, {})[state] = value
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                loaded = by_name.get(names[id(parameter)], {})
+                on_device = bool(optimizer.defaults.get("fused"))
+                optimizer.state[parameter] = {
+                    key: value.to(parameter.device) if value.dim() or on_device else value.clone()
+                    for key, value in loaded.items()
+                }

@@ -1,0 +1,383 @@
+"""The torch engine: one fused step over micro-batches and ranks, on torch's own distributed package.
+
+Not on Accelerate: there a CPU run silently ignores sharding plugins, a resumed loader continues on another permutation,
+and the saved state is pickle. Its launcher is welcome: it sets the same environment variables as torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bottega.core.engine import Engine, Snapshot
+from bottega.core.errors import CheckpointError, OutOfMemory, UsageError
+from bottega.core.groups import Row
+from bottega.core.noise import Noise, seed_of
+from bottega.core.task import Task
+from bottega.core.types import Batch, Sums, Tensors
+from bottega.engines import optimizers
+from bottega.engines.devices import (
+    batch_length,
+    choose_device,
+    choose_precision,
+    join_group,
+    make_deterministic,
+    put,
+    seed_dropout,
+    slice_batch,
+)
+from bottega.schema.recipe import Training
+
+
+@dataclass(frozen=True)
+class Local:
+    """This rank's part of a sum; `fetch` adds the ranks up."""
+
+    value: Tensor
+
+
+class TorchSnapshot(Snapshot):
+    def __init__(self, files: dict[str, dict[str, Tensor]], copied: torch.cuda.Event | None) -> None:
+        self._files, self._copied = files, copied
+
+    def files(self) -> Mapping[str, Tensors]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return {file: {name: t.numpy() for name, t in tensors.items()} for file, tensors in self._files.items()}
+
+
+class TorchEngine(Engine):
+    """`rate` is the learning rate as a function of the step, already in absolute numbers."""
+
+    def __init__(
+        self,
+        task: Task,
+        training: Training,
+        *,
+        rate: Callable[[int], float],
+        seed: int = 0,
+        device: str = "auto",
+        deterministic: bool = False,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        self.task, self.training, self.rate, self.seed = task, training, rate, seed
+        self.device = choose_device(device)
+        self.rank, self.world = join_group(self.device)
+        if deterministic:
+            make_deterministic()
+        self.precision = choose_precision(training.mixed_precision, self.device)
+        self.micro_batch_size = micro_batch_size
+        self._auto = training.micro_batch_size == "auto"
+
+        models = task.build(seed)
+        self.model: torch.nn.Module = models["model"].to(self.device)
+        frozen = {name: m.to(self.device).eval().requires_grad_(False) for name, m in models.items() if name != "model"}
+        named = dict(self.model.named_parameters())
+        rows = [Row(g.pattern, g.scale, g.weight_decay) for g in training.groups]
+        self.optimizers = optimizers.build(
+            named, rows, training.optimizer, learning_rate=training.learning_rate, weight_decay=training.weight_decay
+        )
+        self._names = {id(p): name for name, p in named.items()}
+        self._params = [p for p in named.values() if p.requires_grad]
+        self._ema = {n: p.detach().clone() for n, p in named.items() if p.requires_grad} if training.ema else {}
+        if training.gradient_checkpointing:
+            require(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
+            self.model.checkpoint_blocks = True  # type: ignore[assignment]
+
+        called: Any = self.model
+        if training.compile is True or (training.compile == "auto" and self.device.type == "cuda"):
+            called = compiled(self.model)
+        if self.world > 1:
+            called = torch.nn.parallel.DistributedDataParallel(
+                called,
+                device_ids=[self.device.index] if self.device.type == "cuda" else None,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
+        self._train_models = {**frozen, "model": called}
+        self._eval_models = {**frozen, "model": self.model}
+        self._called = called
+        self._poison = torch.zeros((), device=self.device)
+        self._bad_steps = torch.zeros((), device=self.device)
+        self._scale = torch.full((), 2.0**16, device=self.device) if self.precision is torch.float16 else None
+        self._growth = torch.zeros((), dtype=torch.int32, device=self.device)
+        self._buffers: dict[str, dict[str, Tensor]] = {}
+
+    # One step
+
+    def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
+        size = batch_length(batch)
+        rate = self.rate(step) * self.rate_scale
+        optimizers.set_rate(self.optimizers, rate)
+        counts = self._reduce_counts(self.task.counts(batch))
+        on_device = put(batch, self.device)
+        if not self.model.training:
+            self.model.train()
+        while True:
+            try:
+                loss, metrics = self._backward(step, on_device, counts, size)
+                break
+            except torch.OutOfMemoryError as error:
+                self._back_off(size, error)
+        norm = self._update(step, loss)
+        return {
+            "loss": Local(loss) if self.world > 1 else loss,
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "bad_steps": self._bad_steps,
+            "units": next(iter(counts.values())),
+            **metrics,
+        }
+
+    def _backward(self, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> tuple[Tensor, dict[str, Any]]:
+        """Gradients of the exact global mean, micro-batch by micro-batch."""
+        micro = min(self.micro_batch_size or size, size)
+        first = self.rank * size
+        total: Tensor | None = None
+        sums: dict[str, tuple[Tensor, Any]] = {}
+        for number, at in enumerate(range(0, size, micro)):
+            part = batch if micro == size else slice_batch(batch, at, at + micro)
+            # Dropout is the one draw that knows about ranks and splits; everything else asks `Noise`.
+            seed_dropout(seed_of(self.seed, step, number, self.rank), self.device)
+            rng = Noise(self.seed, step, torch.arange(first + at, first + min(at + micro, size), device=self.device), torch)
+            with self._sync(last=at + micro >= size), self._autocast():
+                out = self.task.loss(self._train_models, part, rng)
+                loss = sum_terms(out.terms, counts)
+            # DDP averages over ranks, and ours is a mean over all of them already.
+            scaled = loss if self.world == 1 else loss * self.world
+            (scaled if self._scale is None else scaled * self._scale).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+            for name, (value, count) in out.metrics.items():
+                old = sums.get(name)
+                sums[name] = (value, count) if old is None else (old[0] + value, old[1] + count)
+        assert total is not None
+        return total, {name: value / count for name, (value, count) in sums.items()}
+
+    def _update(self, step: int, loss: Tensor) -> Tensor:
+        """Clip, update and average, all held back on the device where the loss or a gradient is not finite."""
+        grads = [p.grad for p in self._params if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        divisor = self._scale
+        if self._scale is not None:
+            norm = norm / self._scale
+        if self.training.max_grad_norm is not None:
+            clip = (norm / self.training.max_grad_norm).clamp(min=1.0)
+            divisor = clip if divisor is None else clip * divisor
+        # x - x is 0 for a number and NaN for inf and NaN: no comparison, no branch, no waiting.
+        probe = norm + loss + self._poison
+        probe = probe - probe
+        hold = probe.ne(0).float()
+        if self._scale is None:
+            self._bad_steps += hold
+            if self.training.on_nonfinite != "skip":
+                self._poison = probe  # from here on nothing moves until the loop has seen it
+        else:
+            # fp16 overflows as a matter of course: the update is skipped and the loss scale halved.
+            torch._amp_update_scale_(self._scale, self._growth, hold, 2.0, 0.5, 2000)
+            self._bad_steps += (self._scale < 2.0**-10).float()
+        if step in self.skip_steps:
+            hold = torch.ones_like(hold)
+        optimizers.apply(self.optimizers, divisor=divisor, hold=hold)
+        for p in self._params:
+            p.grad = None
+        if self._ema:
+            torch._foreach_lerp_(list(self._ema.values()), self._params, 1 - float(self.training.ema or 0))
+        return norm
+
+    def _sync(self, *, last: bool) -> Any:
+        return contextlib.nullcontext() if last or self.world == 1 else self._called.no_sync()
+
+    def _autocast(self) -> Any:
+        if self.precision is torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision)
+
+    def _reduce_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Counts of the whole global batch. They are host numbers, so this never waits for the device."""
+        if self.world == 1:
+            return {name: float(n) for name, n in counts.items()}
+        both = torch.tensor([float(n) for n in counts.values()], dtype=torch.float64)
+        dist.all_reduce(both)
+        return dict(zip(counts, both.tolist(), strict=True))
+
+    def _back_off(self, size: int, error: BaseException) -> None:
+        """Halve the micro-batch and try the step again; the global batch, and so the result, stays what it was."""
+        micro = min(self.micro_batch_size or size, size)
+        for p in self._params:
+            p.grad = None
+        if not self._auto or micro == 1 or self.world > 1:
+            hint = "lower training.micro_batch_size or set it to auto" if micro > 1 else "use a smaller model or shorter samples"
+            raise OutOfMemory(f"out of memory on {self.device} with {micro} examples in a forward; {hint}") from error
+        self.micro_batch_size = -(-micro // 2)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # Everything that is not a step
+
+    @torch.no_grad()
+    def eval_step(self, batch: Batch) -> Sums:
+        self.model.eval()
+        counts = self.task.counts(batch)
+        rng = Noise(self.seed, 0, torch.arange(batch_length(batch), device=self.device), torch)
+        with self._averaged(), self._autocast():
+            out = self.task.loss(self._eval_models, put(batch, self.device), rng)
+        sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
+        sums |= {name: (torch.as_tensor(v, device=self.device).double(), float(n)) for name, (v, n) in out.metrics.items()}
+        if self.world == 1:
+            return sums
+        flat = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device) for pair in sums.values() for x in pair])
+        dist.all_reduce(flat)
+        return {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
+
+    def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        local = {name: m.value.double() for name, m in metrics.items() if isinstance(m, Local)}
+        if local:
+            both = torch.stack(list(local.values()))
+            dist.all_reduce(both)
+            local = dict(zip(local, both, strict=True))
+        found = {name: local.get(name, m) for name, m in metrics.items()}
+        tensors = {name: m for name, m in found.items() if torch.is_tensor(m)}
+        values = torch.stack([t.double() for t in tensors.values()]).tolist() if tensors else []
+        return {name: float(m) for name, m in found.items() if name not in tensors} | dict(zip(tensors, values, strict=True))
+
+    def agree(self, flag: bool) -> bool:
+        if self.world == 1:
+            return flag
+        votes = torch.tensor([float(flag)])
+        dist.all_reduce(votes)
+        return bool(votes.item())
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Any:
+        """The weights that count: the averaged ones where there are any."""
+        if not self._ema:
+            yield
+            return
+        with torch.no_grad():
+            named = dict(self.model.named_parameters())
+            own = {name: named[name].detach().clone() for name in self._ema}
+            try:
+                for name, average in self._ema.items():
+                    named[name].copy_(average)
+                yield
+            finally:
+                for name, value in own.items():
+                    named[name].copy_(value)
+
+    @contextlib.contextmanager
+    def sampling(self) -> Any:
+        """The eager model in evaluation mode with the weights that count, for samples and export."""
+        was = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._averaged():
+                yield self.model
+        finally:
+            self.model.train(was)
+
+    # State
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """File -> name -> tensor: everything a checkpoint keeps, still on the device."""
+        files = {"model.safetensors": dict(self.model.state_dict())}
+        files["optimizer.safetensors"] = optimizers.state_tensors(self.optimizers, self._names)
+        if self._scale is not None:
+            files["optimizer.safetensors"] |= {"loss_scale/scale": self._scale, "loss_scale/growth": self._growth}
+        if self._ema:
+            files["ema.safetensors"] = dict(self._ema)
+        return files
+
+    def snapshot(self) -> TorchSnapshot:
+        if self.rank != 0:
+            return TorchSnapshot({}, None)
+        files: dict[str, dict[str, Tensor]] = {}
+        for file, tensors in self.state().items():
+            # Pinned buffers, kept from save to save: the copy then runs behind the next kernels of the same stream.
+            kept = self._buffers.setdefault(file, {})
+            for name, tensor in tensors.items():
+                buffer = kept.get(name)
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    pin = self.device.type == "cuda"
+                    buffer = kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+                buffer.copy_(tensor.detach(), non_blocking=True)
+            files[file] = {name: kept[name] for name in tensors}
+        if self.device.type != "cuda":
+            return TorchSnapshot(files, None)
+        copied = torch.cuda.Event()
+        copied.record()
+        return TorchSnapshot(files, copied)
+
+    def load(self, folder: Path) -> None:
+        wanted = self.state()
+        model = read_tensors(folder / "model.safetensors")
+        compare(model, wanted["model.safetensors"], folder / "model.safetensors")
+        self.model.load_state_dict(model)
+        state = read_tensors(folder / "optimizer.safetensors")
+        if self._scale is not None:
+            self._scale.copy_(state.pop("loss_scale/scale"))
+            self._growth.copy_(state.pop("loss_scale/growth"))
+        else:
+            state = {name: t for name, t in state.items() if not name.startswith("loss_scale/")}
+        optimizers.load_state(self.optimizers, self._names, state)
+        if self._ema:
+            average = read_tensors(folder / "ema.safetensors")
+            compare(average, self._ema, folder / "ema.safetensors")
+            for name, tensor in average.items():
+                self._ema[name].copy_(tensor)
+        self._poison.zero_()
+        self._bad_steps.zero_()
+
+    def forget_bad_steps(self) -> None:
+        """The loop has dealt with them."""
+        self._poison = torch.zeros_like(self._poison)
+        self._bad_steps.zero_()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> Tensor:
+    parts = [total * (weight / max(counts[name], 1e-12)) for name, (total, weight) in terms.items()]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
+def compiled(model: torch.nn.Module) -> Any:
+    """One graph for all equal blocks where the model offers it: a cold start costs one layer, not all of them."""
+    if hasattr(model, "compile_blocks"):
+        model.compile_blocks()  # type: ignore[operator]
+        return model
+    return torch.compile(model)
+
+
+def require(model: torch.nn.Module, attribute: str, key: str) -> None:
+    if not hasattr(model, attribute):
+        raise UsageError(f"{key}: {type(model).__name__} does not offer it")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+
+
+def compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
+    """Names, shapes and types must be equal; nothing is cast or filled in silently."""
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not in the model" for name in found if name not in wanted]
+    for name in wanted.keys() & found.keys():
+        a, b = found[name], wanted[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            problems.append(f"{name} is {a.dtype} {tuple(a.shape)}, the model has {b.dtype} {tuple(b.shape)}")
+    if problems:
+        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:10])}{more}")

@@ -1,0 +1,58 @@
+"""Where a run happened: versions, hardware, git state and command, for environment.json and the fingerprint."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from typing import Any
+
+from bottega import __version__
+
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "triton")
+
+
+def describe(device: str, world: int) -> dict[str, Any]:
+    """No environment variables: that is where people keep their secrets."""
+    return {
+        "bottega": __version__,
+        "python": platform.python_version(),
+        "packages": versions(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "device": device,
+        "world": world,
+        "git": _git(),
+        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def fingerprint(device: str, world: int, data: str) -> dict[str, Any]:
+    """What must be equal for a resumed run to be equal bit for bit."""
+    return {"packages": versions(), "device": device, "world": world, "data": data}
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git() -> dict[str, Any] | None:
+    def ask(*words: str) -> str | None:
+        try:
+            answer = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return answer.stdout.strip()
+
+    commit = ask("rev-parse", "HEAD")
+    return None if commit is None else {"commit": commit, "changed": bool(ask("status", "--porcelain", "-uno"))}

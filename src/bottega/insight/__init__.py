@@ -1,0 +1,1 @@
+"""What a run means: doctor, inspect, verify-resume, ledger."""

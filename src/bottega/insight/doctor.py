@@ -1,0 +1,90 @@
+"""What this machine has, and what is missing for which feature."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from typing import Any
+
+import psutil
+
+PACKAGES = {
+    "torch": "",
+    "numpy": "",
+    "safetensors": "",
+    "tokenizers": "",
+    "tensorboard": "",
+    "transformers": "hub",
+    "datasets": "hub",
+    "peft": "hub",
+    "diffusers": "hub",
+    "wandb": "wandb",
+    "soundfile": "audio",
+    "av": "video",
+    "jax": "jax",
+    "optuna": "tune",
+}
+"""Package -> the extra that brings it; "" belongs to every installation."""
+
+
+def examine() -> dict[str, Any]:
+    """Versions, devices, memory and disk, and one line for each problem."""
+    versions = {name: _version(name) for name in PACKAGES}
+    report: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "disk_free_gib": round(shutil.disk_usage(".").free / 2**30, 1),
+        "packages": versions,
+        "devices": _devices() if versions["torch"] else [],
+        "problems": [],
+        "exit_code": 0,
+    }
+    problems = report["problems"]
+    if sys.version_info < (3, 11):
+        problems.append(f"Python {platform.python_version()} is too old: 3.11 or newer is needed")
+    problems += [
+        f"{name} is missing: pip install bottega" for name, extra in PACKAGES.items() if not extra and not versions[name]
+    ]
+    if report["disk_free_gib"] < 2:
+        problems.append(f"only {report['disk_free_gib']} GiB of disk are free here: checkpoints may not fit")
+    if problems:
+        report["exit_code"] = 5
+    return report
+
+
+def show(report: dict[str, Any]) -> str:
+    lines = [
+        f"python      {report['python']} on {report['platform']}",
+        f"machine     {report['cores']} cores, {report['ram_gib']} GiB of memory, {report['disk_free_gib']} GiB of disk free",
+    ]
+    lines += [f"device      {device}" for device in report["devices"]]
+    for name, version in report["packages"].items():
+        extra = PACKAGES[name]
+        lines.append(f"{name:<12}{version or f'not installed (optional: bottega[{extra}])'}")
+    lines += [f"problem     {problem}" for problem in report["problems"]] or ["everything that is needed is here"]
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    import torch
+
+    found = [f"cpu ({torch.get_num_threads()} threads)"]
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
+        found.append(f"cuda:{i} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}")
+    if torch.backends.mps.is_available():
+        found.append("mps (Apple GPU)")
+    return found

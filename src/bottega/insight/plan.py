@@ -1,0 +1,23 @@
+"""What would run, before anything runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from bottega.schema.load import check_recipe, parse_overrides, to_yaml
+
+
+def check(words: list[str], *, show: bool) -> dict[str, Any]:
+    """Validate recipes and overrides together; print the resolved recipe. All problems come in one error."""
+    sources, overrides = parse_overrides(words)
+    resolved = check_recipe(sources, overrides)
+    tasks = list(resolved.task_candidates)
+    if show:
+        for note in resolved.notes:
+            sys.stderr.write(f"bottega: {note}\n")
+        if resolved.recipe is not None:
+            sys.stdout.write(to_yaml(resolved.recipe))
+        sys.stderr.write(f"bottega: valid for {', '.join(tasks)}\n")
+    recipe = resolved.recipe.model_dump(mode="json") if resolved.recipe is not None else None
+    return {"valid": True, "tasks": tasks, "notes": list(resolved.notes), "recipe": recipe}

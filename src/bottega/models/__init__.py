@@ -1,0 +1,1 @@
+"""Plain torch modules. They know their shape from the schema and nothing else of ours."""

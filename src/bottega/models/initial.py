@@ -1,0 +1,49 @@
+"""Initial weights as a function of the seed and the parameter's name, drawn in numpy so that every engine agrees."""
+
+from __future__ import annotations
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bottega.core.noise import generator
+
+if TYPE_CHECKING:
+    from torch import nn
+
+RESIDUAL_OUTPUTS = ("o_proj", "down_proj")
+
+
+def initial_value(
+    name: str, shape: tuple[int, ...], seed: int, *, std: float = 0.02, residual_layers: int
+) -> np.ndarray:
+    """One parameter: ones for a norm, zeros for a bias, else normal with `std`.
+
+    What writes into the residual stream is scaled by 1 / sqrt(2 L), so that 2 L additions keep its variance (GPT-2).
+    """
+    owner, _, kind = name.rpartition(".")
+    if kind == "bias":
+        return np.zeros(shape, np.float32)
+    if "norm" in owner.rpartition(".")[2]:
+        return np.ones(shape, np.float32)
+    value = generator(seed, name).standard_normal(shape, dtype=np.float32)
+    value *= std / math.sqrt(2 * residual_layers) if owner.endswith(RESIDUAL_OUTPUTS) else std
+    return value
+
+
+def initialise(module: nn.Module, seed: int, *, std: float = 0.02, residual_layers: int) -> None:
+    """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
+    import torch
+
+    def fill(name: str, parameter: torch.nn.Parameter) -> None:
+        value = initial_value(name, tuple(parameter.shape), seed, std=std, residual_layers=residual_layers)
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(value))
+
+    # numpy lets go of the interpreter while it draws, so threads across parameters use all cores.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for done in [pool.submit(fill, name, parameter) for name, parameter in module.named_parameters()]:
+            done.result()

@@ -1,0 +1,88 @@
+"""Which state a run starts from: its own newest good checkpoint, one given by hand, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bottega.core import checkpoint
+from bottega.core.callback import Progress
+from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.rundir import RunDirectory
+from bottega.schema.load import load_recipe
+from bottega.schema.recipe import Recipe, changed_keys
+
+MAY_CHANGE = ("training.batch_size", "training.gradient_accumulation_steps", "training.mixed_precision")
+"""Keys a resumed run may change: it then goes on by samples, and is no longer equal bit for bit."""
+
+MAY_GROW = ("training.max_steps", "training.num_epochs")
+
+
+
+
+def find(run: RunDirectory, resume_from: Path | None, say: Callable[[str], None]) -> tuple[Path, checkpoint.Manifest] | None:
+    """The verified checkpoint to load. One asked for by name is used or refused, never replaced by another."""
+    if resume_from is None:
+        checkpoint.sweep(run.checkpoints)
+        good = checkpoint.newest_good(run.checkpoints, say)
+        if good is None and any(run.checkpoints.glob("step-*")):
+            raise CheckpointError(f"no checkpoint in {run.checkpoints} can be trusted; start over with --fresh")
+        return good
+    path = named(resume_from)
+    return path, checkpoint.verify(path)
+
+
+def named(path: Path) -> Path:
+    """A checkpoint folder from what a person gives: the folder itself, or a run (its last one)."""
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; a checkpoint is a folder with a MANIFEST.json, and pickles are never read")
+    if (path / "MANIFEST.json").is_file():
+        return path
+    last = checkpoint.follow(path / "checkpoints", "last")
+    if last is not None:
+        return last
+    raise UsageError(f"no checkpoint at {path}: give a run directory or a folder such as runs/NAME/checkpoints/step-00000500")
+
+
+def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
+    """Refuse to go on under another recipe; return what may differ and does, in words."""
+    if not run.recipe.is_file():
+        return []
+    old = load_recipe([run.recipe]).recipe
+    refused, noted = [], []
+    for key, before, after in changed_keys(old, recipe):
+        if key in MAY_GROW and (before or 0) < (after or 0):
+            noted.append(f"{key}: {before} -> {after}")
+        elif key in MAY_CHANGE:
+            noted.append(f"{key}: {before} -> {after}, going on by samples; no longer bit for bit the same run")
+        else:
+            refused.append(f"{key}: {before} -> {after}")
+    if refused:
+        raise UsageError(
+            f"{run.path} was started with another recipe ({'; '.join(refused)}); choose another name or say --fresh"
+        )
+    return noted
+
+
+def check_data_unchanged(
+    manifest: checkpoint.Manifest, now: Mapping[str, Any], *, allow: bool, say: Callable[[str], None]
+) -> None:
+    before = manifest.fingerprint
+    if before.get("data") != now.get("data"):
+        text = f"the data has changed since the checkpoint ({str(before.get('data'))[:12]} -> {str(now.get('data'))[:12]})"
+        if not allow:
+            raise DataError(f"{text}; undo the change, start over with --fresh, or say --allow-data-change")
+        say(f"{text}; going on as asked")
+    other = [key for key in ("packages", "device", "world") if before.get(key) != now.get(key)]
+    if other:
+        changes = "; ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in other)
+        say(f"resumed elsewhere ({changes}): the same samples in the same order, but not bit for bit the same numbers")
+
+
+def progress_at(path: Path, *, batch_size: int, total: int) -> Progress:
+    """Where the checkpoint stood. With another batch size the run goes on by samples."""
+    progress = Progress.from_json(checkpoint.read_progress(path))
+    progress.step = progress.samples // batch_size
+    progress.total = total
+    return progress

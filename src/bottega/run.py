@@ -1,0 +1,445 @@
+"""The composition root: recipe -> branch, loader, engine, callbacks -> fit."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bottega import branches, environment, resume
+from bottega.branches.branch import Branch
+from bottega.callbacks.console import Console
+from bottega.callbacks.early_stop import EarlyStop, Plateau
+from bottega.callbacks.jsonl import JsonLines
+from bottega.callbacks.resources import Resources
+from bottega.callbacks.tensorboard import TensorBoard
+from bottega.callbacks.wandb import WandB
+from bottega.core.callback import Callback, Progress
+from bottega.core.errors import UsageError
+from bottega.core.loop import Every, Fit, Goal
+from bottega.core.rundir import Lock, RunDirectory, read_metrics
+from bottega.core.saver import Saver, preflight
+from bottega.core.schedule import Schedule
+from bottega.data.loader import Loader, evaluate_batches
+from bottega.data.source import Source
+from bottega.schema.load import Resolved, global_batch, load_recipe, parse_overrides, to_yaml
+from bottega.schema.recipe import BUILT_TASKS, Recipe
+from bottega.schema.units import Cadence
+
+if TYPE_CHECKING:
+    from bottega.engines.torch import TorchEngine
+    from bottega.saved import SavedRun
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `bottega.train` gives back."""
+
+    path: Path
+    step: int
+    metrics: dict[str, float]
+    """The last evaluation, or the last training step where there was none."""
+
+    def history(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl."""
+        return read_metrics(RunDirectory(self.path).metrics)
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    quiet: bool = True,
+    fresh: bool = False,
+) -> Run:
+    """Train a recipe by name, file or dict; later ones and overrides win. The same call resumes the same run."""
+    sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
+    resolved = load_recipe([*sources, _nested(overrides or {})])
+    return _train(resolved, quiet=quiet, fresh=fresh)
+
+
+def load(path: str | Path, *, checkpoint: str = "best", device: str = "auto") -> SavedRun:
+    """A run back from its directory: its task, its model, and what one can do with them."""
+    from bottega.saved import open_run
+
+    return open_run(Path(path), checkpoint=checkpoint, device=device)
+
+
+def train_command(
+    words: list[str], *, fresh: bool, resume_from: Path | None, allow_data_change: bool, quiet: bool
+) -> dict[str, Any]:
+    """`bottega train`: the result as --json prints it."""
+    sources, overrides = parse_overrides(words)
+    if not sources:
+        raise UsageError("say what to train: bottega train RECIPE, such as bottega train language")
+    run = _train(
+        load_recipe(sources, overrides),
+        quiet=quiet,
+        fresh=fresh,
+        resume_from=resume_from,
+        allow_data_change=allow_data_change,
+    )
+    return {"run": str(run.path), "step": run.step, "metrics": run.metrics}
+
+
+def _train(
+    resolved: Resolved,
+    *,
+    quiet: bool,
+    fresh: bool = False,
+    resume_from: Path | None = None,
+    allow_data_change: bool = False,
+) -> Run:
+    recipe = resolved.recipe
+    refuse_unbuilt(recipe)
+    is_main = int(os.environ.get("RANK", 0)) == 0
+    directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
+    if not is_main:
+        return _Session(recipe, directory, quiet=True, resume_from=resume_from, allow=allow_data_change).run()
+    if fresh and directory.path.exists():
+        _set_aside(directory.path)
+    directory.create()
+    with Lock(directory):
+        session = _Session(recipe, directory, quiet=quiet, resume_from=resume_from, allow=allow_data_change)
+        for note in resolved.notes:
+            session.console.say(note)
+        return session.run()
+
+
+def refuse_unbuilt(recipe: Recipe) -> None:
+    """Before anything heavy is imported: a task or engine that only has its schema yet."""
+    if recipe.task not in BUILT_TASKS:
+        raise UsageError(f"task: {recipe.task} cannot be trained yet; there is {', '.join(BUILT_TASKS)}")
+    if recipe.engine != "torch":
+        raise UsageError(f"engine: {recipe.engine} cannot train yet; there is torch")
+
+
+class _Session:
+    """One process's part in one training."""
+
+    def __init__(
+        self, recipe: Recipe, directory: RunDirectory, *, quiet: bool, resume_from: Path | None, allow: bool
+    ) -> None:
+        self.recipe, self.directory, self.resume_from, self.allow = recipe, directory, resume_from, allow
+        is_main = int(os.environ.get("RANK", 0)) == 0
+        quiet = quiet or recipe.logging.level in ("WARNING", "ERROR")
+        self.console = Console(unit="samples", log=directory.log if is_main else None, quiet=quiet)
+
+    def run(self) -> Run:
+        recipe, directory, console = self.recipe, self.directory, self.console
+        changes = resume.check_recipe_unchanged(directory, recipe)
+        branch = prepare(recipe, console)
+        console.unit = branch.unit
+        engine = build_engine(recipe, branch)
+        try:
+            return self._run(branch, engine, changes)
+        finally:
+            engine.close()
+
+    def _run(self, branch: Branch, engine: TorchEngine, changes: list[str]) -> Run:
+        recipe, directory, console = self.recipe, self.directory, self.console
+        loader = build_loader(recipe, branch.training(), engine)
+        total = total_steps(recipe, loader)
+        plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
+        fingerprint = environment.fingerprint(str(engine.device), engine.world, branch.fingerprint)
+        progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
+        for change in changes:
+            console.say(change)
+        if engine.rank == 0:
+            self._write_down(branch, engine)
+        self._introduce(branch, engine, progress)
+        saver = Saver(
+            directory.checkpoints,
+            keep=recipe.checkpoint.keep,
+            fingerprint=fingerprint,
+            announce=lambda p, folder: [c.after_save(p, folder) for c in callbacks] and None,
+            warn=console.warn,
+        )
+        saver.resumed_from = progress.step or None
+        callbacks = self._callbacks(engine)
+        validation = branch.validation()
+        fit = Fit(
+            engine=engine,
+            batches=loader,
+            progress=progress,
+            every=cadences(recipe, total, loader, has_validation=validation is not None),
+            goal=Goal(recipe.evaluation.metric, recipe.evaluation.mode == "max"),
+            validation=validation_batches(recipe, validation, loader) if validation is not None else None,
+            summarise=branch.summarise,
+            sample=lambda p: self._sample(branch, engine, p),
+            saver=saver,
+            callbacks=callbacks,
+            recover=self._recovery(engine, loader, saver),
+        )
+        began = time.monotonic()
+        last = _Last()
+        fit.callbacks = [*callbacks, last]
+        fit.run()
+        if progress.stop:
+            console.say(f"stopped early: {progress.stop}")
+        self._farewell(progress, time.monotonic() - began)
+        return Run(directory.path, progress.step, last.metrics or _last_metrics(directory))
+
+    def _start(self, engine: TorchEngine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]) -> Progress:
+        """Fresh, or where the newest good checkpoint stood."""
+        found = resume.find(self.directory, self.resume_from, self.console.warn)
+        if found is None:
+            return Progress(total=total)
+        path, manifest = found
+        resume.check_data_unchanged(manifest, fingerprint, allow=self.allow, say=self.console.warn)
+        progress = resume.progress_at(path, batch_size=loader.batch_size, total=total)
+        engine.load(path)
+        engine.skip_steps = frozenset(progress.skip_steps)
+        if engine.training.micro_batch_size == "auto":
+            engine.micro_batch_size = progress.micro_batch_size
+        if engine.rank == 0:
+            self.directory.truncate_metrics(progress.step)
+        done = " (already finished)" if progress.step >= total else ""
+        self.console.say(f"resumed {path} at step {progress.step} of {total}{done}")
+        return progress
+
+    def _write_down(self, branch: Branch, engine: TorchEngine) -> None:
+        """What this run is, before its first step."""
+        directory = self.directory
+        directory.write(directory.recipe, to_yaml(self.recipe))
+        facts = environment.describe(str(engine.device), engine.world)
+        directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
+        directory.checkpoints.mkdir(exist_ok=True)
+        branch.save_codec(directory.codec)
+        preflight(directory.checkpoints, size=3 * _bytes(engine), keep=self.recipe.checkpoint.keep)
+
+    def _introduce(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:
+        parameters = sum(p.numel() for p in engine.model.parameters())
+        precision = str(engine.precision).removeprefix("torch.")
+        self.console.say(
+            f"{self.directory.path}: {self.recipe.task}, {parameters:,} parameters, {engine.device} {precision}, "
+            f"{engine.world} process{'es' if engine.world > 1 else ''}, {progress.total} steps"
+        )
+
+    def _callbacks(self, engine: TorchEngine) -> list[Callback]:
+        recipe, directory, console = self.recipe, self.directory, self.console
+        rules: list[Callback] = []
+        stopping, scheduler = recipe.training.early_stopping, recipe.training.scheduler
+        if stopping is not None:
+            rules.append(
+                EarlyStop(
+                    metric=stopping.metric,
+                    maximise=stopping.mode == "max",
+                    patience=stopping.patience,
+                    threshold=stopping.threshold,
+                )
+            )
+        if scheduler.name == "plateau":
+            rules.append(
+                Plateau(
+                    metric=recipe.evaluation.metric,
+                    maximise=recipe.evaluation.mode == "max",
+                    patience=scheduler.patience,
+                    threshold=0.0,
+                    factor=scheduler.factor,
+                    floor=scheduler.min_ratio or 0.0,
+                )
+            )
+        if engine.rank != 0:
+            return rules
+        watchers: list[Callback] = [Resources(directory.path)] if recipe.logging.resources else []
+        watchers += [console, JsonLines(directory.metrics, console.warn)]
+        if recipe.logging.tensorboard:
+            watchers.append(TensorBoard(directory.path))
+        wandb = recipe.logging.wandb
+        if wandb.active:
+            options = {**wandb.model_dump(), "name": wandb.name or directory.path.name}
+            project = wandb.project or "bottega"
+            watchers.append(
+                WandB(folder=directory.path, project=project, options=options, config=recipe.plain(), warn=console.warn)
+            )
+        return [*rules, *watchers]
+
+    def _sample(self, branch: Branch, engine: TorchEngine, progress: Progress) -> Path:
+        folder = self.directory.samples / f"step-{progress.step:08d}"
+        if engine.rank == 0:
+            with engine.sampling() as model:
+                branch.sample(model, folder, device=engine.device)
+        return folder
+
+    def _recovery(self, engine: TorchEngine, loader: Loader, saver: Saver) -> Any:
+        from bottega.engines.nonfinite import Recovery
+
+        return Recovery(
+            engine=engine,
+            loader=loader,
+            saver=saver,
+            policy=self.recipe.training.on_nonfinite,
+            folder=self.directory.path / "nonfinite",
+            warn=self.console.warn,
+        )
+
+    def _farewell(self, progress: Progress, seconds: float) -> None:
+        """The end of the story: a sample to look at, where everything is, and what to try next."""
+        console, path = self.console, self.directory.path
+        newest = max(self.directory.samples.glob("step-*/00.txt"), default=None)
+        if newest is not None:
+            console.say(f"\na sample ({newest}):\n", style="bold")
+            console.say(newest.read_text(encoding="utf-8").strip())
+        best = f", best {self.recipe.evaluation.metric} {progress.best:.4f} at step {progress.best_step}" if progress.best_step else ""
+        console.say(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
+        console.say(
+            f"next:  bottega generate {path} --prompt 'def '\n"
+            f"       bottega evaluate {path}\n"
+            f"       bottega export {path}"
+        )
+
+
+class _Last(Callback):
+    """Remembers what `train` returns: the last evaluation, else the last step."""
+
+    name = "last"
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self._evaluated = False
+
+    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
+        if not self._evaluated:
+            self.metrics = dict(metrics)
+
+    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self.metrics, self._evaluated = dict(metrics), True
+
+
+def prepare(recipe: Recipe, console: Console) -> Branch:
+    """The branch with its data ready, showing a bar while that takes long."""
+    from rich.progress import Progress as Bar
+
+    with Bar(console=console.rich, transient=True, disable=not console.rich.is_terminal) as bar:
+        rows: dict[str, Any] = {}
+
+        def say(stage: str, done: int, total: int) -> None:
+            if stage not in rows:
+                rows[stage] = bar.add_task(stage, total=total)
+            bar.update(rows[stage], completed=done)
+
+        return branches.prepare(recipe, say=say)
+
+
+def build_engine(recipe: Recipe, branch: Branch) -> TorchEngine:
+    """The engine with its models built; the rates are planned once the length of the run is known."""
+    from bottega.engines.torch import TorchEngine
+
+    return TorchEngine(
+        branch.task,
+        recipe.training,
+        rate=lambda step: recipe.training.learning_rate,
+        seed=recipe.seed,
+        device=recipe.device,
+        deterministic=recipe.deterministic,
+        micro_batch_size=micro_batch(recipe),
+    )
+
+
+def micro_batch(recipe: Recipe) -> int | None:
+    """Examples in one forward of one process; None is all of them."""
+    training = recipe.training
+    if isinstance(training.micro_batch_size, int):
+        return training.micro_batch_size
+    return training.batch_size if training.gradient_accumulation_steps else None
+
+
+def build_loader(recipe: Recipe, source: Source, engine: TorchEngine) -> Loader:
+    # On a GPU the host is idle while the device works, so a batch is made ahead; on a CPU that would only compete.
+    ahead = (2 if engine.device.type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
+    return Loader(
+        source,
+        global_batch(recipe, engine.world),
+        seed=recipe.seed,
+        rank=engine.rank,
+        world=engine.world,
+        workers=recipe.data.workers,
+        prefetch=ahead,
+    )
+
+
+def total_steps(recipe: Recipe, loader: Loader) -> int:
+    training = recipe.training
+    if training.max_steps is not None:
+        return training.max_steps
+    assert training.num_epochs is not None, "the schema asks for one of them"
+    return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
+
+
+def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epoch: int) -> None:
+    training, s = recipe.training, recipe.training.scheduler
+    warmup = s.warmup_steps.steps(total, steps_per_epoch)
+    floor = s.eta_min / training.learning_rate if s.eta_min is not None else s.min_ratio or 0.0
+    cycle = s.t_max or (max(1, (total - warmup) // s.cycles) if s.cycles else None)
+    shape = Schedule(
+        s.name,
+        total=total,
+        warmup=min(warmup, total),
+        floor=min(1.0, floor),
+        cycle=cycle,
+        power=s.power,
+        gamma=s.gamma,
+        decay_fraction=s.decay_fraction,
+    )
+    engine.rate = lambda step: training.learning_rate * shape(step)
+
+
+def cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool) -> Every:
+    def steps(cadence: Cadence | None) -> int:
+        return total if cadence is None else cadence.steps(total, max(1, round(loader.steps_per_epoch)))
+
+    saving = recipe.checkpoint.every
+    by_clock = saving.seconds if saving is not None else None
+    return Every(
+        log=steps(recipe.logging.every),
+        evaluate=steps(recipe.evaluation.every) if has_validation else 0,
+        save=0 if by_clock is not None else steps(saving),
+        save_seconds=by_clock,
+        sample=steps(recipe.samples.every) if recipe.samples.every is not None else 0,
+    )
+
+
+def validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
+    """A function that starts one pass over the validation data."""
+    size = recipe.evaluation.batch_size or loader.batch_size
+    limit = size * recipe.evaluation.max_batches if recipe.evaluation.max_batches else None
+    return lambda: evaluate_batches(source, size, rank=loader.rank, world=loader.world, limit=limit)
+
+
+def _bytes(engine: TorchEngine) -> int:
+    return sum(p.numel() * p.element_size() for p in engine.model.parameters())
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"training.max_steps": 5} -> {"training": {"max_steps": 5}}."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, last = key.split(".")
+        inner = nested
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return nested
+
+
+def _set_aside(path: Path) -> None:
+    """--fresh loses nothing: the old run keeps its files under another name."""
+    number = 1
+    while (other := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    with Lock(RunDirectory(path)):
+        os.rename(path, other)
+    sys.stderr.write(f"bottega: the old run is kept as {other}\n")
+
+
+def _last_metrics(directory: RunDirectory) -> dict[str, float]:
+    rows = read_metrics(directory.metrics)
+    chosen = next((r for r in reversed(rows) if r.get("kind") == "eval"), rows[-1] if rows else {})
+    return {k: v for k, v in chosen.items() if isinstance(v, float)}

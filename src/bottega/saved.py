@@ -1,0 +1,114 @@
+"""A run after training: evaluate it, sample from it, export it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from bottega import branches
+from bottega.branches.branch import Branch
+from bottega.core import checkpoint as checkpoints
+from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.loop import evaluate
+from bottega.core.rundir import RunDirectory
+from bottega.data.loader import evaluate_batches
+from bottega.engines.torch import TorchEngine, compare, read_tensors
+from bottega.schema.load import load_recipe
+from bottega.schema.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """`bottega.load` gives one. `model` is the plain torch module, with averaged weights where the run kept them."""
+
+    directory: RunDirectory
+    checkpoint: Path
+    recipe: Recipe
+    branch: Branch
+    engine: TorchEngine
+
+    @property
+    def task(self) -> Any:
+        return self.branch.task
+
+    @property
+    def model(self) -> Any:
+        return self.engine.model
+
+    def evaluate(self, data: str | None = None) -> dict[str, float]:
+        """Means over the run's own validation part, or over other data."""
+        source = self.branch.validation() if data is None else self.branch.other(data)
+        if source is None:
+            raise UsageError("this run kept no validation data back; give some with --data")
+        size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
+        return self.branch.summarise(evaluate(self.engine, evaluate_batches(source, size)))
+
+    def generate(
+        self, prompts: str | list[str], *, count: int = 1, stream: TextIO | None = None, **options: Any
+    ) -> list[str]:
+        """Texts that go on from the prompts; options as `bottega generate --help` lists them."""
+        wanted = [prompts] if isinstance(prompts, str) else prompts
+        rows = [prompt for prompt in wanted for _ in range(count)]
+        options.setdefault("max_new_tokens", 200)
+        with self.engine.sampling() as model:
+            return self.branch.generate(model, rows, device=self.engine.device, stream=stream, **options)
+
+    def export(self, folder: Path | None = None) -> Path:
+        """The model in the layout of its ecosystem, with a card that says where it comes from."""
+        target = folder or self.directory.final
+        target.mkdir(parents=True, exist_ok=True)
+        self.branch.export(self.engine.model.state_dict(), target)
+        (target / "README.md").write_text(self._card(), encoding="utf-8")
+        return target
+
+    def _card(self) -> str:
+        progress = checkpoints.read_progress(self.checkpoint)
+        parameters = sum(p.numel() for p in self.model.parameters())
+        best = progress.get("best")
+        measured = f"- best {self.recipe.evaluation.metric} {best:.4f} at step {progress['best_step']}\n" if best else ""
+        return (
+            f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [bottega]\n---\n\n"
+            f"# {self.directory.path.name}\n\n"
+            f"Trained with [Bottega](https://pypi.org/project/bottega/), task `{self.recipe.task}`.\n\n"
+            f"- {parameters:,} parameters, checkpoint at step {progress['step']}\n{measured}"
+            f"- data: `{json.dumps(self.recipe.plain()['data']['train'])}`\n"
+        )
+
+
+def open_run(path: Path, *, checkpoint: str = "best", device: str = "auto") -> SavedRun:
+    """Verify, rebuild and load. Averaged weights replace the others where the run kept them."""
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; give the run's directory. Pickled checkpoints are never read")
+    directory = RunDirectory(path).must_exist()
+    folder = choose(directory, checkpoint)
+    checkpoints.verify(folder)
+    recipe = load_recipe([directory.recipe]).recipe
+    branch = branches.reopen(recipe, directory.codec)
+    training = recipe.training.model_copy(update={"ema": None, "compile": False})
+    # The weights come from the checkpoint, so a pretrained folder that is gone meanwhile is not missed.
+    task = branch.task.model_copy(update={"pretrained": None})
+    engine = TorchEngine(task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
+    average = folder / "ema.safetensors"
+    state = read_tensors(folder / "model.safetensors")
+    compare(state, engine.model.state_dict(), folder / "model.safetensors")
+    engine.model.load_state_dict({**state, **(read_tensors(average) if average.is_file() else {})})
+    return SavedRun(directory, folder, recipe, branch, engine)
+
+
+def choose(directory: RunDirectory, which: str) -> Path:
+    """best (or last where nothing was evaluated), last, or a step number."""
+    folder = directory.checkpoints
+    if which in ("best", "last"):
+        found = (checkpoints.follow(folder, "best") if which == "best" else None) or checkpoints.follow(folder, "last")
+        if found is None:
+            raise CheckpointError(f"{directory.path} has no checkpoint yet")
+        return found
+    if not which.isdigit():
+        raise UsageError(f"--checkpoint {which}: expected best, last or a step number")
+    path = folder / checkpoints.step_name(int(which))
+    if not path.is_dir():
+        kept = ", ".join(str(m.step) for _, m in reversed(checkpoints.candidates(folder)))
+        raise UsageError(f"{directory.path} has no checkpoint at step {which}; there is {kept or 'none'}")
+    return path

@@ -1,0 +1,1 @@
+"""What a recipe may say: one closed schema, checkable without torch."""

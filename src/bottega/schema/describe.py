@@ -1,0 +1,79 @@
+"""The schema for people and editors: as JSON Schema, and as a recipe with every key explained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from bottega.core.errors import UsageError
+from bottega.schema.fields import block_of
+from bottega.schema.registry import RECIPES
+from bottega.schema.section import Section
+from bottega.schema.yamlfile import write_yaml
+
+
+def json_schema() -> dict[str, Any]:
+    """Of a whole recipe, one branch a task; for completion and checks in an editor."""
+    union: Any = Annotated[_any_of(tuple(RECIPES.values())), Field(discriminator="task")]
+    schema = TypeAdapter(union).json_schema(by_alias=True)
+    for recipe in RECIPES.values():
+        schema["$defs"][recipe.__name__]["properties"]["extends"] = {
+            "type": "string",
+            "description": "a parent recipe: a bundled name, or a path relative to this file",
+        }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Bottega recipe", **schema}
+
+
+def _any_of(kinds: tuple[type[Section], ...]) -> Any:
+    union: Any = kinds[0]
+    for kind in kinds[1:]:
+        union = union | kind
+    return union
+
+
+_STARTS: dict[str, dict[str, Any]] = {
+    "language": {"model.size": "nano", "data.train.kind": "embedded"},
+    "personalize": {
+        "model.diffusion": "path/to/stable-diffusion",
+        "model.language_model": "path/to/llama",
+        "data.train.path": "data/train.json",
+    },
+    "routing": {},
+    "multitask": {"data.parts": {"first": {"recipe": "first.yaml"}, "second": {"recipe": "second.yaml"}}},
+}
+"""What a new recipe needs beside the defaults, so that it loads."""
+
+
+def commented_recipe(task: str) -> str:
+    """A recipe to start from: every key with its default, and what it means."""
+    if task not in RECIPES:
+        raise UsageError(f"task: expected one of {', '.join(RECIPES)}, got {task!r}")
+    starts = {"training.max_steps": 1000, **_STARTS.get(task, {"data.train.path": "data/train"})}
+    lines = [f"# A recipe for the task {task}; every key is here with its default, and can be left out.", ""]
+    return "\n".join(lines + _block(RECIPES[task], RECIPES[task].model_validate({}), "", starts)) + "\n"
+
+
+def _block(schema: type[Section], values: Section, prefix: str, starts: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    indent = "  " * prefix.count(".")
+    plain = values.model_dump(mode="json", by_alias=True)
+    for field, info in schema.model_fields.items():
+        name = info.alias or field
+        key, value = prefix + name, getattr(values, field)
+        if key == "origin":
+            continue
+        if isinstance(value, Section):
+            lines += [f"{indent}{name}:  # {info.description}", *_block(type(value), value, key + ".", starts)]
+        else:
+            text = write_yaml(starts.get(key, plain[name]), flow=True).strip()
+            lines.append(f"{indent}{name}: {text}  # {_explained(info)}")
+    return lines
+
+
+def _explained(info: FieldInfo) -> str:
+    """The description, and the keys inside where the block is off by default."""
+    inner = block_of(info.annotation)
+    keys = f"; keys: {', '.join(inner.model_fields)}" if inner is not None else ""
+    return f"{info.description}{keys}"

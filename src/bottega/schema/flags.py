@@ -1,0 +1,79 @@
+"""What follows the verb on the command line: recipes to load, and settings to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bottega.core.errors import UsageError
+from bottega.schema.fields import is_flag, nearest_flag
+from bottega.schema.registry import RECIPES
+
+CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
+"""Flags whose value is one more recipe file."""
+
+
+class Override(NamedTuple):
+    """One setting from the command line, its value still text."""
+
+    key: str
+    text: str
+    origin: str = "command line"
+
+
+_SETTING = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+
+
+def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
+    """Recipe names and paths in one list, settings in the other; all problems at once.
+
+    Understood are `key=value`, `--key value` and `--key=value`, with dashes for underscores if one likes.
+    """
+    sources: list[str] = []
+    overrides: list[Override] = []
+    problems: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        setting = _SETTING.fullmatch(token)
+        if token.startswith("--") and token != "--":
+            name, is_joined, text = token[2:].partition("=")
+            if not is_joined:
+                if not tokens or tokens[0].startswith("--"):
+                    problems.append(f"--{name}: {_missing_value(name)}")
+                    continue
+                text = tokens.pop(0)
+            _place(name.replace("-", "_"), text, f"--{name}", sources, overrides, problems)
+        elif setting and not (token.endswith((".yaml", ".yml")) and Path(token).is_file()):
+            _place(setting[1].replace("-", "_"), setting[2], setting[1], sources, overrides, problems)
+        elif token.startswith("-"):
+            problems.append(f"{token}: unknown flag; settings are written --key value or key=value")
+        else:
+            sources.append(token)
+    if problems:
+        raise UsageError("\n".join(problems))
+    return sources, overrides
+
+
+def _place(key: str, text: str, typed: str, sources: list[str], overrides: list[Override], problems: list[str]) -> None:
+    if key in CONFIG_FLAGS:
+        sources.append(text)
+    elif is_flag(key, RECIPES.values()):
+        overrides.append(Override(key, text))
+    else:
+        problems.append(f"{typed}: {_unknown(key, typed)}")
+
+
+def _unknown(key: str, typed: str) -> str:
+    near = nearest_flag(key, RECIPES.values())
+    dashes = "--" if typed.startswith("--") else ""
+    return f"unknown {'flag' if dashes else 'key'}" + (f"; did you mean {dashes}{near}?" if near else "")
+
+
+def _missing_value(name: str) -> str:
+    key = name.replace("-", "_")
+    if is_flag(key, RECIPES.values()) or key in CONFIG_FLAGS:
+        return f"needs a value: --{name} VALUE"
+    return _unknown(key, f"--{name}")

@@ -1,0 +1,155 @@
+"""A layer of a recipe as a flat map: dotted key -> value and where it was said. Merging layers is then an update."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Where(NamedTuple):
+    """A line of a file, or the command line (line 0)."""
+
+    file: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One setting: its value, its place, and the key as the person typed it."""
+
+    value: Any
+    where: Where
+    typed: str
+    weak: bool = False
+    """Gives way to another spelling in the same layer: `fp16: false` says nothing where `bf16: true` stands beside it."""
+
+
+Flat = dict[str, Entry]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line for a person. `key` is what it is about, so that one mistake is not reported twice."""
+
+    where: Where | None
+    typed: str
+    message: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.typed}: {self.message}" if self.where else f"{self.typed}: {self.message}"
+
+
+@dataclass
+class Layer:
+    """One file, one dict or the command line."""
+
+    entries: Flat = field(default_factory=dict)
+    lines: dict[str, Where] = field(default_factory=dict)
+    """Where each key stands, blocks and list items included."""
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def flatten(value: Mapping[str, Any], *, file: str, lines: Mapping[str, int]) -> Layer:
+    """The layer that nested values make. Lists and empty maps are leaves."""
+    layer = Layer(lines={key: Where(file, line) for key, line in lines.items()})
+    for key, leaf in _leaves(value, ""):
+        where = Where(file, lines.get(key, 0))
+        if key in layer.entries and layer.entries[key].value != leaf:
+            first = layer.entries[key]
+            message = f"disagrees with {first.typed} at {first.where}: {leaf!r} and {first.value!r}"
+            layer.problems.append(Problem(where, key, message, key))
+        layer.entries[key] = Entry(leaf, where, key)
+    return layer
+
+
+def _leaves(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        key = f"{prefix}{name}"
+        if isinstance(inner, Mapping) and inner:
+            yield from _leaves(inner, key + ".")
+        else:
+            yield key, _plain(inner)
+
+
+def _plain(value: Any) -> Any:
+    """A caller's dict may hold tuples and paths; a file cannot."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+PATHLESS = ("embedded", "synthetic")
+"""Kinds of data that come with the program and have no path."""
+
+EITHER_OR = (
+    ("training.max_steps", "training.num_epochs"),
+    ("training.scheduler.eta_min", "training.scheduler.min_ratio"),
+    ("training.scheduler.t_max", "training.scheduler.cycles"),
+    ("training.optimizer.betas", "training.optimizer.beta1"),
+    ("training.optimizer.betas", "training.optimizer.beta2"),
+    ("model.size", "model.from"),
+    ("data.validation.path", "data.validation.split"),
+    ("data.test.path", "data.test.split"),
+    ("data.train.path", "data.train.kind"),
+)
+"""Two ways to say one thing: a later layer that says it one way takes back what an earlier layer said the other way."""
+
+
+def merge(base: Flat, layer: Flat) -> Flat:
+    """`base` with `layer` over it: what the layer says wins, and what it does not mention stays."""
+    merged = {key: entry for key, entry in base.items() if not _taken_back(key, entry, layer)}
+    for key, entry in layer.items():
+        if entry.value == {} and any(inner.startswith(key + ".") for inner in merged):
+            continue
+        for ancestor in _ancestors(key):
+            merged.pop(ancestor, None)
+        for inner in [inner for inner in merged if inner.startswith(key + ".")]:
+            del merged[inner]
+        merged[key] = entry
+    return merged
+
+
+def _taken_back(key: str, entry: Entry, layer: Flat) -> bool:
+    if key in layer or key == "training.optimizer.betas":
+        # One beta over a pair changes its half; a pair over one beta replaces it.
+        return False
+    others = [b if key == a else a for a, b in EITHER_OR if key in (a, b)]
+    return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
+
+
+def _excludes(values: dict[str, Any]) -> bool:
+    """Whether the two values really say the same thing."""
+    for key, value in values.items():
+        # A named split goes with a path, a share does not; so it is with a kind.
+        if value is None or (key.endswith(".split") and isinstance(value, str)):
+            return False
+        if key.endswith(".kind") and value not in PATHLESS:
+            return False
+    return True
+
+
+def _ancestors(key: str) -> Iterator[str]:
+    while "." in key:
+        key = key.rpartition(".")[0]
+        yield key
+
+
+def nest(flat: Flat) -> dict[str, Any]:
+    """The nested values again, for the schema."""
+    root: dict[str, Any] = {}
+    for key, entry in flat.items():
+        *parents, last = key.split(".")
+        block = root
+        for parent in parents:
+            block = block.setdefault(parent, {})
+        block[last] = entry.value if entry.value != {} else block.get(last, {})
+    return root

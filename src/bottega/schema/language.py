@@ -1,0 +1,73 @@
+"""The recipe of a language model: its dimensions, its text and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from bottega.schema.recipe import Data, HeldOut, Model, Recipe, Samples, path_problems
+from bottega.schema.section import Number, Positive, Probability, Section
+
+Size = Literal["nano", "verse", "stanza", "epic"]
+
+
+class LanguageModel(Model):
+    """A named size, or dimensions of its own, or both: a dimension given beside a size replaces the size's."""
+
+    kind: Literal["transformer"] = Field("transformer", description="the architecture")
+    size: Size | None = Field(None, description="about 1 M, 125 M, 1.3 B or 13 B parameters")
+    from_: str | None = Field(None, alias="from", description="weights to start from: a run, a folder or a hub name")
+    num_layers: Positive | None = Field(None, description="blocks")
+    hidden_size: Positive | None = Field(None, description="width of the residual stream")
+    num_heads: Positive | None = Field(None, description="query heads")
+    num_kv_heads: Positive | None = Field(None, description="key and value heads; fewer than num_heads saves memory")
+    head_size: Positive | None = Field(None, description="channels of a head")
+    intermediate_size: Positive | None = Field(None, description="width inside the feed-forward")
+    vocab_size: Positive | None = Field(None, description="rows of the embedding; null is the tokenizer's size")
+    context: Positive | None = Field(None, description="the longest sequence, in tokens")
+    tie_embeddings: bool | None = Field(None, description="one matrix for the embedding and the head")
+    qk_norm: bool | None = Field(None, description="normalise queries and keys")
+    rope_theta: Number | None = Field(None, gt=0, description="base of the rotary positions")
+    norm_epsilon: Number | None = Field(None, gt=0, description="keeps the norm's division finite")
+
+
+class Tokenizer(Section):
+    kind: Literal["bpe", "bytes", "characters", "pretrained"] = Field("bpe", description="how text becomes numbers")
+    vocab_size: Positive | None = Field(None, description="bpe: how many tokens are learned; null is 4096")
+    path: str | None = Field(None, description="pretrained: a tokenizer file, a folder or a hub name")
+
+
+class LanguageData(Data):
+    validation: HeldOut | None = Field(
+        HeldOut(split=0.05), description="what measures progress: {split: 0.05} or a source"
+    )
+    tokenizer: Tokenizer = Field(Tokenizer(), description="how text becomes numbers")
+    sequence_length: Positive | None = Field(None, description="tokens in an example; null is the model's context")
+    separate_documents: bool = Field(False, description="attention does not cross the border between documents")
+
+
+class LanguageSamples(Samples):
+    prompts: tuple[str, ...] = Field(("\n",), min_length=1, description="what the samples continue, in turn")
+    max_new_tokens: Positive = Field(200, description="length of a sample")
+    temperature: Number = Field(0.8, ge=0, description="0 always takes the likeliest token")
+    top_k: Positive | None = Field(None, description="only the likeliest k tokens; null is all")
+    top_p: Probability | None = Field(None, gt=0, description="only the likeliest tokens that sum to p; null is all")
+
+
+class LanguageRecipe(Recipe):
+    task: Literal["language"] = Field("language", description="next-token prediction")
+    model: LanguageModel = Field(LanguageModel(), description="the model")
+    data: LanguageData = Field(LanguageData(), description="the data")
+    samples: LanguageSamples = Field(LanguageSamples(), description="what the model writes while it learns")
+
+    def missing(self) -> list[tuple[str, str]]:
+        found = super().missing() + path_problems(self.data)
+        model = self.model
+        if model.size is None and model.from_ is None and (model.num_layers is None or model.hidden_size is None):
+            found.append(
+                ("model.size", "missing; give a size (nano, verse, stanza, epic), from, or num_layers and hidden_size")
+            )
+        if self.data.tokenizer.kind == "pretrained" and self.data.tokenizer.path is None:
+            found.append(("data.tokenizer.path", "missing; kind pretrained needs a file, a folder or a hub name"))
+        return found

@@ -1,0 +1,122 @@
+"""The recipes that generate images, sound and video, and the two that prepare images for them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from bottega.schema.recipe import Data, Model, Recipe, Samples, path_problems
+from bottega.schema.section import Number, Positive, Probability, Section
+
+
+class Generator(Model):
+    """A diffusion transformer over patches of whatever the medium is."""
+
+    from_: str | None = Field(None, alias="from", description="weights to start from: a run or a folder")
+    objective: Literal["flow", "noise"] = Field("flow", description="flow matching, or noise prediction")
+    hidden_size: Positive = Field(256, description="width")
+    num_layers: Positive = Field(6, description="blocks")
+    num_heads: Positive = Field(4, description="attention heads")
+    patch_size: Positive = Field(2, description="side of a patch")
+    condition: Literal["none", "class", "vector"] = Field("class", description="what a sample can be asked for")
+    num_classes: Positive | None = Field(None, description="condition class: how many; null counts them in the data")
+    condition_size: Positive | None = Field(None, description="condition vector: its width; null finds it in the data")
+    condition_dropout: Probability = Field(0.1, description="share trained without the condition, for guidance")
+    vae: str | None = Field(
+        None, description="train in the latents of this run, such as needs.vae; null is plain values"
+    )
+
+
+class GeneratorSamples(Samples):
+    steps: Positive = Field(50, description="steps of the sampler")
+    guidance: Number = Field(1.0, ge=0, description="how strongly the condition is followed; 1 is plain")
+
+
+class MediaData(Data):
+    condition_field: str | None = Field(None, description="which field of a row is the condition; null finds it")
+
+
+class ImageAugmentation(Section):
+    enabled: bool = Field(True, description="whether it is applied")
+    crop: Probability = Field(0.0, description="largest share of the side that a random crop removes")
+    flip: bool = Field(False, description="mirror half of the images")
+    colour_jitter: Probability = Field(0.0, description="largest change of brightness, contrast and saturation")
+
+
+class ImageData(MediaData):
+    image_size: Positive | None = Field(None, description="side in pixels; null is as in the data")
+    channels: Literal[1, 3] | None = Field(None, description="1 grey, 3 colour; null is as in the data")
+    augmentation: ImageAugmentation | None = Field(None, description="changed copies of the training images")
+
+
+class AudioData(MediaData):
+    sample_rate: Positive | None = Field(None, description="samples a second; null is as in the data")
+    seconds: Number | None = Field(None, gt=0, description="length of an example; null is the longest in the data")
+    num_mels: Positive = Field(64, description="bands of the mel spectrogram")
+    fft_size: Positive = Field(1024, description="samples in a window")
+    hop_size: Positive = Field(256, description="samples between windows")
+
+
+class VideoData(ImageData):
+    num_frames: Positive = Field(16, description="frames in an example")
+    fps: Number | None = Field(
+        None, gt=0, description="frames a second after temporal sampling; null is as in the data"
+    )
+
+
+class VaeModel(Model):
+    from_: str | None = Field(None, alias="from", description="weights to start from: a run or a folder")
+    hidden_size: Positive = Field(64, description="channels of the first stage")
+    latent_channels: Positive = Field(4, description="channels of the latents")
+    downsample: Literal[2, 4, 8, 16] = Field(4, description="how much smaller the latents' side is")
+    kl_weight: Number = Field(1e-6, ge=0, description="pull of the latents towards a unit normal")
+
+
+class TokensModel(Model):
+    from_: str | None = Field(None, alias="from", description="weights to start from: a run or a folder")
+    hidden_size: Positive = Field(64, description="channels of the first stage")
+    codebook_size: Positive = Field(1024, description="how many tokens there are")
+    code_size: Positive = Field(64, description="channels of a token's vector")
+    downsample: Literal[2, 4, 8, 16] = Field(8, description="how much smaller the grid of tokens is")
+    commitment_weight: Number = Field(0.25, ge=0, description="pull of the encoder towards its token")
+
+
+class MediaRecipe(Recipe):
+    """What the five have in common: they need a source."""
+
+    def missing(self) -> list[tuple[str, str]]:
+        return super().missing() + path_problems(self.data)
+
+
+class ImageRecipe(MediaRecipe):
+    task: Literal["image"] = Field("image", description="images from noise")
+    model: Generator = Field(Generator(), description="the model")
+    data: ImageData = Field(ImageData(), description="the data")
+    samples: GeneratorSamples = Field(GeneratorSamples(), description="what the model draws while it learns")
+
+
+class AudioRecipe(MediaRecipe):
+    task: Literal["audio"] = Field("audio", description="sound from noise, over mel spectrograms")
+    model: Generator = Field(Generator(), description="the model")
+    data: AudioData = Field(AudioData(), description="the data")
+    samples: GeneratorSamples = Field(GeneratorSamples(), description="what the model sounds like while it learns")
+
+
+class VideoRecipe(MediaRecipe):
+    task: Literal["video"] = Field("video", description="video from noise")
+    model: Generator = Field(Generator(), description="the model")
+    data: VideoData = Field(VideoData(), description="the data")
+    samples: GeneratorSamples = Field(GeneratorSamples(), description="what the model shows while it learns")
+
+
+class ImageVaeRecipe(MediaRecipe):
+    task: Literal["image_vae"] = Field("image_vae", description="images to smooth latents and back")
+    model: VaeModel = Field(VaeModel(), description="the model")
+    data: ImageData = Field(ImageData(), description="the data")
+
+
+class ImageTokensRecipe(MediaRecipe):
+    task: Literal["image_tokens"] = Field("image_tokens", description="images to tokens and back")
+    model: TokensModel = Field(TokensModel(), description="the model")
+    data: ImageData = Field(ImageData(), description="the data")

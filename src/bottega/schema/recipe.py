@@ -1,0 +1,371 @@
+"""The part of a recipe that is the same for every task: closed, frozen, and described field by field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from bottega.schema.flat import PATHLESS
+from bottega.schema.section import (
+    AutoSwitch,
+    Dropout,
+    Level,
+    Mode,
+    Number,
+    Pattern,
+    Positive,
+    Precision,
+    RunName,
+    Scale,
+    Section,
+    Whole,
+)
+from bottega.schema.units import Cadence, Duration, Every, EveryOrTime
+
+BUILT_TASKS = ("language",)
+"""The tasks that can be trained; the schemas of the others are here so that their recipes can be checked."""
+
+
+class Optimizer(Section):
+    name: Literal["adamw", "muon", "sgd", "lion", "adafactor", "adam"] = Field("adamw", description="the update rule")
+    betas: tuple[Dropout, Dropout] = Field((0.9, 0.999), description="decay of the two running means; lion: 0.9, 0.99")
+    eps: Number = Field(1e-8, gt=0, description="keeps Adam's division finite")
+    momentum: Number = Field(0.9, ge=0, lt=1, description="of sgd and muon; muon: 0.95")
+    nesterov: bool = Field(False, description="look ahead along the momentum, for sgd and muon; muon: true")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _customary(cls, values: Any) -> Any:
+        """The customary values of the rules that differ from Adam's."""
+        if isinstance(values, dict):
+            name = values.get("name")
+            usual = _CUSTOMARY.get(name, {}) if isinstance(name, str) else {}
+            return {**usual, **values}
+        return values
+
+
+_CUSTOMARY: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "muon": {"momentum": 0.95, "nesterov": True}}
+
+
+class Scheduler(Section):
+    name: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "exponential",
+        "inverse_sqrt",
+        "wsd",
+        "one_cycle",
+        "plateau",
+    ] = Field("cosine", description="shape of the learning rate over the run")
+    warmup_steps: Duration = Field(Cadence(0), description='linear rise from 0 to the peak: steps, "1 epoch" or "5%"')
+    min_ratio: Number | None = Field(None, ge=0, le=1, description="final rate as a share of the peak; null is 0")
+    eta_min: Number | None = Field(None, ge=0, description="final rate itself, in place of min_ratio")
+    cycles: Whole | None = Field(None, gt=0, description="cosine_with_restarts: periods in the run; null is 1")
+    t_max: Whole | None = Field(None, gt=0, description="cosine_with_restarts: steps of one period, in place of cycles")
+    power: Number = Field(1.0, gt=0, description="polynomial: exponent of the decay")
+    gamma: Number = Field(0.1, gt=0, le=1, description="exponential: the rate at the end, as a share of the peak")
+    decay_fraction: Number = Field(0.2, gt=0, le=1, description="wsd: last part of the run, in which the rate decays")
+    factor: Number = Field(0.5, gt=0, lt=1, description="plateau: the rate is multiplied by this")
+    patience: Whole = Field(3, ge=0, description="plateau: evaluations without a better value before that")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Scheduler:
+        if self.min_ratio is not None and self.eta_min is not None:
+            raise ValueError("min_ratio and eta_min both set the final rate; keep one")
+        if self.cycles is not None and self.t_max is not None:
+            raise ValueError("cycles and t_max both set the length of a period; keep one")
+        return self
+
+
+class Group(Section):
+    pattern: Pattern = Field(
+        description="regular expression over whole parameter names; the first row that matches decides"
+    )
+    scale: Scale = Field(1.0, description="multiplies the learning rate; none freezes")
+    weight_decay: Number | None = Field(None, ge=0, description="in place of training.weight_decay")
+
+
+class EarlyStopping(Section):
+    metric: str = Field("loss", description="the validation metric that is watched")
+    mode: Mode = Field("min", description="whether smaller (min) or larger (max) is better")
+    patience: Whole = Field(3, ge=1, description="evaluations without a better value before the run ends")
+    threshold: Number = Field(0.0, ge=0, description="how much better counts as better")
+
+
+class Training(Section):
+    max_steps: Whole | None = Field(None, gt=0, description="length of the run in optimizer steps; or num_epochs")
+    num_epochs: Whole | None = Field(None, gt=0, description="length of the run in passes over the data; or max_steps")
+    batch_size: Whole = Field(
+        32, gt=0, description="examples in a step over all processes; per process if gradient_accumulation_steps is set"
+    )
+    micro_batch_size: Positive | Literal["auto"] | None = Field(
+        None, description="examples in one forward pass; auto finds what fits and keeps the batch"
+    )
+    gradient_accumulation_steps: Whole | None = Field(
+        None, gt=0, description="forward passes of batch_size in a step; makes batch_size per process"
+    )
+    learning_rate: Number = Field(3e-4, gt=0, description="the peak of the schedule")
+    weight_decay: Number = Field(0.1, ge=0, description="of matrices; norms and biases are not decayed")
+    optimizer: Optimizer = Field(Optimizer(), description="the update rule and its constants")
+    scheduler: Scheduler = Field(Scheduler(), description="the learning rate over the run")
+    mixed_precision: Precision = Field(
+        "auto", description="auto is bf16 where the device has it and fp32 elsewhere; true means auto, no means fp32"
+    )
+    max_grad_norm: Number | None = Field(1.0, gt=0, description="gradients are scaled down to this norm; null is off")
+    groups: tuple[Group, ...] = Field(
+        (Group(pattern=".*"),), min_length=1, description="which parameters learn, and how fast"
+    )
+    on_nonfinite: Literal["halt", "skip", "rollback"] = Field(
+        "halt", description="what to do when a loss or gradient is not finite"
+    )
+    ema: Number | None = Field(None, gt=0, lt=1, description="decay of averaged weights, such as 0.999; null is off")
+    compile: AutoSwitch = Field("auto", description="compile the training forward; auto does on a GPU")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in place of keeping them")
+    early_stopping: EarlyStopping | None = Field(None, description="end the run when validation stops improving")
+    label_smoothing: Number = Field(0.0, ge=0, lt=1, description="share of the target given to all classes")
+
+
+class Source(Section):
+    kind: Literal[
+        "auto",
+        "embedded",
+        "text",
+        "jsonl",
+        "json",
+        "csv",
+        "huggingface",
+        "shards",
+        "tfrecord",
+        "webdataset",
+        "images",
+        "audio",
+        "video",
+        "idx",
+        "synthetic",
+    ] = Field("auto", description="format; auto tells it from the path (and validation from train)")
+    path: str | None = Field(None, description="file, folder, pattern or Hugging Face data set")
+    field: str | None = Field(None, description="which field of a row is read; null finds the usual one")
+    split: str | None = Field(None, description="named part of a Hugging Face data set, such as train")
+
+
+class HeldOut(Source):
+    split: Number | str | None = Field(  # type: ignore[assignment]
+        None, description="share of train kept back, such as 0.05; or the named part of a Hugging Face data set"
+    )
+
+    @model_validator(mode="after")
+    def _share_or_source(self) -> HeldOut:
+        if isinstance(self.split, float):
+            if not 0 < self.split < 1:
+                raise ValueError(f"split: expected a share between 0 and 1, got {self.split}")
+            if self.path is not None:
+                raise ValueError("a share of train (split) and a source of its own (path) exclude each other")
+        return self
+
+
+class Data(Section):
+    """What every task's data has; the tasks add to it."""
+
+    train: Source = Field(Source(), description="what is learned from")
+    validation: HeldOut | None = Field(None, description="what measures progress: {split: 0.05} or a source")
+    test: HeldOut | None = Field(None, description="what measures the result, never looked at while training")
+    limit: Whole | None = Field(None, gt=0, description="only the first so many examples, for a trial")
+    workers: Whole = Field(0, ge=0, description="processes that prepare batches; the order does not depend on it")
+    prefetch: Positive | Literal["auto"] = Field("auto", description="batches prepared ahead")
+    pin_memory: bool = Field(True, description="page-locked batches, for faster copies to a GPU")
+
+
+class Model(Section):
+    """What every task's model has; the tasks add to it."""
+
+    dropout: Dropout | None = Field(
+        None, description="share of activations dropped while training; null is the model's own"
+    )
+
+
+class Technique(Section):
+    name: Literal[
+        "lora",
+        "adapter",
+        "soft_prompt",
+        "head",
+        "unfreeze",
+        "distill",
+        "curriculum",
+        "mixture",
+        "replay",
+        "ewc",
+        "maml",
+        "plasticity",
+    ] = Field(description="which technique")
+    options: dict[str, Any] = Field(default_factory=dict, description="the technique's own settings")
+
+
+class Need(Section):
+    recipe: str | None = Field(None, description="the recipe that is trained first")
+    run: str | None = Field(None, description="a finished run's folder, in place of recipe")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Need:
+        if (self.recipe is None) == (self.run is None):
+            raise ValueError("expected either recipe or run")
+        return self
+
+
+class Distributed(Section):
+    enabled: bool | None = Field(None, description="null: when a launcher started several processes")
+    strategy: Literal["auto", "ddp", "fsdp"] = Field("auto", description="whole copies (ddp) or shards (fsdp)")
+    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="how processes talk")
+    processes: Whole | None = Field(None, gt=0, description="how many processes in all; null: as launched")
+    machines: Whole = Field(1, gt=0, description="how many machines")
+    machine_rank: Whole = Field(0, ge=0, description="which of them this is")
+    main_address: str | None = Field(None, description="where the first machine is reached")
+    main_port: Whole | None = Field(None, gt=0, lt=65536, description="and on which port")
+    offload: bool = Field(False, description="keep optimizer state in host memory")
+
+
+class Samples(Section):
+    every: Every | None = Field(Cadence(500), description="how often samples are drawn; null is off")
+    count: Whole = Field(4, gt=0, description="how many")
+
+
+class Evaluation(Section):
+    every: Every | None = Field(Cadence(200), description="how often validation runs; null is at the end only")
+    metric: str = Field("loss", description="the metric that decides which checkpoint is best")
+    mode: Mode = Field("min", description="whether smaller (min) or larger (max) is better")
+    max_batches: Whole | None = Field(None, gt=0, description="at most so many batches; null is all")
+    batch_size: Whole | None = Field(None, gt=0, description="examples in a batch; null is as in training")
+
+
+class CheckpointOptions(Section):
+    every: EveryOrTime | None = Field(
+        Cadence(500), description='how often; "10 min" is accepted; null is at the end only'
+    )
+    keep: Whole = Field(3, gt=0, description="how many of the newest stay; the best stays as well")
+
+
+class WandB(Section):
+    enabled: bool | None = Field(None, description="null: when a project is given")
+    project: str | None = Field(None, description="project name")
+    entity: str | None = Field(None, description="user or team")
+    name: str | None = Field(None, description="name shown there; null is the run's name")
+    tags: tuple[str, ...] = Field((), description="labels")
+    notes: str | None = Field(None, description="a longer remark")
+    offline: bool = Field(False, description="write to disk only, for a later sync")
+
+    @property
+    def active(self) -> bool:
+        return self.project is not None if self.enabled is None else self.enabled
+
+
+class Logging(Section):
+    every: Every = Field(Cadence(10), description="how often metrics are written")
+    tensorboard: bool = Field(True, description="write TensorBoard events")
+    wandb: WandB = Field(WandB(), description="Weights & Biases")
+    level: Level = Field("INFO", description="how much the console and log.txt say")
+    resources: bool = Field(True, description="also log memory, processor and GPU use")
+
+
+class Recipe(Section):
+    """Everything a run needs to know. `model` and `data` are the task's own."""
+
+    task: str = Field(description="what is learned")
+    engine: Literal["torch", "jax"] = Field("torch", description="what computes")
+    name: RunName | None = Field(
+        None, description="of the run; null is the recipe and 6 digits of the keys that change results"
+    )
+    origin: str | None = Field(None, description="the recipe this came from, for the default name; filled in by itself")
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="where it is computed")
+    deterministic: bool = Field(False, description="bit-equal repeats on a GPU, somewhat slower")
+    seed: Whole = Field(0, ge=0, lt=2**63, description="of everything random")
+    output_dir: str = Field("runs", description="the folder of runs")
+    model: Model = Field(Model(), description="the model")
+    data: Data = Field(Data(), description="the data")
+    training: Training = Field(Training(), description="how it is learned")
+    techniques: tuple[Technique, ...] = Field((), description="what is added to plain training, in this order")
+    needs: dict[str, Need] = Field(default_factory=dict, description="other runs this one is built on, by name")
+    distributed: Distributed = Field(Distributed(), description="several processes or machines")
+    samples: Samples = Field(Samples(), description="what the model makes while it learns")
+    evaluation: Evaluation = Field(Evaluation(), description="validation while training")
+    checkpoint: CheckpointOptions = Field(CheckpointOptions(), description="what is kept on disk")
+    logging: Logging = Field(Logging(), description="what is said, and where")
+
+    def missing(self) -> list[tuple[str, str]]:
+        """What a run cannot start without: (key, what is wrong with it)."""
+        return length_problems(self.training)
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values under the names a recipe file uses."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def results_key(self) -> dict[str, Any]:
+        """Dotted key -> value of what changes results; keys left at null are absent, so new ones rename no run."""
+        return {key: value for key, value in _leaves(self.plain()) if value is not None and not _is_neutral(key)}
+
+    def run_name(self) -> str:
+        """The given name, or one that the same recipe and settings always have."""
+        if self.name is not None:
+            return self.name
+        text = json.dumps(self.results_key(), sort_keys=True, separators=(",", ":"))
+        origin = re.sub(r"[^\w.-]+", "-", self.origin or self.task).strip("-.") or self.task
+        return f"{origin}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+def length_problems(training: Training) -> list[tuple[str, str]]:
+    if training.max_steps is None and training.num_epochs is None:
+        return [("training.max_steps", "missing; give max_steps or num_epochs")]
+    if training.max_steps is not None and training.num_epochs is not None:
+        return [("training.num_epochs", f"given together with max_steps {training.max_steps}; keep one of them")]
+    return []
+
+
+def path_problems(data: Data) -> list[tuple[str, str]]:
+    """Training needs a source; a kind that comes with the program needs no path."""
+    if data.train.path is None and data.train.kind not in PATHLESS:
+        return [("data.train.path", "missing; give a file or folder with --data PATH")]
+    return []
+
+
+NEUTRAL = (
+    "name",
+    "origin",
+    "output_dir",
+    "device",
+    "deterministic",
+    "distributed",
+    "samples",
+    "checkpoint",
+    "logging",
+    "data.workers",
+    "data.prefetch",
+    "data.pin_memory",
+    "training.compile",
+    "training.micro_batch_size",
+    "training.gradient_checkpointing",
+)
+"""Keys that do not change what is learned, beyond rounding."""
+
+
+def _is_neutral(key: str) -> bool:
+    return any(key == neutral or key.startswith(neutral + ".") for neutral in NEUTRAL)
+
+
+def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, inner in value.items():
+        found += _leaves(inner, f"{prefix}{key}.") if isinstance(inner, dict) else [(prefix + key, inner)]
+    return found
+
+
+def changed_keys(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:
+    """(key, old value, new value) of every key that changes results and differs between two recipes."""
+    before, after = old.results_key(), new.results_key()
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return [(key, before.get(key), after.get(key)) for key in keys]

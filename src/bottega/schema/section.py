@@ -1,0 +1,67 @@
+"""What a block of a recipe is, and the kinds of values that stand in it."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+
+
+class Section(BaseModel):
+    """A block: closed, frozen, each field with a description."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, coerce_numbers_to_str=True)
+
+
+def _precision(value: Any) -> Any:
+    if value is True:
+        return "auto"
+    return "fp32" if value is False or value == "no" else value
+
+
+def _switch(value: Any) -> Any:
+    words = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _frozen(value: Any) -> Any:
+    return None if value == "none" else value
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is not a regular expression: {error}") from None
+    return value
+
+
+def _run_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", value, re.ASCII):
+        raise ValueError(f"expected letters, digits, '-', '_' and '.', because it names a folder; got {value!r}")
+    return value
+
+
+# Strict, because Python counts True as 1: `batch_size: true` would be a batch of one.
+Whole = Annotated[int, Strict()]
+Positive = Annotated[int, Strict(), Field(gt=0)]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Probability = Annotated[Number, Field(ge=0, le=1)]
+Dropout = Annotated[Number, Field(ge=0, lt=1)]
+Precision = Annotated[Literal["auto", "fp32", "bf16", "fp16"], BeforeValidator(_precision)]
+AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_switch)]
+Scale = Annotated[Annotated[Number, Field(ge=0)] | None, BeforeValidator(_frozen)]
+Mode = Literal["min", "max"]
+Level = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
+Collection = Annotated[Literal["flickr", "pog", "ser"], BeforeValidator(_lower)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+RunName = Annotated[str, AfterValidator(_run_name)]

@@ -1,0 +1,118 @@
+"""Units at the door: cadences such as 200, "1 epoch", "5%" and "10 min"; inside the program there are only steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+
+Unit = Literal["steps", "epochs", "percent", "seconds"]
+
+_UNITS: dict[str, tuple[Unit, float]] = {
+    "": ("steps", 1),
+    "step": ("steps", 1),
+    "steps": ("steps", 1),
+    "epoch": ("epochs", 1),
+    "epochs": ("epochs", 1),
+    "%": ("percent", 1),
+    "s": ("seconds", 1),
+    "sec": ("seconds", 1),
+    "min": ("seconds", 60),
+    "h": ("seconds", 3600),
+}
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often, or how long: so many steps, epochs, per cent of the run, or seconds."""
+
+    amount: float
+    unit: Unit = "steps"
+
+    @classmethod
+    def parse(cls, value: Any, *, time: bool = False) -> Cadence:
+        """From what a recipe says; a ValueError says what would be right. `time` allows minutes and the like."""
+        if isinstance(value, Cadence):
+            return value
+        match = None if isinstance(value, bool) else _TEXT.fullmatch(str(value))
+        if match is None or match[2].lower() not in _UNITS or (_UNITS[match[2].lower()][0] == "seconds" and not time):
+            examples = '"1 epoch", "5%" or "10 min"' if time else '"1 epoch" or "5%"'
+            raise ValueError(f"expected a number of steps, {examples}, got {value!r}")
+        unit, factor = _UNITS[match[2].lower()]
+        amount = float(match[1]) * factor
+        if not math.isfinite(amount) or amount > 1e15:
+            raise ValueError(f"{value!r} is too large")
+        if unit == "steps" and amount != int(amount):
+            raise ValueError(f"expected a whole number of steps, got {value!r}")
+        if unit == "percent" and amount > 100:
+            raise ValueError(f"expected at most 100%, got {value!r}")
+        return cls(amount, unit)
+
+    def steps(self, total_steps: int, steps_per_epoch: int) -> int:
+        """In steps of a run: 0 only where the amount is 0, otherwise at least 1."""
+        if self.unit == "seconds":
+            raise ValueError(f"{self} is a time, not a number of steps")
+        whole = {"steps": 1.0, "epochs": float(steps_per_epoch), "percent": total_steps / 100}[self.unit]
+        return 0 if self.amount == 0 else max(1, round(self.amount * whole))
+
+    @property
+    def seconds(self) -> float | None:
+        """The time, where the unit is one."""
+        return self.amount if self.unit == "seconds" else None
+
+    def plain(self) -> int | str:
+        """As a recipe writes it: a number for steps, otherwise text with its unit."""
+        return int(self.amount) if self.unit == "steps" else str(self)
+
+    def __str__(self) -> str:
+        amount, unit = self.amount, self.unit
+        if unit == "percent":
+            return f"{_number(amount)}%"
+        if unit == "seconds":
+            return f"{_number(amount / 60)} min" if amount % 60 == 0 else f"{_number(amount)} s"
+        return f"{_number(amount)} {unit[:-1] if amount == 1 else unit}"
+
+
+def _number(amount: float) -> str:
+    return str(int(amount)) if amount == int(amount) else repr(amount)
+
+
+def _every(value: Any, *, time: bool = False) -> Cadence:
+    cadence = Cadence.parse(value, time=time)
+    if cadence.amount == 0:
+        raise ValueError("0 is no cadence; null switches it off")
+    return cadence
+
+
+_SERIAL = PlainSerializer(Cadence.plain)
+
+
+def _json(pattern: str, minimum: int) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": minimum}, {"type": "string", "pattern": pattern}]})
+
+
+Every = Annotated[
+    Cadence, BeforeValidator(partial(_every, time=False)), _SERIAL, _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", 1)
+]
+"""How often something happens."""
+
+EveryOrTime = Annotated[
+    Cadence,
+    BeforeValidator(partial(_every, time=True)),
+    _SERIAL,
+    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%|s|sec|min|h)$", 1),
+]
+"""How often, by the clock too; for checkpoints, which do not change what is learned."""
+
+Duration = Annotated[
+    Cadence,
+    BeforeValidator(partial(Cadence.parse, time=False)),
+    _SERIAL,
+    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", 0),
+]
+"""A stretch of the run; may be 0."""

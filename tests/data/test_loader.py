@@ -1,0 +1,122 @@
+"""The stream loses nothing at the border of epochs and does not depend on ranks, workers or where it is entered."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.loader import Loader, evaluate_batches
+from bottega.data.source import ArraySource
+
+
+def numbers(size: int) -> ArraySource:
+    return ArraySource({"x": np.arange(size), "y": np.arange(size * 2).reshape(size, 2)})
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 60), batch=st.integers(1, 60))
+def test_every_epoch_is_a_permutation_across_batch_borders(size: int, batch: int) -> None:
+    batch = min(size, batch)
+    loader = Loader(numbers(size), batch, seed=4)
+    steps = -(-3 * size // batch)
+    index, epoch = (np.concatenate(parts) for parts in zip(*map(loader.indices, range(steps)), strict=True))
+    assert np.array_equal(epoch, np.arange(steps * batch) // size)
+    for number in range(3):
+        assert np.array_equal(np.sort(index[epoch == number]), np.arange(size))
+    assert loader.steps_per_epoch == size / batch
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 0), (0, 3), (2, 0), (2, 2)])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_and_workers_share_one_order(world: int, workers: int, prefetch: int) -> None:
+    start, steps = 5, 4
+    source = numbers(30)
+    shares = []
+    for rank in range(world):
+        stream = Loader(source, 8, seed=1, rank=rank, world=world, workers=workers, prefetch=prefetch)(start)
+        shares.append(list(islice(stream, steps)))
+        stream.close()
+    plain = Loader(source, 8, seed=1)
+    for step in range(steps):
+        got = np.concatenate([share[step]["x"] for share in shares])
+        assert np.array_equal(got, plain.indices(start + step)[0])
+        assert np.array_equal(got, plain.batch(start + step)["x"])
+
+
+def test_a_stream_entered_late_continues_the_same_order() -> None:
+    loader = Loader(numbers(10_000), 7, seed=2)
+    early = list(islice(loader(0), 2000))  # longer than one block of remembered positions
+    late = list(islice(loader(1500), 500))
+    assert all(np.array_equal(a["y"], b["y"]) for a, b in zip(early[1500:], late, strict=True))
+
+
+def test_too_little_data_is_refused_with_both_numbers() -> None:
+    message = "has 3 samples, fewer than one batch of 12; lower training.batch_size or add data"
+    with pytest.raises(DataError, match=message):
+        Loader(numbers(3), 12, seed=0)
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused_with_the_sizes_that_fit() -> None:
+    with pytest.raises(UsageError, match=r"training.batch_size=8 .* 3 processes; it can by 1, 2, 4, 8"):
+        Loader(numbers(30), 8, seed=0, world=3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("limit", [None, 1, 5, 22, 100])
+def test_evaluation_sees_every_sample_exactly_once_in_order(world: int, limit: int | None) -> None:
+    source = numbers(22)
+    expected = np.arange(22 if limit is None else min(limit, 22))
+    ranks = [list(evaluate_batches(source, 8, rank=rank, world=world, limit=limit)) for rank in range(world)]
+    seen, total = [], 0.0
+    for parts in zip(*ranks, strict=True):
+        assert len({len(part["x"]) for part in parts}) == 1
+        assert len({"weight" in part for part in parts}) == 1
+        x = np.concatenate([part["x"] for part in parts])
+        weight = np.concatenate([part.get("weight", np.ones(len(part["x"]), np.float32)) for part in parts])
+        assert weight.dtype == np.float32
+        if "weight" in parts[0]:
+            assert 0 in weight  # the key is there only where something was filled up
+        seen.append(x[weight > 0])
+        total += weight.sum()
+    assert np.array_equal(np.concatenate(seen), expected)
+    assert total == len(expected)
+
+
+def test_padding_keeps_the_weights_a_source_has() -> None:
+    source = ArraySource({"weight": np.array([0.5, 2.0, 3.0], np.float32)})
+    parts = [next(iter(evaluate_batches(source, 4, rank=rank, world=2))) for rank in range(2)]
+    assert np.concatenate([part["weight"] for part in parts]).tolist() == [0.5, 2.0, 3.0, 0.0]
+
+
+def test_a_step_costs_little_more_than_the_gather() -> None:
+    stream = Loader(ArraySource({"x": np.arange(1000)}), 8, seed=0)(0)
+    next(stream)
+    best = min(_seconds_of(stream, 2000) for _ in range(5))
+    assert best / 2000 < 15e-6
+
+
+def _seconds_of(stream: object, steps: int) -> float:
+    start = time.perf_counter()
+    for _ in islice(stream, steps):  # type: ignore[call-overload]
+        pass
+    return time.perf_counter() - start
+
+
+def test_array_source_tells_its_content() -> None:
+    source = numbers(4)
+    assert source.fingerprint == numbers(4).fingerprint
+    assert source.fingerprint != numbers(5).fingerprint
+    assert ArraySource({"x": np.zeros(4)}).fingerprint != ArraySource({"z": np.zeros(4)}).fingerprint
+    assert ArraySource({"x": np.zeros(4)}).fingerprint != ArraySource({"x": np.zeros((4, 1))}).fingerprint
+    assert "sample 2 of 4" in source.describe(2, 0)
+    assert "y: [4 5]" in source.describe(2, 0)
+    with pytest.raises(DataError, match="equally long"):
+        ArraySource({"x": np.zeros(4), "y": np.zeros(3)})
+    with pytest.raises(DataError, match="at least one"):
+        ArraySource({})

@@ -1,0 +1,91 @@
+"""The order is a bijection for every size, differs between epochs and seeds, looks random, and can be entered anywhere."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bottega.data.order import permute
+
+
+@settings(max_examples=100, deadline=None)
+@given(size=st.integers(1, 5000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
+def test_every_sample_once(size: int, seed: int, epoch: int) -> None:
+    order = permute(np.arange(size), size=size, seed=seed, epoch=epoch)
+    assert order.dtype == np.int64
+    assert np.array_equal(np.sort(order), np.arange(size))
+
+
+@pytest.mark.parametrize("size", [70_000, 2**17, 2**17 + 1])
+def test_every_sample_once_over_several_blocks(size: int) -> None:
+    order = permute(np.arange(size), size=size, seed=1, epoch=2)
+    assert np.array_equal(np.sort(order), np.arange(size))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_seek_equals_prefix_and_epochs_may_be_mixed(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 300))
+    whole = {epoch: permute(np.arange(size), size=size, seed=3, epoch=epoch) for epoch in range(4)}
+    places = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 3)), min_size=1))
+    index, epoch = np.array(places).T
+    got = permute(index, size=size, seed=3, epoch=epoch)
+    assert got.tolist() == [whole[e][i] for i, e in places]
+
+
+def test_shape_is_kept_and_huge_sizes_work() -> None:
+    index = np.array([[0, 1, 2], [2**62 - 1, 5, 2**61]])
+    order = permute(index, size=2**62, seed=0, epoch=np.array([[0, 0, 0], [1, 1, 1]]))
+    assert order.shape == index.shape
+    assert ((order >= 0) & (order < 2**62)).all()
+    assert permute(np.array([], dtype=np.int64), size=3, seed=0, epoch=0).shape == (0,)
+
+
+def test_seeds_and_epochs_give_other_orders() -> None:
+    index = np.arange(1000)
+    orders = [permute(index, size=1000, seed=s, epoch=e) for s in range(3) for e in range(3)]
+    for first, second in itertools.combinations(orders, 2):
+        assert (first == second).sum() < 20  # two random orders agree in about one place
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_all_permutations_of_a_small_size_are_equally_likely(size: int) -> None:
+    trials = 24_000
+    epochs = np.repeat(np.arange(trials), size)
+    orders = permute(np.tile(np.arange(size), trials), size=size, seed=0, epoch=epochs).reshape(trials, size)
+    seen = Counter(map(tuple, orders.tolist()))
+    kinds = list(itertools.permutations(range(size)))
+    expected = trials / len(kinds)
+    chi_square = sum((seen[kind] - expected) ** 2 / expected for kind in kinds)
+    freedom = len(kinds) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("size", [7, 100, 1000])
+def test_places_and_their_neighbours_are_uniform_over_seeds(size: int) -> None:
+    trials = 4000
+    pairs = np.stack([permute(np.array([0, 1]), size=size, seed=seed, epoch=0) for seed in range(trials)])
+    gap = (pairs[:, 1] - pairs[:, 0]) % size - 1
+    for values, kinds in ((pairs[:, 0], size), (gap, size - 1)):
+        expected = trials / kinds
+        chi_square = ((np.bincount(values, minlength=kinds) - expected) ** 2 / expected).sum()
+        assert chi_square < kinds + 5 * (2 * kinds) ** 0.5
+
+
+def test_a_million_places_take_well_under_a_second() -> None:
+    start = time.perf_counter()
+    permute(np.arange(1_000_000), size=1_100_000, seed=0, epoch=0)
+    assert time.perf_counter() - start < 0.8
+
+
+def test_places_outside_are_refused() -> None:
+    with pytest.raises(ValueError, match="index"):
+        permute(np.array([3]), size=3, seed=0, epoch=0)
+    with pytest.raises(ValueError, match="size"):
+        permute(np.array([0]), size=0, seed=0, epoch=0)

@@ -1,0 +1,238 @@
+"""However a stream is built ahead, it is the same stream; errors come through, and nothing is left running."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.core.types import Batch
+from bottega.data.loader import Loader
+from bottega.data.prefetch import prefetch
+from bottega.data.source import ArraySource, Source
+
+# Larger than a socket's buffer, so that a killed worker is often in the middle of a message.
+SOURCE = ArraySource({"x": np.arange(64), "y": np.ones((64, 50_000), np.float32)})
+
+
+def loader(workers: int = 0, depth: int = 0) -> Loader:
+    return Loader(SOURCE, 4, seed=3, workers=workers, prefetch=depth)
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def kill_at_every_step(stream: Iterator[Batch]) -> None:
+    for _ in stream:
+        for child in children():
+            child.kill()
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return bool(condition())
+
+
+class Failing(Source):
+    """Samples of which one cannot be read."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 10
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        if 3 in index:
+            raise self.error
+        return {"x": index}
+
+    fingerprint = "failing"
+
+    def describe(self, index: int, epoch: int) -> str:
+        return ""
+
+
+def threads() -> int:
+    return sum(thread.name == "bottega-prefetch" for thread in threading.enumerate())
+
+
+def slow(step: int) -> Batch:
+    time.sleep(0.01)
+    return {"step": step}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_errors_are_raised_as_themselves_after_the_batches_before_them(workers: int, depth: int) -> None:
+    source = Failing(DataError("row 3 is broken"))
+    good = [step for step in range(10) if 3 not in Loader(source, 1, seed=0).indices(step)[0]]
+    expected = next(step for step in range(10) if step not in good)
+    stream = Loader(source, 1, seed=0, workers=workers, prefetch=depth)(0)
+    assert len(list(islice(stream, expected))) == expected
+    with pytest.raises(DataError, match="row 3 is broken"):
+        next(stream)
+    assert not children()
+    assert threads() == 0
+
+
+def test_the_thread_runs_ahead_by_no_more_than_its_depth() -> None:
+    made: list[int] = []
+    stream = prefetch(lambda step: made.append(step) or {"step": step}, 7, workers=0, depth=3)
+    assert next(stream)["step"] == 7
+    assert eventually(lambda: len(made) == 5)  # one given, three ready, one waiting for room
+    time.sleep(0.1)
+    assert made == [7, 8, 9, 10, 11]
+    stream.close()
+    assert threads() == 0
+
+
+def test_a_forgotten_stream_ends_its_thread() -> None:
+    stream = prefetch(slow, 0, workers=0, depth=2)
+    assert [batch["step"] for batch in islice(stream, 5)] == [0, 1, 2, 3, 4]
+    assert threads() == 1
+    del stream
+    gc.collect()
+    assert eventually(lambda: threads() == 0)
+
+
+def test_a_forgotten_stream_ends_its_processes() -> None:
+    stream = loader(workers=2, depth=2)(0)
+    next(stream)
+    assert len(children()) == 2
+    del stream
+    gc.collect()
+    assert eventually(lambda: not children())
+    assert threads() == 0
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_killed_worker_is_replaced_and_no_sample_lost_or_repeated(depth: int) -> None:
+    expected = [batch["x"] for batch in islice(loader()(0), 40)]
+    stream = loader(workers=2, depth=depth)(0)
+    got = []
+    for step, batch in enumerate(islice(stream, 40)):
+        got.append(batch["x"])
+        if step in (4, 11, 25):
+            time.sleep(0.05)  # let it fill the socket, so that it dies in mid-message
+            os.kill(children()[step % 2].pid, signal.SIGKILL)
+    assert len(children()) == 2
+    stream.close()
+    assert not children()
+    assert np.array_equal(np.stack(got), np.stack(expected))
+
+
+def test_workers_that_keep_dying_are_given_up() -> None:
+    stream = loader(workers=1)(0)
+    with pytest.raises(EnvironmentProblem, match=r"died 6 times .* status -9 .* set data.workers=0"):
+        kill_at_every_step(stream)
+    assert not children()
+
+
+def test_workers_ignore_ctrl_c_and_obey_terminate() -> None:
+    stream = loader(workers=1)(0)
+    next(stream)
+    (child,) = children()
+    child.send_signal(signal.SIGINT)
+    next(stream)
+    assert children() == [child]
+    child.terminate()
+    assert child.wait(5) is not None or not child.is_running()
+    stream.close()
+
+
+def test_data_that_cannot_travel_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UsageError, match=r"data\.workers=0"):
+        next(prefetch(lambda step: {}, 0, workers=1, depth=0))
+    assert not children()
+
+
+SCRIPT = """
+    import sys, time
+    import numpy as np
+    from bottega.data.loader import Loader
+    from bottega.data.source import Source
+
+    class Slow(Source):
+        patience = 0
+        fingerprint = "slow"
+        def __len__(self): return 100
+        def describe(self, index, epoch): return ""
+        def rows(self, index, epoch):
+            assert "torch" not in sys.modules
+            time.sleep(self.patience)
+            return {"x": index}
+"""
+
+
+def run_script(tmp_path: Any, body: str, *, module: bool) -> subprocess.Popen[str]:
+    source = textwrap.dedent(SCRIPT)
+    if module:
+        (tmp_path / "own_source.py").write_text(source)
+        source = "import sys\nfrom own_source import Slow\nfrom bottega.data.loader import Loader\n"
+    (tmp_path / "script.py").write_text(source + textwrap.dedent(body))
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, tmp_path / "script.py"], stdout=pipe, stderr=pipe, text=True)
+
+
+def test_a_script_without_main_guard_works_and_workers_do_not_import_torch(tmp_path: Any) -> None:
+    body = """
+        sys.modules["torch"] = sys  # stands for a trainer that has it
+        print("started")
+        stream = Loader(Slow(), 4, seed=0, workers=1)(0)
+        print(len(next(stream)["x"]))
+        stream.close()
+    """
+    out, err = run_script(tmp_path, body, module=True).communicate(timeout=20)
+    assert out.split() == ["started", "4"], err
+
+
+def test_a_source_of_the_script_itself_is_refused_with_the_remedy(tmp_path: Any) -> None:
+    process = run_script(tmp_path, "next(Loader(Slow(), 4, seed=0, workers=1)(0))", module=False)
+    _, err = process.communicate(timeout=20)
+    assert "UsageError" in err
+    assert "define its classes in a module" in err
+
+
+def test_workers_die_with_their_parent_even_in_the_middle_of_a_batch(tmp_path: Any) -> None:
+    body = """
+        import threading
+        source = Slow()
+        source.patience = 60
+        stream = Loader(source, 4, seed=0, workers=2)(0)
+        threading.Thread(target=next, args=(stream,), daemon=True).start()
+        print("ready", flush=True)
+        threading.Event().wait()
+    """
+    process = run_script(tmp_path, body, module=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+    parent = psutil.Process(process.pid)
+    assert eventually(lambda: len(parent.children()) == 2)
+    time.sleep(0.5)  # they are in their batch now
+    workers = parent.children()
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+    process.stdout.close()
+    process.stderr.close()

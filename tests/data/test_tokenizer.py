@@ -1,0 +1,227 @@
+"""Every kind gives any text back exactly, keeps end of text out of text, and opens in transformers unchanged."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.data import tokenizer as tokenizer_module
+from bottega.data.bytelevel import SYMBOLS, safe_pieces
+from bottega.data.corpus import TextSource, read_documents
+from bottega.data.tokenizer import END_OF_TEXT, Tokenizer
+from bottega.data.vocabulary import (
+    TokenizerSpec,
+    build_tokenizer,
+    byte_tokenizer,
+    character_tokenizer,
+    pretrained_tokenizer,
+    train_bpe,
+)
+
+CORPUS = [document.text for _, document in zip(range(20), read_documents(TextSource(kind="embedded")), strict=False)]
+BYTES = byte_tokenizer()
+BPE = train_bpe(CORPUS, vocab_size=600)
+HARD = [
+    "",
+    "\n",
+    " ",
+    "\r\n\r\n  \t\x0b",
+    "\x00\x01\x1c\x7f\x85\xa0\u2028\ufeff",
+    "naïve e\u0301 ﬁ Å 한국어 \U0001f469‍\U0001f469‍\U0001f467 \U00010ffff",
+    f"a{END_OF_TEXT}b{END_OF_TEXT}",
+    "do n't stop . Why ? I 'm , it 's here !",
+    "don't 'S  x =  [1,  2]\n\n\n    return  \n",
+]
+unicode_text = st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab 1'\n\t\r,é\u2028s")
+
+
+@settings(max_examples=300, deadline=None)
+@given(unicode_text)
+def test_any_text_comes_back_exactly(text: str) -> None:
+    for tokenizer in (BYTES, BPE, character_tokenizer([text])):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text not in ids
+        assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
+        stream = tokenizer.stream_decoder()
+        assert "".join([*map(stream.push, ids.tolist()), stream.finish()]) == text
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_hard_texts_come_back_exactly(text: str) -> None:
+    for tokenizer in (BYTES, BPE, character_tokenizer([text])):
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.uint16
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.end_of_text not in ids
+
+
+def test_ids_are_what_they_say() -> None:
+    assert BYTES.encode("aé").tolist() == [97, 0xC3, 0xA9]
+    assert (BYTES.vocab_size, BYTES.end_of_text) == (257, 256)
+    characters = character_tokenizer(["ba\n", "cab"])
+    assert characters.encode("\nabc").tolist() == [0, 1, 2, 3]
+    assert (characters.vocab_size, characters.end_of_text) == (5, 4)
+    assert BPE.vocab_size == 600
+    for tokenizer in (BYTES, BPE, characters):
+        assert tokenizer.byte_lengths.shape == (tokenizer.vocab_size,)
+        assert tokenizer.byte_lengths[tokenizer.end_of_text] == 0
+        assert tokenizer.decode([tokenizer.end_of_text]) == END_OF_TEXT
+
+
+def test_learning_twice_gives_the_same_tokenizer() -> None:
+    assert train_bpe(CORPUS, vocab_size=600).fingerprint == BPE.fingerprint
+    assert train_bpe(CORPUS[:10], vocab_size=600).fingerprint != BPE.fingerprint
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(unicode_text, max_size=5), st.integers(1, 8), st.integers(1, 20))
+def test_pieces_and_groups_do_not_change_the_ids(texts: list[str], piece: int, group: int) -> None:
+    expected = [BPE.core.encode(text, add_special_tokens=False).ids for text in texts]
+    assert all("".join(safe_pieces(text, piece)) == text for text in texts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "PIECE", piece)
+        patch.setattr(tokenizer_module, "GROUP", group)
+        assert [ids.tolist() for ids in BPE.encode_documents(texts)] == expected
+
+
+def test_pieces_of_real_text_do_not_change_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [BPE.core.encode(text, add_special_tokens=False).ids for text in CORPUS]
+    monkeypatch.setattr(tokenizer_module, "PIECE", 50)
+    monkeypatch.setattr(tokenizer_module, "GROUP", 1000)
+    assert [ids.tolist() for ids in BPE.encode_documents(CORPUS)] == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 599)))
+def test_streamed_text_is_the_decoded_text_even_for_broken_utf8(ids: list[int]) -> None:
+    stream = BPE.stream_decoder()
+    assert "".join([*map(stream.push, ids), stream.finish()]) == BPE.decode(ids)
+    assert BPE.decode(ids) == BPE.core.decode(ids, skip_special_tokens=False)
+
+
+def test_streaming_waits_for_whole_characters_only() -> None:
+    stream = BYTES.stream_decoder()
+    assert [stream.push(byte) for byte in "é!".encode()] == ["", "é", "!"]
+
+
+def test_unknown_characters_are_named() -> None:
+    tokenizer = character_tokenizer(["abc"])
+    with pytest.raises(UsageError, match=r"3 characters has no 'é', '😀'; .* bytes or bpe"):
+        tokenizer.encode("aé😀b")
+    with pytest.raises(DataError, match="'z'"):
+        list(tokenizer.encode_documents(["abc", "abz"]))
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    for tokenizer in (BYTES, BPE, character_tokenizer(["ab"])):
+        with pytest.raises(UsageError, match="character 1"):
+            tokenizer.encode("a\ud800b")
+
+
+def test_a_large_vocabulary_has_wide_ids() -> None:
+    wide = character_tokenizer(["".join(chr(0x20000 + i) for i in range(70_000))])
+    assert wide.encode("\U00020001").dtype == np.uint32
+
+
+def test_loading_gives_the_same_tokenizer(tmp_path: Path) -> None:
+    for tokenizer in (BYTES, BPE, character_tokenizer(CORPUS)):
+        tokenizer.save(tmp_path / tokenizer.kind)
+        again = Tokenizer.load(tmp_path / tokenizer.kind)
+        assert (again.kind, again.vocab_size, again.end_of_text) == (
+            tokenizer.kind,
+            tokenizer.vocab_size,
+            tokenizer.end_of_text,
+        )
+        assert again.fingerprint == tokenizer.fingerprint
+        assert np.array_equal(again.encode(CORPUS[0]), tokenizer.encode(CORPUS[0]))
+
+
+def test_what_is_saved_opens_in_transformers_unchanged(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for tokenizer in (BYTES, BPE, character_tokenizer([*CORPUS, *HARD])):
+        tokenizer.save(tmp_path / tokenizer.kind)
+        other = AutoTokenizer.from_pretrained(tmp_path / tokenizer.kind)
+        assert other.eos_token_id == tokenizer.end_of_text
+        assert len(other) == tokenizer.vocab_size
+        for text in [*HARD, CORPUS[1][:3000]]:
+            ids = tokenizer.encode(text).tolist()
+            assert other(text)["input_ids"] == ids, (tokenizer.kind, text)
+            assert other.decode(ids) == text
+        assert other.decode([tokenizer.end_of_text], skip_special_tokens=True) == ""
+
+
+def test_other_peoples_tokenizers(tmp_path: Path) -> None:
+    core = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "▁the": 2, "▁cat": 3, "<0x0A>": 9}))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
+    core.add_special_tokens(["<s>", "</s>"])
+    core.enable_truncation(1)
+    core.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "</s>"}, "auto_map": {"AutoTokenizer": "evil.Code"}})
+    )
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        tokenizer = pretrained_tokenizer(str(path))
+        assert tokenizer.kind == "pretrained"
+        assert tokenizer.end_of_text == 1
+        assert tokenizer.vocab_size == 10  # ids have holes
+        assert tokenizer.encode("the cat").tolist() == [2, 3]
+        assert tokenizer.byte_lengths.tolist() == [0, 0, 4, 4, 0, 0, 0, 0, 0, 1]
+        stream = tokenizer.stream_decoder()
+        assert "".join([*map(stream.push, [2, 3, 9, 2]), stream.finish()]) == tokenizer.decode([2, 3, 9, 2])
+    tokenizer.save(tmp_path / "saved")
+    assert "auto_map" not in json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+
+
+def test_a_wrong_tokenizer_is_answered_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
+        pretrained_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="is no tokenizer"):
+        pretrained_tokenizer(str(tmp_path))
+    core = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
+    core.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="no token that ends a text"):
+        pretrained_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match="must hold a JSON object, not a list"):
+        pretrained_tokenizer(str(tmp_path))
+    with pytest.raises(UsageError, match="needs path"):
+        build_tokenizer(TokenizerSpec(kind="pretrained"), [])
+    with pytest.raises(UsageError, match="vocab_size=100 is less than 257"):
+        train_bpe(["a"], vocab_size=100)
+
+
+def test_a_hub_name_that_cannot_be_fetched_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*_: object) -> str:
+        raise OSError("no network\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(EnvironmentProblem, match=r"'someone/some' .* hub: no network$"):
+        pretrained_tokenizer("someone/some")
+
+
+def test_the_alphabet_is_the_librarys() -> None:
+    assert sorted(SYMBOLS) == sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_bytes_and_characters_encode_fast() -> None:
+    text = "".join(CORPUS) * 5
+    for tokenizer in (BYTES, character_tokenizer(CORPUS)):
+        tokenizer.encode(text)
+        start = time.perf_counter()
+        tokenizer.encode(text)
+        assert len(text) / (time.perf_counter() - start) > 20e6

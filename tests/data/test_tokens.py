@@ -1,0 +1,305 @@
+"""Prepared text loses nothing, splits deterministically, and is seen in windows that cover it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bottega.core.errors import DataError
+from bottega.data.corpus import TextSource
+from bottega.data.loader import Loader, evaluate_batches
+from bottega.data.prepare import Prepared, prepare_text
+from bottega.data.tokens import TokenWindows
+from bottega.data.vocabulary import TokenizerSpec
+
+CHARACTERS = TokenizerSpec(kind="characters")
+BYTES = TokenizerSpec(kind="bytes")
+VERSE = "".join(f"line {i}: {'abcdefghij'[i % 10] * (i % 7)}\n" for i in range(400))
+
+
+def prepare(
+    tmp_path: Path, texts: dict[str, str], spec: TokenizerSpec = BYTES, validation: TextSource | float | None = 0.1
+) -> Prepared:
+    folder = tmp_path / "corpus"
+    folder.mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    path = folder / next(iter(texts)) if len(texts) == 1 else folder
+    return prepare_text(TextSource(path=str(path)), validation, spec, cache=tmp_path / "cache")
+
+
+def tokens_of(prepared: Prepared, split: str) -> np.ndarray:
+    meta = json.loads((prepared.folder / "meta.json").read_text())
+    return np.fromfile(prepared.folder / f"{split}.bin", dtype=meta["dtype"])
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_one_text_by_characters_is_split_at_its_end_and_has_no_end_of_text(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, {"verse.txt": VERSE}, CHARACTERS)
+    cut = int(len(VERSE) * 0.9)
+    tokenizer = prepared.tokenizer
+    assert tokenizer.vocab_size == len(set(VERSE)) + 1
+    assert tokenizer.decode(tokens_of(prepared, "train")) == VERSE[:cut]
+    assert tokenizer.decode(tokens_of(prepared, "validation")) == VERSE[cut:]
+    assert prepared.counts["train"].tokens == prepared.counts["train"].bytes == cut
+
+
+@pytest.mark.parametrize("spec", [BYTES, CHARACTERS, TokenizerSpec(kind="bpe", vocab_size=300)])
+def test_many_texts_are_joined_with_end_of_text_and_none_is_lost(tmp_path: Path, spec: TokenizerSpec) -> None:
+    texts = {f"{i:02}.txt": f"text {i} é " * (i + 1) for i in range(30)}
+    prepared = prepare(tmp_path, texts, spec)
+    found = {}
+    for split in ("train", "validation"):
+        ids = tokens_of(prepared, split)
+        assert ids[-1] == prepared.tokenizer.end_of_text
+        parts = np.split(ids, np.flatnonzero(ids == prepared.tokenizer.end_of_text) + 1)[:-1]
+        found[split] = [prepared.tokenizer.decode(part[:-1]) for part in parts]
+        counts = prepared.counts[split]  # type: ignore[index]
+        assert (counts.documents, counts.tokens) == (len(parts), len(ids))
+        assert counts.bytes == sum(len(text.encode()) for text in found[split])
+    assert sorted(found["train"] + found["validation"]) == sorted(texts.values())
+    share = prepared.counts["validation"].bytes / sum(len(text.encode()) for text in texts.values())
+    assert 0.05 < share <= 0.11
+
+
+def test_the_choice_of_documents_is_deterministic_and_stays_with_new_ones(tmp_path: Path) -> None:
+    texts = {f"{i:02}.txt": f"document {i:02}\n" * 10 for i in range(40)}
+    first = prepare(tmp_path, texts)
+    names = json.loads((first.folder / "validation.documents.json").read_text())["names"]
+    assert len(names) == 4
+    second = prepare(tmp_path, {**texts, "new.txt": "document nn\n" * 10})
+    again = json.loads((second.folder / "validation.documents.json").read_text())["names"]
+    assert len(set(names) & set(again)) >= 3
+
+
+@pytest.mark.parametrize("sizes", [(1000, 1), (1, 1000), (5, 5), (1000, 900)])
+def test_neither_part_is_ever_empty(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    prepared = prepare(tmp_path, {f"{i}.txt": "x" * size for i, size in enumerate(sizes)})
+    assert prepared.counts["train"].documents == prepared.counts["validation"].documents == 1
+
+
+def test_a_source_of_its_own_and_no_validation_at_all(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text('{"text": "what Ünseen"}\n')
+    own = TextSource(path=str(tmp_path / "other.jsonl"))
+    prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=own)
+    assert prepared.tokenizer.decode(tokens_of(prepared, "validation")) == "what Ünseen"
+    assert prepared.counts["train"].bytes == len(VERSE)
+    alone = prepare(tmp_path, {"a.txt": VERSE}, BYTES, validation=None)
+    assert list(alone.counts) == ["train"]
+    assert alone.validation(8) is None
+
+
+def test_the_tokenizer_is_learned_from_train_alone(tmp_path: Path) -> None:
+    text = "train " * 900 + "QQQQ" * 150
+    prepared = prepare(tmp_path, {"a.txt": text}, TokenizerSpec(kind="bpe", vocab_size=300))
+    assert not any("QQ" in token for token in prepared.tokenizer.core.get_vocab())
+
+
+def test_the_same_inputs_are_prepared_once_and_others_anew(tmp_path: Path) -> None:
+    stages: list[str] = []
+    (tmp_path / "a.txt").write_text(VERSE)
+    cache = tmp_path / "cache"
+
+    def run(spec: TokenizerSpec = BYTES, share: float = 0.1) -> Prepared:
+        stages.clear()
+        source = TextSource(path=str(tmp_path / "a.txt"))
+        return prepare_text(source, share, spec, cache=cache, progress=lambda stage, done, total: stages.append(stage))
+
+    first = run()
+    assert set(stages) == {"tokenizer", "encode"}
+    assert run() == first
+    assert stages == []
+    assert run(BYTES.model_copy(update={"vocab_size": 999})) == first  # bytes have no vocab_size to choose
+    others = [run(CHARACTERS), run(share=0.2), run(TokenizerSpec(vocab_size=300)), run(TokenizerSpec(vocab_size=301))]
+    (tmp_path / "a.txt").write_text(VERSE + "x")
+    others.append(run())
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 6
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(VERSE)
+    seen: list[tuple[str, int, int]] = []
+    source = TextSource(path=str(tmp_path / "a.txt"))
+    prepare_text(source, 0.1, BYTES, cache=tmp_path / "c", progress=lambda *fields: seen.append(fields))
+    assert seen[-1] == ("encode", len(VERSE), len(VERSE))
+    assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
+
+
+def test_preparing_twice_gives_the_same_files(tmp_path: Path) -> None:
+    texts = {"a.txt": VERSE, "b.txt": VERSE[::-1], "c.txt": "short"}
+    spec = TokenizerSpec(kind="bpe", vocab_size=400)
+    first = files_of(prepare(tmp_path, texts, spec).folder)
+    (tmp_path / "cache").rename(tmp_path / "old")
+    assert files_of(prepare(tmp_path, texts, spec).folder) == first
+
+
+def test_damaged_tokens_are_prepared_again(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, {"a.txt": VERSE})
+    good = tokens_of(prepared, "train")
+    (prepared.folder / "train.bin").write_bytes(b"\0" * good.nbytes)
+    assert np.array_equal(tokens_of(prepare(tmp_path, {"a.txt": VERSE}), "train"), good)
+
+
+def test_two_processes_preparing_at_once_do_the_work_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(VERSE)
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from bottega.data.prepare import TextSource, TokenizerSpec, prepare_text
+        stages = []
+        source, spec = TextSource(path=sys.argv[1] + "/a.txt"), TokenizerSpec(vocab_size=300)
+        note = lambda stage, done, total: stages.append(stage)
+        prepared = prepare_text(source, 0.1, spec, cache=Path(sys.argv[1], "cache"), progress=note)
+        assert "torch" not in sys.modules
+        print(prepared.fingerprint, bool(stages))
+    """
+    command = [sys.executable, "-c", script, tmp_path]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    answers = [process.communicate(timeout=20)[0].split() for process in processes]
+    assert len({fingerprint for fingerprint, _ in answers}) == 1
+    assert sorted(built for _, built in answers) == ["False", "False", "True"]
+
+
+def windows(tmp_path: Path, text: str = VERSE, **options: object) -> tuple[TokenWindows, np.ndarray]:
+    prepared = prepare(tmp_path, {"a.txt": text}, CHARACTERS, validation=None)
+    return prepared.train(**{"sequence_length": 16, "seed": 3, **options}), tokens_of(prepared, "train")  # type: ignore[arg-type]
+
+
+def everything(source: TokenWindows, epoch: int = 0) -> np.ndarray:
+    index = np.arange(len(source))
+    return source.rows(index, np.full_like(index, epoch))["tokens"]
+
+
+def test_training_windows_follow_each_other_and_shift_with_the_epoch(tmp_path: Path) -> None:
+    source, tokens = windows(tmp_path)
+    offsets = set()
+    for epoch in range(40):
+        rows = everything(source, epoch)
+        assert rows.dtype == np.int32
+        assert rows.shape == (len(source), 17)
+        assert np.array_equal(rows[:-1, -1], rows[1:, 0])
+        seen = np.append(rows[:, :-1].ravel(), rows[-1, -1])
+        offset = next(o for o in range(16) if np.array_equal(tokens[o : o + len(seen)], seen))
+        offsets.add(offset)
+    assert len(tokens) - len(source) * 16 < 32
+    assert len(offsets) > 8
+    assert not np.array_equal(everything(source, 1), everything(windows(tmp_path, seed=4)[0], 1))
+
+
+def test_rows_of_several_epochs_are_the_rows_of_each(tmp_path: Path) -> None:
+    source, _ = windows(tmp_path)
+    index, epoch = np.array([0, 5, 2, 0]), np.array([1, 2, 1, 2])
+    together = source.rows(index, epoch)["tokens"]
+    for row, i, e in zip(together, index, epoch, strict=True):
+        assert np.array_equal(row, everything(source, e)[i])
+
+
+@pytest.mark.parametrize("length", [17, 18, 31, 32, 33, 48, 49])
+def test_short_texts_still_give_whole_windows(tmp_path: Path, length: int) -> None:
+    source, tokens = windows(tmp_path, VERSE[:length])
+    assert len(source) >= 1
+    for epoch in range(30):
+        assert everything(source, epoch).shape == (len(source), 17)
+    assert len(tokens) == length
+
+
+def test_a_text_shorter_than_a_window_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"training text has 16 tokens, fewer than one window of 17"):
+        windows(tmp_path, VERSE[:16])
+
+
+@pytest.mark.parametrize("length", [2, 9, 16, 17, 33, 100])
+def test_validation_windows_cover_every_target_once(tmp_path: Path, length: int) -> None:
+    (tmp_path / "v.txt").write_text(VERSE[:length])
+    prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=TextSource(path=str(tmp_path / "v.txt")))
+    source = prepared.validation(16)
+    assert source is not None
+    tokens = tokens_of(prepared, "validation")
+    targets = np.concatenate([batch["tokens"][:, 1:].ravel() for batch in evaluate_batches(source, 4)])
+    assert np.array_equal(targets, tokens[1 : 1 + len(targets)])
+    assert length - 1 - len(targets) < min(16, length)
+    assert np.array_equal(everything(source, 0), everything(source, 5))
+
+
+def test_a_validation_text_of_one_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "v.txt").write_text("l")
+    prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=TextSource(path=str(tmp_path / "v.txt")))
+    with pytest.raises(DataError, match="validation text has 1 tokens, fewer than one window of 2"):
+        prepared.validation(16)
+    with pytest.raises(DataError, match=r"split is 1\.5"):
+        prepare(tmp_path, {"a.txt": VERSE}, validation=1.5)
+    with pytest.raises(DataError, match=r"too few to keep 0\.1 of it back"):
+        prepare(tmp_path, {"b.txt": "x"}, validation=0.1)
+
+
+def test_documents_and_bytes_of_a_window(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, {"a.txt": "aé", "b.txt": "bbbb", "c.txt": "c" * 40}, BYTES, validation=None)
+    source = prepared.train(10, seed=0, documents=True, with_bytes=True)
+    for epoch in range(10):
+        rows = source.rows(np.array([0]), np.array([epoch]))
+        tokens, documents = rows["tokens"][0], rows["documents"][0]
+        assert rows["documents"].dtype == np.int32
+        assert rows["bytes"].dtype == np.int64
+        assert documents.tolist() == [int((tokens[:j] == 256).sum()) for j in range(11)]
+        assert rows["bytes"].tolist() == [int((tokens[1:] != 256).sum())]
+    assert set(prepared.train(10, seed=0).rows(np.array([0]), np.array([0]))) == {"tokens"}
+
+
+def test_bytes_of_all_targets_are_the_bytes_of_the_text(tmp_path: Path) -> None:
+    text = "é and 한 " * 200
+    prepared = prepare(tmp_path, {"a.txt": text}, TokenizerSpec(vocab_size=300), validation=0.5)
+    source = prepared.validation(1, with_bytes=True)
+    assert source is not None
+    total = sum(int(batch["bytes"].sum()) for batch in evaluate_batches(source, 64))
+    first = prepared.tokenizer.byte_lengths[tokens_of(prepared, "validation")[0]]
+    assert total + first == prepared.counts["validation"].bytes
+
+
+def test_no_token_travels_to_workers_and_the_stream_is_the_same(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, {"a.txt": VERSE * 20}, TokenizerSpec(vocab_size=300))
+    source = prepared.train(32, seed=1, documents=True, with_bytes=True)
+    next(Loader(source, 8, seed=1)(0))
+    assert len(pickle.dumps(source)) < 2000
+    plain = islice(Loader(source, 8, seed=1)(0), 6)
+    stream = Loader(source, 8, seed=1, workers=2, prefetch=2)(0)
+    for got, expected in zip(islice(stream, 6), plain, strict=True):
+        assert got.keys() == expected.keys() == {"tokens", "documents", "bytes"}
+        assert all(np.array_equal(got[name], expected[name]) for name in got)
+    stream.close()
+
+
+def test_a_sample_is_described_with_its_place_and_text(tmp_path: Path) -> None:
+    texts = {"a.txt": "first " * 3, "b.txt": VERSE}
+    prepared = prepare(tmp_path, texts, BYTES, validation=None)
+    source = prepared.train(32, seed=0)
+    index = len(source) - 1
+    head, text = source.describe(index, 2).split("\n", 1)
+    tokens = source.rows(np.array([index]), np.array([2]))["tokens"][0]
+    assert text == prepared.tokenizer.decode(tokens)
+    assert "from b.txt, its token " in head
+    place = int(head.rsplit(" ", 1)[1])
+    assert VERSE.encode()[place : place + 33] == bytes(tokens.astype(np.uint8))
+
+
+def test_the_fingerprint_names_the_samples(tmp_path: Path) -> None:
+    prepared = prepare(tmp_path, {"a.txt": VERSE})
+    sources = [
+        prepared.train(16, seed=0),
+        prepared.train(17, seed=0),
+        prepared.train(16, seed=1),
+        prepared.validation(16),
+    ]
+    assert len({source.fingerprint for source in sources if source is not None}) == 4
+    assert prepared.train(16, seed=0, documents=True).fingerprint == sources[0].fingerprint  # type: ignore[union-attr]
+    assert len(sources[0].fingerprint) == len(hashlib.sha256().hexdigest())  # type: ignore[union-attr]

@@ -1,0 +1,112 @@
+"""The fused head and loss equals the plain one, in value and gradient, and never holds more than a chunk of logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bottega.models import linear_cross_entropy as module
+from bottega.models.linear_cross_entropy import linear_cross_entropy
+
+D, V = 16, 37
+
+
+def example(rows: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, D, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, D, generator=generator, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(0, V, (rows,), generator=generator)
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ weight.T, targets, reduction="sum", ignore_index=-100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 4), (3, 4), (4, 4), (5, 4), (8, 4), (9, 1), (9, None)])
+def test_equals_cross_entropy(rows: int, chunk: int | None, ignored: str, dtype: torch.dtype) -> None:
+    hidden, weight, targets = example(rows, dtype=dtype)
+    if ignored != "none":
+        targets[:: 2 if ignored == "some" else 1] = -100
+    expected = plain(hidden, weight, targets)
+    expected_gradients = torch.autograd.grad(expected * 3.5, (hidden, weight))
+    total = linear_cross_entropy(hidden, weight, targets, chunk_rows=chunk)
+    gradients = torch.autograd.grad(total * 3.5, (hidden, weight))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+    torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=tolerance, atol=tolerance)
+
+
+def test_only_what_is_trained_gets_a_gradient() -> None:
+    hidden, weight, targets = example(6)
+    for frozen, trained in ((hidden, weight), (weight, hidden)):
+        frozen.requires_grad_(False)
+        linear_cross_entropy(hidden, weight, targets).backward()
+        assert frozen.grad is None
+        assert trained.grad is not None
+        frozen.requires_grad_(True)
+        trained.grad = None
+
+
+def test_no_gradient_is_made_for_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets = example(6)
+    asked = []
+    inner = module._losses_and_gradient
+
+    def spy(*args: Tensor, ignore_index: int, gradient: bool) -> None:
+        asked.append(gradient)
+        inner(*args, ignore_index=ignore_index, gradient=gradient)
+
+    monkeypatch.setattr(module, "_losses_and_gradient", spy)
+    with torch.no_grad():
+        total = linear_cross_entropy(hidden, weight, targets)
+    assert asked == [False]
+    assert not total.requires_grad
+    torch.testing.assert_close(total, plain(hidden, weight, targets).detach())
+
+
+class Largest(TorchDispatchMode):
+    """The greatest number of elements any operation gave back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_never_more_logits_than_a_chunk() -> None:
+    rows, vocab, chunk = 512, 128, 16
+    hidden = torch.randn(rows, 4, requires_grad=True)
+    weight = torch.randn(vocab, 4, requires_grad=True)
+    with Largest() as largest:
+        linear_cross_entropy(hidden, weight, torch.randint(0, vocab, (rows,)), chunk_rows=chunk).backward()
+    assert largest.elements == chunk * vocab
+    with Largest() as largest:
+        plain(hidden, weight, torch.randint(0, vocab, (rows,))).backward()
+    assert largest.elements == rows * vocab, "the measure sees full logits"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("rows", [1, 100, 5000, 65536])
+def test_the_chosen_chunk_fits_its_budget(kind: str, rows: int) -> None:
+    chosen = module._chunk_rows(rows, 50304, itemsize=2, kind=kind)
+    assert 1 <= chosen * 50304 * 2 <= module.CHUNK_BYTES[kind]
+
+
+def test_autocast_keeps_the_master_gradient_in_float32() -> None:
+    hidden, weight, targets = example(8, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total = linear_cross_entropy(hidden.bfloat16(), weight, targets)
+    total.backward()
+    assert total.dtype == torch.float32
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    assert hidden.grad is not None
+    torch.testing.assert_close(total, plain(hidden.bfloat16().float(), weight, targets), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,195 @@
+"""Our folders open in transformers, theirs in ours, with the same logits; what would differ or run code is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.models.initial import initialise
+from bottega.models.pretrained import export_transformers, fetch_folder, load_weights, read_shape
+from bottega.models.transformer import Transformer
+from bottega.schema.transformer import TransformerShape
+
+TOKENS = torch.arange(20).reshape(2, 10) * 3
+
+
+def peer(kind: str, *, tied: bool) -> Any:
+    import transformers
+
+    config = {
+        "qwen3": transformers.Qwen3Config,
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+    }
+    fields = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "initializer_range": 0.2,
+        "attn_implementation": "eager",
+    }
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config[kind](**fields)).eval()
+
+
+def our_shape(**changes: Any) -> TransformerShape:
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "intermediate_size": 48,
+        "vocab_size": 64,
+        "context": 32,
+        "rope_theta": 5000.0,
+    }
+    return TransformerShape(**{**fields, **changes})
+
+
+def our_model(shape: TransformerShape) -> Transformer:
+    model = Transformer(shape)
+    initialise(model, 0, std=0.2, residual_layers=2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "mistral"])
+def test_a_model_of_transformers_opens_here(tmp_path: Path, kind: str, tied: bool) -> None:
+    theirs = peer(kind, tied=tied)
+    theirs.save_pretrained(tmp_path)
+    model = Transformer(read_shape(tmp_path)).eval()
+    load_weights(model, tmp_path)
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+        assert expected.std() > 0.1, "the comparison has something to compare"
+        torch.testing.assert_close(model(TOKENS), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_our_export_opens_in_transformers(tmp_path: Path, qk_norm: bool, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shape = our_shape(qk_norm=qk_norm, tie_embeddings=tied)
+    model = our_model(shape)
+    export_transformers(model.state_dict(), shape, tmp_path, bos_token_id=1, eos_token_id=2)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert theirs.config.eos_token_id == 2
+    assert theirs.config.model_type == ("qwen3" if qk_norm else "llama")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS), atol=1e-4, rtol=0)
+    assert read_shape(tmp_path) == shape
+
+
+def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
+    theirs, folder = peer("qwen3", tied=False), tmp_path / "model"
+    theirs.save_pretrained(folder, max_shard_size="20KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 1
+    model = Transformer(read_shape(folder)).eval()
+    load_weights(model, folder)
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
+    # An index that points out of its folder is refused even where the file exists.
+    shards[0].rename(tmp_path / shards[0].name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(shards[0].name, f"../{shards[0].name}"))
+    with pytest.raises(CheckpointError, match="not in the folder"):
+        load_weights(model, folder)
+
+
+def test_a_head_saved_beside_its_tied_embedding_is_no_stranger(tmp_path: Path) -> None:
+    shape = our_shape()
+    model = our_model(shape)
+    export_transformers(model.state_dict(), shape, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    other = Transformer(shape)
+    load_weights(other, tmp_path)
+    assert torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+            "Qwen2ForCausalLM is not supported.*Qwen3ForCausalLM",
+        ),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"mlp_bias": True}, "mlp_bias True"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn'"),
+        ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    shape = our_shape()
+    export_transformers(our_model(shape).state_dict(), shape, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UsageError, match=message):
+        read_shape(tmp_path)
+
+
+def test_another_models_weights_are_refused_by_name(tmp_path: Path) -> None:
+    shape = our_shape()
+    export_transformers(our_model(shape).state_dict(), shape, tmp_path)
+    with pytest.raises(CheckpointError, match=r"lacks model.layers.2.*11 missing, 0 unexpected"):
+        load_weights(Transformer(our_shape(num_layers=3)), tmp_path)
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has shape \[64, 32\].*needs \[80, 32\]"):
+        load_weights(Transformer(our_shape(vocab_size=80)), tmp_path)
+
+
+def test_pickles_and_damage_are_never_opened(tmp_path: Path) -> None:
+    model = Transformer(our_shape())
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        load_weights(model, tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle.*convert"):
+        load_weights(model, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 40)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_weights(model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        read_shape(tmp_path)
+
+
+def test_a_folder_is_taken_as_it_is_and_a_name_needs_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fetch_folder(str(tmp_path)) == tmp_path
+    with pytest.raises(UsageError, match="no folder here"):
+        fetch_folder("./nowhere")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'bottega\[hub\]'"):
+        fetch_folder("owner/model")
+
+
+def test_only_data_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert fetch_folder("owner/model") == tmp_path
+    assert asked["name"] == "owner/model"
+    assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in asked["allow_patterns"])
+    assert "*.safetensors" in asked["allow_patterns"]

@@ -1,0 +1,120 @@
+"""Layers merge like an update: what a later one says wins, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bottega.core.errors import UsageError
+from bottega.schema.flat import flatten, merge, nest
+from bottega.schema.load import Override, check_recipe, load_recipe
+from bottega.schema.yamlfile import scalar
+
+names = st.sampled_from(["a", "b", "c"])
+trees = st.dictionaries(
+    names, st.recursive(st.integers(), lambda t: st.dictionaries(names, t, min_size=1), max_leaves=5)
+)
+
+
+def flat(tree: dict[str, Any]) -> Any:
+    return flatten(tree, file="f", lines={}).entries
+
+
+def updated(base: Any, over: Any) -> Any:
+    """The plain recursive merge that the flat one must equal."""
+    if not isinstance(base, dict) or not isinstance(over, dict):
+        return over
+    return {**base, **{k: updated(base[k], v) if k in base else v for k, v in over.items()}}
+
+
+@settings(deadline=None)
+@given(trees, trees)
+def test_flat_merge_equals_nested_merge(base: dict[str, Any], over: dict[str, Any]) -> None:
+    assert nest(merge(flat(base), flat(over))) == updated(base, over)
+
+
+def test_later_sources_win_and_overrides_win_over_all(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("seed: 1\ntraining: {batch_size: 4, learning_rate: 1e-3}\n")
+    second.write_text("training: {batch_size: 8}\n")
+    recipe = check_recipe([str(first), str(second), {"training.weight_decay": 0.5}], [Override("seed", "3")]).recipe
+    assert (recipe.seed, recipe.training.batch_size) == (3, 8)
+    assert (recipe.training.learning_rate, recipe.training.weight_decay) == (1e-3, 0.5)
+    said = check_recipe([str(first), str(second)]).said
+    assert said["training.batch_size"] == f"{second}:1"
+    assert said["training.learning_rate"] == f"{first}:2"
+
+
+def test_a_scalar_over_a_block_and_a_block_over_a_scalar() -> None:
+    def merged(*layers: dict[str, Any]) -> Any:
+        return check_recipe(list(layers)).recipe.training
+
+    assert merged({"training.optimizer": "sgd"}, {"training.optimizer.momentum": 0.5}).optimizer.name == "sgd"
+    assert (
+        merged({"training.optimizer": {"name": "sgd", "momentum": 0.5}}, {"optimizer": "adamw"}).optimizer.momentum
+        == 0.5
+    )
+    assert (
+        merged({"training.early_stopping": {"patience": 5}}, {"training.early_stopping": False}).early_stopping is None
+    )
+    assert merged({"training.early_stopping": None}, {"training": {"patience": 5}}).early_stopping.patience == 5
+    assert (
+        merged({"training.early_stopping": {"patience": 5}}, {"training.early_stopping": {}}).early_stopping.patience
+        == 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "over", "gone"),
+    [
+        ("training.max_steps=5", "training.num_epochs=1", "training.max_steps"),
+        ("training.num_epochs=1", "training.max_steps=5", "training.num_epochs"),
+        ("model.size=nano", "model.from=gpt2", "model.size"),
+        ("data.validation.split=0.1", "data.validation.path=x", "data.validation.split"),
+        ("data.train.kind=embedded", "data.train.path=x", "data.train.kind"),
+        ("training.scheduler.cycles=2", "training.scheduler.t_max=5", "training.scheduler.cycles"),
+    ],
+)
+def test_a_later_layer_takes_back_the_other_way_to_say_it(base: str, over: str, gone: str) -> None:
+    (below_key, below), (key, text) = base.split("="), over.split("=")
+    layer = {below_key: scalar(below)}
+    assert gone in check_recipe([layer]).said
+    assert gone not in check_recipe([layer], [Override(key, text)]).said
+
+
+def test_a_named_kind_or_split_stays_with_a_new_path() -> None:
+    below = {"data": {"train": {"kind": "jsonl", "path": "a"}, "test": {"path": "d", "split": "test"}}}
+    data = check_recipe([{"task": "language", **below}, {"data.train.path": "b", "data.test.path": "e"}]).recipe.data
+    assert (data.train.kind, data.train.path) == ("jsonl", "b")
+    assert data.test is not None
+    assert (data.test.path, data.test.split) == ("e", "test")
+
+
+def test_single_betas_change_their_half() -> None:
+    def betas(*layers: dict[str, Any]) -> Any:
+        return check_recipe(list(layers)).recipe.training.optimizer.betas
+
+    assert betas({"training": {"adam_beta2": 0.95}}) == (0.9, 0.95)
+    assert betas({"training.optimizer.betas": [0.8, 0.9]}, {"training": {"adam_beta1": 0.7}}) == (0.7, 0.9)
+    assert betas({"training": {"adam_beta1": 0.7}}, {"training.optimizer.betas": [0.8, 0.9]}) == (0.8, 0.9)
+    assert betas({"training.optimizer": "lion"}) == (0.9, 0.99)
+
+
+def test_extends(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text("extends: language\nseed: 1\ntraining: {batch_size: 4}\n")
+    (tmp_path / "sub" / "child.yaml").write_text("extends: ../base.yaml\ntraining: {batch_size: 8}\n")
+    recipe = load_recipe([str(tmp_path / "sub" / "child.yaml")]).recipe
+    assert (recipe.task, recipe.seed, recipe.training.batch_size) == ("language", 1, 8)
+    assert recipe.run_name().startswith("child-")
+
+
+def test_extends_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: ./a.yaml\n")
+    with pytest.raises(UsageError, match=r"circle: a.yaml -> b.yaml -> a.yaml"):
+        load_recipe([str(tmp_path / "a.yaml")])

@@ -1,0 +1,125 @@
+"""The language task: counts and sums agree under any split, padding counts nowhere, and it can learn."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bottega.core.noise import Noise
+from bottega.models.pretrained import export_transformers
+from bottega.schema.transformer import TransformerShape
+from bottega.tasks.language import Language
+
+SHAPE = TransformerShape(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=8,
+    intermediate_size=48,
+    vocab_size=50,
+    context=16,
+)
+TASK = Language(shape=SHAPE)
+RNG = Noise(0, 0, np.arange(4))
+
+
+def host_batch(rows: int = 4, **more: Any) -> dict[str, np.ndarray]:
+    return {"tokens": np.random.default_rng(0).integers(0, 50, (rows, 13)), **more}
+
+
+def on_device(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def total(models: dict[str, Any], batch: dict[str, np.ndarray]) -> float:
+    return TASK.loss(models, on_device(batch), RNG).terms["loss"][0].item()
+
+
+def test_the_mean_does_not_depend_on_the_split() -> None:
+    models, batch = TASK.build(0), host_batch()
+    parts = [{name: array[i : i + 1] for name, array in batch.items()} for i in range(4)]
+    assert sum(TASK.counts(part)["loss"] for part in parts) == TASK.counts(batch)["loss"] == 4 * 12
+    assert sum(total(models, part) for part in parts) == pytest.approx(total(models, batch), rel=1e-6)
+
+
+def test_padding_rows_and_ignored_tokens_count_nowhere() -> None:
+    models, batch = TASK.build(0), host_batch(2)
+    alone = {name: array[:1] for name, array in batch.items()}
+    padded = {**batch, "weight": np.array([1.0, 0.0], np.float32)}
+    assert TASK.counts(padded) == TASK.counts(alone)
+    assert total(models, padded) == pytest.approx(total(models, alone), rel=1e-6)
+    short = {"tokens": np.where(np.arange(13) < 9, alone["tokens"], -100)}
+    assert TASK.counts(short) == {"loss": 8.0}
+    assert total(models, short) == pytest.approx(total(models, {"tokens": alone["tokens"][:, :9]}), rel=1e-6)
+
+
+def test_tokens_may_be_narrow_integers() -> None:
+    models, batch = TASK.build(0), host_batch()
+    assert total(models, {"tokens": batch["tokens"].astype(np.int32)}) == total(models, batch)
+
+
+def test_documents_reach_the_model() -> None:
+    models, batch = TASK.build(0), host_batch()
+    documents = np.repeat(np.arange(2)[None, :], 4, axis=0).repeat([6, 7], axis=1)
+    assert total(models, {**batch, "documents": documents}) != pytest.approx(total(models, batch), rel=1e-6)
+
+
+def test_bits_per_byte_is_a_sum_and_its_count() -> None:
+    models = TASK.build(0)
+    batch = host_batch(3, bytes=np.array([30, 40, 50]), weight=np.array([1, 1, 0], np.float32))
+    loss = TASK.loss(models, on_device(batch), RNG)
+    bits, size = loss.metrics["bits_per_byte"]
+    assert size.item() == 70
+    assert bits.item() == pytest.approx(loss.terms["loss"][0].item() / math.log(2))
+    assert not bits.requires_grad
+
+
+def test_summary_adds_the_perplexity() -> None:
+    assert TASK.summary({"loss": math.log(50), "other": 1.0}) == {
+        "loss": math.log(50),
+        "other": 1.0,
+        "perplexity": pytest.approx(50),
+    }
+    assert TASK.summary({"other": 1.0}) == {"other": 1.0}
+    assert TASK.summary({"loss": 1e4})["perplexity"] == math.inf
+
+
+def test_prediction_gives_the_logits_of_the_inputs() -> None:
+    models, batch = TASK.build(0), on_device(host_batch())
+    models["model"].eval()
+    logits = TASK.predict(models, batch)
+    assert logits.shape == (4, 12, 50)
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="sum")
+    torch.testing.assert_close(TASK.loss(models, batch, RNG).terms["loss"][0], nll)
+
+
+def test_build_is_a_function_of_the_seed() -> None:
+    first, again, other = (TASK.build(seed)["model"].state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_build_can_start_from_a_folder(tmp_path: Any) -> None:
+    source = TASK.build(5)["model"]
+    export_transformers(source.state_dict(), SHAPE, tmp_path)
+    model = Language(shape=SHAPE, pretrained=str(tmp_path)).build(0)["model"]
+    assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_it_learns_a_rule() -> None:
+    """Each token is the one before plus one: after the first, nothing is left to guess."""
+    models = TASK.build(0)
+    optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
+    generator = np.random.default_rng(0)
+    for _ in range(80):
+        batch = {"tokens": (generator.integers(0, 50, (16, 1)) + np.arange(13)) % 50}
+        loss = TASK.loss(models, on_device(batch), RNG).terms["loss"][0] / TASK.counts(batch)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1

@@ -1,0 +1,147 @@
+"""Generation: equal to reading everything again, independent of the company, a function of the seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bottega.core.errors import UsageError
+from bottega.core.noise import Noise
+from bottega.models.initial import initialise
+from bottega.models.transformer import Transformer
+from bottega.schema.transformer import TransformerShape
+from bottega.tasks.sampling import choose, generate, penalised
+
+V, CONTEXT = 40, 16
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    shape = TransformerShape(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=8,
+        intermediate_size=48,
+        vocab_size=V,
+        context=CONTEXT,
+        dropout=0.1,
+    )
+    model = Transformer(shape)
+    initialise(model, 0, std=0.3, residual_layers=2)
+    return model
+
+
+def texts(model: Transformer, prompts: list[list[int]], **settings: Any) -> list[list[int | None]]:
+    return [list(row) for row in zip(*generate(model, prompts, **settings), strict=True)]
+
+
+def greedy_by_reading_again(model: Transformer, prompt: list[int], count: int) -> list[int]:
+    """What `generate` documents, without a cache: the last half of the context once it is full."""
+    model.eval()
+    window, new = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            if len(window) > CONTEXT:
+                window = window[-(CONTEXT // 2) :]
+            new.append(int(model(torch.tensor([window]))[0, -1].argmax()))
+            window.append(new[-1])
+    return new
+
+
+def test_greedy_equals_reading_everything_again_beyond_the_context(model: Transformer) -> None:
+    """Rows of 3, 8 and 1 tokens fill the context at different moments; 40 new tokens fill it several times."""
+    found = texts(model, PROMPTS, max_new_tokens=40, temperature=0)
+    assert found == [greedy_by_reading_again(model, prompt, 40) for prompt in PROMPTS]
+    assert len({tuple(row) for row in found}) == 3, "the rows differ, or the comparison says nothing"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_does_not_depend_on_its_company(model: Transformer, temperature: float) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_p": 0.9}
+    together = texts(model, PROMPTS, **settings)
+    assert texts(model, PROMPTS[:1], **settings)[0] == together[0]
+    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == together[0]
+
+
+def test_the_seed_decides(model: Transformer) -> None:
+    first, again, other = (texts(model, PROMPTS, max_new_tokens=20, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    same_prompt = texts(model, [PROMPTS[0]] * 2, max_new_tokens=20)
+    assert same_prompt[0] != same_prompt[1], "rows draw their own noise"
+
+
+def test_a_row_stops_at_its_stop_token(model: Transformer) -> None:
+    free = texts(model, PROMPTS, max_new_tokens=20, seed=3)
+    stop = free[0][4]
+    stopped = texts(model, PROMPTS, max_new_tokens=20, seed=3, stop_token=stop)
+    for row, whole in zip(stopped, free, strict=True):
+        end = whole.index(stop) + 1 if stop in whole else len(whole)
+        assert row == (whole[:end] + [None] * 20)[: len(row)]
+    assert None in stopped[0]
+    alone = texts(model, PROMPTS[:1], max_new_tokens=20, seed=3, stop_token=stop)
+    assert alone[0] == free[0][: free[0].index(stop) + 1], "nothing comes after all have stopped"
+
+
+def test_the_model_is_left_in_its_mode(model: Transformer) -> None:
+    model.train()
+    stream = generate(model, PROMPTS, max_new_tokens=5)
+    next(stream)
+    stream.close()
+    assert model.training
+    model.eval()
+    texts(model, PROMPTS, max_new_tokens=2)
+    assert not model.training
+
+
+def test_a_prompt_longer_than_the_context_keeps_its_end(model: Transformer) -> None:
+    long = [i % V for i in range(50)]
+    settings: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.0}
+    assert texts(model, [long], **settings) == texts(model, [long[-CONTEXT:]], **settings)
+
+
+def many(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """Frequencies of 20,000 draws from one row of logits."""
+    noise = Noise(0, 0, torch.arange(20000), xp=torch)
+    fields: dict[str, Any] = {"temperature": 1.0, "top_k": None, "top_p": None, **settings}
+    chosen = choose(logits.expand(20000, -1), noise, **fields)
+    return torch.bincount(chosen, minlength=logits.shape[-1]) / 20000
+
+
+def test_draws_follow_the_distribution() -> None:
+    chances = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits = chances.log()[None]
+    # The deviation of a frequency over 20,000 draws is at most 0.0036; this is four of them.
+    assert (many(logits) - chances).abs().max() < 0.015
+    assert (many(logits, temperature=0.5) - (2 * logits[0]).softmax(0)).abs().max() < 0.015
+    assert (many(logits, top_k=2) - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
+    assert (many(logits, top_p=0.6) - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
+    assert many(logits, top_p=0.01).tolist() == [1, 0, 0, 0]
+
+
+def test_the_penalty_lowers_what_was_said_in_each_row_alone() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0], [2.0, -2.0, 1.0]])
+    found = penalised(logits, [[0, 1], [2, 2]], penalty=2.0)
+    assert found.tolist() == [[1.0, -4.0, 1.0], [2.0, -2.0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([], {}, "no prompts"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[V]], {}, "outside 0..39"),
+        ([[1]], {"temperature": -1.0}, "temperature -1.0 is negative"),
+        ([[1]], {"top_k": 0}, "top_k 0"),
+        ([[1]], {"top_p": 1.5}, "top_p 1.5"),
+        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
+    ],
+)
+def test_wrong_settings_are_named_at_once(model: Transformer, prompts: Any, settings: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        generate(model, prompts, max_new_tokens=1, **settings)
