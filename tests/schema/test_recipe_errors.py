@@ -90,6 +90,11 @@ def test_one_problem_one_line(line: str, words: str, tmp_path: Path) -> None:
     assert any(option in found[0] for option in words.split("|"))
 
 
+def test_a_near_miss_of_a_size_is_a_size() -> None:
+    with pytest.raises(UsageError, match=r"command line: model: .* got 'versee'; did you mean verse"):
+        check_recipe(["language"], [Override("model", "versee")])
+
+
 def test_the_key_is_shown_as_it_was_typed(tmp_path: Path) -> None:
     found = problems("training:\n  train_batch_size: many\n", tmp_path, Override("lr", "abc"))
     assert found[:2] == [
@@ -153,6 +158,12 @@ def test_what_is_missing_comes_with_what_is_wrong_but_no_mistake_counts_twice(tm
         "recipe.yaml:3: training.max_step: unknown key; did you mean max_steps?",
         "data.train.path: missing; give a file or folder with --data PATH",
     ]
+
+    assert problems("extends: language\ntraining: {max_steps: null, num_epoch: 5}\n", tmp_path, check=False) == [
+        "recipe.yaml:2: training.num_epoch: unknown key; did you mean num_epochs?"
+    ]
+    found = problems("task: personalize\nmodel: {diffusion: [1]}\n", tmp_path, check=False)
+    assert [line for line in found if "diffusion" in line] == ["recipe.yaml:2: model.diffusion: expected text, got [1]"]
 
 
 def test_two_lengths_in_one_layer_are_an_error(tmp_path: Path) -> None:

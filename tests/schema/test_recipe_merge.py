@@ -32,9 +32,9 @@ def updated(base: Any, over: Any) -> Any:
 
 
 @settings(deadline=None)
-@given(trees, trees)
-def test_flat_merge_equals_nested_merge(base: dict[str, Any], over: dict[str, Any]) -> None:
-    assert nest(merge(flat(base), flat(over))) == updated(base, over)
+@given(trees, trees, trees)
+def test_flat_merge_equals_nested_merge(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> None:
+    assert nest(merge(merge(flat(a), flat(b)), flat(c))) == updated(updated(a, b), c)
 
 
 def test_later_sources_win_and_overrides_win_over_all(tmp_path: Path) -> None:

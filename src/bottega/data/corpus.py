@@ -1,4 +1,4 @@
-"""Where texts come from: the standard library's own sources, text files, or JSON lines. Read strictly, kept as they are."""
+"""Where texts come from: the standard library's own sources, text files, or JSON lines; read strictly, never changed."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _text(file: Path) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{file} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; convert it with iconv -t UTF-8"
+            f"{file} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}; convert it to UTF-8"
         ) from error
 
 

@@ -71,7 +71,7 @@ def prepare_text(
     cache: Path,
     progress: Progress = lambda stage, done, total: None,
 ) -> Prepared:
-    """`validation` is a source of its own, or the share of train to keep back. Any number of processes may call at once."""
+    """`validation` is a source of its own, or the share of train to keep back. Many processes may call at once."""
     key = _key(train, validation, tokenizer)
 
     def build(folder: Path) -> None:

@@ -205,7 +205,7 @@ def _utf8(text: str, problem: type[BottegaError]) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise problem(
-            f"the text has half a surrogate pair ({text[error.start]!r}) at character {error.start}; it is no Unicode text"
+            f"the text has half a surrogate pair ({text[error.start]!r}) at character {error.start}: no Unicode text"
         ) from error
 
 

@@ -19,7 +19,7 @@ SMALLEST = 257
 
 
 class TokenizerSpec(BaseModel):
-    """Which tokenizer: bytes, characters, bpe of `vocab_size`, or a pretrained one at `path` (a file, folder or hub name)."""
+    """Which tokenizer: bytes, characters, bpe of `vocab_size`, or pretrained at `path` (a file, folder or hub name)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -59,14 +59,14 @@ def examine() -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> str:
     lines = [
-        f"python      {report['python']} on {report['platform']}",
-        f"machine     {report['cores']} cores, {report['ram_gib']} GiB of memory, {report['disk_free_gib']} GiB of disk free",
+        f"python       {report['python']} on {report['platform']}",
+        f"machine      {report['cores']} cores, {report['ram_gib']} GiB of memory, {report['disk_free_gib']} GiB of disk free",
     ]
-    lines += [f"device      {device}" for device in report["devices"]]
+    lines += [f"device       {device}" for device in report["devices"]]
     for name, version in report["packages"].items():
         extra = PACKAGES[name]
-        lines.append(f"{name:<12}{version or f'not installed (optional: bottega[{extra}])'}")
-    lines += [f"problem     {problem}" for problem in report["problems"]] or ["everything that is needed is here"]
+        lines.append(f"{name:<13}{version or f'not installed (optional: bottega[{extra}])'}")
+    lines += [f"problem      {problem}" for problem in report["problems"]] or ["everything that is needed is here"]
     return "\n".join(lines)
 
 

@@ -16,8 +16,6 @@ def check(words: list[str], *, show: bool) -> dict[str, Any]:
     if show:
         for note in resolved.notes:
             sys.stderr.write(f"bottega: {note}\n")
-        if resolved.recipe is not None:
-            sys.stdout.write(to_yaml(resolved.recipe))
+        sys.stdout.write(to_yaml(resolved.recipe))
         sys.stderr.write(f"bottega: valid for {', '.join(tasks)}\n")
-    recipe = resolved.recipe.model_dump(mode="json") if resolved.recipe is not None else None
-    return {"valid": True, "tasks": tasks, "notes": list(resolved.notes), "recipe": recipe}
+    return {"valid": True, "tasks": tasks, "notes": list(resolved.notes), "recipe": resolved.recipe.plain()}

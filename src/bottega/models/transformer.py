@@ -197,17 +197,24 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_epsilon)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_epsilon)
         self.dropout = shape.dropout
-        self.compiled: Callable[..., Tensor] | None = None
+        self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
 
-    def forward(self, x: Tensor, window: Window, past: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, added: Tensor, window: Window, past: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         # Dispatched here rather than by the caller, so that the hooks of sharding run outside the compiled region.
         if self.compiled is not None and self.training and past is None:
-            return self.compiled(self, x, window)
-        return self.compute(x, window, past)
+            return self.compiled(self, x, added, window)
+        return self.compute(x, added, window, past)
 
-    def compute(self, x: Tensor, window: Window, past: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def compute(
+        self, x: Tensor, added: Tensor, window: Window, past: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The stream and what is still to be added to it: the next block adds it, where the sum and the norm that
+        follows are one kernel. With the sum at the end of a block it would be a pass over memory of its own."""
+        x = x + added
         x = x + self._drop(self.self_attn(self.input_layernorm(x), window, past))
-        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+        return x, self._drop(self.mlp(self.post_attention_layernorm(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -269,12 +276,13 @@ class Transformer(nn.Module):
             x = x.bfloat16()
         if self.shape.dropout:
             x = F.dropout(x, self.shape.dropout, self.training)
+        added = 0 * x  # as large as the others and with a gradient, so that one compiled block serves the first one too
         for i, block in enumerate(self.model.layers):
             if self.checkpoint_blocks and self.training and cache is None:
-                x = checkpoint(block, x, window, use_reentrant=False, preserve_rng_state=True)
+                x, added = checkpoint(block, x, added, window, use_reentrant=False, preserve_rng_state=True)
             else:
-                x = block(x, window, cache.layers[i] if cache is not None else None)
-        return self.model.norm(x)
+                x, added = block(x, added, window, cache.layers[i] if cache is not None else None)
+        return self.model.norm(x + added)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head_weight)

@@ -1,0 +1,49 @@
+"""The sample ledger: which samples made a step. Nothing is stored, because the order is a function of the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bottega.core.errors import UsageError
+from bottega.data.loader import Loader
+from bottega.engines.devices import batch_length
+from bottega.saved import open_run
+from bottega.schema.load import global_batch
+
+
+def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
+    """The samples of one step, counted from 1 as in the log; with `replay`, the loss of exactly that batch."""
+    if step < 1:
+        raise UsageError(f"--step {step}: steps are counted from 1, as in the log")
+    saved = open_run(path, device="cpu")
+    source = saved.branch.training()
+    loader = Loader(source, global_batch(saved.recipe, _world(saved.directory.environment)), seed=saved.recipe.seed)
+    index, epoch = loader.indices(step - 1)
+    report: dict[str, Any] = {
+        "run": str(path),
+        "step": step,
+        "samples": index.tolist(),
+        "epochs": epoch.tolist(),
+        "described": [source.describe(int(i), int(e)) for i, e in zip(index[:4], epoch[:4], strict=True)],
+    }
+    if replay:
+        batch = loader.batch(step - 1)
+        total, count = saved.engine.eval_step(batch)["loss"]
+        report["replay"] = {"checkpoint": saved.checkpoint.name, "samples": batch_length(batch), "loss": float(total) / float(count)}
+    return report
+
+
+def _world(environment: Path) -> int:
+    import json
+
+    return int(json.loads(environment.read_text())["world"]) if environment.is_file() else 1
+
+
+def show(report: dict[str, Any]) -> str:
+    lines = [f"step {report['step']}: samples {', '.join(map(str, report['samples']))}"]
+    for text in report["described"]:
+        lines += ["", text]
+    if "replay" in report:
+        lines += ["", f"replayed with {report['replay']['checkpoint']}: loss {report['replay']['loss']:.6f}"]
+    return "\n".join(lines)
