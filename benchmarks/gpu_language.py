@@ -8,18 +8,17 @@ model is size `verse`, whose FLOPs per token are within 2 % of GPT-2's at the sa
 
 from __future__ import annotations
 
-import time
-
-STARTED = time.perf_counter()  # as the peers count: about process start, torch's import before it left out of theirs too
-
 import json
 import os
 import sys
+import time
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+
+STARTED = time.perf_counter()  # as for the peers: the import of torch is before it, the framework's own after it
 
 from bottega.core.callback import Progress
 from bottega.core.loop import Every, Fit

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega import __version__
-from bottega.core.errors import BottegaError, EnvironmentProblem, UsageError
+from bottega.core.errors import BottegaError, EnvironmentProblem, OutOfMemory, UsageError
 
 HELP = """\
 usage: bottega VERB [...]            one recipe, one command; `bottega VERB --help` says more
@@ -82,12 +82,16 @@ def _explain(error: Exception) -> int:
     if isinstance(error, BottegaError):
         code, text = error.code, str(error)
     elif isinstance(error, MemoryError):
-        code, text = 7, "out of memory on the host; lower training.batch_size or use a smaller model"
+        code, text = OutOfMemory.code, "out of memory on the host; lower training.batch_size or use a smaller model"
     elif isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    elif isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        code, text = EnvironmentProblem.code, f"{error.filename}: {error.strerror}"
+    elif isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        code, text = EnvironmentProblem.code, f"{where}{error.strerror}"
+    elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        # torch's, on a GPU and on the host; its name is looked at so that torch need not be imported here.
+        code, text = OutOfMemory.code, "out of memory; use a smaller model or lower training.micro_batch_size"
     else:
         code, text = 1, f"a bug in bottega: {type(error).__name__}: {error} (--debug shows where)"
     print(f"bottega: {text}", file=sys.stderr)
@@ -141,7 +145,8 @@ def _the_run(arguments: argparse.Namespace) -> Path:
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
-    parser.add_argument("--data", help="other data than the run's own validation part")
+    parser.add_argument("--data", help="other data than the run's own")
+    parser.add_argument("--split", choices=("validation", "test"), default="validation", help="which of the run's own")
     parser.add_argument("--output_dir", "--output-dir", "--out", metavar="DIR", help="write metrics.json there")
 
 
@@ -150,7 +155,7 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
     _no_more(rest)
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
-    metrics = saved.evaluate(arguments.data)
+    metrics = saved.evaluate(arguments.data, split=arguments.split)
     if arguments.output_dir:
         folder = Path(arguments.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +185,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     _no_more(rest)
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
     texts = saved.generate(
-        (arguments.prompt or [""]) * 1,
+        arguments.prompt or [""],
         count=arguments.count,
         max_new_tokens=arguments.max_tokens,
         temperature=arguments.temperature,

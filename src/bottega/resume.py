@@ -19,12 +19,9 @@ MAY_CHANGE = ("training.batch_size", "training.gradient_accumulation_steps", "tr
 MAY_GROW = ("training.max_steps", "training.num_epochs")
 
 
-
-
 def find(run: RunDirectory, resume_from: Path | None, say: Callable[[str], None]) -> tuple[Path, checkpoint.Manifest] | None:
     """The verified checkpoint to load. One asked for by name is used or refused, never replaced by another."""
     if resume_from is None:
-        checkpoint.sweep(run.checkpoints)
         good = checkpoint.newest_good(run.checkpoints, say)
         if good is None and any(run.checkpoints.glob("step-*")):
             raise CheckpointError(f"no checkpoint in {run.checkpoints} can be trusted; start over with --fresh")
@@ -83,6 +80,9 @@ def check_data_unchanged(
 def progress_at(path: Path, *, batch_size: int, total: int) -> Progress:
     """Where the checkpoint stood. With another batch size the run goes on by samples."""
     progress = Progress.from_json(checkpoint.read_progress(path))
-    progress.step = progress.samples // batch_size
     progress.total = total
+    if progress.samples != progress.step * batch_size:
+        # Steps are counted anew, so the number of the best one means nothing any more.
+        progress.step = progress.evaluated = progress.samples // batch_size
+        progress.best, progress.best_step = None, 0
     return progress

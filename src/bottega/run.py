@@ -20,6 +20,7 @@ from bottega.callbacks.jsonl import JsonLines
 from bottega.callbacks.resources import Resources
 from bottega.callbacks.tensorboard import TensorBoard
 from bottega.callbacks.wandb import WandB
+from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
 from bottega.core.errors import UsageError
 from bottega.core.loop import Every, Fit, Goal
@@ -98,6 +99,7 @@ def _train(
 ) -> Run:
     recipe = resolved.recipe
     refuse_unbuilt(recipe)
+    global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))  # before anybody waits for the other processes
     is_main = int(os.environ.get("RANK", 0)) == 0
     directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     if not is_main:
@@ -113,11 +115,19 @@ def _train(
 
 
 def refuse_unbuilt(recipe: Recipe) -> None:
-    """Before anything heavy is imported: a task or engine that only has its schema yet."""
+    """What has its schema but no code behind it yet is refused by name, before anything heavy is imported."""
     if recipe.task not in BUILT_TASKS:
         raise UsageError(f"task: {recipe.task} cannot be trained yet; there is {', '.join(BUILT_TASKS)}")
-    if recipe.engine != "torch":
-        raise UsageError(f"engine: {recipe.engine} cannot train yet; there is torch")
+    for key, is_asked in {
+        f"engine: {recipe.engine}": recipe.engine != "torch",
+        "techniques": bool(recipe.techniques),
+        "needs": bool(recipe.needs),
+        "distributed.strategy: fsdp": recipe.distributed.strategy == "fsdp",
+        "distributed.offload": recipe.distributed.offload,
+        "training.label_smoothing": recipe.training.label_smoothing > 0,
+    }.items():
+        if is_asked:
+            raise UsageError(f"{key} is understood but not built yet; leave it out")
 
 
 class _Session:
@@ -148,7 +158,7 @@ class _Session:
         total = total_steps(recipe, loader)
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
         fingerprint = environment.fingerprint(str(engine.device), engine.world, branch.fingerprint)
-        progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
+        found, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
         for change in changes:
             console.say(change)
         if engine.rank == 0:
@@ -161,7 +171,7 @@ class _Session:
             announce=lambda p, folder: [c.after_save(p, folder) for c in callbacks] and None,
             warn=console.warn,
         )
-        saver.resumed_from = progress.step or None
+        saver.resumed_from = found
         callbacks = self._callbacks(engine)
         validation = branch.validation()
         fit = Fit(
@@ -186,11 +196,14 @@ class _Session:
         self._farewell(progress, time.monotonic() - began)
         return Run(directory.path, progress.step, last.metrics or _last_metrics(directory))
 
-    def _start(self, engine: TorchEngine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]) -> Progress:
-        """Fresh, or where the newest good checkpoint stood."""
+    def _start(self, engine: TorchEngine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]) -> tuple[Path | None, Progress]:
+        """Fresh, or where the newest good checkpoint stood; and that checkpoint."""
+        if engine.rank == 0:
+            checkpoint.sweep(self.directory.checkpoints)
+        engine.agree(False)  # nobody looks at checkpoints before they are in order
         found = resume.find(self.directory, self.resume_from, self.console.warn)
         if found is None:
-            return Progress(total=total)
+            return None, Progress(total=total)
         path, manifest = found
         resume.check_data_unchanged(manifest, fingerprint, allow=self.allow, say=self.console.warn)
         progress = resume.progress_at(path, batch_size=loader.batch_size, total=total)
@@ -199,10 +212,10 @@ class _Session:
         if engine.training.micro_batch_size == "auto":
             engine.micro_batch_size = progress.micro_batch_size
         if engine.rank == 0:
-            self.directory.truncate_metrics(progress.step)
+            self.directory.truncate_metrics(progress)
         done = " (already finished)" if progress.step >= total else ""
         self.console.say(f"resumed {path} at step {progress.step} of {total}{done}")
-        return progress
+        return path, progress
 
     def _write_down(self, branch: Branch, engine: TorchEngine) -> None:
         """What this run is, before its first step."""
@@ -264,8 +277,11 @@ class _Session:
     def _sample(self, branch: Branch, engine: TorchEngine, progress: Progress) -> Path:
         folder = self.directory.samples / f"step-{progress.step:08d}"
         if engine.rank == 0:
-            with engine.sampling() as model:
-                branch.sample(model, folder, device=engine.device)
+            try:
+                with engine.sampling() as model:
+                    branch.sample(model, folder, device=engine.device)
+            except OSError as error:
+                self.console.warn(f"no samples in {folder}: {error.strerror}; training goes on without them")
         return folder
 
     def _recovery(self, engine: TorchEngine, loader: Loader, saver: Saver) -> Any:
@@ -340,6 +356,7 @@ def build_engine(recipe: Recipe, branch: Branch) -> TorchEngine:
         device=recipe.device,
         deterministic=recipe.deterministic,
         micro_batch_size=micro_batch(recipe),
+        pin_memory=recipe.data.pin_memory,
     )
 
 

@@ -14,6 +14,7 @@ from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.rundir import RunDirectory
 from bottega.data.loader import evaluate_batches
+from bottega.data.source import Source
 from bottega.engines.torch import TorchEngine, compare, read_tensors
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe
@@ -37,11 +38,14 @@ class SavedRun:
     def model(self) -> Any:
         return self.engine.model
 
-    def evaluate(self, data: str | None = None) -> dict[str, float]:
-        """Means over the run's own validation part, or over other data."""
-        source = self.branch.validation() if data is None else self.branch.other(data)
+    def evaluate(self, data: str | None = None, *, split: str = "validation") -> dict[str, float]:
+        """Means over the run's own validation or test part, or over other data."""
+        if data is not None:
+            source: Source | None = self.branch.other(data)
+        else:
+            source = self.branch.test() if split == "test" else self.branch.validation()
         if source is None:
-            raise UsageError("this run kept no validation data back; give some with --data")
+            raise UsageError(f"this run has no {split} data; give some with --data")
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
         return self.branch.summarise(evaluate(self.engine, evaluate_batches(source, size)))
 
@@ -83,17 +87,20 @@ def open_run(path: Path, *, checkpoint: str = "best", device: str = "auto") -> S
         raise CheckpointError(f"{path} is a file; give the run's directory. Pickled checkpoints are never read")
     directory = RunDirectory(path).must_exist()
     folder = choose(directory, checkpoint)
-    checkpoints.verify(folder)
+    manifest = checkpoints.verify(folder)
     recipe = load_recipe([directory.recipe]).recipe
     branch = branches.reopen(recipe, directory.codec)
-    training = recipe.training.model_copy(update={"ema": None, "compile": False})
+    # Trained in fp16 on a GPU, it can still be read where there is none.
+    precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
+    training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
     # The weights come from the checkpoint, so a pretrained folder that is gone meanwhile is not missed.
     task = branch.task.model_copy(update={"pretrained": None})
     engine = TorchEngine(task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
-    average = folder / "ema.safetensors"
+    # What the manifest does not list was not verified, so a file that merely lies there is not read.
+    average = read_tensors(folder / "ema.safetensors") if "ema.safetensors" in manifest.files else {}
     state = read_tensors(folder / "model.safetensors")
     compare(state, engine.model.state_dict(), folder / "model.safetensors")
-    engine.model.load_state_dict({**state, **(read_tensors(average) if average.is_file() else {})})
+    engine.model.load_state_dict({**state, **average})
     return SavedRun(directory, folder, recipe, branch, engine)
 
 

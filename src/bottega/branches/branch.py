@@ -30,6 +30,10 @@ class Branch(ABC):
     def validation(self) -> Source | None: ...
 
     @abstractmethod
+    def test(self) -> Source | None:
+        """What the recipe sets aside for the end, never looked at while training."""
+
+    @abstractmethod
     def other(self, path: str) -> Source:
         """Data given by hand to `evaluate`, seen through this run's codec."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,6 +11,7 @@ from bottega.branches.branch import Branch
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import default_cache
 from bottega.data.corpus import TextSource
+from bottega.data.first import First
 from bottega.data.prepare import Prepared, prepare_text
 from bottega.data.source import Source
 from bottega.data.tokenizer import Tokenizer
@@ -34,7 +36,9 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Language
     prepared = prepare_text(
         _text_source(recipe.data.train), validation, _tokenizer(recipe), cache=default_cache(), progress=say
     )
-    return LanguageBranch(recipe, prepared.tokenizer, prepared)
+    branch = LanguageBranch(recipe, prepared.tokenizer, prepared)
+    branch.prompts()  # now rather than at the first sample
+    return branch
 
 
 def reopen(recipe: Recipe, codec: Path) -> LanguageBranch:
@@ -64,20 +68,28 @@ class LanguageBranch(Branch):
         return self.prepared.fingerprint
 
     def training(self) -> Source:
-        return self.prepared.train(self.length, seed=self.recipe.seed, documents=self.recipe.data.separate_documents)
+        data = self.recipe.data
+        windows = self.prepared.train(self.length, seed=self.recipe.seed, documents=data.separate_documents)
+        return windows if data.limit is None else First(windows, data.limit)
 
     def validation(self) -> Source | None:
         return self.prepared.validation(
             self.length, documents=self.recipe.data.separate_documents, with_bytes=True
         )
 
+    def test(self) -> Source | None:
+        held_out = self.recipe.data.test
+        if held_out is None:
+            return None
+        if held_out.path is None:
+            raise UsageError("data.test: a language run tests on a source of its own; give data.test.path")
+        return self._read(_text_source(held_out))
+
     def other(self, path: str) -> Source:
-        # The same reader and splitter with everything held out: what was trained on stays out of it.
-        return self._with_own_tokenizer(TextSource(path=path))
+        return self._read(TextSource(path=path))
 
-    def _with_own_tokenizer(self, source: TextSource) -> Source:
-        import tempfile
-
+    def _read(self, source: TextSource) -> Source:
+        """Other text through this run's own tokenizer."""
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
             spec = TokenizerSpec(kind="pretrained", path=folder)
@@ -89,9 +101,24 @@ class LanguageBranch(Branch):
     def save_codec(self, folder: Path) -> None:
         self.tokenizer.save(folder)
 
+    def prompts(self) -> tuple[str, ...]:
+        """What the samples continue; one that the vocabulary lacks is an error.
+
+        Unless the recipe says otherwise that is a line break, and a text without any begins from nothing.
+        """
+        prompts = self.recipe.samples.prompts
+        try:
+            for prompt in prompts:
+                self.tokenizer.encode(prompt)
+        except UsageError as error:
+            if prompts != type(self.recipe.samples).model_fields["prompts"].default:
+                raise UsageError(f"samples.prompts: {error}") from None
+            return ("",)
+        return prompts
+
     def sample(self, model: Any, folder: Path, *, device: Any) -> None:
-        options = self.recipe.samples
-        prompts = [options.prompts[i % len(options.prompts)] for i in range(options.count)]
+        options, beginnings = self.recipe.samples, self.prompts()
+        prompts = [beginnings[i % len(beginnings)] for i in range(options.count)]
         texts = self.generate(
             model,
             prompts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from bottega.core.callback import Callback, Progress
@@ -20,8 +21,10 @@ class Patience:
         if self.metric not in metrics:
             raise UsageError(f"{self.key}.metric: {self.metric!r} was not measured; there is {', '.join(metrics)}")
         value = metrics[self.metric]
-        gain = 0.0 if self.best is None else (value - self.best if self.maximise else self.best - value)
-        if self.best is None or gain > self.threshold:
+        best = self.best if self.best is not None else (-math.inf if self.maximise else math.inf)
+        gain = value - best if self.maximise else best - value
+        # A value that is no number is no improvement, whatever it is compared with.
+        if math.isfinite(value) and gain > self.threshold:
             self.best, self.waited = value, 0
         else:
             self.waited += 1
@@ -40,8 +43,14 @@ class EarlyStop(Callback):
         self.patience = patience
         self.rule = Patience(metric=metric, maximise=maximise, threshold=threshold, key="training.early_stopping")
 
+    def start(self, progress: Progress) -> None:
+        self._decide(progress)  # a run that was stopped stays stopped when it is started again
+
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         self.rule.see(metrics)
+        self._decide(progress)
+
+    def _decide(self, progress: Progress) -> None:
         if self.rule.waited >= self.patience:
             best = f"{self.rule.best:.4f}" if self.rule.best is not None else "nothing"
             progress.stop = f"{self.rule.metric} has not improved on {best} for {self.patience} evaluations"
@@ -64,7 +73,7 @@ class Plateau(Callback):
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         self.rule.see(metrics)
-        if self.rule.waited >= self.patience:
+        if self.rule.waited >= max(1, self.patience):
             progress.rate_scale = max(self.floor, progress.rate_scale * self.factor)
             self.rule.waited = 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.callback import Callback, Progress
+from bottega.core.rundir import RunDirectory
 
 
 class JsonLines(Callback):
@@ -24,7 +25,10 @@ class JsonLines(Callback):
         self._write({"step": progress.step, "kind": "train", "samples": progress.samples, **metrics})
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
-        self._write({"step": progress.step, "kind": "eval", **metrics})
+        self._write({"step": progress.step, "kind": "eval", "samples": progress.samples, **metrics})
+
+    def rewind(self, progress: Progress) -> None:
+        RunDirectory(self.path.parent).truncate_metrics(progress)
 
     def _write(self, row: dict[str, Any]) -> None:
         # JSON has no NaN; None is what a reader can tell from a number.

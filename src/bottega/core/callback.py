@@ -6,6 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from bottega.core.errors import CheckpointError
+
 
 @dataclass
 class Progress:
@@ -29,7 +33,14 @@ class Progress:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
-        return cls(**{**fields, "stop": None})
+        try:
+            return _ADAPTER.validate_python({**fields, "stop": None})
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise CheckpointError(f"progress.json: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+
+
+_ADAPTER = TypeAdapter(Progress)
 
 
 class Callback:
@@ -42,6 +53,9 @@ class Callback:
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None: ...
     def after_sample(self, progress: Progress, folder: Path) -> None: ...
     def after_save(self, progress: Progress, folder: Path) -> None: ...
+    def rewind(self, progress: Progress) -> None:
+        """The run has gone back to an earlier step: forget what came after it."""
+
     def finish(self, progress: Progress, error: BaseException | None) -> None: ...
 
     def note(self) -> dict[str, Any]:

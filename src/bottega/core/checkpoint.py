@@ -76,7 +76,7 @@ def write(
             "files": table,
             "fingerprint": dict(fingerprint),
         }
-        _write_bytes(temporary / "MANIFEST.json", _json(manifest))
+        _write_bytes(temporary / "MANIFEST.json", _sealed(manifest))
         _sync_folder(temporary)
         final = folder / step_name(step)
         if final.exists():
@@ -130,9 +130,13 @@ def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
 
 def read_manifest(path: Path) -> Manifest:
     try:
-        fields = json.loads((path / "MANIFEST.json").read_bytes())
+        raw = (path / "MANIFEST.json").read_bytes()
+        fields = json.loads(raw)
         if fields["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {path.name}: format {fields['format']!r}, this version reads {FORMAT}")
+        # Written by us it reads back to the same bytes, so that no change of a step or a hash goes unnoticed.
+        if _sealed({key: value for key, value in fields.items() if key != "sha256"}) != raw:
+            raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json does not match its SHA-256")
         files = {str(name): {"size": int(f["size"]), "sha256": str(f["sha256"])} for name, f in fields["files"].items()}
         return Manifest(int(fields["step"]), int(fields["sequence"]), files, dict(fields["fingerprint"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -178,14 +182,26 @@ def newest_good(folder: Path, say: Callable[[str], None]) -> tuple[Path, Manifes
 
 def read_progress(path: Path) -> dict[str, Any]:
     """progress.json of a verified checkpoint."""
-    fields: dict[str, Any] = json.loads((path / "progress.json").read_bytes())
-    return fields
+    try:
+        fields = json.loads((path / "progress.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {path.name} damaged: progress.json: {type(error).__name__}") from None
+    return dict(fields) if isinstance(fields, dict) else {}
 
 
 def sweep(folder: Path) -> None:
-    """Remove what an earlier process left half-written or half-deleted."""
+    """Remove what an earlier process left half-written or half-deleted, and undo a replacement it had begun."""
     for path in [*folder.glob(".tmp-*"), *folder.glob(".trash-*")]:
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    for old in folder.glob("step-*.old-*"):
+        final = folder / old.name.partition(".old-")[0]
+        if final.exists():
+            discard(old)
+        else:
+            os.rename(old, final)
 
 
 def discard(path: Path) -> None:
@@ -195,10 +211,10 @@ def discard(path: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def retain(folder: Path, *, keep: int, protect: Sequence[int]) -> None:
-    """Keep the newest `keep` and the protected steps; delete the rest, once the newest is known to be good."""
+def retain(folder: Path, *, keep: int, protect: Sequence[Path]) -> None:
+    """Keep the newest `keep` and the protected ones; delete the rest, once the newest is known to be good."""
     found = candidates(folder)
-    doomed = [path for path, manifest in found[keep:] if manifest.step not in protect]
+    doomed = [path for path, _ in found[keep:] if path not in protect]
     if not doomed:
         return
     verify(found[0][0])
@@ -244,6 +260,11 @@ def _write_all(file: Any, view: memoryview, digest: Any) -> None:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, allow_nan=False).encode()
+
+
+def _sealed(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest with a hash of itself."""
+    return _json({**manifest, "sha256": hashlib.sha256(_json(manifest)).hexdigest()})
 
 
 def _hash_file(path: Path) -> str:

@@ -70,17 +70,19 @@ class Fit:
 
     def run(self) -> Progress:
         p = self.progress
-        for callback in self.callbacks:
-            callback.recall(p.notes.get(callback.name, {}))
-            callback.start(p)
         error: BaseException | None = None
         try:
+            for callback in self.callbacks:
+                callback.recall(p.notes.get(callback.name, {}))
+                callback.start(p)
             with self.signals:
                 self._train()
                 if self.saver:
                     self.saver.wait(final=True)
         except BaseException as caught:
             error = caught
+            if self.saver:
+                self.saver.settle()
             raise
         finally:
             for callback in self.callbacks:
@@ -92,8 +94,9 @@ class Fit:
         engine.rate_scale = p.rate_scale
         self._clock = self._saved_at = time.perf_counter()
         self._waited, self._units, self._steps = 0.0, 0.0, 0
-        if self._due(every.evaluate, p.step) and p.evaluated < p.step:
-            self._evaluate()  # the last process was stopped between its checkpoint and this evaluation
+        if self._evaluation_due() and p.evaluated < p.step:
+            self._evaluate()  # a signal ended the last process between its checkpoint and this evaluation
+            self._save()
         stream = self.batches(p.step)
         while p.step < p.total and p.stop is None:
             before = time.perf_counter()
@@ -110,7 +113,7 @@ class Fit:
                 self.saver.poll()
             stopping = engine.agree(self.signals.received is not None)
             last = p.step >= p.total
-            evaluate = self._due(every.evaluate, p.step) or (last and every.evaluate > 0)
+            evaluate = self._evaluation_due()
             save = self._due(every.save, p.step) or last or stopping or self._save_time()
             sample = self._due(every.sample, p.step) or (last and every.sample > 0)
             if last or evaluate or save or sample or self._due(every.log, p.step):
@@ -121,15 +124,19 @@ class Fit:
                     continue
             if evaluate and not stopping:
                 save = self._evaluate() or save
-            if sample and not stopping and self.sample:
-                self._tell("after_sample", self.sample(p))
             if save or p.stop is not None:
                 self._save()
             if stopping:
                 self._interrupted()
+            if sample and self.sample:  # last, because nothing that goes wrong with a sample may cost a checkpoint
+                self._tell("after_sample", self.sample(p))
 
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and step > 0 and step % every == 0
+
+    def _evaluation_due(self) -> bool:
+        p, every = self.progress, self.every.evaluate
+        return self._due(every, p.step) or (every > 0 and p.step >= p.total)
 
     def _save_time(self) -> bool:
         limit = self.every.save_seconds
@@ -146,8 +153,7 @@ class Fit:
                 raise Diverged(f"the loss or a gradient was not finite at step {first + 1}")
             p.step = self.recover(p, first)
             if p.step <= first:
-                self.engine.rate_scale = p.rate_scale
-                self._reset_clock()
+                self._rewind()
                 return
         now = time.perf_counter()
         seconds = max(now - self._clock, 1e-9)
@@ -157,6 +163,15 @@ class Fit:
         host["step_seconds"] = seconds / max(1, self._steps)
         self._reset_clock()
         self._tell("after_step", host)
+
+    def _rewind(self) -> None:
+        """Everybody's memory back to that of the checkpoint, as a resume would have it."""
+        p = self.progress
+        self.engine.rate_scale = p.rate_scale
+        for callback in self.callbacks:
+            callback.recall(p.notes.get(callback.name, {}))
+            callback.rewind(p)
+        self._reset_clock()
 
     def _reset_clock(self) -> None:
         self._clock = time.perf_counter()

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError, DirectoryInUse, UsageError
 from bottega.core.saver import explain
 
@@ -54,14 +55,18 @@ class RunDirectory:
             temporary.unlink(missing_ok=True)
             raise explain(error, path) from None
 
-    def truncate_metrics(self, step: int) -> None:
-        """Forget lines written after the checkpoint we resume from, so that no step appears twice."""
+    def truncate_metrics(self, progress: Progress) -> None:
+        """Forget lines written after the checkpoint we go on from, so that no step and no evaluation appears twice."""
         if not self.metrics.exists():
             return
         kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                if json.loads(line)["step"] <= step:
+                row = json.loads(line)
+                # By samples, which mean the same under any batch size. An evaluation that has to be made up for is
+                # made again, although a process that died may have written it down.
+                again = row["kind"] == "eval" and progress.evaluated < progress.step
+                if row["samples"] < progress.samples + (not again):
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a killed process
@@ -71,7 +76,7 @@ class RunDirectory:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics.jsonl."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             rows.append(json.loads(line))
         except ValueError:

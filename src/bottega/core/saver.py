@@ -37,7 +37,7 @@ class Saver:
     ) -> None:
         self.folder, self.keep, self.fingerprint = folder, keep, fingerprint
         self.announce, self.warn = announce, warn
-        self.resumed_from: int | None = None
+        self.resumed_from: Path | None = None
         self._thread: threading.Thread | None = None
         self._done: tuple[Progress, Path] | None = None
         self._error: BaseException | None = None
@@ -62,6 +62,13 @@ class Saver:
             self._thread.join()
             self._collect(final=final)
 
+    def settle(self) -> None:
+        """Let a save in flight end although the run has failed; the first error is the one to be told."""
+        try:
+            self.wait()
+        except Exception as error:
+            self.warn(f"the last save failed as well: {error}")
+
     def _write(self, snapshot: Snapshot, progress: Progress) -> None:
         try:
             files = snapshot.files()
@@ -75,7 +82,8 @@ class Saver:
             )
             if progress.best_step == progress.step:
                 checkpoint.point(self.folder, "best", path)
-            protect = [s for s in (progress.best_step, self.resumed_from) if s]
+            # By the link, not by the number: a best step whose own save failed must not cost the one before it.
+            protect = [kept for kept in (checkpoint.follow(self.folder, "best"), self.resumed_from) if kept]
             checkpoint.retain(self.folder, keep=self.keep, protect=protect)
             self._done = (progress, path)
         except BaseException as error:

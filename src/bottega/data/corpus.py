@@ -1,4 +1,4 @@
-"""Where texts come from: the standard library's own sources, text files, or JSON lines; read strictly, never changed."""
+"""Where texts come from: the standard library's sources, text files, or JSON lines; read strictly, never changed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from bottega.data.order import permute
 from bottega.data.prefetch import prefetch
 from bottega.data.source import Source
 
-# Positions permuted at once: a call costs about 0.4 ms for eight of them and for a thousand.
+# Positions permuted at once: 4,096 of them took no more than four times as long as eight.
 BLOCK = 4096
 
 

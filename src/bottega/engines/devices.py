@@ -70,18 +70,17 @@ def seed_dropout(seed: int, device: torch.device) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def put(batch: Batch, device: torch.device) -> dict[str, Any]:
+def put(batch: Batch, device: torch.device, *, pin: bool = True) -> dict[str, Any]:
     """A host batch on the device; from pinned memory the copy does not wait."""
     moved: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Mapping):
-            moved[name] = put(value, device)
+            moved[name] = put(value, device, pin=pin)
             continue
         tensor = torch.from_numpy(value if value.flags.writeable else value.copy())
-        if device.type == "cuda":
-            tensor = tensor.pin_memory().to(device, non_blocking=True)
-        elif device.type != "cpu":
-            tensor = tensor.to(device)
+        if device.type != "cpu":
+            pinned = pin and device.type == "cuda"
+            tensor = tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
         moved[name] = tensor
     return moved
 

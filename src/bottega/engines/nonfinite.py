@@ -64,6 +64,7 @@ class Recovery:
 
     def _roll_back(self, progress: Progress, first: int, story: str) -> int:
         self.saver.wait()
+        self.engine.agree(False)  # the other ranks look only when rank 0 has written
         good = checkpoint.newest_good(self.saver.folder, self.warn)
         if good is None:
             raise Diverged(f"{story}; there is no checkpoint to roll back to")

@@ -120,6 +120,25 @@ def apply(optimizers: Sequence[torch.optim.Optimizer], *, divisor: Tensor | None
             _step_or_put_back(optimizer, hold)
 
 
+def initialise(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """The state as a first step leaves it that was held back: zeros, for every parameter.
+
+    Left to themselves optimizers make it when a gradient first comes. A checkpoint could then not be compared with what
+    it should hold, and fused SGD, held back at its first step, would keep uninitialised memory as its momentum.
+    """
+    parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+                for p in group["params"]:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    apply(optimizers, divisor=None, hold=torch.ones((), device=parameters[0].device))
+    for p in parameters:
+        p.grad = None
+
+
 @torch.no_grad()
 def _step_or_put_back(optimizer: torch.optim.Optimizer, hold: Tensor) -> None:
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]

@@ -67,6 +67,7 @@ class TorchEngine(Engine):
         device: str = "auto",
         deterministic: bool = False,
         micro_batch_size: int | None = None,
+        pin_memory: bool = True,
     ) -> None:
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
         self.device = choose_device(device)
@@ -74,7 +75,7 @@ class TorchEngine(Engine):
         if deterministic:
             make_deterministic()
         self.precision = choose_precision(training.mixed_precision, self.device)
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
         self._auto = training.micro_batch_size == "auto"
 
         models = task.build(seed)
@@ -110,6 +111,7 @@ class TorchEngine(Engine):
         self._scale = torch.full((), 2.0**16, device=self.device) if self.precision is torch.float16 else None
         self._growth = torch.zeros((), dtype=torch.int32, device=self.device)
         self._buffers: dict[str, dict[str, Tensor]] = {}
+        self._has_state = False
 
     # One step
 
@@ -118,7 +120,8 @@ class TorchEngine(Engine):
         rate = self.rate(step) * self.rate_scale
         optimizers.set_rate(self.optimizers, rate)
         counts = self._reduce_counts(self.task.counts(batch))
-        on_device = put(batch, self.device)
+        self._ensure_state()
+        on_device = put(batch, self.device, pin=self.pin_memory)
         if not self.model.training:
             self.model.train()
         while True:
@@ -171,9 +174,11 @@ class TorchEngine(Engine):
         if self.training.max_grad_norm is not None:
             clip = (norm / self.training.max_grad_norm).clamp(min=1.0)
             divisor = clip if divisor is None else clip * divisor
+        # The norm is the same on all ranks and the loss is not, and ranks that disagree about an update drift apart.
+        probe = norm + loss if self.world == 1 else norm
+        passed_over = step in self.skip_steps
         # x - x is 0 for a number and NaN for inf and NaN: no comparison, no branch, no waiting.
-        probe = norm + loss + self._poison
-        probe = probe - probe
+        probe = self._poison if passed_over else (probe - probe) + self._poison
         hold = probe.ne(0).float()
         if self._scale is None:
             self._bad_steps += hold
@@ -183,7 +188,7 @@ class TorchEngine(Engine):
             # fp16 overflows as a matter of course: the update is skipped and the loss scale halved.
             torch._amp_update_scale_(self._scale, self._growth, hold, 2.0, 0.5, 2000)
             self._bad_steps += (self._scale < 2.0**-10).float()
-        if step in self.skip_steps:
+        if passed_over:
             hold = torch.ones_like(hold)
         optimizers.apply(self.optimizers, divisor=divisor, hold=hold)
         for p in self._params:
@@ -191,6 +196,12 @@ class TorchEngine(Engine):
         if self._ema:
             torch._foreach_lerp_(list(self._ema.values()), self._params, 1 - float(self.training.ema or 0))
         return norm
+
+    def _ensure_state(self) -> None:
+        """The optimizers' state, whole, before it is first written or read; a run that only evaluates never has it."""
+        if not self._has_state:
+            optimizers.initialise(self.optimizers)
+            self._has_state = True
 
     def _sync(self, *, last: bool) -> Any:
         return contextlib.nullcontext() if last or self.world == 1 else self._called.no_sync()
@@ -227,10 +238,14 @@ class TorchEngine(Engine):
         self.model.eval()
         counts = self.task.counts(batch)
         rng = Noise(self.seed, 0, torch.arange(batch_length(batch), device=self.device), torch)
-        with self._averaged(), self._autocast():
-            out = self.task.loss(self._eval_models, put(batch, self.device), rng)
+        try:
+            with self._averaged(), self._autocast():
+                out = self.task.loss(self._eval_models, put(batch, self.device), rng)
+        except torch.OutOfMemoryError as error:
+            size = batch_length(batch)
+            raise OutOfMemory(f"out of memory on {self.device}, evaluating {size} examples; lower evaluation.batch_size") from error
         sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
-        sums |= {name: (torch.as_tensor(v, device=self.device).double(), float(n)) for name, (v, n) in out.metrics.items()}
+        sums |= {name: (torch.as_tensor(v, device=self.device).double(), n) for name, (v, n) in out.metrics.items()}
         if self.world == 1:
             return sums
         flat = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device) for pair in sums.values() for x in pair])
@@ -298,6 +313,7 @@ class TorchEngine(Engine):
     def snapshot(self) -> TorchSnapshot:
         if self.rank != 0:
             return TorchSnapshot({}, None)
+        self._ensure_state()
         files: dict[str, dict[str, Tensor]] = {}
         for file, tensors in self.state().items():
             # Pinned buffers, kept from save to save: the copy then runs behind the next kernels of the same stream.
@@ -321,11 +337,12 @@ class TorchEngine(Engine):
         compare(model, wanted["model.safetensors"], folder / "model.safetensors")
         self.model.load_state_dict(model)
         state = read_tensors(folder / "optimizer.safetensors")
-        if self._scale is not None:
-            self._scale.copy_(state.pop("loss_scale/scale"))
-            self._growth.copy_(state.pop("loss_scale/growth"))
-        else:
-            state = {name: t for name, t in state.items() if not name.startswith("loss_scale/")}
+        scaling = {name: state.pop(name) for name in list(state) if name.startswith("loss_scale/")}
+        if self._scale is not None and scaling:  # none where the run had another precision until now
+            self._scale.copy_(scaling["loss_scale/scale"])
+            self._growth.copy_(scaling["loss_scale/growth"])
+        self._ensure_state()
+        compare(state, optimizers.state_tensors(self.optimizers, self._names), folder / "optimizer.safetensors")
         optimizers.load_state(self.optimizers, self._names, state)
         if self._ema:
             average = read_tensors(folder / "ema.safetensors")
@@ -342,6 +359,8 @@ class TorchEngine(Engine):
 
     def close(self) -> None:
         if dist.is_initialized():
+            # The wrapper keeps the group alive; freed after it, the group would join threads that want the interpreter.
+            self._called, self._train_models = None, {}
             dist.destroy_process_group()
 
 
@@ -364,6 +383,8 @@ def require(model: torch.nn.Module, attribute: str, key: str) -> None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
     try:
         return load_file(path)
     except Exception as error:

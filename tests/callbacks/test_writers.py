@@ -1,0 +1,191 @@
+"""Watchers that write: the console, metrics.jsonl, TensorBoard, resources and Weights & Biases."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console as RichConsole
+
+from bottega.callbacks.console import Console, clock, short
+from bottega.callbacks.jsonl import JsonLines
+from bottega.callbacks.resources import Resources
+from bottega.callbacks.tensorboard import TensorBoard
+from bottega.callbacks.wandb import WandB
+from bottega.core.callback import Progress
+from bottega.core.errors import EnvironmentProblem
+
+ROW = {
+    "loss": 1.5,
+    "learning_rate": 1e-3,
+    "grad_norm": 0.25,
+    "units_per_second": 123_456.0,
+    "data_wait": 0.02,
+    "step_seconds": 0.5,
+}
+
+
+def test_lines_are_json_with_null_for_what_is_no_number(tmp_path: Path) -> None:
+    rows = JsonLines(tmp_path / "metrics.jsonl", pytest.fail)
+    rows.after_step(Progress(step=1, samples=8), {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
+    rows.after_eval(Progress(step=1, samples=8), {"loss": 2.0})
+    read = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert read == [
+        {"step": 1, "kind": "train", "samples": 8, "loss": None, "grad_norm": None, "lr": 0.5},
+        {"step": 1, "kind": "eval", "samples": 8, "loss": 2.0},
+    ]
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    rows = JsonLines(tmp_path, said.append)  # a folder cannot be written to
+    for step in range(3):
+        rows.after_step(Progress(step=step), {"loss": 1.0})
+    assert len(said) == 1
+    assert str(tmp_path) in said[0]
+    console = Console(unit="tokens", log=tmp_path, quiet=True)
+    console.after_step(Progress(total=5), ROW)
+    console.say("still here")
+
+
+def speak(*, terminal: bool) -> tuple[Console, io.StringIO]:
+    console, out = Console(unit="tokens"), io.StringIO()
+    console.rich = RichConsole(file=out, force_terminal=terminal, width=160)
+    return console, out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_console_shows_what_a_person_watches(tmp_path: Path, terminal: bool) -> None:
+    console, out = speak(terminal=terminal)
+    console.log = tmp_path / "log.txt"
+    progress = Progress(step=10, total=100, best_step=10)
+    console.start(progress)
+    console.after_step(progress, ROW)
+    console.after_eval(progress, {"loss": 1.25})
+    console.after_save(progress, tmp_path / "step-00000010")
+    console.after_sample(progress, tmp_path / "samples")
+    console.finish(progress, None)
+    for text in (out.getvalue(), console.log.read_text()):
+        for shown in ("10/100", "loss 1.5000", "lr 1.00e-03", "123.5k tokens/s", "wait 2%", "eta 0:45", "best so far"):
+            assert shown in text, shown
+    assert f"saved {tmp_path / 'step-00000010'}" in console.log.read_text()
+    assert ("\x1b[?25h" in out.getvalue()) == terminal, "the cursor is given back"
+
+
+def test_quiet_says_nothing_and_still_keeps_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(unit="tokens", log=tmp_path / "log.txt", quiet=True)
+    console.start(Progress())
+    console.say("hello")
+    console.warn("careful")
+    assert capsys.readouterr() == ("", "")
+    assert "warning: careful" in (tmp_path / "log.txt").read_text()
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [short(n) for n in (0, 999, 1000, 12_345, 3.2e6, 4e9)] == ["0", "999", "1.0k", "12.3k", "3.2M", "4.0G"]
+    assert [clock(s) for s in (0, 59.6, 61, 3600, 90_061)] == ["0:00", "1:00", "1:01", "1:00:00", "25:01:01"]
+
+
+def test_resources_are_added_to_the_row(tmp_path: Path) -> None:
+    row = {"loss": 1.0}
+    watcher = Resources(tmp_path)
+    watcher.start(Progress())
+    watcher.after_step(Progress(), row)
+    assert row["ram_gib"] > 0.01
+    assert row["disk_free_gib"] > 0
+    assert row["cpu_percent"] >= 0
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    return {tag: [(e.step, round(e.value, 4)) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_forgets_what_a_killed_process_wrote(tmp_path: Path) -> None:
+    for start, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
+        board = TensorBoard(tmp_path)
+        board.start(Progress(step=start))
+        for step in steps:
+            board.after_step(Progress(step=step), {"loss": float(start + step)})
+        board.after_eval(Progress(step=steps[-1]), {"loss": 0.5})
+        board.finish(Progress(), None)
+    read = events(tmp_path)
+    assert read["train/loss"] == [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0)]
+    assert read["validation/loss"] == [(5, 0.5)]
+
+
+class Fake:
+    """As much of the wandb package as we use."""
+
+    def __init__(self, *, broken: str = "") -> None:
+        self.broken, self.rows, self.asked, self.ended = broken, [], {}, []
+        self.id = "abc123"
+        self.Settings = dict
+
+    def init(self, **options: Any) -> Fake:
+        if self.broken == "init":
+            raise ConnectionError("offline")
+        self.asked = options
+        return self
+
+    def log(self, row: dict[str, float], *, step: int) -> None:
+        if self.broken == "log":
+            raise ConnectionError("offline")
+        self.rows.append((step, row))
+
+    def finish(self, *, exit_code: int) -> None:
+        self.ended.append(exit_code)
+
+
+def tracker(monkeypatch: pytest.MonkeyPatch, fake: Fake, said: list[str]) -> WandB:
+    module = types.ModuleType("wandb")
+    module.init, module.Settings = fake.init, fake.Settings  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return WandB(folder=Path("x"), project="p", options={"offline": True}, config={"seed": 1}, warn=said.append)
+
+
+def test_wandb_goes_on_with_the_same_run_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, said = Fake(), []
+    first = tracker(monkeypatch, fake, said)
+    first.recall({})
+    first.start(Progress())
+    assert (fake.asked["id"], fake.asked["resume"], fake.asked["mode"]) == (None, None, "offline")
+    first.after_step(Progress(step=3), {"loss": 1.0})
+    first.after_eval(Progress(step=3), {"loss": 2.0})
+    first.finish(Progress(), RuntimeError())
+    assert fake.rows == [(3, {"train/loss": 1.0}), (3, {"validation/loss": 2.0})]
+    assert fake.ended == [1]
+    second = tracker(monkeypatch, fake, said)
+    second.recall(first.note())
+    second.start(Progress(step=3))
+    assert (fake.asked["id"], fake.asked["resume"]) == ("abc123", "allow")
+    assert said == []
+
+
+@pytest.mark.parametrize("broken", ["init", "log"])
+def test_a_tracker_that_is_down_stops_nothing(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    said: list[str] = []
+    watcher = tracker(monkeypatch, Fake(broken=broken), said)
+    watcher.start(Progress())
+    for step in range(3):
+        watcher.after_step(Progress(step=step), {"loss": 1.0})
+    watcher.finish(Progress(), None)
+    assert len(said) == 1
+    assert "ConnectionError" in said[0]
+    assert "training goes on" in said[0]
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(EnvironmentProblem, match=r"bottega\[wandb\]"):
+        WandB(folder=Path("x"), project="p", options={}, config={}, warn=pytest.fail).start(Progress())

@@ -1,0 +1,100 @@
+"""Noise: the published cipher, the same bits in numpy and torch, and one value for one position however it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.core.noise import Noise, generator, key_of, seed_of, threefry
+
+# (counter, key, result) of threefry2x32 with 20 rounds, from the known-answer file of Random123.
+KNOWN = [
+    ((0x00000000, 0x00000000), (0x00000000, 0x00000000), (0x6B200159, 0x99BA4EFE)),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
+    ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
+@pytest.mark.parametrize("array", [int, np.array, torch.tensor])
+def test_the_cipher_is_threefry(counter: Any, key: Any, result: Any, array: Any) -> None:
+    x, y = threefry(key, (array(counter[0]), array(counter[1])))
+    assert (int(x), int(y)) == result
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    step=st.integers(0, 2**31),
+    positions=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8),
+    name=st.text(max_size=8),
+    count=st.integers(1, 5),
+)
+def test_numpy_and_torch_agree_bit_for_bit(seed: int, step: int, positions: list[int], name: str, count: int) -> None:
+    host = Noise(seed, step, np.array(positions))
+    device = Noise(seed, step, torch.tensor(positions), torch)
+    for a, b in zip(host.bits(name, count), device.bits(name, count), strict=True):
+        np.testing.assert_array_equal(a, b.numpy())
+    a, b = host.uniform(name, (count,)), device.uniform(name, (count,)).numpy()
+    assert a.dtype == b.dtype == np.float32
+    np.testing.assert_array_equal(a, b)
+    assert ((a > 0) & (a < 1)).all()
+    # The logarithm and the cosine are each library's own.
+    np.testing.assert_allclose(host.normal(name), device.normal(name).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@given(cuts=st.lists(st.integers(0, 12), max_size=4))
+def test_a_split_of_the_positions_gives_the_same_rows(cuts: list[int]) -> None:
+    whole = Noise(3, 7, np.arange(12)).normal("times", (2, 3))
+    edges = [0, *sorted(cuts), 12]
+    parts = [Noise(3, 7, np.arange(a, b)).normal("times", (2, 3)) for a, b in zip(edges, edges[1:], strict=False)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    order = np.random.default_rng(len(cuts)).permutation(12)
+    np.testing.assert_array_equal(Noise(3, 7, order).normal("times", (2, 3)), whole[order])
+
+
+def test_seed_step_name_and_position_each_change_everything() -> None:
+    usual = Noise(0, 0, np.arange(64)).uniform("a", (64,))
+    others = [
+        Noise(1, 0, np.arange(64)).uniform("a", (64,)),
+        Noise(0, 1, np.arange(64)).uniform("a", (64,)),
+        Noise(0, 0, np.arange(64)).uniform("b", (64,)),
+        Noise(0, 0, np.arange(64, 128)).uniform("a", (64,)),
+    ]
+    for other in others:
+        assert abs(np.corrcoef(usual.ravel(), other.ravel())[0, 1]) < 0.06
+        assert (usual == other).mean() < 0.001
+
+
+def test_moments() -> None:
+    """Over n = 2^20 draws a mean has a standard error of sigma / 1024; five of them are allowed."""
+    noise = Noise(0, 0, np.arange(1024))
+    uniform, normal = (draw("m", (1024,)).astype(np.float64) for draw in (noise.uniform, noise.normal))
+    error = 5 / 1024
+    assert abs(uniform.mean() - 1 / 2) < error * 0.289
+    assert abs(uniform.var() - 1 / 12) < error * 0.0745
+    assert abs(normal.mean()) < error
+    assert abs(normal.var() - 1) < error * 2**0.5
+    assert abs((normal**3).mean()) < error * 15**0.5
+    assert abs((normal**4).mean() - 3) < error * 96**0.5
+    assert abs(normal).max() > 4.2, "the tails are there"
+    assert abs(np.corrcoef(normal[:, ::2].ravel(), normal[:, 1::2].ravel())[0, 1]) < error * 2**0.5
+
+
+def test_shapes_follow_the_request() -> None:
+    noise = Noise(0, 0, np.arange(3))
+    assert noise.uniform("a").shape == (3,)
+    assert noise.normal("a", (2, 5)).shape == (3, 2, 5)
+
+
+def test_keys_tell_their_parts_apart_and_never_change() -> None:
+    assert key_of(1, 23) != key_of(12, 3)
+    assert key_of("a", "b") != key_of("ab")
+    assert key_of(0, 0, "x") == (845391178, 1061793970), "every run ever saved depends on this"
+    assert 0 <= seed_of("any", 5) < 2**63
+    assert generator(0, "w").standard_normal(3).tolist() == generator(0, "w").standard_normal(3).tolist()
+    assert generator(0, "w").standard_normal() != generator(0, "v").standard_normal()

@@ -1,0 +1,121 @@
+"""The run directory: one writer, nothing half-written, no step logged twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bottega.core.callback import Progress
+from bottega.core.errors import BottegaError, DirectoryInUse, EnvironmentProblem, UsageError
+from bottega.core.rundir import Lock, RunDirectory, read_metrics
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from bottega.core.rundir import Lock, RunDirectory
+with Lock(RunDirectory(Path(sys.argv[1]))):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
+    with Lock(RunDirectory(tmp_path)):
+        with pytest.raises(DirectoryInUse, match=f"{tmp_path} is in use by process {os.getpid()} on ") as caught:
+            Lock(RunDirectory(tmp_path)).__enter__()
+        assert caught.value.code == 9
+    with Lock(RunDirectory(tmp_path)):
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(DirectoryInUse, match=f"process {holder.pid}"):
+            Lock(RunDirectory(tmp_path)).__enter__()
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        with Lock(RunDirectory(tmp_path)):
+            assert json.loads((tmp_path / "LOCK").read_text())["pid"] == os.getpid()
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_lock_file_that_makes_no_sense_is_only_a_file(tmp_path: Path) -> None:
+    (tmp_path / "LOCK").write_text("{")
+    with Lock(RunDirectory(tmp_path)):
+        (tmp_path / "LOCK").write_text("{")
+        with pytest.raises(DirectoryInUse, match="in use by another process"):
+            Lock(RunDirectory(tmp_path)).__enter__()
+
+
+@pytest.mark.parametrize("where", ["file/run", "/proc/bottega/run"])
+def test_a_directory_that_cannot_be_written_is_an_environment_problem(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match="cannot write"):
+        RunDirectory(tmp_path / where).create()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    run.write(run.recipe, "old\n")
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(BottegaError, match="the disk is full"):
+        run.write(run.recipe, "new\n")
+    assert os.listdir(tmp_path) == ["recipe.yaml"]
+    assert run.recipe.read_text() == "old\n"
+
+
+def test_a_run_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "my-first-run").mkdir()
+    with pytest.raises(UsageError, match="did you mean .*my-first-run") as caught:
+        RunDirectory(tmp_path / "my-frist-run").must_exist()
+    assert caught.value.code == 2
+
+
+def row(step: int, kind: str = "train", *, batch: int = 4) -> dict[str, object]:
+    return {"step": step, "kind": kind, "samples": step * batch, "loss": 1.0}
+
+
+def kept(run: RunDirectory, progress: Progress) -> list[tuple[int, str]]:
+    run.truncate_metrics(progress)
+    return [(r["step"], r["kind"]) for r in read_metrics(run.metrics)]
+
+
+def test_lines_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.truncate_metrics(Progress())  # there is nothing yet
+    rows = [row(1), row(2), row(2, "eval"), row(3), row(4), row(4, "eval")]
+    run.metrics.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 5, "kind": "tr')
+    assert kept(run, Progress(step=3, samples=12, evaluated=2)) == [(1, "train"), (2, "train"), (2, "eval"), (3, "train")]
+    assert kept(run, Progress(step=2, samples=8, evaluated=2)) == [(1, "train"), (2, "train"), (2, "eval")]
+    # The checkpoint of step 2 was written without its evaluation, which will be made again.
+    assert kept(run, Progress(step=2, samples=8, evaluated=0)) == [(1, "train"), (2, "train")]
+    assert kept(run, Progress()) == []
+
+
+def test_the_history_survives_another_batch_size(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics.write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 9)))
+    assert len(kept(run, Progress(step=3, samples=24, evaluated=3))) == 6, "24 samples are six steps of four"
+
+
+def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    strange = [b"[]", b"", b'{"kind": "train"}', b"null", b'{"step": 2, "kind": "train", "samples": "x"}', b"\xff\x00"]
+    run.metrics.write_bytes(b"\n".join([json.dumps(row(1)).encode(), *strange]) + b"\n")
+    run.truncate_metrics(Progress(step=5, samples=20))
+    assert read_metrics(run.metrics) == [row(1)]

@@ -1,0 +1,99 @@
+"""A language run small enough to be trained, killed and resumed in a test, in this process or through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from bottega.core import checkpoint
+
+SMALL: dict[str, Any] = {
+    "model.num_layers": 1,
+    "model.hidden_size": 16,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_size": 8,
+    "model.intermediate_size": 32,
+    "model.context": 16,
+    "data.sequence_length": 16,
+    "training.max_steps": 8,
+    "training.batch_size": 4,
+    "training.scheduler.warmup_steps": 2,
+    "evaluation.every": 4,
+    "checkpoint.every": 4,
+    "samples.every": None,
+    "logging.every": 1,
+    "logging.tensorboard": False,
+    "logging.resources": False,
+}
+
+
+def write_text(path: Path, *, seed: int = 0, words: int = 600) -> Path:
+    """Lines of five invented words each: seventeen characters in all, the line break among them."""
+    rng = random.Random(seed)
+    chosen = [rng.choice(("alpha", "beta", "gamma", "delta", "zeta", "theta")) for _ in range(words)]
+    lines = (" ".join(chosen[i : i + 5]) for i in range(0, words, 5))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def settings(output: Path, text: Path, **changes: Any) -> dict[str, Any]:
+    return {**SMALL, "output_dir": str(output), "data.train.path": str(text), **changes}
+
+
+def train(output: Path, text: Path, **changes: Any) -> Any:
+    """`bottega.train` in this process. Keys with dots go in as `**{"training.max_steps": 4}`."""
+    import bottega
+
+    return bottega.train("language/shakespeare", settings(output, text, **changes))
+
+
+def words(output: Path, text: Path, *more: str, **changes: Any) -> list[str]:
+    """The same as a command line."""
+    keys = [f"{k}={'null' if v is None else json.dumps(v) if isinstance(v, bool) else v}" for k, v in settings(output, text, **changes).items()]
+    return ["train", "language/shakespeare", *keys, *more]
+
+
+def command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "bottega", *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
+
+
+def bottega(arguments: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    return subprocess.run(
+        command(arguments), env=environment(**(env or {})), capture_output=True, text=True, timeout=120, check=False, **options
+    )
+
+
+def tensors(run: Path, which: str = "last") -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint, verified, as `file/name`."""
+    folder = checkpoint.follow(run / "checkpoints", which)
+    assert folder is not None, f"{run} has no {which} checkpoint"
+    manifest = checkpoint.verify(folder)
+    files = [name for name in manifest.files if name.endswith(".safetensors")]
+    return {f"{file}/{name}": array for file in files for name, array in load_file(folder / file).items()}
+
+
+def different(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> list[str]:
+    """Names that only one has, or whose bytes differ."""
+    only = sorted(set(a) ^ set(b))
+    return only + [name for name in a if name in b and (a[name].dtype, a[name].tobytes()) != (b[name].dtype, b[name].tobytes())]
+
+
+def steps_logged(run: Path, kind: str = "train") -> list[int]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if row["kind"] == kind]

@@ -1,0 +1,80 @@
+"""The tree keeps its shape: imports point down, the light parts stay light, and files stay readable."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bottega
+
+PACKAGE = Path(bottega.__file__).parent
+ROOT = PACKAGE.parents[1]
+FILES = sorted(PACKAGE.rglob("*.py"))
+FRAMEWORK_FREE = ("core", "schema", "data")
+LONGEST_FILE = 400
+LARGEST_CORE = 1500
+
+
+def names_of(*packages: str) -> list[str]:
+    """Every module of these packages, found on disk and not by importing them."""
+    found = []
+    for package in packages:
+        found.append(f"bottega.{package}")
+        folder = [str(PACKAGE / package)]
+        found += [module.name for module in pkgutil.walk_packages(folder, f"bottega.{package}.")]
+    return found
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def test_the_import_contracts_hold() -> None:
+    program = Path(sys.executable).with_name("lint-imports")
+    if not program.exists():
+        pytest.skip("import-linter is not installed; pip install 'bottega[dev]'")
+    done = subprocess.run([program, "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_light_modules_load_no_framework() -> None:
+    """The contracts see our own imports; this sees also what a third-party package would drag in."""
+    modules = ["bottega", "bottega.cli", *names_of(*FRAMEWORK_FREE)]
+    code = (
+        f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
+        "print(sorted({'torch', 'jax', 'flax', 'transformers', 'tensorflow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_a_file_says_its_idea_in_its_first_line(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert ast.get_docstring(ast.parse(text)), "the module has no docstring"
+    assert text.startswith('"""'), "the docstring is not the first line"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_a_file_can_be_read_in_one_sitting(path: Path) -> None:
+    assert lines_of(path) <= LONGEST_FILE, "look for the second idea in it"
+
+
+def test_core_stays_small() -> None:
+    assert sum(lines_of(path) for path in (PACKAGE / "core").glob("*.py")) < LARGEST_CORE
+
+
+def test_there_is_no_drawer_for_odds_and_ends() -> None:
+    drawers = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
+    assert not [relative(path) for path in FILES if path.name in drawers]

@@ -1,0 +1,122 @@
+"""A task of two terms with ragged masks, noise and dropout: everything the engine promises about, in a few hundred weights.
+
+b: examples   T: places of an example, of which `mask` counts some   F: features
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bottega.core import checkpoint
+from bottega.core.noise import Noise, generator
+from bottega.core.task import Task
+from bottega.core.types import Batch, Loss, Models
+from bottega.data.loader import Loader
+from bottega.data.source import ArraySource
+from bottega.engines.torch import TorchEngine
+from bottega.schema.recipe import Training
+
+F, T = 4, 5
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(F, 8)
+        self.norm = nn.LayerNorm(8)
+        self.second = nn.Linear(8, 8)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(torch.tanh(self.second(self.norm(self.first(x)))))).squeeze(-1)
+
+
+class Toy(Task):
+    """Squared error over the places that count, and a term over whole examples."""
+
+    dropout: float = 0.0
+    noise: float = 0.1
+
+    def build(self, seed: int) -> dict[str, Any]:
+        model = Net(self.dropout)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                drawn = generator(seed, name).standard_normal(p.shape, dtype=np.float32)
+                p.copy_(torch.from_numpy(0.3 * drawn + float("norm.weight" in name)))
+        return {"model": model}
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        return {"error": float(np.asarray(batch["mask"]).sum()), "mean": float(len(batch["mask"]))}
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        mask = batch["mask"].float()
+        x = batch["x"] + self.noise * rng.normal("x", (T, F))
+        wrong = (models["model"](x) - batch["y"]) ** 2 * mask
+        means = wrong.sum(dim=1) / mask.sum(dim=1)
+        return Loss(
+            terms={"error": (wrong.sum(), 1.0), "mean": (means.sum(), 0.25)},
+            metrics={"absolute": (wrong.detach().sqrt().sum(), mask.sum())},
+        )
+
+
+def source(*, samples: int = 40, bad: int | None = None) -> ArraySource:
+    """`bad` is the number of a sample with an infinity in it."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((samples, T, F), dtype=np.float32)
+    lengths = rng.integers(1, T + 1, samples)
+    y = np.sin(x.sum(-1))
+    if bad is not None:
+        x[bad, 0, 0] = np.inf
+    return ArraySource({"x": x, "y": y, "mask": np.arange(T) < lengths[:, None]})
+
+
+def training(**changes: Any) -> Training:
+    usual = {"max_steps": 8, "batch_size": 8, "learning_rate": 1e-2, "mixed_precision": "fp32"}
+    return Training.model_validate({**usual, **changes})
+
+
+def engine(
+    options: Training | None = None,
+    *,
+    task: Task | None = None,
+    micro: int | None = None,
+    rate: Callable[[int], float] | None = None,
+    **more: Any,
+) -> TorchEngine:
+    options = options or training()
+    return TorchEngine(
+        task or Toy(),
+        options,
+        rate=rate or (lambda step: options.learning_rate / (1 + 0.1 * step)),
+        device="cpu",
+        micro_batch_size=micro,
+        **more,
+    )
+
+
+def loader(data: ArraySource | None = None, *, of: TorchEngine, batch_size: int = 8, workers: int = 0) -> Loader:
+    return Loader(data or source(), batch_size, seed=0, rank=of.rank, world=of.world, workers=workers)
+
+
+def advance(of: TorchEngine, batches: Loader, start: int, stop: int) -> list[dict[str, float]]:
+    """The steps from `start` up to `stop`; what each of them reported."""
+    stream = batches(start)
+    reports = [of.fetch(of.train_step(step, next(stream))) for step in range(start, stop)]
+    stream.close()
+    return reports
+
+
+def state(of: TorchEngine) -> dict[str, np.ndarray]:
+    """A copy of everything a checkpoint keeps, as `file/name`."""
+    return {f"{file}/{name}": t.detach().numpy().copy() for file, ts in of.state().items() for name, t in ts.items()}
+
+
+def save(of: TorchEngine, folder: Path, step: int, progress: Mapping[str, Any] | None = None) -> Path:
+    return checkpoint.write(folder, step=step, files=of.snapshot().files(), progress=progress or {"step": step}, fingerprint={})

@@ -1,0 +1,112 @@
+"""What the tests want to see of two processes, in one launch: `torchrun --nproc_per_node 2 two_ranks.py FOLDER TEXT`.
+
+Rank 0 leaves files in FOLDER; test_two_ranks.py and the contract compare them with one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from safetensors.numpy import save_file
+from small_run import words
+from toy_task import Toy, advance, engine, loader, source, state, training
+
+from bottega import cli
+from bottega.callbacks.jsonl import JsonLines
+from bottega.core.callback import Progress
+from bottega.core.loop import Every, Fit, evaluate
+from bottega.core.saver import Saver
+from bottega.data.loader import evaluate_batches
+from bottega.engines.nonfinite import Recovery
+
+RANK = int(os.environ["RANK"])
+BAD = 11
+
+
+def keep(folder: Path, name: str, tensors: dict[str, np.ndarray]) -> None:
+    save_file({key.replace("/", "|"): array for key, array in tensors.items()}, folder / f"{name}.{RANK}.safetensors")
+
+
+def splits(folder: Path) -> None:
+    """The same three steps, with and without micro-batches."""
+    for micro in (None, 1, 3):
+        one = engine(training(optimizer={"name": "sgd"}), micro=micro)
+        assert (one.rank, one.world) == (RANK, 2)
+        reports = advance(one, loader(of=one), 0, 3)
+        keep(folder, f"split-{micro}", state(one))
+        if RANK == 0:
+            (folder / f"split-{micro}.json").write_text(json.dumps([r["loss"] for r in reports]))
+
+
+def evaluation(folder: Path) -> None:
+    """37 samples in batches of 8: the last batch cannot be shared equally."""
+    one = engine(task=Weighted(noise=0.0))
+    means = evaluate(one, evaluate_batches(source(samples=37), 8, rank=one.rank, world=one.world))
+    (folder / f"evaluation.{RANK}.json").write_text(json.dumps(means))
+
+
+class Weighted(Toy):
+    """Padding rows of an evaluation count nowhere."""
+
+    def counts(self, batch: Any) -> Any:
+        return super().counts(without_padding(batch))
+
+    def loss(self, models: Any, batch: Any, rng: Any) -> Any:
+        import torch
+
+        rows = batch["weight"] > 0 if "weight" in batch else torch.ones(len(batch["x"]), dtype=torch.bool)
+        kept = {name: value[rows] for name, value in batch.items() if name != "weight"}
+        return super().loss(models, kept, type(rng)(rng.seed, rng.step, rng.positions[rows], rng.xp))
+
+
+def without_padding(batch: Any) -> Any:
+    if "weight" not in batch:
+        return batch
+    rows = np.asarray(batch["weight"]) > 0
+    return {name: value[rows] for name, value in batch.items() if name != "weight"}
+
+
+def rollback(folder: Path) -> None:
+    """A bad sample on one rank: both go back to the same checkpoint, although rank 0 was still writing it."""
+    one = engine(training(on_nonfinite="rollback", optimizer={"name": "sgd"}))
+    batches = loader(source(bad=BAD), of=one)
+    saver = Saver(folder / "rollback", keep=2, fingerprint={}, announce=lambda p, path: None, warn=lambda text: None)
+    recover = Recovery(
+        engine=one, loader=batches, saver=saver, policy="rollback", folder=folder / "evidence", warn=lambda text: None
+    )
+    progress = Progress(total=6)
+    rows = [JsonLines(folder / "rollback.jsonl", print)] if RANK == 0 else []
+    Fit(
+        engine=one,
+        batches=batches,
+        progress=progress,
+        every=Every(log=1, save=1),
+        saver=saver,
+        recover=recover,
+        callbacks=rows,
+    ).run()
+    keep(folder, "rollback", state(one))
+    (folder / f"rollback.{RANK}.json").write_text(json.dumps(progress.to_json()))
+
+
+def language(folder: Path, text: Path) -> None:
+    """The command itself: a run, and the same one in two halves, of which the second has more steps to do."""
+    halves = {"name": "halves", "training.scheduler.name": "constant"}
+    for changes in ({"name": "whole"}, {**halves, "training.max_steps": 3}, {**halves, "training.max_steps": 6}):
+        code = cli.main(words(folder, text, "--quiet", **{"training.max_steps": 6, "checkpoint.every": 2, **changes}))
+        assert code == 0, code
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    splits(out)
+    evaluation(out)
+    rollback(out)
+    dist.destroy_process_group()
+    language(out, Path(sys.argv[2]))
