@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,26 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bottega import branches, environment, resume
+from bottega import environment, resume
 from bottega.branches.branch import Branch
 from bottega.callbacks.console import Console
-from bottega.callbacks.early_stop import EarlyStop, Plateau
-from bottega.callbacks.jsonl import JsonLines
-from bottega.callbacks.resources import Resources
-from bottega.callbacks.tensorboard import TensorBoard
-from bottega.callbacks.wandb import WandB
+from bottega.compose import (
+    build_engine,
+    build_loader,
+    cadences,
+    plan_rates,
+    prepare,
+    total_steps,
+    validation_batches,
+    watchers,
+)
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
-from bottega.core.errors import UsageError
-from bottega.core.loop import Every, Fit, Goal
+from bottega.core.errors import PeerLost, UsageError
+from bottega.core.loop import Fit, Goal
 from bottega.core.rundir import Lock, RunDirectory, read_metrics
 from bottega.core.saver import Saver, preflight
-from bottega.core.schedule import Schedule
-from bottega.data.loader import Loader, evaluate_batches
-from bottega.data.source import Source
+from bottega.data.loader import Loader
 from bottega.schema.load import Resolved, global_batch, load_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import BUILT_TASKS, Recipe
-from bottega.schema.units import Cadence
 
 if TYPE_CHECKING:
     from bottega.engines.torch import TorchEngine
@@ -149,6 +151,12 @@ class _Session:
         engine = build_engine(recipe, branch)
         try:
             return self._run(branch, engine, changes)
+        except RuntimeError as error:
+            from bottega.engines.devices import is_lost_peer
+
+            if engine.world > 1 and is_lost_peer(error):
+                raise PeerLost(f"rank {engine.rank} of {engine.world} lost another rank; start the same command again") from error
+            raise
         finally:
             engine.close()
 
@@ -164,15 +172,20 @@ class _Session:
         if engine.rank == 0:
             self._write_down(branch, engine)
         self._introduce(branch, engine, progress)
+
+        def announce(p: Progress, folder: Path) -> None:
+            for callback in callbacks:
+                callback.after_save(p, folder)
+
         saver = Saver(
             directory.checkpoints,
             keep=recipe.checkpoint.keep,
             fingerprint=fingerprint,
-            announce=lambda p, folder: [c.after_save(p, folder) for c in callbacks] and None,
+            announce=announce,
             warn=console.warn,
         )
         saver.resumed_from = found
-        callbacks = self._callbacks(engine)
+        callbacks = watchers(recipe, directory, console, is_main=engine.rank == 0)
         validation = branch.validation()
         fit = Fit(
             engine=engine,
@@ -235,45 +248,6 @@ class _Session:
             f"{engine.world} process{'es' if engine.world > 1 else ''}, {progress.total} steps"
         )
 
-    def _callbacks(self, engine: TorchEngine) -> list[Callback]:
-        recipe, directory, console = self.recipe, self.directory, self.console
-        rules: list[Callback] = []
-        stopping, scheduler = recipe.training.early_stopping, recipe.training.scheduler
-        if stopping is not None:
-            rules.append(
-                EarlyStop(
-                    metric=stopping.metric,
-                    maximise=stopping.mode == "max",
-                    patience=stopping.patience,
-                    threshold=stopping.threshold,
-                )
-            )
-        if scheduler.name == "plateau":
-            rules.append(
-                Plateau(
-                    metric=recipe.evaluation.metric,
-                    maximise=recipe.evaluation.mode == "max",
-                    patience=scheduler.patience,
-                    threshold=0.0,
-                    factor=scheduler.factor,
-                    floor=scheduler.min_ratio or 0.0,
-                )
-            )
-        if engine.rank != 0:
-            return rules
-        watchers: list[Callback] = [Resources(directory.path)] if recipe.logging.resources else []
-        watchers += [console, JsonLines(directory.metrics, console.warn)]
-        if recipe.logging.tensorboard:
-            watchers.append(TensorBoard(directory.path))
-        wandb = recipe.logging.wandb
-        if wandb.active:
-            options = {**wandb.model_dump(), "name": wandb.name or directory.path.name}
-            project = wandb.project or "bottega"
-            watchers.append(
-                WandB(folder=directory.path, project=project, options=options, config=recipe.plain(), warn=console.warn)
-            )
-        return [*rules, *watchers]
-
     def _sample(self, branch: Branch, engine: TorchEngine, progress: Progress) -> Path:
         folder = self.directory.samples / f"step-{progress.step:08d}"
         if engine.rank == 0:
@@ -306,7 +280,7 @@ class _Session:
         best = f", best {self.recipe.evaluation.metric} {progress.best:.4f} at step {progress.best_step}" if progress.best_step else ""
         console.say(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
         console.say(
-            f"next:  bottega generate {path} --prompt 'def '\n"
+            f"next:  bottega generate {path}{_prompt(self.recipe)}\n"
             f"       bottega evaluate {path}\n"
             f"       bottega export {path}"
         )
@@ -329,105 +303,10 @@ class _Last(Callback):
         self.metrics, self._evaluated = dict(metrics), True
 
 
-def prepare(recipe: Recipe, console: Console) -> Branch:
-    """The branch with its data ready, showing a bar while that takes long."""
-    from rich.progress import Progress as Bar
-
-    with Bar(console=console.rich, transient=True, disable=not console.rich.is_terminal) as bar:
-        rows: dict[str, Any] = {}
-
-        def say(stage: str, done: int, total: int) -> None:
-            if stage not in rows:
-                rows[stage] = bar.add_task(stage, total=total)
-            bar.update(rows[stage], completed=done)
-
-        return branches.prepare(recipe, say=say)
-
-
-def build_engine(recipe: Recipe, branch: Branch) -> TorchEngine:
-    """The engine with its models built; the rates are planned once the length of the run is known."""
-    from bottega.engines.torch import TorchEngine
-
-    return TorchEngine(
-        branch.task,
-        recipe.training,
-        rate=lambda step: recipe.training.learning_rate,
-        seed=recipe.seed,
-        device=recipe.device,
-        deterministic=recipe.deterministic,
-        micro_batch_size=micro_batch(recipe),
-        pin_memory=recipe.data.pin_memory,
-    )
-
-
-def micro_batch(recipe: Recipe) -> int | None:
-    """Examples in one forward of one process; None is all of them."""
-    training = recipe.training
-    if isinstance(training.micro_batch_size, int):
-        return training.micro_batch_size
-    return training.batch_size if training.gradient_accumulation_steps else None
-
-
-def build_loader(recipe: Recipe, source: Source, engine: TorchEngine) -> Loader:
-    # On a GPU the host is idle while the device works, so a batch is made ahead; on a CPU that would only compete.
-    ahead = (2 if engine.device.type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
-    return Loader(
-        source,
-        global_batch(recipe, engine.world),
-        seed=recipe.seed,
-        rank=engine.rank,
-        world=engine.world,
-        workers=recipe.data.workers,
-        prefetch=ahead,
-    )
-
-
-def total_steps(recipe: Recipe, loader: Loader) -> int:
-    training = recipe.training
-    if training.max_steps is not None:
-        return training.max_steps
-    assert training.num_epochs is not None, "the schema asks for one of them"
-    return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
-
-
-def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epoch: int) -> None:
-    training, s = recipe.training, recipe.training.scheduler
-    warmup = s.warmup_steps.steps(total, steps_per_epoch)
-    floor = s.eta_min / training.learning_rate if s.eta_min is not None else s.min_ratio or 0.0
-    cycle = s.t_max or (max(1, (total - warmup) // s.cycles) if s.cycles else None)
-    shape = Schedule(
-        s.name,
-        total=total,
-        warmup=min(warmup, total),
-        floor=min(1.0, floor),
-        cycle=cycle,
-        power=s.power,
-        gamma=s.gamma,
-        decay_fraction=s.decay_fraction,
-    )
-    engine.rate = lambda step: training.learning_rate * shape(step)
-
-
-def cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool) -> Every:
-    def steps(cadence: Cadence | None) -> int:
-        return total if cadence is None else cadence.steps(total, max(1, round(loader.steps_per_epoch)))
-
-    saving = recipe.checkpoint.every
-    by_clock = saving.seconds if saving is not None else None
-    return Every(
-        log=steps(recipe.logging.every),
-        evaluate=steps(recipe.evaluation.every) if has_validation else 0,
-        save=0 if by_clock is not None else steps(saving),
-        save_seconds=by_clock,
-        sample=steps(recipe.samples.every) if recipe.samples.every is not None else 0,
-    )
-
-
-def validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
-    """A function that starts one pass over the validation data."""
-    size = recipe.evaluation.batch_size or loader.batch_size
-    limit = size * recipe.evaluation.max_batches if recipe.evaluation.max_batches else None
-    return lambda: evaluate_batches(source, size, rank=loader.rank, world=loader.world, limit=limit)
+def _prompt(recipe: Recipe) -> str:
+    """What the run's own samples start from, as an example to type."""
+    first = next(iter(getattr(recipe.samples, "prompts", ())), "")
+    return f" --prompt {shlex.quote(first)}" if first.strip() else ""
 
 
 def _bytes(engine: TorchEngine) -> int:

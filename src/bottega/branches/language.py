@@ -53,7 +53,8 @@ class LanguageBranch(Branch):
         self.recipe, self.tokenizer = recipe, tokenizer
         self._prepared = prepared
         self.shape, self.length = shape_of(recipe, tokenizer.vocab_size)
-        self.task: Language = Language(shape=self.shape, pretrained=recipe.model.from_)
+        start = recipe.model.from_
+        self.task: Language = Language(shape=self.shape, pretrained=str(start_folder(start)) if start else None)
 
     @property
     def prepared(self) -> Prepared:
@@ -173,7 +174,7 @@ def shape_of(recipe: LanguageRecipe, vocab_size: int) -> tuple[TransformerShape,
     if said.get("vocab_size", vocab_size) < vocab_size:
         raise UsageError(f"model.vocab_size: {said['vocab_size']} rows cannot hold the tokenizer's {vocab_size} tokens")
     if model.from_ is not None:
-        base = read_shape(fetch_folder(model.from_)).model_dump()
+        base = read_shape(start_folder(model.from_)).model_dump()
         fixed = sorted(k for k in said if k not in ("dropout", "context") and said[k] != base[k])
         if fixed:
             raise UsageError(f"model.{fixed[0]}: {said[fixed[0]]} was asked for, and model.from has {base[fixed[0]]}")
@@ -187,6 +188,16 @@ def shape_of(recipe: LanguageRecipe, vocab_size: int) -> tuple[TransformerShape,
     if length > dims["context"]:
         raise UsageError(f"data.sequence_length: {length} tokens exceed model.context {dims['context']}")
     return TransformerShape(**dims), length
+
+
+def start_folder(name: str) -> Path:
+    """The transformers folder to start from: a run's export, a folder, or a hub name."""
+    run = Path(name)
+    if not (run / "recipe.yaml").is_file():
+        return fetch_folder(name)
+    if not (run / "final" / "config.json").is_file():
+        raise UsageError(f"model.from: {name} is a run that was not exported; say bottega export {name} first")
+    return run / "final"
 
 
 def _own_dimensions(model: LanguageModel) -> dict[str, Any]:
@@ -205,7 +216,7 @@ def _tokenizer(recipe: LanguageRecipe) -> TokenizerSpec:
     chosen = recipe.data.tokenizer
     if recipe.model.from_ is not None and chosen.kind == "bpe" and chosen.vocab_size is None:
         # Pretrained weights know one vocabulary only, and it lies beside them.
-        return TokenizerSpec(kind="pretrained", path=str(fetch_folder(recipe.model.from_)))
+        return TokenizerSpec(kind="pretrained", path=str(start_folder(recipe.model.from_)))
     size = {"vocab_size": chosen.vocab_size} if chosen.vocab_size is not None else {}
     return TokenizerSpec(kind=chosen.kind, path=chosen.path, **size)
 
@@ -213,4 +224,4 @@ def _tokenizer(recipe: LanguageRecipe) -> TokenizerSpec:
 def _text_source(source: SourceOptions) -> TextSource:
     if source.kind not in READABLE:
         raise UsageError(f"data.train.kind: {source.kind} cannot be read yet; there is {', '.join(READABLE)}")
-    return TextSource(kind=source.kind, path=source.path, field=source.field)  # type: ignore[arg-type]
+    return TextSource(kind=source.kind, path=source.path, field=source.field)

@@ -109,8 +109,8 @@ def write_safetensors(path: Path, tensors: Tensors) -> dict[str, Any]:
     head += b" " * (-len(head) % 8)
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file:
-        for piece in (len(head).to_bytes(8, "little"), head, *(arrays[name].reshape(-1).view(np.uint8) for name in order)):
-            view = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
+        data = (arrays[name].reshape(-1).view(np.uint8).data for name in order if arrays[name].size)
+        for view in (memoryview(len(head).to_bytes(8, "little")), memoryview(head), *data):
             for at in range(0, len(view), CHUNK):
                 _write_all(file, view[at : at + CHUNK], digest)
         os.fsync(file.fileno())

@@ -51,5 +51,5 @@ class Engine(ABC):
         """True on all ranks if true on any, so that all stop at the same step."""
         return flag
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most engines hold nothing)
         """Let go of devices and process groups."""

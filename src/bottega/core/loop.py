@@ -20,7 +20,8 @@ from bottega.core.types import Batch, Sums
 class Batches(Protocol):
     """What is seen: the whole state of a loader is the step."""
 
-    batch_size: int
+    @property
+    def batch_size(self) -> int: ...
 
     def __call__(self, step: int) -> Iterator[Batch]: ...
 

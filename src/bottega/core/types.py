@@ -31,4 +31,4 @@ class Loss(NamedTuple):
     """
 
     terms: dict[str, tuple[Array, float]]
-    metrics: Sums = {}
+    metrics: Sums = {}  # noqa: RUF012  (a default of a NamedTuple, never changed)

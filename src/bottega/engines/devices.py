@@ -42,6 +42,12 @@ def join_group(device: torch.device) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone. Gloo says so in words only."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
     """bf16 where the device has it; on a CPU without bf16 units it would be two to three times slower than fp32."""
     if name == "auto":

@@ -117,7 +117,7 @@ def first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None
         rng = Noise(engine.seed, step, torch.arange(batch_length(batch), device=engine.device), torch)
         with engine._autocast():
             out = engine.task.loss(engine._eval_models, on_device, rng)
-        sum(total for total, _ in out.terms.values()).backward()  # type: ignore[union-attr]
+        sum(total for total, _ in out.terms.values()).backward()
         if not found:
             bad = (n for n, p in engine.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all())
             found += [f"the gradient of {name}" for name in [next(bad, None)] if name]

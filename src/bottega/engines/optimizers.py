@@ -77,7 +77,7 @@ def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def _one(which: str, options: OptimizerOptions, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    betas, eps = tuple(options.betas), options.eps
+    betas, eps = options.betas, options.eps
     name = "adamw" if which == "rest" and options.name == "muon" else options.name
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)

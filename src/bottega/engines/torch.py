@@ -91,7 +91,7 @@ class TorchEngine(Engine):
         self._ema = {n: p.detach().clone() for n, p in named.items() if p.requires_grad} if training.ema else {}
         if training.gradient_checkpointing:
             require(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
-            self.model.checkpoint_blocks = True  # type: ignore[assignment]
+            self.model.checkpoint_blocks = True
 
         called: Any = self.model
         if training.compile is True or (training.compile == "auto" and self.device.type == "cuda"):

@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import sys
 from typing import Any
 
 import psutil
@@ -45,8 +44,6 @@ def examine() -> dict[str, Any]:
         "exit_code": 0,
     }
     problems = report["problems"]
-    if sys.version_info < (3, 11):
-        problems.append(f"Python {platform.python_version()} is too old: 3.11 or newer is needed")
     problems += [
         f"{name} is missing: pip install bottega" for name, extra in PACKAGES.items() if not extra and not versions[name]
     ]

@@ -24,9 +24,9 @@ def inspect(what: str, words: list[str]) -> dict[str, Any]:
     with engine._autocast():
         out = engine.task.loss(engine._eval_models, put(batch, engine.device), rng)
         loss = sum(weight * total / counts[name] for name, (total, weight) in out.terms.items())
-    loss.backward()  # type: ignore[union-attr]
+    loss.backward()
     rows = [_row(name, module) for name, module in engine.model.named_modules() if any(True for _ in module.parameters())]
-    return {"loss": float(loss.detach()), "modules": rows}  # type: ignore[union-attr]
+    return {"loss": float(loss.detach()), "modules": rows}
 
 
 def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
@@ -36,7 +36,8 @@ def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
         saved = open_run(Path(what))
         return saved.engine, saved.branch, saved.recipe.training.batch_size, saved.recipe.seed
     from bottega.callbacks.console import Console
-    from bottega.run import build_engine, prepare, refuse_unbuilt
+    from bottega.compose import build_engine, prepare
+    from bottega.run import refuse_unbuilt
     from bottega.schema.load import load_recipe, parse_overrides
 
     sources, overrides = parse_overrides([what, *words])

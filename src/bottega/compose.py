@@ -1,0 +1,173 @@
+"""From a recipe to the parts of a run: branch, engine, loader, rates, cadences, watchers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from bottega import branches
+from bottega.branches.branch import Branch
+from bottega.callbacks.console import Console
+from bottega.callbacks.early_stop import EarlyStop, Plateau
+from bottega.callbacks.jsonl import JsonLines
+from bottega.callbacks.resources import Resources
+from bottega.callbacks.tensorboard import TensorBoard
+from bottega.callbacks.wandb import WandB
+from bottega.core.callback import Callback
+from bottega.core.loop import Every
+from bottega.core.rundir import RunDirectory
+from bottega.core.schedule import Schedule
+from bottega.data.loader import Loader, evaluate_batches
+from bottega.data.source import Source
+from bottega.schema.load import global_batch
+from bottega.schema.recipe import Recipe
+from bottega.schema.units import Cadence
+
+if TYPE_CHECKING:
+    from bottega.engines.torch import TorchEngine
+
+
+def prepare(recipe: Recipe, console: Console) -> Branch:
+    """The branch with its data ready, showing a bar while that takes long."""
+    from rich.progress import Progress as Bar
+
+    with Bar(console=console.rich, transient=True, disable=not console.rich.is_terminal) as bar:
+        rows: dict[str, Any] = {}
+
+        def say(stage: str, done: int, total: int) -> None:
+            if stage not in rows:
+                rows[stage] = bar.add_task(stage, total=total)
+            bar.update(rows[stage], completed=done)
+
+        return branches.prepare(recipe, say=say)
+
+
+def build_engine(recipe: Recipe, branch: Branch) -> TorchEngine:
+    """The engine with its models built; the rates are planned once the length of the run is known."""
+    from bottega.engines.torch import TorchEngine
+
+    return TorchEngine(
+        branch.task,
+        recipe.training,
+        rate=lambda step: recipe.training.learning_rate,
+        seed=recipe.seed,
+        device=recipe.device,
+        deterministic=recipe.deterministic,
+        micro_batch_size=micro_batch(recipe),
+        pin_memory=recipe.data.pin_memory,
+    )
+
+
+def micro_batch(recipe: Recipe) -> int | None:
+    """Examples in one forward of one process; None is all of them."""
+    training = recipe.training
+    if isinstance(training.micro_batch_size, int):
+        return training.micro_batch_size
+    return training.batch_size if training.gradient_accumulation_steps else None
+
+
+def build_loader(recipe: Recipe, source: Source, engine: TorchEngine) -> Loader:
+    # On a GPU the host is idle while the device works, so a batch is made ahead; on a CPU that would only compete.
+    ahead = (2 if engine.device.type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
+    return Loader(
+        source,
+        global_batch(recipe, engine.world),
+        seed=recipe.seed,
+        rank=engine.rank,
+        world=engine.world,
+        workers=recipe.data.workers,
+        prefetch=ahead,
+    )
+
+
+def total_steps(recipe: Recipe, loader: Loader) -> int:
+    training = recipe.training
+    if training.max_steps is not None:
+        return training.max_steps
+    assert training.num_epochs is not None, "the schema asks for one of them"
+    return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
+
+
+def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epoch: int) -> None:
+    training, s = recipe.training, recipe.training.scheduler
+    warmup = s.warmup_steps.steps(total, steps_per_epoch)
+    floor = s.eta_min / training.learning_rate if s.eta_min is not None else s.min_ratio or 0.0
+    cycle = s.t_max or (max(1, (total - warmup) // s.cycles) if s.cycles else None)
+    shape = Schedule(
+        s.name,
+        total=total,
+        warmup=min(warmup, total),
+        floor=min(1.0, floor),
+        cycle=cycle,
+        power=s.power,
+        gamma=s.gamma,
+        decay_fraction=s.decay_fraction,
+    )
+    engine.rate = lambda step: training.learning_rate * shape(step)
+
+
+def cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool) -> Every:
+    def steps(cadence: Cadence | None) -> int:
+        return total if cadence is None else cadence.steps(total, max(1, round(loader.steps_per_epoch)))
+
+    saving = recipe.checkpoint.every
+    by_clock = saving.seconds if saving is not None else None
+    return Every(
+        log=steps(recipe.logging.every),
+        evaluate=steps(recipe.evaluation.every) if has_validation else 0,
+        save=0 if by_clock is not None else steps(saving),
+        save_seconds=by_clock,
+        sample=steps(recipe.samples.every) if recipe.samples.every is not None else 0,
+    )
+
+
+def validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
+    """A function that starts one pass over the validation data."""
+    size = recipe.evaluation.batch_size or loader.batch_size
+    limit = size * recipe.evaluation.max_batches if recipe.evaluation.max_batches else None
+    return lambda: evaluate_batches(source, size, rank=loader.rank, world=loader.world, limit=limit)
+
+
+def watchers(recipe: Recipe, directory: RunDirectory, console: Console, *, is_main: bool) -> list[Callback]:
+    """The rules that every process follows, and on the main one those who write down what happens."""
+    rules = _rules(recipe)
+    if not is_main:
+        return rules
+    watching: list[Callback] = [Resources(directory.path)] if recipe.logging.resources else []
+    watching += [console, JsonLines(directory.metrics, console.warn)]
+    if recipe.logging.tensorboard:
+        watching.append(TensorBoard(directory.path))
+    wandb = recipe.logging.wandb
+    if wandb.active:
+        options = {**wandb.model_dump(), "name": wandb.name or directory.path.name}
+        project = wandb.project or "bottega"
+        watching.append(
+            WandB(folder=directory.path, project=project, options=options, config=recipe.plain(), warn=console.warn)
+        )
+    return [*rules, *watching]
+
+
+def _rules(recipe: Recipe) -> list[Callback]:
+    rules: list[Callback] = []
+    stopping, scheduler = recipe.training.early_stopping, recipe.training.scheduler
+    if stopping is not None:
+        rules.append(
+            EarlyStop(
+                metric=stopping.metric,
+                maximise=stopping.mode == "max",
+                patience=stopping.patience,
+                threshold=stopping.threshold,
+            )
+        )
+    if scheduler.name == "plateau":
+        rules.append(
+            Plateau(
+                metric=recipe.evaluation.metric,
+                maximise=recipe.evaluation.mode == "max",
+                patience=scheduler.patience,
+                threshold=0.0,
+                factor=scheduler.factor,
+                floor=scheduler.min_ratio or 0.0,
+            )
+        )
+    return rules
