@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,3 +47,23 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> P
     from small_run import train
 
     return train(tmp_path_factory.mktemp("finished"), text_file, **{"name": "finished"}).path
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
+    """What two processes left, started by torchrun on gloo; see two_ranks.py."""
+    from small_run import environment
+
+    out = tmp_path_factory.mktemp("two-ranks")
+    launch = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = Path(__file__).parent / "two_ranks.py"
+    done = subprocess.run(
+        [*launch, str(script), str(out), str(text_file)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out

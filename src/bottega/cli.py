@@ -94,7 +94,8 @@ def _explain(error: Exception) -> int:
         code, text = OutOfMemory.code, "out of memory; use a smaller model or lower training.micro_batch_size"
     else:
         code, text = 1, f"a bug in bottega: {type(error).__name__}: {error} (--debug shows where)"
-    print(f"bottega: {text}", file=sys.stderr)
+    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    sys.stderr.write(f"bottega: {rank}{text}\n")  # one write, so that ranks do not tear each other's lines
     return code
 
 
@@ -146,6 +147,7 @@ def _the_run(arguments: argparse.Namespace) -> Path:
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
     parser.add_argument("--data", help="other data than the run's own")
+    parser.add_argument("--data_config", "--data-config", metavar="FILE", help="a recipe file whose data is meant")
     parser.add_argument("--split", choices=("validation", "test"), default="validation", help="which of the run's own")
     parser.add_argument("--output_dir", "--output-dir", "--out", metavar="DIR", help="write metrics.json there")
 
@@ -155,7 +157,7 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
     _no_more(rest)
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
-    metrics = saved.evaluate(arguments.data, split=arguments.split)
+    metrics = saved.evaluate(arguments.data or _data_of(arguments.data_config), split=arguments.split)
     if arguments.output_dir:
         folder = Path(arguments.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,6 +166,19 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         for name, value in metrics.items():
             print(f"{name:<16}{value:.4f}")
     return {"metrics": metrics, "checkpoint": str(saved.checkpoint)}
+
+
+def _data_of(recipe: str | None) -> str | None:
+    """The data a recipe file names: its test part where it has one, else its training part."""
+    if recipe is None:
+        return None
+    from bottega.schema.load import check_recipe
+
+    data = check_recipe([recipe]).recipe.data
+    path = (data.test.path if data.test else None) or data.train.path
+    if path is None:
+        raise UsageError(f"{recipe} names no data: data.test.path or data.train.path")
+    return path
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:

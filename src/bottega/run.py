@@ -32,7 +32,7 @@ from bottega.core.loop import Fit, Goal
 from bottega.core.rundir import Lock, RunDirectory, read_metrics
 from bottega.core.saver import Saver, preflight
 from bottega.data.loader import Loader
-from bottega.schema.load import Resolved, global_batch, load_recipe, parse_overrides, to_yaml
+from bottega.schema.load import Resolved, check_recipe, global_batch, load_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import BUILT_TASKS, Recipe
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ def train_command(
     sources, overrides = parse_overrides(words)
     if not sources:
         raise UsageError("say what to train: bottega train RECIPE, such as bottega train language")
+    resolved = check_recipe(sources, overrides)
+    if len(resolved.task_candidates) == 1:
+        refuse_unbuilt(resolved.recipe)  # before asking for what such a task would need
     run = _train(
         load_recipe(sources, overrides),
         quiet=quiet,

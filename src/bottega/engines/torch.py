@@ -31,6 +31,7 @@ from bottega.engines.devices import (
     join_group,
     make_deterministic,
     put,
+    replicated,
     seed_dropout,
     slice_batch,
 )
@@ -97,12 +98,7 @@ class TorchEngine(Engine):
         if training.compile is True or (training.compile == "auto" and self.device.type == "cuda"):
             called = compiled(self.model)
         if self.world > 1:
-            called = torch.nn.parallel.DistributedDataParallel(
-                called,
-                device_ids=[self.device.index] if self.device.type == "cuda" else None,
-                broadcast_buffers=False,
-                gradient_as_bucket_view=True,
-            )
+            called = replicated(called, self.device)
         self._train_models = {**frozen, "model": called}
         self._eval_models = {**frozen, "model": self.model}
         self._called = called

@@ -134,6 +134,9 @@ def _read(source: Source, beside: Path | None, seen: list[str]) -> tuple[Layer, 
     """One source without its parents: its layer as typed, its name, and the folder its paths start from."""
     if isinstance(source, Mapping):
         return flatten(source, file="settings", lines={}), None, Path()
+    if source in RECIPES and source not in bundled.names():
+        # A task without a recipe of its name: its defaults, to be filled by the files that follow.
+        return flatten({"task": source}, file=str(source), lines={}), str(source), Path()
     path, origin = bundled.find(str(source), beside=beside)
     known = str(path.resolve())
     if known in seen:

@@ -1,0 +1,74 @@
+"""Every (engine, task) that can be trained, each as a recipe small enough to be trained many times in a test.
+
+A new engine or task joins by one line here, and is then held to everything in this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from small_run import settings, write_text
+
+from bottega import branches
+from bottega.branches.branch import Branch
+from bottega.compose import build_engine, build_loader, plan_rates
+from bottega.core import checkpoint
+from bottega.data.loader import Loader
+from bottega.schema.load import load_recipe
+
+
+def language(folder: Path) -> dict[str, Any]:
+    """Three layers: enough that the last one is not the first."""
+    return {**settings(folder, write_text(folder / "text.txt")), "model.num_layers": 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: str
+    task: str
+    recipe: str
+    settings: Callable[[Path], dict[str, Any]]
+
+    def __str__(self) -> str:
+        return f"{self.engine}-{self.task}"
+
+
+CASES = [Case("torch", "language", "language/shakespeare", language)]
+
+
+@dataclass
+class Subject:
+    """One process of a run, without the loop around it."""
+
+    branch: Branch
+    engine: Any
+    loader: Loader
+
+    def advance(self, start: int, stop: int) -> list[dict[str, float]]:
+        stream = self.loader(start)
+        reports = [self.engine.fetch(self.engine.train_step(step, next(stream))) for step in range(start, stop)]
+        stream.close()
+        return [{key: value for key, value in report.items() if key != "units"} for report in reports]
+
+    def state(self) -> dict[str, np.ndarray]:
+        files = self.engine.snapshot().files()
+        return {f"{file}/{name}": array.copy() for file, arrays in files.items() for name, array in arrays.items()}
+
+    def save(self, folder: Path, step: int) -> Path:
+        files = self.engine.snapshot().files()
+        return checkpoint.write(folder, step=step, files=files, progress={"step": step}, fingerprint={})
+
+
+def build(case: Case, folder: Path, **changes: Any) -> Subject:
+    values = {**case.settings(folder), "engine": case.engine, **changes}
+    recipe = load_recipe([case.recipe, values]).recipe
+    assert recipe.task == case.task
+    branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+    engine = build_engine(recipe, branch)
+    loader = build_loader(recipe, branch.training(), engine)
+    plan_rates(recipe, engine, total=8, steps_per_epoch=round(loader.steps_per_epoch))
+    return Subject(branch, engine, loader)

@@ -1,0 +1,140 @@
+"""The promises that hold for every engine and every task."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import CASES, Case, build
+from small_run import different, steps_logged, tensors, train
+
+from bottega.core import checkpoint
+from bottega.core.loop import evaluate
+from bottega.data.loader import evaluate_batches
+
+EVERYTHING: dict[str, Any] = {
+    "model.dropout": 0.1,
+    "training.ema": 0.9,
+    "training.micro_batch_size": 2,
+    "training.max_grad_norm": 0.5,
+}
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+def close(a: dict[str, np.ndarray], b: dict[str, np.ndarray], *, atol: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "muon", "lion", "adafactor"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case: Case, tmp_path: Path, optimizer: str) -> None:
+    options = {**EVERYTHING, "training.optimizer.name": optimizer}
+    straight = build(case, tmp_path, **options)
+    reports = straight.advance(0, 6)
+    end = straight.state()
+    for cut in (1, 4):
+        first = build(case, tmp_path, **options, **{"data.workers": 1 if cut == 4 and optimizer == "adamw" else 0})
+        assert first.advance(0, cut) == reports[:cut]
+        second = build(case, tmp_path, **options)
+        second.engine.load(first.save(tmp_path / f"cut-{cut}", cut))
+        assert second.advance(cut, 6) == reports[cut:]
+        assert different(end, second.state()) == [], f"cut at step {cut}"
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_the_mean_is_exact_under_any_split(case: Case, tmp_path: Path, micro: int) -> None:
+    """Plain descent, so that a difference in a gradient is a difference in a weight and no larger one."""
+    options = {"model.dropout": 0.0, "training.optimizer.name": "sgd", "training.learning_rate": 0.1}
+    whole = build(case, tmp_path, **options)
+    split = build(case, tmp_path, **options, **{"training.micro_batch_size": micro})
+    a, b = whole.advance(0, 4), split.advance(0, 4)
+    assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=1e-6)
+    close(whole.state(), split.state(), atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_order_of_samples_is_free_of_the_world_size(case: Case, tmp_path: Path, world: int) -> None:
+    loader = build(case, tmp_path).loader
+    for step in (0, 1, 17, 1000):
+        ranks = [replace(loader, rank=rank, world=world).batch(step) for rank in range(world)]
+        for name, whole in loader.batch(step).items():
+            np.testing.assert_array_equal(np.concatenate([batch[name] for batch in ranks]), whole)
+
+
+def test_an_evaluation_is_free_of_the_batch_size(case: Case, tmp_path: Path) -> None:
+    subject = build(case, tmp_path)
+    source = subject.branch.validation()
+    assert source is not None
+    usual = evaluate(subject.engine, evaluate_batches(source, 4))
+    for size in (1, 3, 64):
+        assert evaluate(subject.engine, evaluate_batches(source, size)) == pytest.approx(usual, rel=1e-6)
+
+
+def test_an_evaluation_in_the_middle_changes_nothing(case: Case, tmp_path: Path) -> None:
+    quiet, watched = build(case, tmp_path, **EVERYTHING), build(case, tmp_path, **EVERYTHING)
+    source = watched.branch.validation()
+    assert source is not None
+    quiet.advance(0, 4)
+    watched.advance(0, 2)
+    evaluate(watched.engine, evaluate_batches(source, 4))
+    watched.advance(2, 4)
+    assert different(quiet.state(), watched.state()) == []
+
+
+def test_recomputed_activations_give_the_same_weights(case: Case, tmp_path: Path) -> None:
+    plain = build(case, tmp_path, **EVERYTHING)
+    saving = build(case, tmp_path, **EVERYTHING, **{"training.gradient_checkpointing": True})
+    assert plain.advance(0, 3) == saving.advance(0, 3)
+    assert different(plain.state(), saving.state()) == []
+
+
+def test_it_learns(case: Case, tmp_path: Path) -> None:
+    losses = [report["loss"] for report in build(case, tmp_path, **{"training.learning_rate": 1e-2}).advance(0, 40)]
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+
+
+def test_initial_weights_are_a_function_of_the_seed(case: Case, tmp_path: Path) -> None:
+    a, b, c = (build(case, tmp_path, seed=seed).state() for seed in (0, 0, 1))
+    assert different(a, b) == []
+    assert different(a, c) != []
+
+
+def test_two_ranks_write_the_checkpoint_of_one(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
+    """The command under torchrun, against the same command alone."""
+    alone = train(tmp_path, text_file, name="whole", **{"training.max_steps": 6, "checkpoint.every": 2}).path
+    together = two_ranks / "whole"
+    for which in ("last", "best"):
+        close(tensors(alone, which), tensors(together, which), atol=2e-6)
+    assert steps_logged(together) == steps_logged(alone) == [1, 2, 3, 4, 5, 6]
+    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (alone, together)]
+    assert [r["loss"] for r in rows[1]] == pytest.approx([r["loss"] for r in rows[0]], rel=1e-5)
+    manifest = checkpoint.verify(together / "checkpoints" / "last")
+    assert manifest.fingerprint["world"] == 2
+
+
+def test_two_ranks_resume_together(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
+    options = {"training.max_steps": 6, "checkpoint.every": 2, "training.scheduler.name": "constant"}
+    alone = train(tmp_path, text_file, name="halves", **options).path
+    close(tensors(alone), tensors(two_ranks / "halves"), atol=2e-6)
+    assert steps_logged(two_ranks / "halves") == [1, 2, 3, 4, 5, 6]
+    assert "resumed" in (two_ranks / "halves" / "log.txt").read_text()
+
+
+def test_one_process_goes_on_where_two_stopped(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
+    import shutil
+
+    options = {"training.max_steps": 8, "checkpoint.every": 2, "training.scheduler.name": "constant"}
+    shutil.copytree(two_ranks / "halves", tmp_path / "halves", symlinks=True)
+    resumed = train(tmp_path, text_file, name="halves", **options).path
+    alone = train(tmp_path / "alone", text_file, name="halves", **options).path
+    close(tensors(alone), tensors(resumed), atol=2e-6)
+    assert "world: 2 -> 1" in (resumed / "log.txt").read_text(), "and it says what is no longer promised"

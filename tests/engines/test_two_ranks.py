@@ -1,0 +1,59 @@
+"""Two processes and one give the same weights, losses and evaluations, and agree when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import two_ranks as script
+from safetensors.numpy import load_file
+from toy_task import advance, engine, loader, source, state, training
+
+from bottega.core.loop import evaluate
+from bottega.core.rundir import read_metrics
+from bottega.data.loader import evaluate_batches
+
+
+def left(folder: Path, name: str, rank: int = 0) -> dict[str, np.ndarray]:
+    return {key.replace("|", "/"): array for key, array in load_file(folder / f"{name}.{rank}.safetensors").items()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _rank() -> None:
+    """two_ranks.py is imported for its task alone."""
+    assert script.RANK == 0
+
+
+@pytest.mark.parametrize("micro", [None, 1, 3])
+def test_weights_and_losses_are_those_of_one_process(two_ranks: Path, micro: int | None) -> None:
+    one = engine(training(optimizer={"name": "sgd"}))
+    losses = [report["loss"] for report in advance(one, loader(of=one), 0, 3)]
+    together = left(two_ranks, f"split-{micro}")
+    for name, array in state(one).items():
+        np.testing.assert_allclose(together[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
+    assert json.loads((two_ranks / f"split-{micro}.json").read_text()) == pytest.approx(losses, rel=1e-6)
+
+
+def test_ranks_stay_equal_bit_for_bit(two_ranks: Path) -> None:
+    for name in ("split-None", "split-1", "split-3", "rollback"):
+        a, b = left(two_ranks, name, 0), left(two_ranks, name, 1)
+        assert a.keys() == b.keys()
+        assert all(a[key].tobytes() == b[key].tobytes() for key in a), name
+
+
+def test_an_evaluation_counts_every_sample_once(two_ranks: Path) -> None:
+    alone = evaluate(engine(task=script.Weighted(noise=0.0)), evaluate_batches(source(samples=37), 8))
+    for rank in (0, 1):
+        together = json.loads((two_ranks / f"evaluation.{rank}.json").read_text())
+        assert together == pytest.approx(alone, rel=1e-6)
+
+
+def test_both_ranks_roll_back_and_pass_over_the_same_batch(two_ranks: Path) -> None:
+    a, b = (json.loads((two_ranks / f"rollback.{rank}.json").read_text()) for rank in (0, 1))
+    assert a == b
+    batches = loader(source(bad=script.BAD), of=engine())
+    assert a["skip_steps"] == [step for step in range(6) if script.BAD in batches.indices(step)[0]] != []
+    assert [row["step"] for row in read_metrics(two_ranks / "rollback.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert all(np.isfinite(array).all() for array in left(two_ranks, "rollback").values())

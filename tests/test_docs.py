@@ -1,0 +1,257 @@
+"""Every command and snippet of the documentation runs.
+
+Each page of README.md, CONTRIBUTING.md and docs/ is walked from top to bottom in a folder of its own that holds a small
+text, `my.txt`. Blocks are told by their fence:
+
+- `bash`: each line is a command. `bottega ...` runs in this process through `bottega.cli.main` and must give exit code
+  0, or the one that a trailing `# exit 2` names. `torchrun` on one machine runs for real. `ls`, `tail` and the like go
+  to a shell. What cannot run here (`make`, `tensorboard`, several machines, GPUs) is checked as far as it can be: the
+  make target exists, the recipe and settings behind `-m bottega train` resolve.
+- `python` is executed, with one namespace for a page.
+- `yaml` must be a recipe or a part of one; if its first line is a comment such as `# mine.yaml`, it is also saved there
+  for the commands below it.
+
+To be fast, and changing nothing else, a command that trains is made small: one layer, one batch of validation, samples
+of 8 tokens, and 4 steps where its line does not say how many (SMALLER, below; a key that the line sets itself is left
+alone). A recipe made for GPUs is not trained but checked with `plan --check`; tests/test_recipes.py trains its small
+form. Preparing the standard library's text takes seconds, so pages share one cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega import cli
+from bottega.core import errors
+from bottega.core.errors import BottegaError
+from bottega.schema.load import check_recipe
+from bottega.schema.transformer import DECLARED, sized
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+SMALLER = {
+    "training.max_steps": "4",
+    "model.num_layers": "1",
+    "evaluation.max_batches": "1",
+    "samples.max_new_tokens": "8",
+}
+FOR_GPUS = ("language/verse", "language/stanza", "language/epic", "language/shakespeare-gpu")
+SHELL = ("ls", "tail", "head", "cat", "cp")
+NOT_RUN = {"tensorboard": "serves until it is stopped", "pip": "needs the network", "pre-commit": "changes the clone"}
+
+
+@dataclass(frozen=True)
+class Block:
+    line: int
+    kind: str
+    text: str
+
+
+@dataclass
+class Page:
+    """What the blocks of one page share."""
+
+    folder: Path
+    names: dict[str, Any] = field(default_factory=lambda: {"__name__": "docs"})
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks_of(path: Path) -> list[Block]:
+    found: list[Block] = []
+    inside: tuple[int, str, list[str]] | None = None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        fence = re.fullmatch(r"\s*```(\w*)\s*", line)
+        if fence and inside is None:
+            inside = (number, fence[1], [])
+        elif fence and inside is not None:
+            start, kind, lines = inside
+            found.append(Block(start, kind, textwrap.dedent("\n".join(lines)) + "\n"))
+            inside = None
+        elif inside is not None:
+            inside[2].append(line)
+    assert inside is None, f"{path.name}: the fence of line {inside and inside[0]} is not closed"
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("docs-cache")
+
+
+@pytest.fixture
+def page(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    lines = (
+        f"The {n}th apprentice ground {n % 7} colours and wrote it down on line {n} of the book.\n" for n in range(400)
+    )
+    (tmp_path / "my.txt").write_text("".join(lines), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return Page(tmp_path)
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if blocks_of(p)], ids=relative)
+def test_what_a_page_shows_runs(path: Path, page: Page) -> None:
+    for block in blocks_of(path):
+        where = f"{relative(path)}:{block.line}"
+        if block.kind == "bash":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if line.strip() and not line.lstrip().startswith("#"):
+                    run_line(line, where)
+        elif block.kind == "python":
+            run_python(block, path, page)
+        elif block.kind == "yaml":
+            read_yaml(block, where, page)
+        else:
+            assert block.kind in ("text", "json"), f"{where}: a block of kind {block.kind!r}; say bash, python or text"
+
+
+def run_line(line: str, where: str) -> None:
+    said = re.search(r"#\s*exit (\d+)\s*$", line)
+    expected = int(said[1]) if said else 0
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words.pop(0)  # such as OMP_NUM_THREADS=1, which is set for all of them
+    program, rest = words[0], words[1:]
+    if program == "bottega":
+        code, output = call(rest)
+        assert code == expected, f"{where}: {line}\nexit code {code}, expected {expected}\n{output}"
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+            f"{where}: no target {rest[0]}"
+        )
+    elif program in SHELL:
+        subprocess.run(["bash", "-c", line], check=True, capture_output=True)
+    elif program in ("torchrun", "accelerate"):
+        launch(program, rest, line, where)
+    elif program == "python" and rest[0].endswith(".py"):
+        assert (ROOT / rest[0]).is_file(), f"{where}: no file {rest[0]}"
+    else:
+        assert program in NOT_RUN, f"{where}: {program} is neither run nor known to need something that is not here"
+
+
+def call(words: list[str]) -> tuple[int, str]:
+    """A `bottega` line, made small; `> file` is understood."""
+    target = None
+    if ">" in words:
+        at = words.index(">")
+        words, target = words[:at], words[at + 1]
+    verb, rest = words[0], words[1:]
+    if verb == "train" and set(rest) & set(FOR_GPUS):
+        verb, rest = "plan", [*rest, "--check"]
+    elif verb == "train" or (verb == "inspect" and not Path(rest[0]).is_dir()):
+        rest = [*rest, *smaller(rest)]
+    elif verb == "verify-resume":
+        rest = [*rest, *(s for s in smaller(rest) if not s.startswith("training."))]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = cli.main([verb, *rest])
+        except SystemExit as leaving:  # --help
+            code = int(leaving.code or 0)
+    if target:
+        Path(target).write_text(out.getvalue(), encoding="utf-8")
+    return code, out.getvalue() + err.getvalue()
+
+
+def smaller(words: list[str]) -> list[str]:
+    said = " ".join(words)
+    return [f"{key}={value}" for key, value in SMALLER.items() if key.rpartition(".")[2] not in said]
+
+
+def launch(program: str, words: list[str], line: str, where: str) -> None:
+    at = words.index("bottega")
+    assert words[at - 1] == "-m", f"{where}: a rank is started with -m bottega"
+    verb, *rest = words[at + 1 :]
+    if program == "accelerate" or "--nnodes" in words:
+        code, output = call(["plan", *rest, "--check"])
+        assert code == 0, f"{where}: {line}\n{output}"
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", *words[: at + 1], verb, *rest, *smaller(rest)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
+    assert done.returncode == 0, f"{where}: {line}\n{done.stdout}{done.stderr}"
+
+
+def run_python(block: Block, path: Path, page: Page) -> None:
+    # Empty lines in front, so that a traceback names the line of the page.
+    code = compile("\n" * block.line + block.text, str(path), "exec")
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(code, page.names)
+
+
+def read_yaml(block: Block, where: str, page: Page) -> None:
+    named = re.match(r"#\s*([\w.-]+\.yaml)\s*\n", block.text)
+    file = page.folder / (named[1] if named else "block.yaml")
+    file.write_text(block.text, encoding="utf-8")
+    try:
+        check_recipe([file])
+    except BottegaError as error:
+        raise AssertionError(f"{where}: {error}") from None
+
+
+# What the pages say about the code is what the code says.
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), f"{relative(path)} links to {target}"
+        if anchor:
+            assert anchor in anchors_of(there), f"{relative(path)} links to {target}; {file} has no such heading"
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors that a reader such as GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", cli.VERBS)
+def test_a_verb_has_a_page_with_all_its_options(name: str) -> None:
+    text = (ROOT / "docs" / "verbs" / f"{name}.md").read_text(encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    cli.VERBS[name].arguments(parser)
+    options = [action.option_strings for action in parser._actions if action.option_strings and action.dest != "help"]
+    missing = [names[0] for names in options if not any(f"`{name}" in text for name in names)]
+    assert not missing, f"docs/verbs/{name}.md does not mention {', '.join(missing)}"
+    assert f"verbs/{name}.md" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def test_every_exit_code_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "resume.md").read_text(encoding="utf-8")
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BottegaError)]
+    for code in {0, 85, 130, 143, *(kind.code for kind in kinds)}:
+        assert f"\n| {code} |" in text, f"docs/resume.md lacks exit code {code}"
+
+
+@pytest.mark.parametrize("size", DECLARED)
+def test_the_table_of_sizes_is_counted(size: str) -> None:
+    shape = sized(size, vocab_size=DECLARED[size][0])
+    numbers = (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_size)
+    numbers += (shape.intermediate_size, shape.context, shape.vocab_size, shape.parameters())
+    row = f"| `{size}` | " + " | ".join(f"{number:,}" for number in numbers) + " |"
+    assert row in (ROOT / "docs" / "language.md").read_text(encoding="utf-8"), row
