@@ -63,7 +63,7 @@ def train(
 ) -> Run:
     """Train a recipe by name, file or dict; later ones and overrides win. The same call resumes the same run."""
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
-    resolved = load_recipe([*sources, _nested(overrides or {})])
+    resolved = load_recipe([*sources, overrides or {}])
     return _train(resolved, quiet=quiet, fresh=fresh)
 
 
@@ -314,18 +314,6 @@ def _prompt(recipe: Recipe) -> str:
 
 def _bytes(engine: TorchEngine) -> int:
     return sum(p.numel() * p.element_size() for p in engine.model.parameters())
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """{"training.max_steps": 5} -> {"training": {"max_steps": 5}}."""
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, last = key.split(".")
-        inner = nested
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return nested
 
 
 def _set_aside(path: Path) -> None:

@@ -15,7 +15,8 @@ from bottega.core.loop import evaluate
 from bottega.core.rundir import RunDirectory
 from bottega.data.loader import evaluate_batches
 from bottega.data.source import Source
-from bottega.engines.torch import TorchEngine, compare, read_tensors
+from bottega.engines.tensors import compare, read_tensors
+from bottega.engines.torch import TorchEngine
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe
 

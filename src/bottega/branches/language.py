@@ -178,6 +178,8 @@ def shape_of(recipe: LanguageRecipe, vocab_size: int) -> tuple[TransformerShape,
         fixed = sorted(k for k in said if k not in ("dropout", "context") and said[k] != base[k])
         if fixed:
             raise UsageError(f"model.{fixed[0]}: {said[fixed[0]]} was asked for, and model.from has {base[fixed[0]]}")
+        if base["vocab_size"] < vocab_size:
+            raise UsageError(f"model.from: {base['vocab_size']} rows cannot hold the tokenizer's {vocab_size} tokens")
     else:
         base = {**_own_dimensions(model), "vocab_size": vocab_size}
     dims = {**base, **said}
@@ -214,8 +216,8 @@ def _own_dimensions(model: LanguageModel) -> dict[str, Any]:
 
 def _tokenizer(recipe: LanguageRecipe) -> TokenizerSpec:
     chosen = recipe.data.tokenizer
-    if recipe.model.from_ is not None and chosen.kind == "bpe" and chosen.vocab_size is None:
-        # Pretrained weights know one vocabulary only, and it lies beside them.
+    if recipe.model.from_ is not None and chosen.kind != "pretrained":
+        # Pretrained weights know one vocabulary only, and it lies beside them; a parent recipe may name another.
         return TokenizerSpec(kind="pretrained", path=str(start_folder(recipe.model.from_)))
     size = {"vocab_size": chosen.vocab_size} if chosen.vocab_size is not None else {}
     return TokenizerSpec(kind=chosen.kind, path=chosen.path, **size)

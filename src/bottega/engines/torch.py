@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 
-from bottega.core.engine import Engine, Snapshot
-from bottega.core.errors import CheckpointError, OutOfMemory, UsageError
+from bottega.core.engine import Engine
+from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.groups import Row
 from bottega.core.noise import Noise, seed_of
 from bottega.core.task import Task
-from bottega.core.types import Batch, Sums, Tensors
+from bottega.core.types import Batch, Sums
 from bottega.engines import optimizers
 from bottega.engines.devices import (
     batch_length,
@@ -35,6 +34,7 @@ from bottega.engines.devices import (
     seed_dropout,
     slice_batch,
 )
+from bottega.engines.tensors import TorchSnapshot, compare, read_tensors
 from bottega.schema.recipe import Training
 
 
@@ -43,16 +43,6 @@ class Local:
     """This rank's part of a sum; `fetch` adds the ranks up."""
 
     value: Tensor
-
-
-class TorchSnapshot(Snapshot):
-    def __init__(self, files: dict[str, dict[str, Tensor]], copied: torch.cuda.Event | None) -> None:
-        self._files, self._copied = files, copied
-
-    def files(self) -> Mapping[str, Tensors]:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return {file: {name: t.numpy() for name, t in tensors.items()} for file, tensors in self._files.items()}
 
 
 class TorchEngine(Engine):
@@ -376,25 +366,3 @@ def compiled(model: torch.nn.Module) -> Any:
 def require(model: torch.nn.Module, attribute: str, key: str) -> None:
     if not hasattr(model, attribute):
         raise UsageError(f"{key}: {type(model).__name__} does not offer it")
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        return load_file(path)
-    except Exception as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
-
-
-def compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
-    """Names, shapes and types must be equal; nothing is cast or filled in silently."""
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is not in the model" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        a, b = found[name], wanted[name]
-        if a.shape != b.shape or a.dtype != b.dtype:
-            problems.append(f"{name} is {a.dtype} {tuple(a.shape)}, the model has {b.dtype} {tuple(b.shape)}")
-    if problems:
-        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:10])}{more}")

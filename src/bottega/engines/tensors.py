@@ -1,0 +1,46 @@
+"""Tensors on their way to a checkpoint and back: a snapshot that travels while training goes on, and a strict reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bottega.core.engine import Snapshot
+from bottega.core.errors import CheckpointError
+from bottega.core.types import Tensors
+
+
+class TorchSnapshot(Snapshot):
+    def __init__(self, files: dict[str, dict[str, Tensor]], copied: torch.cuda.Event | None) -> None:
+        self._files, self._copied = files, copied
+
+    def files(self) -> Mapping[str, Tensors]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return {file: {name: t.numpy() for name, t in tensors.items()} for file, tensors in self._files.items()}
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+
+
+def compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
+    """Names, shapes and types must be equal; nothing is cast or filled in silently."""
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is not in the model" for name in found if name not in wanted]
+    for name in wanted.keys() & found.keys():
+        a, b = found[name], wanted[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            problems.append(f"{name} is {a.dtype} {tuple(a.shape)}, the model has {b.dtype} {tuple(b.shape)}")
+    if problems:
+        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:10])}{more}")

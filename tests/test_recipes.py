@@ -1,0 +1,93 @@
+"""Every recipe that comes with the program is sound, says how to run it, and trains in a small form."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bottega
+from bottega.schema import bundled
+from bottega.schema.flags import parse_overrides
+from bottega.schema.load import check_recipe, load_recipe, to_yaml
+from bottega.schema.recipe import BUILT_TASKS
+
+NAMES = bundled.names()
+
+SMALL: dict[str, Any] = {
+    "language": {
+        "model.num_layers": 1,
+        "model.hidden_size": 16,
+        "model.num_heads": 2,
+        "model.num_kv_heads": 1,
+        "model.head_size": 8,
+        "model.intermediate_size": 32,
+        "model.context": 16,
+        "data.sequence_length": 16,
+        "data.workers": 0,
+        "training.max_steps": 3,
+        "training.batch_size": 4,
+        "evaluation.max_batches": 1,
+        "samples.max_new_tokens": 4,
+        "distributed.strategy": "auto",
+        "logging.every": 1,
+    }
+}
+"""The settings that make any recipe of a task fit into a test; everything else stays as the recipe says."""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recipes") / "my.txt"
+    path.write_text("".join(f"Line {n} of the book, written by apprentice {n % 7}.\n" for n in range(100)))
+    return path
+
+
+def header_of(name: str) -> str:
+    """The comment lines a recipe file begins with."""
+    lines = (bundled.FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return "\n".join(line.lstrip("#").strip() for line in lines[:end])
+
+
+def test_there_are_recipes() -> None:
+    assert {"language", "language/verse", "language/stanza", "language/epic"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_resolves_and_round_trips(name: str, tmp_path: Path) -> None:
+    recipe = check_recipe([name]).recipe
+    assert recipe.task in BUILT_TASKS
+    file = tmp_path / "again.yaml"
+    file.write_text(to_yaml(recipe), encoding="utf-8")
+    again = check_recipe([file]).recipe
+    assert again == recipe
+    assert again.run_name() == recipe.run_name()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_header_has_the_command_and_says_what_it_trains(name: str, text: Path) -> None:
+    header = header_of(name)
+    assert header.splitlines()[0].endswith("."), "the first line is a sentence: `bottega recipes` prints it"
+    assert "Trains:" in header
+    command = re.search(r"^bottega train (.*)$", header, re.MULTILINE)
+    assert command, "no line `bottega train ...`"
+    sources, overrides = parse_overrides(shlex.split(command[1]))
+    assert sources == [name]
+    # The file of the example stands for the reader's own, which is the one thing that cannot come with the program.
+    given = [(key, str(text) if key == "data" else value, origin) for key, value, origin in overrides]
+    load_recipe(sources, given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_small_form_trains_three_steps(name: str, text: Path, tmp_path: Path) -> None:
+    task = check_recipe([name]).recipe.task
+    settings = {**SMALL[task], "data.train.path": str(text), "output_dir": str(tmp_path)}
+    run = bottega.train(name, settings)
+    rows = [row for row in run.history() if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(0 < row["loss"] < 20 for row in rows)
+    assert (run.path / "checkpoints" / "last" / "model.safetensors").is_file()
