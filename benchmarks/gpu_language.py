@@ -73,7 +73,9 @@ class Timed(TorchEngine):
 
 
 def main() -> None:
-    ask = {k: int(os.environ[f"BENCH_{k}"]) for k in ("BATCH", "T", "VOCAB", "LAYERS", "D", "WARMUP", "STEPS", "WINDOW")}
+    ask = {
+        k: int(os.environ[f"BENCH_{k}"]) for k in ("BATCH", "T", "VOCAB", "LAYERS", "D", "WARMUP", "STEPS", "WINDOW")
+    }
     words = dict(word.split("=", 1) for word in sys.argv[1:])
     dims = {**SIZES["verse"], "num_layers": ask["LAYERS"], "context": ask["T"], "vocab_size": ask["VOCAB"]}
     if ask["D"] != 768:
@@ -81,9 +83,7 @@ def main() -> None:
         dims["intermediate_size"] = ask["D"] * 8 // 3
     shape = TransformerShape(**dims)
     settings = {k.removeprefix("training."): json.loads(v) for k, v in words.items() if k.startswith("training.")}
-    training = Training(
-        learning_rate=3e-4, optimizer=Optimizer(betas=(0.9, 0.95)), mixed_precision="bf16", **settings
-    )
+    training = Training(learning_rate=3e-4, optimizer=Optimizer(betas=(0.9, 0.95)), mixed_precision="bf16", **settings)
     engine = Timed(
         Language(shape=shape),
         training,

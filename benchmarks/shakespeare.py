@@ -1,7 +1,7 @@
 """Validation loss on tiny Shakespeare at nanoGPT's two budgets, through the bundled recipes.
 
-    BOTTEGA_DATA=... python benchmarks/shakespeare.py          # the CPU budget: nanoGPT 1.88
-    BOTTEGA_DATA=... python benchmarks/shakespeare.py --gpu    # the GPU budget: nanoGPT 1.47
+BOTTEGA_DATA=... python benchmarks/shakespeare.py          # the CPU budget: nanoGPT 1.88
+BOTTEGA_DATA=... python benchmarks/shakespeare.py --gpu    # the GPU budget: nanoGPT 1.47
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ def main() -> None:
     name = "language/shakespeare-gpu" if "--gpu" in sys.argv else "language/shakespeare"
     text = Path(os.environ["BOTTEGA_DATA"]) / "text-lm-tinyshakespeare" / "input.txt"
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"data.train.path": str(text), "output_dir": folder, "logging.tensorboard": False, "samples.every": None}
+        settings = {
+            "data.train.path": str(text),
+            "output_dir": folder,
+            "logging.tensorboard": False,
+            "samples.every": None,
+        }
         began = time.monotonic()
         run = bottega.train(name, settings, quiet=False)
         losses = [row["loss"] for row in run.history() if row["kind"] == "eval"]

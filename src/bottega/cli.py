@@ -93,8 +93,9 @@ def _explain(error: Exception) -> int:
         # torch's, on a GPU and on the host; its name is looked at so that torch need not be imported here.
         code, text = OutOfMemory.code, "out of memory; use a smaller model or lower training.micro_batch_size"
     else:
-        code, text = 1, f"a bug in bottega: {type(error).__name__}: {error} (--debug shows where)"
-    rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        said = " ".join(str(error).split())
+        code, text = 1, f"a bug in bottega: {type(error).__name__}: {said} (--debug shows where)"
+    rank = f"rank {os.environ.get('RANK', '0')}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     sys.stderr.write(f"bottega: {rank}{text}\n")  # one write, so that ranks do not tear each other's lines
     return code
 
@@ -189,7 +190,9 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     parser.add_argument("--top_k", "--top-k", type=int, help="sample among the k likeliest tokens")
     parser.add_argument("--top_p", "--top-p", type=float, help="sample among the likeliest tokens that hold this mass")
-    parser.add_argument("--repetition_penalty", "--repetition-penalty", type=float, default=1.0, help="above 1 repeats less")
+    parser.add_argument(
+        "--repetition_penalty", "--repetition-penalty", type=float, default=1.0, help="above 1 repeats less"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     parser.add_argument("--out", help="write the text to this file too")
 

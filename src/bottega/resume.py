@@ -19,7 +19,9 @@ MAY_CHANGE = ("training.batch_size", "training.gradient_accumulation_steps", "tr
 MAY_GROW = ("training.max_steps", "training.num_epochs")
 
 
-def find(run: RunDirectory, resume_from: Path | None, say: Callable[[str], None]) -> tuple[Path, checkpoint.Manifest] | None:
+def find(
+    run: RunDirectory, resume_from: Path | None, say: Callable[[str], None]
+) -> tuple[Path, checkpoint.Manifest] | None:
     """The verified checkpoint to load. One asked for by name is used or refused, never replaced by another."""
     if resume_from is None:
         good = checkpoint.newest_good(run.checkpoints, say)
@@ -33,13 +35,17 @@ def find(run: RunDirectory, resume_from: Path | None, say: Callable[[str], None]
 def named(path: Path) -> Path:
     """A checkpoint folder from what a person gives: the folder itself, or a run (its last one)."""
     if path.is_file():
-        raise CheckpointError(f"{path} is a file; a checkpoint is a folder with a MANIFEST.json, and pickles are never read")
+        raise CheckpointError(
+            f"{path} is a file; a checkpoint is a folder with a MANIFEST.json, and pickles are never read"
+        )
     if (path / "MANIFEST.json").is_file():
         return path
     last = checkpoint.follow(path / "checkpoints", "last")
     if last is not None:
         return last
-    raise UsageError(f"no checkpoint at {path}: give a run directory or a folder such as runs/NAME/checkpoints/step-00000500")
+    raise UsageError(
+        f"no checkpoint at {path}: give a run directory or a folder such as runs/NAME/checkpoints/step-00000500"
+    )
 
 
 def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
@@ -67,7 +73,9 @@ def check_data_unchanged(
 ) -> None:
     before = manifest.fingerprint
     if before.get("data") != now.get("data"):
-        text = f"the data has changed since the checkpoint ({str(before.get('data'))[:12]} -> {str(now.get('data'))[:12]})"
+        text = (
+            f"the data has changed since the checkpoint ({str(before.get('data'))[:12]} -> {str(now.get('data'))[:12]})"
+        )
         if not allow:
             raise DataError(f"{text}; undo the change, start over with --fresh, or say --allow-data-change")
         say(f"{text}; going on as asked")

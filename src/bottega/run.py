@@ -158,7 +158,9 @@ class _Session:
             from bottega.engines.devices import is_lost_peer
 
             if engine.world > 1 and is_lost_peer(error):
-                raise PeerLost(f"rank {engine.rank} of {engine.world} lost another rank; start the same command again") from error
+                raise PeerLost(
+                    f"rank {engine.rank} of {engine.world} lost another rank; start the same command again"
+                ) from error
             raise
         finally:
             engine.close()
@@ -212,7 +214,9 @@ class _Session:
         self._farewell(progress, time.monotonic() - began)
         return Run(directory.path, progress.step, last.metrics or _last_metrics(directory))
 
-    def _start(self, engine: TorchEngine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]) -> tuple[Path | None, Progress]:
+    def _start(
+        self, engine: TorchEngine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]
+    ) -> tuple[Path | None, Progress]:
         """Fresh, or where the newest good checkpoint stood; and that checkpoint."""
         if engine.rank == 0:
             checkpoint.sweep(self.directory.checkpoints)
@@ -280,7 +284,11 @@ class _Session:
         if newest is not None:
             console.say(f"\na sample ({newest}):\n", style="bold")
             console.say(newest.read_text(encoding="utf-8").strip())
-        best = f", best {self.recipe.evaluation.metric} {progress.best:.4f} at step {progress.best_step}" if progress.best_step else ""
+        best = (
+            f", best {self.recipe.evaluation.metric} {progress.best:.4f} at step {progress.best_step}"
+            if progress.best_step
+            else ""
+        )
         console.say(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
         console.say(
             f"next:  bottega generate {path}{_prompt(self.recipe)}\n"

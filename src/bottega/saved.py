@@ -72,7 +72,9 @@ class SavedRun:
         progress = checkpoints.read_progress(self.checkpoint)
         parameters = sum(p.numel() for p in self.model.parameters())
         best = progress.get("best")
-        measured = f"- best {self.recipe.evaluation.metric} {best:.4f} at step {progress['best_step']}\n" if best else ""
+        measured = (
+            f"- best {self.recipe.evaluation.metric} {best:.4f} at step {progress['best_step']}\n" if best else ""
+        )
         return (
             f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [bottega]\n---\n\n"
             f"# {self.directory.path.name}\n\n"

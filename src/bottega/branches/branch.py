@@ -45,7 +45,9 @@ class Branch(ABC):
         """Draw what the recipe asks for and write it where a person would look."""
 
     @abstractmethod
-    def generate(self, model: Any, prompts: list[str], *, device: Any, stream: TextIO | None, **options: Any) -> list[str]: ...
+    def generate(
+        self, model: Any, prompts: list[str], *, device: Any, stream: TextIO | None, **options: Any
+    ) -> list[str]: ...
 
     @abstractmethod
     def export(self, state: Mapping[str, Any], folder: Path) -> None:

@@ -61,7 +61,9 @@ class LanguageBranch(Branch):
         if self._prepared is None:
             self._prepared = prepare(self.recipe, say=lambda stage, done, total: None).prepared
             if self._prepared.tokenizer.fingerprint != self.tokenizer.fingerprint:
-                raise DataError("the data of this run has changed: it gives another tokenizer now; evaluate with --data")
+                raise DataError(
+                    "the data of this run has changed: it gives another tokenizer now; evaluate with --data"
+                )
         return self._prepared
 
     @property
@@ -74,9 +76,7 @@ class LanguageBranch(Branch):
         return windows if data.limit is None else First(windows, data.limit)
 
     def validation(self) -> Source | None:
-        return self.prepared.validation(
-            self.length, documents=self.recipe.data.separate_documents, with_bytes=True
-        )
+        return self.prepared.validation(self.length, documents=self.recipe.data.separate_documents, with_bytes=True)
 
     def test(self) -> Source | None:
         held_out = self.recipe.data.test
@@ -135,7 +135,9 @@ class LanguageBranch(Branch):
         for i, text in enumerate(texts):
             (folder / f"{i:02d}.txt").write_text(text + "\n", encoding="utf-8")
 
-    def generate(self, model: Any, prompts: list[str], *, device: Any, stream: TextIO | None, **options: Any) -> list[str]:
+    def generate(
+        self, model: Any, prompts: list[str], *, device: Any, stream: TextIO | None, **options: Any
+    ) -> list[str]:
         """Each text with its prompt. One prompt streams token by token; a batch is printed when it is whole."""
         rows = [list(map(int, self.tokenizer.encode(prompt))) or [self.tokenizer.end_of_text] for prompt in prompts]
         end = self.tokenizer.end_of_text

@@ -67,7 +67,9 @@ class Plateau(Callback):
 
     name = "plateau"
 
-    def __init__(self, *, metric: str, maximise: bool, patience: int, threshold: float, factor: float, floor: float) -> None:
+    def __init__(
+        self, *, metric: str, maximise: bool, patience: int, threshold: float, factor: float, floor: float
+    ) -> None:
         self.patience, self.factor, self.floor = patience, factor, floor
         self.rule = Patience(metric=metric, maximise=maximise, threshold=threshold, key="training.scheduler")
 

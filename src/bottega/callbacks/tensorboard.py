@@ -33,7 +33,9 @@ class TensorBoard(Callback):
 
     def after_sample(self, progress: Progress, folder: Path) -> None:
         for path in sorted(folder.glob("*.txt")):
-            self._writer.add_text(f"samples/{path.stem}", "    " + path.read_text().replace("\n", "\n    "), progress.step)
+            self._writer.add_text(
+                f"samples/{path.stem}", "    " + path.read_text().replace("\n", "\n    "), progress.step
+            )
 
     def finish(self, progress: Progress, error: BaseException | None) -> None:
         if self._writer is not None:

@@ -16,7 +16,13 @@ class WandB(Callback):
     name = "wandb"
 
     def __init__(
-        self, *, folder: Path, project: str, options: Mapping[str, Any], config: Mapping[str, Any], warn: Callable[[str], None]
+        self,
+        *,
+        folder: Path,
+        project: str,
+        options: Mapping[str, Any],
+        config: Mapping[str, Any],
+        warn: Callable[[str], None],
     ) -> None:
         self.folder, self.project, self.options, self.config, self.warn = folder, project, options, config, warn
         self._id: str | None = None

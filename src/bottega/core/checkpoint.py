@@ -169,7 +169,9 @@ def verify(path: Path) -> Manifest:
 
 def newest_good(folder: Path, say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint that verifies; every one that does not is named."""
-    unreadable = {p.name for p in folder.glob("step-*")} - {p.name for p, _ in candidates(folder)} if folder.is_dir() else ()
+    unreadable = (
+        {p.name for p in folder.glob("step-*")} - {p.name for p, _ in candidates(folder)} if folder.is_dir() else ()
+    )
     for name in sorted(unreadable, reverse=True):
         say(f"checkpoint {name} damaged: MANIFEST.json cannot be read; ignored")
     for path, _ in candidates(folder):

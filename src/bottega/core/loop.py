@@ -227,6 +227,8 @@ def evaluate(engine: Engine, batches: Iterator[Batch]) -> dict[str, float]:
             total[name] = (old[0] + value, old[1] + count)
     if not total:
         raise DataError("the validation data has no batch")
-    flat = engine.fetch({f"{name}/{part}": pair[i] for name, pair in total.items() for i, part in enumerate(("sum", "count"))})
+    flat = engine.fetch(
+        {f"{name}/{part}": pair[i] for name, pair in total.items() for i, part in enumerate(("sum", "count"))}
+    )
     counts = {name: flat[f"{name}/count"] for name in total}
     return {name: flat[f"{name}/sum"] / counts[name] if counts[name] else math.nan for name in total}

@@ -106,7 +106,9 @@ class Lock:
         self._handle = handle
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -124,5 +126,7 @@ class Lock:
 def _nearest(path: Path) -> str:
     import difflib
 
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1)
+    near = difflib.get_close_matches(
+        path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1
+    )
     return f"; did you mean {path.parent / near[0]}?" if near else "; `bottega train` makes one"

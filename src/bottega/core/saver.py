@@ -129,6 +129,10 @@ def preflight(folder: Path, *, size: int, keep: int) -> None:
     """Refuse to start where the checkpoints cannot fit: hours later is too late to find out."""
     free = shutil.disk_usage(folder).free
     if size * 2 > free:
-        raise EnvironmentProblem(f"cannot write {folder}: a checkpoint needs {size:,} bytes twice while it is replaced, {free:,} bytes free")
+        raise EnvironmentProblem(
+            f"cannot write {folder}: a checkpoint needs {size:,} bytes twice while it is replaced, {free:,} bytes free"
+        )
     if size * (keep + 1) > free:
-        sys.stderr.write(f"bottega: {keep} checkpoints of {size:,} bytes will not fit in the {free:,} bytes free; lower checkpoint.keep\n")
+        sys.stderr.write(
+            f"bottega: {keep} checkpoints of {size:,} bytes will not fit in the {free:,} bytes free; lower checkpoint.keep\n"
+        )

@@ -26,7 +26,9 @@ def choose_device(name: str) -> torch.device:
     if kind == "cuda":
         index = int(os.environ.get("LOCAL_RANK", 0)) if ":" not in name else int(name.partition(":")[2])
         if index >= torch.cuda.device_count():
-            raise EnvironmentProblem(f"device: cuda:{index} was asked for, and there are {torch.cuda.device_count()} GPUs")
+            raise EnvironmentProblem(
+                f"device: cuda:{index} was asked for, and there are {torch.cuda.device_count()} GPUs"
+            )
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device(name)

@@ -53,9 +53,13 @@ class Recovery:
         if self.policy == "skip":
             self._skipped += progress.step - first
             self.engine.forget_bad_steps()
-            self.warn(f"{progress.step - first} updates skipped by step {progress.step}: the loss or a gradient was not finite")
+            self.warn(
+                f"{progress.step - first} updates skipped by step {progress.step}: the loss or a gradient was not finite"
+            )
             if self._skipped > MOST_SKIPS:
-                raise Diverged(f"{self._skipped} updates were skipped; the training has diverged, lower the learning rate")
+                raise Diverged(
+                    f"{self._skipped} updates were skipped; the training has diverged, lower the learning rate"
+                )
             return progress.step
         story = self._record(first)
         if self.policy == "halt" or self._rollbacks >= MOST_ROLLBACKS:
@@ -119,7 +123,9 @@ def first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None
             out = engine.task.loss(engine._eval_models, on_device, rng)
         sum(total for total, _ in out.terms.values()).backward()
         if not found:
-            bad = (n for n, p in engine.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all())
+            bad = (
+                n for n, p in engine.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
+            )
             found += [f"the gradient of {name}" for name in [next(bad, None)] if name]
     finally:
         for handle in handles:

@@ -37,7 +37,12 @@ class Lion(torch.optim.Optimizer):
 
 
 def build(
-    named: Mapping[str, torch.nn.Parameter], rows: Sequence[Row], options: OptimizerOptions, *, learning_rate: float, weight_decay: float
+    named: Mapping[str, torch.nn.Parameter],
+    rows: Sequence[Row],
+    options: OptimizerOptions,
+    *,
+    learning_rate: float,
+    weight_decay: float,
 ) -> list[torch.optim.Optimizer]:
     """Freeze what a row freezes and return the optimizers; each group carries its row's `scale`.
 
@@ -64,7 +69,11 @@ def build(
             if is_hidden is hidden
         ]
 
-    return [_one(which, options, t, learning_rate) for which, t in ((options.name, table(True)), ("rest", table(False))) if t]
+    return [
+        _one(which, options, t, learning_rate)
+        for which, t in ((options.name, table(True)), ("rest", table(False)))
+        if t
+    ]
 
 
 def _decay(row: Row, usual: float) -> float:
@@ -91,7 +100,9 @@ def _one(which: str, options: OptimizerOptions, groups: list[dict[str, Any]], lr
         return torch.optim.Adafactor(groups, lr=lr)
     assert name == "muon", name
     # match_rms_adamw: an update as large as AdamW's, so that one learning rate serves both halves.
-    return torch.optim.Muon(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov, adjust_lr_fn="match_rms_adamw")
+    return torch.optim.Muon(
+        groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov, adjust_lr_fn="match_rms_adamw"
+    )
 
 
 def set_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
@@ -113,7 +124,9 @@ def apply(optimizers: Sequence[torch.optim.Optimizer], *, divisor: Tensor | None
             optimizer.step()
             continue
         if divisor is not None:
-            torch._foreach_div_([p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None], divisor)
+            torch._foreach_div_(
+                [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None], divisor
+            )
         if hold is None:
             optimizer.step()
         else:

@@ -126,7 +126,9 @@ class TorchEngine(Engine):
             **metrics,
         }
 
-    def _backward(self, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> tuple[Tensor, dict[str, Any]]:
+    def _backward(
+        self, step: int, batch: Batch, counts: Mapping[str, float], size: int
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Gradients of the exact global mean, micro-batch by micro-batch."""
         micro = min(self.micro_batch_size or size, size)
         first = self.rank * size
@@ -136,7 +138,9 @@ class TorchEngine(Engine):
             part = batch if micro == size else slice_batch(batch, at, at + micro)
             # Dropout is the one draw that knows about ranks and splits; everything else asks `Noise`.
             seed_dropout(seed_of(self.seed, step, number, self.rank), self.device)
-            rng = Noise(self.seed, step, torch.arange(first + at, first + min(at + micro, size), device=self.device), torch)
+            rng = Noise(
+                self.seed, step, torch.arange(first + at, first + min(at + micro, size), device=self.device), torch
+            )
             with self._sync(last=at + micro >= size), self._autocast():
                 out = self.task.loss(self._train_models, part, rng)
                 loss = sum_terms(out.terms, counts)
@@ -211,7 +215,11 @@ class TorchEngine(Engine):
         for p in self._params:
             p.grad = None
         if not self._auto or micro == 1 or self.world > 1:
-            hint = "lower training.micro_batch_size or set it to auto" if micro > 1 else "use a smaller model or shorter samples"
+            hint = (
+                "lower training.micro_batch_size or set it to auto"
+                if micro > 1
+                else "use a smaller model or shorter samples"
+            )
             raise OutOfMemory(f"out of memory on {self.device} with {micro} examples in a forward; {hint}") from error
         self.micro_batch_size = -(-micro // 2)
         if self.device.type == "cuda":
@@ -229,12 +237,16 @@ class TorchEngine(Engine):
                 out = self.task.loss(self._eval_models, put(batch, self.device), rng)
         except torch.OutOfMemoryError as error:
             size = batch_length(batch)
-            raise OutOfMemory(f"out of memory on {self.device}, evaluating {size} examples; lower evaluation.batch_size") from error
+            raise OutOfMemory(
+                f"out of memory on {self.device}, evaluating {size} examples; lower evaluation.batch_size"
+            ) from error
         sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
         sums |= {name: (torch.as_tensor(v, device=self.device).double(), n) for name, (v, n) in out.metrics.items()}
         if self.world == 1:
             return sums
-        flat = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device) for pair in sums.values() for x in pair])
+        flat = torch.stack(
+            [torch.as_tensor(x, dtype=torch.float64, device=self.device) for pair in sums.values() for x in pair]
+        )
         dist.all_reduce(flat)
         return {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
 
@@ -247,7 +259,9 @@ class TorchEngine(Engine):
         found = {name: local.get(name, m) for name, m in metrics.items()}
         tensors = {name: m for name, m in found.items() if torch.is_tensor(m)}
         values = torch.stack([t.double() for t in tensors.values()]).tolist() if tensors else []
-        return {name: float(m) for name, m in found.items() if name not in tensors} | dict(zip(tensors, values, strict=True))
+        return {name: float(m) for name, m in found.items() if name not in tensors} | dict(
+            zip(tensors, values, strict=True)
+        )
 
     def agree(self, flag: bool) -> bool:
         if self.world == 1:

@@ -45,7 +45,9 @@ def examine() -> dict[str, Any]:
     }
     problems = report["problems"]
     problems += [
-        f"{name} is missing: pip install bottega" for name, extra in PACKAGES.items() if not extra and not versions[name]
+        f"{name} is missing: pip install bottega"
+        for name, extra in PACKAGES.items()
+        if not extra and not versions[name]
     ]
     if report["disk_free_gib"] < 2:
         problems.append(f"only {report['disk_free_gib']} GiB of disk are free here: checkpoints may not fit")

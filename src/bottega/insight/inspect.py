@@ -25,7 +25,9 @@ def inspect(what: str, words: list[str]) -> dict[str, Any]:
         out = engine.task.loss(engine._eval_models, put(batch, engine.device), rng)
         loss = sum(weight * total / counts[name] for name, (total, weight) in out.terms.items())
     loss.backward()
-    rows = [_row(name, module) for name, module in engine.model.named_modules() if any(True for _ in module.parameters())]
+    rows = [
+        _row(name, module) for name, module in engine.model.named_modules() if any(True for _ in module.parameters())
+    ]
     return {"loss": float(loss.detach()), "modules": rows}
 
 
@@ -80,7 +82,9 @@ def show(report: dict[str, Any]) -> str:
     widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
     right = {2, 3, 6}
     lines = [
-        "  ".join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))
+        "  ".join(
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True))
+        )
         for r in (head, *rows)
     ]
     return "\n".join([*(line.rstrip() for line in lines), f"loss of the first batch: {report['loss']:.4f}"])

@@ -30,7 +30,11 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     if replay:
         batch = loader.batch(step - 1)
         total, count = saved.engine.eval_step(batch)["loss"]
-        report["replay"] = {"checkpoint": saved.checkpoint.name, "samples": batch_length(batch), "loss": float(total) / float(count)}
+        report["replay"] = {
+            "checkpoint": saved.checkpoint.name,
+            "samples": batch_length(batch),
+            "loss": float(total) / float(count),
+        }
     return report
 
 

@@ -18,7 +18,9 @@ def check(words: list[str], *, show: bool) -> dict[str, Any]:
         for note in resolved.notes:
             sys.stderr.write(f"bottega: {note}\n")
         sys.stdout.write(to_yaml(resolved.recipe))
-        sys.stderr.write(f"bottega: {_story(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}\n")
+        sys.stderr.write(
+            f"bottega: {_story(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}\n"
+        )
     return {"valid": True, "tasks": tasks, "notes": list(resolved.notes), "recipe": resolved.recipe.plain()}
 
 

@@ -52,7 +52,9 @@ def verify(words: list[str], *, steps: int, kills: int, show: bool) -> dict[str,
         difference = compare(Path(folder) / "whole", Path(folder) / "killed")
     if difference is not None:
         raise CheckpointError(f"the resumed run differs: {difference}")
-    say(f"equal bit for bit: weights, optimizer, data order and metrics, after {survived} kills ({seconds:.0f} s a run)")
+    say(
+        f"equal bit for bit: weights, optimizer, data order and metrics, after {survived} kills ({seconds:.0f} s a run)"
+    )
     return {"equal": True, "kills": survived, "steps": steps}
 
 
