@@ -136,7 +136,7 @@ def watchers(recipe: Recipe, directory: RunDirectory, console: Console, *, is_ma
     watching: list[Callback] = [Resources(directory.path)] if recipe.logging.resources else []
     watching += [console, JsonLines(directory.metrics, console.warn)]
     if recipe.logging.tensorboard:
-        watching.append(TensorBoard(directory.path))
+        watching.append(TensorBoard(directory.path, console.warn))
     wandb = recipe.logging.wandb
     if wandb.active:
         options = {**wandb.model_dump(), "name": wandb.name or directory.path.name}

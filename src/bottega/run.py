@@ -175,7 +175,7 @@ class _Session:
         for change in changes:
             console.say(change)
         if engine.rank == 0:
-            self._write_down(branch, engine)
+            self._write_down(branch, engine, progress)
         self._introduce(branch, engine, progress)
 
         def announce(p: Progress, folder: Path) -> None:
@@ -231,21 +231,21 @@ class _Session:
         engine.skip_steps = frozenset(progress.skip_steps)
         if engine.training.micro_batch_size == "auto":
             engine.micro_batch_size = progress.micro_batch_size
-        if engine.rank == 0:
-            self.directory.truncate_metrics(progress)
         done = " (already finished)" if progress.step >= total else ""
         self.console.say(f"resumed {path} at step {progress.step} of {total}{done}")
         return path, progress
 
-    def _write_down(self, branch: Branch, engine: TorchEngine) -> None:
+    def _write_down(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:
         """What this run is, before its first step."""
         directory = self.directory
+        directory.truncate_metrics(progress)
         directory.write(directory.recipe, to_yaml(self.recipe))
         facts = environment.describe(str(engine.device), engine.world)
         directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)
         branch.save_codec(directory.codec)
-        preflight(directory.checkpoints, size=3 * _bytes(engine), keep=self.recipe.checkpoint.keep)
+        copies = 3 if self.recipe.training.ema is None else 4  # the weights, two moments of each, and their average
+        preflight(directory.checkpoints, size=copies * _bytes(engine), keep=self.recipe.checkpoint.keep)
 
     def _introduce(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:
         parameters = sum(p.numel() for p in engine.model.parameters())

@@ -112,8 +112,8 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_forgets_what_a_killed_process_wrote(tmp_path: Path) -> None:
-    for start, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
-        board = TensorBoard(tmp_path)
+    for start, steps in ((0, (1, 2)), (0, (1, 2, 3, 4)), (2, (3, 4, 5))):
+        board = TensorBoard(tmp_path, pytest.fail)
         board.start(Progress(step=start))
         for step in steps:
             board.after_step(Progress(step=step), {"loss": float(start + step)})
@@ -122,6 +122,40 @@ def test_tensorboard_forgets_what_a_killed_process_wrote(tmp_path: Path) -> None
     read = events(tmp_path)
     assert read["train/loss"] == [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0)]
     assert read["validation/loss"] == [(5, 0.5)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_forgets_what_a_rollback_took_back(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path, pytest.fail)
+    board.start(Progress())
+    for step in (1, 2, 3):
+        board.after_step(Progress(step=step), {"loss": 1.0})
+    board.rewind(Progress(step=1))
+    board.after_step(Progress(step=2), {"loss": 2.0})
+    board.finish(Progress(), None)
+    assert events(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("moment", ["add_scalar", "add_text", "close"])
+def test_tensorboard_on_a_full_disk_stops_nothing(tmp_path: Path, moment: str) -> None:
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            def call(*_: Any) -> None:
+                if name == moment:
+                    raise OSError(28, "No space left on device")
+
+            return call
+
+    said: list[str] = []
+    (tmp_path / "00.txt").write_text("a sample")
+    board = TensorBoard(tmp_path, said.append)
+    board._writer = Full()
+    for step in (1, 2):
+        board.after_step(Progress(step=step), {"loss": 1.0, "other": 2.0})
+        board.after_sample(Progress(step=step), tmp_path)
+    board.finish(Progress(), None)
+    assert len(said) == 1
+    assert "No space left on device; training goes on" in said[0]
 
 
 class Fake:

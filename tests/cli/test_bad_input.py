@@ -71,7 +71,7 @@ def recipe(folder: Path, text: str) -> Path:
         ), ["my.yaml", "aliases"]),
         ("a: " + "[" * 3000 + "]" * 3000 + "\n", ["my.yaml:1", "nested deeper"]),
         ("model: {_target_: os.system}\n", ["_target_"]),
-        ("name: run-of-${USER}\n", ["name", "${...}"]),
+        ("data: {train: {path: '${HOME}/corpus.txt'}}\n", ["data.train.path", "${...}"]),
         ("- a list\n", ["my.yaml", "a block of keys"]),
         ("device: gpu\n", ["device", "gpu"]),
         ("training: {on_nonfinite: ignore}\n", ["training.on_nonfinite", "ignore"]),

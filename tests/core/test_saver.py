@@ -213,6 +213,12 @@ def test_preflight_refuses_what_cannot_fit_and_warns_of_what_will_not(
     assert "lower checkpoint.keep" in capsys.readouterr().err
     preflight(tmp_path, size=100, keep=3)
     assert capsys.readouterr().err == ""
+    # What an earlier start left there makes room, but not for the first save.
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "model.safetensors").write_bytes(b"x" * 900)
+    preflight(tmp_path, size=900, keep=1)
+    with pytest.raises(EnvironmentProblem):
+        preflight(tmp_path, size=1001, keep=1)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO])

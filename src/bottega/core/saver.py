@@ -128,11 +128,12 @@ def explain(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
 def preflight(folder: Path, *, size: int, keep: int) -> None:
     """Refuse to start where the checkpoints cannot fit: hours later is too late to find out."""
     free = shutil.disk_usage(folder).free
-    if size * 2 > free:
+    held = sum(path.stat().st_size for path in folder.glob("step-*/*"))  # of an earlier start; it makes room in time
+    if size > free or size * 2 > free + held:
         raise EnvironmentProblem(
             f"cannot write {folder}: a checkpoint needs {size:,} bytes twice while it is replaced, {free:,} bytes free"
         )
-    if size * (keep + 1) > free:
+    if size * (keep + 1) > free + held:
         sys.stderr.write(
             f"bottega: {keep} checkpoints of {size:,} bytes will not fit in the {free:,} bytes free; lower checkpoint.keep\n"
         )

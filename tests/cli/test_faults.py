@@ -1,0 +1,185 @@
+"""kill -9, at any moment and again and again, and disks that are full: the finished run is the one nothing happened to."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import bottega, command, different, environment, steps_logged, tensors, train, words
+
+from bottega.core import checkpoint
+
+EVERYTHING: dict[str, Any] = {
+    "model.dropout": 0.1,
+    "training.ema": 0.9,
+    "training.micro_batch_size": 2,
+    "data.workers": 1,
+    "checkpoint.every": 2,
+    "checkpoint.keep": 2,
+    "evaluation.every": 5,
+}
+MOMENTS = ("start", "step", "save", "rotate")
+
+
+def kill_at(moment: str, process: subprocess.Popen[str], run: Path, rng: random.Random) -> bool:
+    """Wait for the moment and kill; False when the run ended before it came."""
+    metrics, folder = run / "metrics.jsonl", run / "checkpoints"
+    before = metrics.read_text().count("\n") if metrics.exists() else 0
+    more, delay = rng.randint(1, 10), rng.uniform(0.2, 3.0)
+    began = time.monotonic()
+    while process.poll() is None:
+        lines = metrics.read_text().count("\n") if metrics.exists() else 0
+        names = os.listdir(folder) if folder.exists() and lines != before else []
+        if (
+            (moment == "start" and time.monotonic() - began > delay)
+            or (moment == "step" and lines >= before + more)
+            or (moment == "save" and any(name.startswith(".tmp-") for name in names))
+            or (moment == "rotate" and any(name.startswith(".trash-") for name in names))
+        ):
+            break
+        assert time.monotonic() - began < 60, f"the moment {moment!r} does not come"
+    lived = process.poll() is None
+    process.kill()
+    process.communicate()
+    return lived
+
+
+def nothing_announced_is_lost(run: Path) -> None:
+    log = (run / "log.txt").read_text() if (run / "log.txt").exists() else ""
+    announced = [int(step) for step in re.findall(r" saved \S+/step-(\d+)$", log, flags=re.MULTILINE)]
+    for path, _ in checkpoint.candidates(run / "checkpoints"):
+        checkpoint.verify(path)  # nothing is half there
+    if announced:
+        good = checkpoint.newest_good(run / "checkpoints", pytest.fail)
+        assert good is not None
+        assert good[1].step >= announced[-1]
+
+
+def campaign(output: Path, text: Path, *, kills: int, steps: int) -> None:
+    options = {**EVERYTHING, "name": "killed", "training.max_steps": steps}
+    straight = train(output / "straight", text, **{**options, "data.workers": 0}).path
+    run, rng, killed = output / "killed", random.Random(kills), 0
+    arguments = words(output, text, "--quiet", **options)
+    moments = [MOMENTS[i % len(MOMENTS)] for i in range(kills)] if kills >= len(MOMENTS) else ["step", "save", "rotate"][:kills]
+    for moment in moments:
+        process = subprocess.Popen(command(arguments), env=environment(), stderr=subprocess.PIPE, text=True)
+        killed += kill_at(moment, process, run, rng)
+        nothing_announced_is_lost(run)
+    assert killed == kills, "the run ended before all kills; give it more steps"
+    done = bottega(arguments)
+    assert done.returncode == 0, done.stderr
+    assert different(tensors(straight), tensors(run)) == []
+    assert different(tensors(straight, "best"), tensors(run, "best")) == []
+    for kind in ("train", "eval"):
+        assert steps_logged(run, kind) == steps_logged(straight, kind)
+    assert steps_logged(run) == list(range(1, steps + 1))
+    assert not [name for name in os.listdir(run / "checkpoints") if name.startswith(".")], "leftovers are swept"
+
+
+def test_three_kills_change_nothing(tmp_path: Path, text_file: Path) -> None:
+    campaign(tmp_path, text_file, kills=3, steps=120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_kills_change_nothing(tmp_path: Path, text_file: Path) -> None:
+    campaign(tmp_path, text_file, kills=20, steps=600)
+
+
+LARGER = {"model.hidden_size": 64, "model.head_size": 32, "model.intermediate_size": 128, "checkpoint.every": 2}
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+@pytest.mark.parametrize("tensorboard", [False, True], ids=["", "with TensorBoard"])
+def test_a_file_size_limit_ends_the_run_with_code_5_and_the_older_checkpoint_stands(
+    tmp_path: Path, text_file: Path, tensorboard: bool
+) -> None:
+    options = {**LARGER, "name": "full", "training.scheduler.name": "constant", "logging.tensorboard": tensorboard}
+    run = train(tmp_path, text_file, **options, **{"training.max_steps": 4}).path
+    before = tensors(run)
+    size = max(path.stat().st_size for path in run.glob("checkpoints/step-*/*"))
+    arguments = words(tmp_path, text_file, "--quiet", **options, **{"training.max_steps": 40})
+    done = bottega(arguments, preexec_fn=lambda: limit_files(size - 1000))
+    assert done.returncode == 5, done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith(f"bottega: cannot write {run / 'checkpoints'}: the file would exceed the size limit")
+    assert re.search(r"needs [\d,]+ bytes, [\d,]+ bytes free", line)
+    assert "Traceback" not in done.stderr
+    assert different(before, tensors(run)) == [], "the last good one is still the last"
+    assert not list((run / "checkpoints").glob(".tmp-*"))
+    assert "older checkpoints are kept" in (run / "log.txt").read_text(), "it tried again first"
+    # With room again the same command goes on from there.
+    assert bottega(arguments).returncode == 0
+    assert steps_logged(run) == list(range(1, 41))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB, where the machine lets us have one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("tmpfs cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_code_5_and_the_older_checkpoint_stands(small_disk: Path, text_file: Path) -> None:
+    """Somebody else fills it while the run is under way."""
+    rare = {"checkpoint.every": 50, "checkpoint.keep": 1, "evaluation.every": None}
+    options = {**LARGER, **rare, "name": "full", "training.scheduler.name": "constant"}
+    run = train(small_disk, text_file, **options, **{"training.max_steps": 2}).path
+    before = tensors(run)
+    arguments = words(small_disk, text_file, "--quiet", **options, **{"training.max_steps": 500})
+    process = subprocess.Popen(command(arguments), env=environment(), stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and steps_logged(run)[-1] < 4:
+        time.sleep(0.01)
+    with (small_disk / "somebody else's").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"x" * 4096)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 5, err
+    assert f"bottega: cannot write {run / 'checkpoints'}: the disk is full: needs 5" in err
+    assert re.search(r"needs [\d,]+ bytes, [\d,]+ bytes free", err)
+    assert "Traceback" not in err
+    assert different(before, tensors(run)) == []
+    refused = bottega(arguments)
+    assert refused.returncode == 5, "and the next start finds out before its first step"
+    (small_disk / "somebody else's").unlink()
+    done = bottega(arguments)
+    assert done.returncode == 0, done.stderr
+    assert steps_logged(run) == list(range(1, 501))
+
+
+def test_a_killed_worker_changes_nothing(tmp_path: Path, text_file: Path) -> None:
+    """The loader's own process, not the run's."""
+    import psutil
+
+    options = {**EVERYTHING, "name": "w", "training.max_steps": 150, "checkpoint.every": 50}
+    straight = train(tmp_path / "straight", text_file, **{**options, "data.workers": 0}).path
+    arguments = words(tmp_path, text_file, "--quiet", **options)
+    process = subprocess.Popen(command(arguments), env=environment(), stderr=subprocess.PIPE, text=True)
+    metrics, killed = tmp_path / "w" / "metrics.jsonl", 0
+    while process.poll() is None and killed < 2:
+        if metrics.exists() and metrics.read_text().count("\n") > 20 * (killed + 1):
+            for child in psutil.Process(process.pid).children():
+                child.kill()
+                killed += 1
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert killed == 2
+    assert different(tensors(straight), tensors(tmp_path / "w")) == []

@@ -1,0 +1,129 @@
+"""Signals to the real command: the first one saves and leaves with a code a scheduler understands, the second ends it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from small_run import bottega, command, environment, steps_logged, words, write_text
+
+from bottega.core import checkpoint
+
+ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None, "training.ema": 0.9}
+# A step of a thousand short forwards: two signals fall into one step, and Python sees each of them at once.
+SLOW = {"training.batch_size": 1024, "training.micro_batch_size": 1}
+
+
+SENT = {
+    "SIGTERM": [signal.SIGTERM],
+    "SIGINT": [signal.SIGINT],
+    "SIGUSR1": [signal.SIGUSR1],
+    "SIGTERM-then-SIGTERM": [signal.SIGTERM, signal.SIGTERM],
+    "SIGTERM-then-SIGINT": [signal.SIGTERM, signal.SIGINT],
+}
+
+
+class Running:
+    """A command in the background; `until` waits for it to have logged some steps."""
+
+    def __init__(self, folder: Path, arguments: list[str]) -> None:
+        self.metrics = folder / "metrics.jsonl"
+        self.process = subprocess.Popen(command(arguments), env=environment(), stderr=subprocess.PIPE, text=True)
+
+    def has(self, steps: int) -> bool:
+        assert self.process.poll() is None, self.process.communicate()[1]
+        return self.metrics.exists() and self.metrics.read_text().count("\n") >= steps
+
+    def until(self, steps: int) -> None:
+        deadline = time.monotonic() + 60
+        while not self.has(steps):
+            assert time.monotonic() < deadline, "it does not begin"
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str]:
+        try:
+            _, err = self.process.communicate(timeout=30)
+        finally:
+            self.process.kill()
+        return self.process.returncode, err
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[str, tuple[int, str, Path]]:
+    """What became of one run for each kind of signal: exit code, standard error, directory."""
+    output = tmp_path_factory.mktemp("signals")
+    long_text = write_text(output / "long.txt", words=9000)
+
+    def live(name: str) -> tuple[int, str, Path]:
+        slow = len(SENT[name]) > 1
+        text, changes = (long_text, {**ENDLESS, **SLOW}) if slow else (text_file, ENDLESS)
+        run = Running(output / name, words(output, text, "--quiet", name=name, **changes))
+        run.until(1)
+        for number in SENT[name]:
+            run.process.send_signal(number)
+            time.sleep(0.1)
+        return *run.end(), output / name
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(zip(SENT, pool.map(live, SENT), strict=True))
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 85), ("SIGUSR1", 85), ("SIGINT", 130)])
+def test_the_first_signal_saves_and_leaves(stopped: dict[str, tuple[int, str, Path]], name: str, code: int) -> None:
+    returned, err, run = stopped[name]
+    assert returned == code, err
+    last = checkpoint.follow(run / "checkpoints", "last")
+    assert last is not None
+    step = checkpoint.verify(last).step
+    assert err == f"bottega: stopped by {name} at step {step}; saved\n"
+    assert steps_logged(run) == list(range(1, step + 1))
+
+
+def test_the_same_command_goes_on(stopped: dict[str, tuple[int, str, Path]], text_file: Path) -> None:
+    """With a few more steps than it has; nothing but the end of the run may have changed."""
+    run = stopped["SIGTERM"][2]
+    step = checkpoint.verify(run / "checkpoints" / "last").step
+    more = {**ENDLESS, "training.max_steps": 1_000_001}
+    again = Running(run, words(run.parent, text_file, "--quiet", name=run.name, **more))
+    again.until(step + 2)
+    again.process.send_signal(signal.SIGTERM)
+    code, err = again.end()
+    assert code == 85, err
+    steps = steps_logged(run)
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= step + 2
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM-then-SIGTERM", 143), ("SIGTERM-then-SIGINT", 130)])
+def test_the_second_signal_ends_it_at_once(stopped: dict[str, tuple[int, str, Path]], name: str, code: int) -> None:
+    returned, err, run = stopped[name]
+    assert returned == code, err
+    assert "second signal" in err
+    assert checkpoint.candidates(run / "checkpoints") == [], "there was no time to save"
+
+
+def test_no_worker_outlives_the_run(stopped: dict[str, tuple[int, str, Path]], tmp_path: Path, text_file: Path) -> None:
+    import psutil
+
+    run = Running(tmp_path / "w", words(tmp_path, text_file, "--quiet", name="w", **ENDLESS, **{"data.workers": 2}))
+    run.until(2)
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(children) == 2
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    gone, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+
+
+def test_a_run_in_use_is_named_by_the_real_command(tmp_path: Path, text_file: Path) -> None:
+    run = Running(tmp_path / "x", words(tmp_path, text_file, "--quiet", name="x", **ENDLESS))
+    run.until(1)
+    second = bottega(words(tmp_path, text_file, "--quiet", name="x", **ENDLESS))
+    run.process.kill()
+    assert second.returncode == 9
+    assert f"in use by process {run.process.pid}" in second.stderr
+    run.end()
