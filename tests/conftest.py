@@ -46,7 +46,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> P
     """The directory of a small language run of 8 steps. Tests that change something copy it first."""
     from small_run import train
 
-    return train(tmp_path_factory.mktemp("finished"), text_file, **{"name": "finished"}).path
+    return train(tmp_path_factory.mktemp("finished"), text_file, name="finished").path
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,10 @@ def train(output: Path, text: Path, **changes: Any) -> Any:
 
 def words(output: Path, text: Path, *more: str, **changes: Any) -> list[str]:
     """The same as a command line."""
-    keys = [f"{k}={'null' if v is None else json.dumps(v) if isinstance(v, bool) else v}" for k, v in settings(output, text, **changes).items()]
+    keys = [
+        f"{k}={'null' if v is None else json.dumps(v) if isinstance(v, bool) else v}"
+        for k, v in settings(output, text, **changes).items()
+    ]
     return ["train", "language/shakespeare", *keys, *more]
 
 
@@ -72,10 +75,18 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
-def bottega(arguments: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+def bottega(
+    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     return subprocess.run(
-        command(arguments), env=environment(**(env or {})), capture_output=True, text=True, timeout=120, check=False, **options
+        command(arguments),
+        env=environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
     )
 
 
@@ -91,7 +102,9 @@ def tensors(run: Path, which: str = "last") -> dict[str, np.ndarray]:
 def different(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> list[str]:
     """Names that only one has, or whose bytes differ."""
     only = sorted(set(a) ^ set(b))
-    return only + [name for name in a if name in b and (a[name].dtype, a[name].tobytes()) != (b[name].dtype, b[name].tobytes())]
+    return only + [
+        name for name in a if name in b and (a[name].dtype, a[name].tobytes()) != (b[name].dtype, b[name].tobytes())
+    ]
 
 
 def steps_logged(run: Path, kind: str = "train") -> list[int]:

@@ -119,4 +119,6 @@ def state(of: TorchEngine) -> dict[str, np.ndarray]:
 
 
 def save(of: TorchEngine, folder: Path, step: int, progress: Mapping[str, Any] | None = None) -> Path:
-    return checkpoint.write(folder, step=step, files=of.snapshot().files(), progress=progress or {"step": step}, fingerprint={})
+    return checkpoint.write(
+        folder, step=step, files=of.snapshot().files(), progress=progress or {"step": step}, fingerprint={}
+    )

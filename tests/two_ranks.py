@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from safetensors.numpy import save_file
-from small_run import words
-from toy_task import Toy, advance, engine, loader, source, state, training
 
 from bottega import cli
 from bottega.callbacks.jsonl import JsonLines
@@ -24,6 +22,8 @@ from bottega.core.loop import Every, Fit, evaluate
 from bottega.core.saver import Saver
 from bottega.data.loader import evaluate_batches
 from bottega.engines.nonfinite import Recovery
+from small_run import words
+from toy_task import Toy, advance, engine, loader, source, state, training
 
 RANK = int(os.environ.get("RANK", 0))
 BAD = 11

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -67,9 +68,18 @@ def _dispatch(name: str, words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     arguments, rest = parser.parse_known_args(words)
     result = verb.run(arguments, rest)
-    if arguments.json:
-        print(json.dumps(result if result is not None else {}, default=str))
+    if arguments.json and int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(_finite(result if result is not None else {}), default=str))
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN; null is what a reader can tell from a number."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Parser(argparse.ArgumentParser):
@@ -162,7 +172,7 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if arguments.output_dir:
         folder = Path(arguments.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+        (folder / "metrics.json").write_text(json.dumps(_finite(metrics), indent=1) + "\n")
     if not arguments.json:
         for name, value in metrics.items():
             print(f"{name:<16}{value:.4f}")
@@ -205,7 +215,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     texts = saved.generate(
         arguments.prompt or [""],
         count=arguments.count,
-        max_new_tokens=arguments.max_tokens,
+        max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,

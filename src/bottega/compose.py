@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from bottega.callbacks.resources import Resources
 from bottega.callbacks.tensorboard import TensorBoard
 from bottega.callbacks.wandb import WandB
 from bottega.core.callback import Callback
+from bottega.core.errors import UsageError
 from bottega.core.loop import Every
 from bottega.core.rundir import RunDirectory
 from bottega.core.schedule import Schedule
@@ -91,19 +93,25 @@ def total_steps(recipe: Recipe, loader: Loader) -> int:
 def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epoch: int) -> None:
     training, s = recipe.training, recipe.training.scheduler
     warmup = s.warmup_steps.steps(total, steps_per_epoch)
-    floor = s.eta_min / training.learning_rate if s.eta_min is not None else s.min_ratio or 0.0
     cycle = s.t_max or (max(1, (total - warmup) // s.cycles) if s.cycles else None)
     shape = Schedule(
         s.name,
         total=total,
         warmup=min(warmup, total),
-        floor=min(1.0, floor),
+        floor=_floor(recipe),
         cycle=cycle,
         power=s.power,
         gamma=s.gamma,
         decay_fraction=s.decay_fraction,
     )
     engine.rate = lambda step: training.learning_rate * shape(step)
+
+
+def _floor(recipe: Recipe) -> float:
+    """The smallest rate as a share of the peak."""
+    s = recipe.training.scheduler
+    share = s.eta_min / recipe.training.learning_rate if s.eta_min is not None else s.min_ratio or 0.0
+    return min(1.0, share)
 
 
 def cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool) -> Every:
@@ -121,9 +129,29 @@ def cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool
     )
 
 
+def check_metrics(recipe: Recipe, branch: Branch, *, has_validation: bool) -> None:
+    """What is watched must be measured, and that is known before the first step."""
+    stopping, is_plateau = recipe.training.early_stopping, recipe.training.scheduler.name == "plateau"
+    if not has_validation:
+        if stopping is not None or is_plateau:
+            key = "training.early_stopping" if stopping is not None else "training.scheduler: plateau"
+            raise UsageError(f"{key} watches validation, and data.validation is null; give it a share such as 0.05")
+        return
+    watched = {"evaluation.metric": recipe.evaluation.metric}
+    if stopping is not None:
+        watched["training.early_stopping.metric"] = stopping.metric
+    for key, metric in watched.items():
+        if metric not in branch.metrics:
+            near = difflib.get_close_matches(metric, branch.metrics, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(branch.metrics)}"
+            raise UsageError(f"{key}: {metric} is not measured; {hint}")
+
+
 def validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
     """A function that starts one pass over the validation data."""
-    size = recipe.evaluation.batch_size or loader.batch_size
+    # What fits in training fits here: no more at once than a forward of training sees.
+    micro = micro_batch(recipe)
+    size = recipe.evaluation.batch_size or min(loader.batch_size, micro * loader.world if micro else loader.batch_size)
     limit = size * recipe.evaluation.max_batches if recipe.evaluation.max_batches else None
     return lambda: evaluate_batches(source, size, rank=loader.rank, world=loader.world, limit=limit)
 
@@ -167,7 +195,7 @@ def _rules(recipe: Recipe) -> list[Callback]:
                 patience=scheduler.patience,
                 threshold=0.0,
                 factor=scheduler.factor,
-                floor=scheduler.min_ratio or 0.0,
+                floor=_floor(recipe),
             )
         )
     return rules

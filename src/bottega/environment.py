@@ -49,7 +49,9 @@ def versions() -> dict[str, str]:
 def _git() -> dict[str, Any] | None:
     def ask(*words: str) -> str | None:
         try:
-            answer = subprocess.run(["git", *words], capture_output=True, text=True, timeout=5, check=True)
+            answer = subprocess.run(
+                ["git", "-c", "core.fsmonitor=false", *words], capture_output=True, text=True, timeout=5, check=True
+            )
         except (OSError, subprocess.SubprocessError):
             return None
         return answer.stdout.strip()

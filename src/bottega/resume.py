@@ -16,6 +16,9 @@ from bottega.schema.recipe import Recipe, changed_keys
 MAY_CHANGE = ("training.batch_size", "training.gradient_accumulation_steps", "training.mixed_precision")
 """Keys a resumed run may change: it then goes on by samples, and is no longer equal bit for bit."""
 
+ROUNDING = ("training.micro_batch_size", "training.compile", "training.gradient_checkpointing", "deterministic")
+"""Keys that change a result by rounding, or the draws of dropout."""
+
 MAY_GROW = ("training.max_steps", "training.num_epochs")
 
 
@@ -23,6 +26,11 @@ def find(
     run: RunDirectory, resume_from: Path | None, say: Callable[[str], None]
 ) -> tuple[Path, checkpoint.Manifest] | None:
     """The verified checkpoint to load. One asked for by name is used or refused, never replaced by another."""
+    own = checkpoint.candidates(run.checkpoints)
+    if resume_from is not None and own and run.path.resolve() not in resume_from.resolve().parents:
+        # The same command again, perhaps by a scheduler: the run has gone on since it was started from there.
+        say(f"{run.path} has checkpoints of its own; going on from those, not from {resume_from}")
+        resume_from = None
     if resume_from is None:
         good = checkpoint.newest_good(run.checkpoints, say)
         if good is None and any(run.checkpoints.glob("step-*")):
@@ -61,11 +69,22 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
             noted.append(f"{key}: {before} -> {after}, going on by samples; no longer bit for bit the same run")
         else:
             refused.append(f"{key}: {before} -> {after}")
+    for key in ROUNDING:
+        before, after = _value(old, key), _value(recipe, key)
+        if before != after:
+            noted.append(f"{key}: {before} -> {after}; no longer bit for bit the same run")
     if refused:
         raise UsageError(
             f"{run.path} was started with another recipe ({'; '.join(refused)}); choose another name or say --fresh"
         )
     return noted
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def check_data_unchanged(
@@ -85,12 +104,13 @@ def check_data_unchanged(
         say(f"resumed elsewhere ({changes}): the same samples in the same order, but not bit for bit the same numbers")
 
 
-def progress_at(path: Path, *, batch_size: int, total: int) -> Progress:
+def progress_at(path: Path, *, batch_size: int, total: int, say: Callable[[str], None]) -> Progress:
     """Where the checkpoint stood. With another batch size the run goes on by samples."""
     progress = Progress.from_json(checkpoint.read_progress(path))
     progress.total = total
     if progress.samples != progress.step * batch_size:
         # Steps are counted anew, so the number of the best one means nothing any more.
         progress.step = progress.evaluated = progress.samples // batch_size
-        progress.best, progress.best_step = None, 0
+        progress.best_step, progress.skip_steps = 0, []
+        say(f"batches are of {batch_size} samples now: {progress.samples} samples seen make this step {progress.step}")
     return progress

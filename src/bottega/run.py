@@ -19,6 +19,7 @@ from bottega.compose import (
     build_engine,
     build_loader,
     cadences,
+    check_metrics,
     plan_rates,
     prepare,
     total_steps,
@@ -27,10 +28,10 @@ from bottega.compose import (
 )
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
-from bottega.core.errors import PeerLost, UsageError
+from bottega.core.errors import CheckpointError, PeerLost, UsageError
 from bottega.core.loop import Fit, Goal
 from bottega.core.rundir import Lock, RunDirectory, read_metrics
-from bottega.core.saver import Saver, preflight
+from bottega.core.saver import Saver, explain, preflight
 from bottega.data.loader import Loader
 from bottega.schema.load import Resolved, check_recipe, global_batch, load_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import BUILT_TASKS, Recipe
@@ -67,7 +68,7 @@ def train(
     return _train(resolved, quiet=quiet, fresh=fresh)
 
 
-def load(path: str | Path, *, checkpoint: str = "best", device: str = "auto") -> SavedRun:
+def load(path: str | Path, *, checkpoint: str | int = "best", device: str = "auto") -> SavedRun:
     """A run back from its directory: its task, its model, and what one can do with them."""
     from bottega.saved import open_run
 
@@ -127,12 +128,17 @@ def refuse_unbuilt(recipe: Recipe) -> None:
         f"engine: {recipe.engine}": recipe.engine != "torch",
         "techniques": bool(recipe.techniques),
         "needs": bool(recipe.needs),
+        "distributed.backend": recipe.distributed.backend != "auto",
         "distributed.strategy: fsdp": recipe.distributed.strategy == "fsdp",
         "distributed.offload": recipe.distributed.offload,
         "training.label_smoothing": recipe.training.label_smoothing > 0,
     }.items():
         if is_asked:
             raise UsageError(f"{key} is understood but not built yet; leave it out")
+    wanted, world = recipe.distributed.processes, int(os.environ.get("WORLD_SIZE", 1))
+    if wanted is not None and wanted != world:
+        start = f"torchrun --nproc_per_node {wanted} -m bottega train …"
+        raise UsageError(f"distributed.processes: {wanted} asked for, {world} started; start them with {start}")
 
 
 class _Session:
@@ -143,27 +149,35 @@ class _Session:
     ) -> None:
         self.recipe, self.directory, self.resume_from, self.allow = recipe, directory, resume_from, allow
         is_main = int(os.environ.get("RANK", 0)) == 0
-        quiet = quiet or recipe.logging.level in ("WARNING", "ERROR")
-        self.console = Console(unit="samples", log=directory.log if is_main else None, quiet=quiet)
+        level = recipe.logging.level
+        self.console = Console(
+            unit="samples",
+            log=directory.log if is_main else None,
+            quiet=quiet or level in ("WARNING", "ERROR"),
+            warnings=not quiet and level != "ERROR",
+        )
 
     def run(self) -> Run:
         recipe, directory, console = self.recipe, self.directory, self.console
-        changes = resume.check_recipe_unchanged(directory, recipe)
+        is_main = int(os.environ.get("RANK", 0)) == 0  # the others might look before --fresh has set the old run aside
+        changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
         branch = prepare(recipe, console)
         console.unit = branch.unit
-        engine = build_engine(recipe, branch)
+        engine: TorchEngine | None = None
         try:
+            engine = build_engine(recipe, branch)
             return self._run(branch, engine, changes)
         except RuntimeError as error:
-            from bottega.engines.devices import is_lost_peer
+            from bottega.engines.ranks import is_lost_peer
 
-            if engine.world > 1 and is_lost_peer(error):
-                raise PeerLost(
-                    f"rank {engine.rank} of {engine.world} lost another rank; start the same command again"
-                ) from error
+            world = int(os.environ.get("WORLD_SIZE", 1))
+            if world > 1 and is_lost_peer(error):
+                rank = os.environ.get("RANK")
+                raise PeerLost(f"rank {rank} of {world} lost another rank; start the same command again") from error
             raise
         finally:
-            engine.close()
+            if engine is not None:
+                engine.close()
 
     def _run(self, branch: Branch, engine: TorchEngine, changes: list[str]) -> Run:
         recipe, directory, console = self.recipe, self.directory, self.console
@@ -172,6 +186,11 @@ class _Session:
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
         fingerprint = environment.fingerprint(str(engine.device), engine.world, branch.fingerprint)
         found, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
+        if not engine.same(f"{progress.step} {branch.fingerprint}"):
+            raise CheckpointError(
+                f"rank {engine.rank} would go on from step {progress.step}, and another rank from elsewhere or with other "
+                f"data; {directory.path} and the data must be the same files for all ranks"
+            )
         for change in changes:
             console.say(change)
         if engine.rank == 0:
@@ -192,6 +211,7 @@ class _Session:
         saver.resumed_from = found
         callbacks = watchers(recipe, directory, console, is_main=engine.rank == 0)
         validation = branch.validation()
+        check_metrics(recipe, branch, has_validation=validation is not None)
         fit = Fit(
             engine=engine,
             batches=loader,
@@ -226,7 +246,7 @@ class _Session:
             return None, Progress(total=total)
         path, manifest = found
         resume.check_data_unchanged(manifest, fingerprint, allow=self.allow, say=self.console.warn)
-        progress = resume.progress_at(path, batch_size=loader.batch_size, total=total)
+        progress = resume.progress_at(path, batch_size=loader.batch_size, total=total, say=self.console.say)
         engine.load(path)
         engine.skip_steps = frozenset(progress.skip_steps)
         if engine.training.micro_batch_size == "auto":
@@ -243,7 +263,10 @@ class _Session:
         facts = environment.describe(str(engine.device), engine.world)
         directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)
-        branch.save_codec(directory.codec)
+        try:
+            branch.save_codec(directory.codec)
+        except OSError as error:
+            raise explain(error, directory.codec) from None
         copies = 3 if self.recipe.training.ema is None else 4  # the weights, two moments of each, and their average
         preflight(directory.checkpoints, size=copies * _bytes(engine), keep=self.recipe.checkpoint.keep)
 

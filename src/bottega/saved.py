@@ -39,10 +39,10 @@ class SavedRun:
     def model(self) -> Any:
         return self.engine.model
 
-    def evaluate(self, data: str | None = None, *, split: str = "validation") -> dict[str, float]:
+    def evaluate(self, data: str | Path | None = None, *, split: str = "validation") -> dict[str, float]:
         """Means over the run's own validation or test part, or over other data."""
         if data is not None:
-            source: Source | None = self.branch.other(data)
+            source: Source | None = self.branch.other(str(data))
         else:
             source = self.branch.test() if split == "test" else self.branch.validation()
         if source is None:
@@ -56,7 +56,7 @@ class SavedRun:
         """Texts that go on from the prompts; options as `bottega generate --help` lists them."""
         wanted = [prompts] if isinstance(prompts, str) else prompts
         rows = [prompt for prompt in wanted for _ in range(count)]
-        options.setdefault("max_new_tokens", 200)
+        options = {"temperature": 0.8, "max_new_tokens": options.pop("max_tokens", 200), **options}
         with self.engine.sampling() as model:
             return self.branch.generate(model, rows, device=self.engine.device, stream=stream, **options)
 
@@ -84,21 +84,19 @@ class SavedRun:
         )
 
 
-def open_run(path: Path, *, checkpoint: str = "best", device: str = "auto") -> SavedRun:
+def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto") -> SavedRun:
     """Verify, rebuild and load. Averaged weights replace the others where the run kept them."""
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the run's directory. Pickled checkpoints are never read")
     directory = RunDirectory(path).must_exist()
-    folder = choose(directory, checkpoint)
+    folder = choose(directory, str(checkpoint))
     manifest = checkpoints.verify(folder)
     recipe = load_recipe([directory.recipe]).recipe
-    branch = branches.reopen(recipe, directory.codec)
+    branch = branches.reopen(recipe, directory.codec, str(manifest.fingerprint.get("data")))
     # Trained in fp16 on a GPU, it can still be read where there is none.
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
-    # The weights come from the checkpoint, so a pretrained folder that is gone meanwhile is not missed.
-    task = branch.task.model_copy(update={"pretrained": None})
-    engine = TorchEngine(task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
+    engine = TorchEngine(branch.task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
     # What the manifest does not list was not verified, so a file that merely lies there is not read.
     average = read_tensors(folder / "ema.safetensors") if "ema.safetensors" in manifest.files else {}
     state = read_tensors(folder / "model.safetensors")

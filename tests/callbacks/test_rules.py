@@ -44,8 +44,12 @@ def test_what_is_no_number_is_no_improvement() -> None:
 
 
 def test_a_metric_that_is_not_there_is_named() -> None:
-    with pytest.raises(UsageError, match=r"training\.early_stopping\.metric: 'f1' was not measured; there is loss, acc"):
-        EarlyStop(metric="f1", maximise=True, patience=1, threshold=0.0).after_eval(Progress(), {"loss": 1.0, "acc": 0.5})
+    with pytest.raises(
+        UsageError, match=r"training\.early_stopping\.metric: 'f1' was not measured; there is loss, acc"
+    ):
+        EarlyStop(metric="f1", maximise=True, patience=1, threshold=0.0).after_eval(
+            Progress(), {"loss": 1.0, "acc": 0.5}
+        )
 
 
 @pytest.mark.parametrize("kind", [EarlyStop, Plateau])
@@ -67,7 +71,10 @@ def test_patience_travels_in_the_note(kind: type) -> None:
 
 @pytest.mark.parametrize("patience", [0, 1])
 def test_a_plateau_without_patience_waits_for_the_first_bad_evaluation(patience: int) -> None:
-    rule, progress = Plateau(metric="m", maximise=False, patience=patience, threshold=0.0, factor=0.5, floor=0.2), Progress()
+    rule, progress = (
+        Plateau(metric="m", maximise=False, patience=patience, threshold=0.0, factor=0.5, floor=0.2),
+        Progress(),
+    )
     scales = []
     for value in (5.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0):
         rule.after_eval(progress, {"m": value})

@@ -35,7 +35,9 @@ def test_lines_are_json_with_null_for_what_is_no_number(tmp_path: Path) -> None:
     rows = JsonLines(tmp_path / "metrics.jsonl", pytest.fail)
     rows.after_step(Progress(step=1, samples=8), {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
     rows.after_eval(Progress(step=1, samples=8), {"loss": 2.0})
-    read = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    read = [
+        json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert read == [
         {"step": 1, "kind": "train", "samples": 8, "loss": None, "grad_norm": None, "lr": 0.5},
         {"step": 1, "kind": "eval", "samples": 8, "loss": 2.0},

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import bottega, different, steps_logged, tensors, words, write_text
 
 from bottega import cli
 from bottega.core.rundir import Lock, RunDirectory
+from small_run import bottega, different, steps_logged, tensors, words, write_text
 
 
 class Said:
@@ -270,7 +270,9 @@ def test_a_damaged_checkpoint_asked_for_by_name_is_refused_and_not_replaced(
     train(f"--resume_from={tmp_path}/nothing", name="x").refused(2, "no checkpoint at")
 
 
-def test_a_damaged_newest_checkpoint_falls_back_and_says_so(say: Any, tmp_path: Path, text_file: Path, finished_run: Path) -> None:
+def test_a_damaged_newest_checkpoint_falls_back_and_says_so(
+    say: Any, tmp_path: Path, text_file: Path, finished_run: Path
+) -> None:
     run = copy(finished_run, tmp_path)
     whole = tensors(run)
     newest = run / "checkpoints" / "step-00000008" / "model.safetensors"
@@ -284,7 +286,9 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(say: Any, tmp_path: 
     assert steps_logged(run) == list(range(1, 9))
 
 
-def test_when_no_checkpoint_is_left_the_run_does_not_quietly_start_over(train: Any, tmp_path: Path, finished_run: Path) -> None:
+def test_when_no_checkpoint_is_left_the_run_does_not_quietly_start_over(
+    train: Any, tmp_path: Path, finished_run: Path
+) -> None:
     run = copy(finished_run, tmp_path)
     for manifest in run.glob("checkpoints/step-*/MANIFEST.json"):
         manifest.write_bytes(b"{}")
@@ -295,7 +299,9 @@ def test_when_no_checkpoint_is_left_the_run_does_not_quietly_start_over(train: A
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"model.num_layers": 2}, {"training.max_steps": 6}], ids=str)
-def test_another_recipe_under_the_same_name(train: Any, tmp_path: Path, finished_run: Path, change: dict[str, Any]) -> None:
+def test_another_recipe_under_the_same_name(
+    train: Any, tmp_path: Path, finished_run: Path, change: dict[str, Any]
+) -> None:
     run = copy(finished_run, tmp_path)
     before = tensors(run)
     train(name="finished", **change).refused(2, *change, "choose another name or say --fresh")

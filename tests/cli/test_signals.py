@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_run import bottega, command, environment, steps_logged, words, write_text
 
 from bottega.core import checkpoint
+from small_run import bottega, command, environment, steps_logged, words, write_text
 
 ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None, "training.ema": 0.9}
 # A step of a thousand short forwards: two signals fall into one step, and Python sees each of them at once.
@@ -115,7 +115,7 @@ def test_no_worker_outlives_the_run(stopped: dict[str, tuple[int, str, Path]], t
     assert len(children) == 2
     run.process.send_signal(signal.SIGINT)
     assert run.end()[0] == 130
-    gone, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=5)
     assert alive == []
 
 

@@ -9,9 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from small_run import bottega, command, environment
 
 from bottega import cli
+from small_run import bottega, command, environment
 
 
 def processor_seconds(arguments: list[str]) -> float:
@@ -35,7 +35,15 @@ def test_verbs_that_only_read_recipes_answer_soon(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["bottega", "bottega.cli", "bottega.schema.load", "bottega.data.prepare", "bottega.data.worker", "bottega.core.loop"]
+    "module",
+    [
+        "bottega",
+        "bottega.cli",
+        "bottega.schema.load",
+        "bottega.data.prepare",
+        "bottega.data.worker",
+        "bottega.core.loop",
+    ],
 )
 def test_importing_loads_no_framework(module: str) -> None:
     look = f"import sys, {module}; print([m for m in ('torch', 'jax', 'transformers', 'tensorboard', 'wandb') if m in sys.modules])"
@@ -65,13 +73,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_is_one_object_on_standard_output() -> None:
     done = bottega(["recipes", "--json"])
     assert done.returncode == 0
-    assert [row["name"] for row in json.loads(done.stdout)["recipes"]][0] == "language"
+    assert json.loads(done.stdout)["recipes"][0]["name"] == "language"
     assert done.stderr == ""
 
 
 def test_output_that_nobody_reads_is_no_error() -> None:
     done = subprocess.run(
-        f"{' '.join(command(['schema']))} | head -c 10", shell=True, capture_output=True, text=True, env=environment(), check=False
+        f"{' '.join(command(['schema']))} | head -c 10",
+        shell=True,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
     )
     assert len(done.stdout) == 10
     assert done.stderr == ""

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
-from small_run import different, tensors, train, words, write_text
 
 import bottega
 from bottega import cli
 from bottega.core import checkpoint
+from small_run import different, tensors, train, words, write_text
 
 
 @pytest.fixture
@@ -25,7 +25,9 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Any:
     return ask
 
 
-def test_the_same_command_resumes_and_a_finished_run_is_left_alone(answer: Any, tmp_path: Path, text_file: Path) -> None:
+def test_the_same_command_resumes_and_a_finished_run_is_left_alone(
+    answer: Any, tmp_path: Path, text_file: Path
+) -> None:
     first = answer(*words(tmp_path, text_file, "--quiet"))
     assert first["step"] == 8
     assert set(first["metrics"]) == {"loss", "bits_per_byte", "perplexity"}
@@ -39,7 +41,12 @@ def test_the_same_command_resumes_and_a_finished_run_is_left_alone(answer: Any, 
 def test_what_a_run_leaves(finished_run: Path) -> None:
     names = {path.name for path in finished_run.iterdir()}
     assert names == {"recipe.yaml", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "codec", "LOCK"}
-    assert {path.name for path in (finished_run / "checkpoints").iterdir()} == {"step-00000004", "step-00000008", "last", "best"}
+    assert {path.name for path in (finished_run / "checkpoints").iterdir()} == {
+        "step-00000004",
+        "step-00000008",
+        "last",
+        "best",
+    }
     facts = json.loads((finished_run / "environment.json").read_text())
     assert facts["packages"].keys() >= {"torch", "numpy"}
     from bottega.schema.load import load_recipe
@@ -74,7 +81,9 @@ def test_a_single_prompt_streams(finished_run: Path, capsys: pytest.CaptureFixtu
 
 def test_export_is_for_the_ecosystem(answer: Any, finished_run: Path, tmp_path: Path) -> None:
     folder = Path(answer("export", finished_run, "--out", tmp_path / "final")["folder"])
-    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {
+        path.name for path in folder.iterdir()
+    }
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from small_run import settings, write_text
 
 from bottega import branches
 from bottega.branches.branch import Branch
@@ -19,6 +18,7 @@ from bottega.compose import build_engine, build_loader, plan_rates
 from bottega.core import checkpoint
 from bottega.data.loader import Loader
 from bottega.schema.load import load_recipe
+from small_run import settings, write_text
 
 
 def language(folder: Path) -> dict[str, Any]:

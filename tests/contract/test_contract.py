@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, Case, build
-from small_run import different, steps_logged, tensors, train
 
 from bottega.core import checkpoint
 from bottega.core.loop import evaluate
 from bottega.data.loader import evaluate_batches
+from small_run import different, steps_logged, tensors, train
 
 EVERYTHING: dict[str, Any] = {
     "model.dropout": 0.1,
@@ -115,7 +115,9 @@ def test_two_ranks_write_the_checkpoint_of_one(two_ranks: Path, tmp_path: Path, 
     for which in ("last", "best"):
         close(tensors(alone, which), tensors(together, which), atol=2e-6)
     assert steps_logged(together) == steps_logged(alone) == [1, 2, 3, 4, 5, 6]
-    rows = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (alone, together)]
+    rows = [
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (alone, together)
+    ]
     assert [r["loss"] for r in rows[1]] == pytest.approx([r["loss"] for r in rows[0]], rel=1e-5)
     manifest = checkpoint.verify(together / "checkpoints" / "last")
     assert manifest.fingerprint["world"] == 2

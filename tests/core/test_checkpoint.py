@@ -39,7 +39,9 @@ def test_what_is_written_comes_back_and_safetensors_itself_can_read_it(tmp_path:
     assert path == tmp_path / "checkpoints" / "step-00000005"
     manifest = checkpoint.verify(path)
     assert (manifest.step, manifest.sequence, manifest.fingerprint) == (5, 1, {"data": "x"})
-    assert set(manifest.files) == {*FILES, "ema.safetensors", "progress.json"} == set(os.listdir(path)) - {"MANIFEST.json"}
+    assert (
+        set(manifest.files) == {*FILES, "ema.safetensors", "progress.json"} == set(os.listdir(path)) - {"MANIFEST.json"}
+    )
     for file, tensors in FILES.items():
         read = safetensors.numpy.load_file(path / file)
         assert read.keys() == tensors.keys()
@@ -171,7 +173,9 @@ def test_a_manifest_cannot_point_outside_or_leave_out_what_is_needed(tmp_path: P
     checkpoint.verify(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"format": 1}', b"\xff\xfe", b"[" * 100_000, b'{"format": 99}', b'{"a": NaN}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b'{"format": 1}', b"\xff\xfe", b"[" * 100_000, b'{"format": 99}', b'{"a": NaN}']
+)
 def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes) -> None:
     path = write(tmp_path, 1)
     (path / "MANIFEST.json").write_bytes(content)

@@ -20,7 +20,10 @@ from bottega.core.errors import CheckpointError
 def write(folder: Path, step: int, *, value: float = 0.0) -> Path:
     files = {
         "model.safetensors": {"w": np.full((40, 3), value + step, np.float32), "b": np.arange(5, dtype=np.int64)},
-        "optimizer.safetensors": {"w/exp_avg": np.full((40, 3), -value, np.float32), "w/step": np.array(step, np.float32)},
+        "optimizer.safetensors": {
+            "w/exp_avg": np.full((40, 3), -value, np.float32),
+            "w/step": np.array(step, np.float32),
+        },
         "ema.safetensors": {"w": np.full((40, 3), value, np.float32)},
     }
     progress = {"step": step, "samples": 8 * step, "notes": {"early_stop": {"best": 0.5}}}
@@ -51,7 +54,6 @@ def campaign(folder: Path, rounds: int) -> None:
         what = hurt(newer / name, rng)
         with pytest.raises(CheckpointError, match="step-00000002"):
             checkpoint.verify(newer)
-            pytest.fail(f"accepted: {what}")
         said: list[str] = []
         found = checkpoint.newest_good(folder, said.append)
         assert found is not None, what
@@ -87,7 +89,9 @@ def test_a_cut_file_is_named_with_its_sizes(tmp_path: Path, share: float) -> Non
     model = path / "model.safetensors"
     size = model.stat().st_size
     os.truncate(model, int(size * share))
-    with pytest.raises(CheckpointError, match=rf"step-00000001 damaged: model\.safetensors {int(size * share)} of {size} bytes"):
+    with pytest.raises(
+        CheckpointError, match=rf"step-00000001 damaged: model\.safetensors {int(size * share)} of {size} bytes"
+    ):
         checkpoint.verify(path)
 
 
@@ -179,7 +183,9 @@ def check(folder: Path, announced: dict[int, float], when: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rename", "fsync", "write"])
-def test_an_error_at_any_call_cleans_up_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_error_at_any_call_cleans_up_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Here the process lives on, so the temporary folder must be gone as well."""
     for number in range(1, 8):
         folder = tmp_path / f"{name}-{number}"

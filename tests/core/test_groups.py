@@ -13,7 +13,7 @@ NAMES = ["embed.weight", "layers.0.weight", "layers.1.weight", "head.weight"]
 def test_the_first_row_that_matches_the_whole_name_decides() -> None:
     rows = [Row("embed.*", None), Row(r"layers\.0\..*", 0.1), Row(".*")]
     assert assign(NAMES, rows) == {NAMES[0]: 0, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
-    with pytest.raises(UsageError, match="no row matches the parameter embed.weight"):
+    with pytest.raises(UsageError, match=r"no row matches the parameter embed\.weight"):
         assign(NAMES, [Row("embed"), Row("layers.*")])
 
 

@@ -111,7 +111,9 @@ def fit(folder: Path, engine: Counter, *callbacks: Callback, every: Every, total
     # What is announced is known at some later step, so tests that look at the order ask the disk instead.
     saver = Saver(folder, keep=9, fingerprint={}, announce=lambda p, path: None, warn=pytest.fail)
     more.setdefault("validation", lambda: iter([{"x": np.zeros(3)}, {"x": np.zeros(1)}]))
-    return Fit(engine=engine, batches=Numbers(), progress=progress, every=every, saver=saver, callbacks=callbacks, **more)
+    return Fit(
+        engine=engine, batches=Numbers(), progress=progress, every=every, saver=saver, callbacks=callbacks, **more
+    )
 
 
 def saved(folder: Path) -> list[int]:
@@ -205,7 +207,9 @@ def test_the_best_is_the_best_whichever_way_and_never_a_nan(tmp_path: Path) -> N
     assert checkpoint.follow(tmp_path / "b", "best") == tmp_path / "b" / "step-00000003"
 
 
-def interrupted(folder: Path, engine: Counter, at: int, *callbacks: Callback, kind: signal.Signals = signal.SIGTERM, **more: Any) -> Interrupted:
+def interrupted(
+    folder: Path, engine: Counter, at: int, *callbacks: Callback, kind: signal.Signals = signal.SIGTERM, **more: Any
+) -> Interrupted:
     engine.signal_at = (at, kind)
     with pytest.raises(Interrupted) as caught:
         fit(folder, engine, *callbacks, **more).run()
@@ -233,7 +237,11 @@ def test_an_evaluation_the_signal_prevented_is_made_up_for(tmp_path: Path, at: i
     events: list[str] = []
     resumed = fit(tmp_path / "cut", Counter(losses, events=events), Diary(events), every=every, total=7).run()
     assert events[:3] == ["start", "fetch", f"evaluated {at}"]
-    assert (resumed.best, resumed.best_step, resumed.evaluated) == (straight.best, straight.best_step, straight.evaluated)
+    assert (resumed.best, resumed.best_step, resumed.evaluated) == (
+        straight.best,
+        straight.best_step,
+        straight.evaluated,
+    )
     for which in ("best", "last"):
         kept = [checkpoint.follow(tmp_path / name / "", which) for name in ("straight", "cut")]
         assert kept[0] is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_numpy_and_torch_agree_bit_for_bit(seed: int, step: int, positions: list
 def test_a_split_of_the_positions_gives_the_same_rows(cuts: list[int]) -> None:
     whole = Noise(3, 7, np.arange(12)).normal("times", (2, 3))
     edges = [0, *sorted(cuts), 12]
-    parts = [Noise(3, 7, np.arange(a, b)).normal("times", (2, 3)) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [Noise(3, 7, np.arange(a, b)).normal("times", (2, 3)) for a, b in pairwise(edges)]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
     order = np.random.default_rng(len(cuts)).permutation(12)
     np.testing.assert_array_equal(Noise(3, 7, order).normal("times", (2, 3)), whole[order])
@@ -83,6 +84,12 @@ def test_moments() -> None:
     assert abs((normal**4).mean() - 3) < error * 96**0.5
     assert abs(normal).max() > 4.2, "the tails are there"
     assert abs(np.corrcoef(normal[:, ::2].ravel(), normal[:, 1::2].ravel())[0, 1]) < error * 2**0.5
+
+
+def test_no_draw_is_0_or_1_whatever_the_bits() -> None:
+    ends = Noise(0, 0, np.arange(1))._unit(np.array([0, 0xFFFFFFFF]))
+    assert 0 < ends[0] < 1e-6
+    assert 1 - 1e-6 < ends[1] < 1
 
 
 def test_shapes_follow_the_request() -> None:

@@ -81,7 +81,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
 def test_a_run_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "my-first-run").mkdir()
-    with pytest.raises(UsageError, match="did you mean .*my-first-run") as caught:
+    with pytest.raises(UsageError, match=r"did you mean .*my-first-run") as caught:
         RunDirectory(tmp_path / "my-frist-run").must_exist()
     assert caught.value.code == 2
 
@@ -100,7 +100,12 @@ def test_lines_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
     run.truncate_metrics(Progress())  # there is nothing yet
     rows = [row(1), row(2), row(2, "eval"), row(3), row(4), row(4, "eval")]
     run.metrics.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 5, "kind": "tr')
-    assert kept(run, Progress(step=3, samples=12, evaluated=2)) == [(1, "train"), (2, "train"), (2, "eval"), (3, "train")]
+    assert kept(run, Progress(step=3, samples=12, evaluated=2)) == [
+        (1, "train"),
+        (2, "train"),
+        (2, "eval"),
+        (3, "train"),
+    ]
     assert kept(run, Progress(step=2, samples=8, evaluated=2)) == [(1, "train"), (2, "train"), (2, "eval")]
     # The checkpoint of step 2 was written without its evaluation, which will be made again.
     assert kept(run, Progress(step=2, samples=8, evaluated=0)) == [(1, "train"), (2, "train")]

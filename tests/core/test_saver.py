@@ -101,7 +101,9 @@ def full(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
     monkeypatch.setattr(checkpoint, "write_safetensors", write)
 
 
-def test_a_full_disk_is_a_warning_and_the_next_save_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_warning_and_the_next_save_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     story = Story(tmp_path)
     story.save(1)
     story.saver.wait()
@@ -125,10 +127,12 @@ def test_a_disk_that_stays_full_ends_the_run_with_code_5(tmp_path: Path, monkeyp
     story.save(1)
     story.saver.wait()
     full(monkeypatch, times=99)
+    for step in range(2, PATIENCE + 1):
+        story.save(step)
+        story.saver.wait()
+    story.save(PATIENCE + 1)
     with pytest.raises(EnvironmentProblem, match="the disk is full") as caught:
-        for step in range(2, 10):
-            story.save(step)
-            story.saver.wait()
+        story.saver.wait()
     assert caught.value.code == 5
     assert len(story.warned) == PATIENCE - 1
     assert checkpoint.verify(tmp_path / "step-00000001").step == 1
@@ -217,6 +221,7 @@ def test_preflight_refuses_what_cannot_fit_and_warns_of_what_will_not(
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "model.safetensors").write_bytes(b"x" * 900)
     preflight(tmp_path, size=900, keep=1)
+    assert capsys.readouterr().err == ""
     with pytest.raises(EnvironmentProblem):
         preflight(tmp_path, size=1001, keep=1)
 

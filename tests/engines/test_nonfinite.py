@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from small_run import different
-from toy_task import Toy, advance, engine, loader, source, state, training
 
 from bottega.callbacks.early_stop import EarlyStop
 from bottega.callbacks.jsonl import JsonLines
@@ -24,6 +22,8 @@ from bottega.core.saver import Saver
 from bottega.data.loader import evaluate_batches
 from bottega.engines import optimizers
 from bottega.engines.nonfinite import MOST_SKIPS, Recovery
+from small_run import different
+from toy_task import Toy, advance, engine, loader, source, state, training
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
 BAD = 11
@@ -38,7 +38,9 @@ def bad_step(data: Any = None) -> int:
 class Trial:
     """A run of ten steps over data with one bad sample."""
 
-    def __init__(self, folder: Path, policy: str, *, log: int = 1, save: int = 2, total: int = 10, **changes: Any) -> None:
+    def __init__(
+        self, folder: Path, policy: str, *, log: int = 1, save: int = 2, total: int = 10, **changes: Any
+    ) -> None:
         self.folder = folder
         self.engine = engine(training(on_nonfinite=policy, **changes), task=Toy(dropout=0.2), micro=4)
         self.loader = loader(source(bad=BAD), of=self.engine)
@@ -98,7 +100,9 @@ def test_the_evidence_names_step_samples_and_module_and_keeps_the_batch(tmp_path
     report = json.loads((where / "report.json").read_text())
     assert report == {"step": step + 1, "samples": samples, "epochs": [0] * 8, "first_bad_module": "first"}
     kept, made = load_file(where / "batch.safetensors"), trial.loader.batch(step)
-    assert {name: array.tobytes() for name, array in kept.items()} == {name: array.tobytes() for name, array in made.items()}
+    assert {name: array.tobytes() for name, array in kept.items()} == {
+        name: array.tobytes() for name, array in made.items()
+    }
 
 
 class Explosive(Toy):
@@ -212,7 +216,7 @@ def test_rollback_gives_up_when_it_is_no_accident(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "rollback", save=1, total=20)
     trial.loader.source.arrays["x"][:] = np.nan  # type: ignore[attr-defined]
     trial.saver.save(trial.engine.snapshot(), trial.progress)
-    with pytest.raises(Diverged, match="lower training.learning_rate"):
+    with pytest.raises(Diverged, match=r"lower training\.learning_rate"):
         trial.run()
     assert sum("rolled back" in text for text in trial.warned) == 3
 

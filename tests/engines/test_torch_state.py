@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_run import different
-from toy_task import Toy, advance, engine, loader, save, state, training
 
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError
 from bottega.engines.torch import TorchEngine
+from small_run import different
+from toy_task import Toy, advance, engine, loader, save, state, training
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
 
@@ -137,7 +137,10 @@ def add_moment(files: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (reshape, r"model\.safetensors .* first\.weight is torch\.float32 \(8, 5\), the model has torch\.float32 \(8, 4\)"),
+        (
+            reshape,
+            r"model\.safetensors .* first\.weight is torch\.float32 \(8, 5\), the model has torch\.float32 \(8, 4\)",
+        ),
         (recast, r"first\.weight is torch\.float16 \(8, 4\), the model has torch\.float32"),
         (drop, r"head\.bias is missing"),
         (add, r"extra\.weight is not in the model"),

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toy_task import Toy, advance, engine, loader, source, state, training
 
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.noise import Noise
 from bottega.engines.devices import put
 from bottega.engines.torch import sum_terms
+from toy_task import Toy, advance, engine, loader, source, state, training
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
 
@@ -37,7 +37,7 @@ def test_gradients_are_those_of_the_whole_batch_under_any_split(micro: int) -> N
     losses = []
     for one in (whole, split):
         loss, metrics = one._backward(3, put(batch, one.device), counts, 8)
-        losses.append((loss.item(), metrics["absolute"].item()))
+        losses.append((loss.item(), one.fetch(metrics)["absolute"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for (name, a), b in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):
         assert a.grad is not None
@@ -94,7 +94,10 @@ def test_clipping_and_adamw_are_torchs_own() -> None:
 
 
 def test_without_clipping_the_gradient_is_taken_as_it_is() -> None:
-    free, clipped = engine(training(max_grad_norm=None, optimizer={"name": "sgd"})), engine(training(optimizer={"name": "sgd"}, max_grad_norm=1e9))
+    free, clipped = (
+        engine(training(max_grad_norm=None, optimizer={"name": "sgd"})),
+        engine(training(optimizer={"name": "sgd"}, max_grad_norm=1e9)),
+    )
     for one in (free, clipped):
         advance(one, loader(of=one), 0, 2)
     close(weights(free), weights(clipped))
@@ -120,9 +123,13 @@ def test_evaluation_and_samples_see_the_averaged_weights_and_give_the_others_bac
         assert not model.training
         for name, p in model.named_parameters():
             assert torch.equal(p, one.state()["ema.safetensors"][name])
-    sums = one.eval_step(batches.batch(0))
-    assert sums["error"][1] == one.task.counts(batches.batch(0))["error"]
-    assert one.fetch({"sum": sums["error"][0]})["sum"] > 0
+    plain = engine()
+    plain.model.load_state_dict(one.state()["ema.safetensors"])
+    with one.evaluating():
+        inside = one.eval_step(batches.batch(0))
+    for sums in (one.eval_step(batches.batch(0)), inside):
+        assert sums["error"][1] == one.task.counts(batches.batch(0))["error"]
+        assert torch.equal(sums["error"][0], plain.eval_step(batches.batch(0))["error"][0])
     after = state(one)
     assert all(np.array_equal(before[name], after[name]) for name in before)
     with pytest.raises(RuntimeError), one.sampling():
@@ -177,6 +184,12 @@ def test_dropout_is_a_function_of_seed_step_and_micro_batch() -> None:
 
     assert run() == run(disturb=True)
     assert run() != run(seed=1)
+
+
+def test_dropout_is_another_at_every_step() -> None:
+    one = engine(task=Toy(dropout=0.5, noise=0.0), rate=lambda step: 0.0)
+    batch = loader(of=one).batch(0)
+    assert len({one.fetch(one.train_step(step, batch))["loss"] for step in range(5)}) == 5
 
 
 @pytest.fixture

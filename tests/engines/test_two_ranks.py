@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import two_ranks as script
 from safetensors.numpy import load_file
-from toy_task import advance, engine, loader, source, state, training
 
+import two_ranks as script
 from bottega.core.loop import evaluate
 from bottega.core.rundir import read_metrics
 from bottega.data.loader import evaluate_batches
+from toy_task import advance, engine, loader, source, state, training
 
 
 def left(folder: Path, name: str, rank: int = 0) -> dict[str, np.ndarray]:

@@ -22,9 +22,9 @@ def prepare(recipe: Recipe, *, say: Any) -> Branch:
     return branch
 
 
-def reopen(recipe: Recipe, codec: Path) -> Branch:
-    """The branch of a finished run, from its own codec, without its data."""
-    branch: Branch = _module(recipe).reopen(recipe, codec)
+def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
+    """The branch of a finished run, from its own codec. Its data is read when asked for, and must be the same still."""
+    branch: Branch = _module(recipe).reopen(recipe, codec, fingerprint)
     return branch
 
 

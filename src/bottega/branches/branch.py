@@ -15,6 +15,8 @@ class Branch(ABC):
     """A task with its data and codec. A reopened branch has no training data of its own until asked."""
 
     task: Task
+    metrics: tuple[str, ...] = ("loss",)
+    """What an evaluation measures."""
     unit: str = "samples"
     """What a second's work is counted in."""
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
+
+from pydantic import ValidationError
 
 from bottega.branches.branch import Branch
 from bottega.core.errors import DataError, UsageError
@@ -24,6 +28,7 @@ from bottega.schema.transformer import SIZES, TransformerShape
 from bottega.tasks.language import Language
 from bottega.tasks.sampling import generate
 
+SHAPE = "shape.json"
 READABLE = ("auto", "embedded", "text", "jsonl")
 
 
@@ -32,38 +37,52 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Language
     held_out = recipe.data.validation
     validation: TextSource | float | None = None
     if held_out is not None:
-        validation = held_out.split if isinstance(held_out.split, float) else _text_source(held_out)
+        validation = held_out.split if isinstance(held_out.split, float) else _text_source(held_out, "data.validation")
     prepared = prepare_text(
-        _text_source(recipe.data.train), validation, _tokenizer(recipe), cache=default_cache(), progress=say
+        _text_source(recipe.data.train, "data.train"),
+        validation,
+        _tokenizer(recipe),
+        cache=default_cache(),
+        progress=say,
     )
     branch = LanguageBranch(recipe, prepared.tokenizer, prepared)
     branch.prompts()  # now rather than at the first sample
     return branch
 
 
-def reopen(recipe: Recipe, codec: Path) -> LanguageBranch:
+def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> LanguageBranch:
     assert isinstance(recipe, LanguageRecipe)
-    return LanguageBranch(recipe, Tokenizer.load(codec), None)
+    # The shape is read back, because the folder that a run started from may be gone by now.
+    shape = TransformerShape.model_validate_json((codec / SHAPE).read_bytes())
+    return LanguageBranch(recipe, Tokenizer.load(codec), None, shape=shape, expected=fingerprint)
 
 
 class LanguageBranch(Branch):
     unit = "tokens"
+    metrics = ("loss", "perplexity", "bits_per_byte")
 
-    def __init__(self, recipe: LanguageRecipe, tokenizer: Tokenizer, prepared: Prepared | None) -> None:
+    def __init__(
+        self,
+        recipe: LanguageRecipe,
+        tokenizer: Tokenizer,
+        prepared: Prepared | None,
+        *,
+        shape: TransformerShape | None = None,
+        expected: str | None = None,
+    ) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
-        self._prepared = prepared
-        self.shape, self.length = shape_of(recipe, tokenizer.vocab_size)
-        start = recipe.model.from_
+        self._prepared, self._expected = prepared, expected
+        self.shape = shape or shape_of(recipe, tokenizer.vocab_size)
+        self.length = recipe.data.sequence_length or self.shape.context
+        start = recipe.model.from_ if shape is None else None
         self.task: Language = Language(shape=self.shape, pretrained=str(start_folder(start)) if start else None)
 
     @property
     def prepared(self) -> Prepared:
         if self._prepared is None:
             self._prepared = prepare(self.recipe, say=lambda stage, done, total: None).prepared
-            if self._prepared.tokenizer.fingerprint != self.tokenizer.fingerprint:
-                raise DataError(
-                    "the data of this run has changed: it gives another tokenizer now; evaluate with --data"
-                )
+            if self._prepared.fingerprint != self._expected:
+                raise DataError("the data of this run has changed since it was trained; evaluate with --data")
         return self._prepared
 
     @property
@@ -84,7 +103,7 @@ class LanguageBranch(Branch):
             return None
         if held_out.path is None:
             raise UsageError("data.test: a language run tests on a source of its own; give data.test.path")
-        return self._read(_text_source(held_out))
+        return self._read(_text_source(held_out, "data.test"))
 
     def other(self, path: str) -> Source:
         return self._read(TextSource(path=path))
@@ -100,7 +119,16 @@ class LanguageBranch(Branch):
         return windows
 
     def save_codec(self, folder: Path) -> None:
-        self.tokenizer.save(folder)
+        if (folder / SHAPE).is_file():
+            if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
+                raise DataError("the data gives another tokenizer than this run has; start over with --fresh")
+            return
+        temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+        self.tokenizer.save(temporary)
+        (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)  # of a process that was killed before it had finished this
+        os.rename(temporary, folder)
 
     def prompts(self) -> tuple[str, ...]:
         """What the samples continue; one that the vocabulary lacks is an error.
@@ -169,8 +197,8 @@ class LanguageBranch(Branch):
         return self.task.summary(metrics)
 
 
-def shape_of(recipe: LanguageRecipe, vocab_size: int) -> tuple[TransformerShape, int]:
-    """The model's dimensions and the length of an example: the size's, or a folder's, changed by what is said."""
+def shape_of(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:
+    """The model's dimensions: the size's, or a folder's, changed by what is said."""
     model, length = recipe.model, recipe.data.sequence_length
     said = {k: v for k, v in model.model_dump(exclude={"kind", "size", "from_"}).items() if v is not None}
     if said.get("vocab_size", vocab_size) < vocab_size:
@@ -191,7 +219,12 @@ def shape_of(recipe: LanguageRecipe, vocab_size: int) -> tuple[TransformerShape,
     length = length or int(dims["context"])
     if length > dims["context"]:
         raise UsageError(f"data.sequence_length: {length} tokens exceed model.context {dims['context']}")
-    return TransformerShape(**dims), length
+    try:
+        return TransformerShape(**dims)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(("model", *map(str, wrong["loc"])))
+        raise UsageError(f"{where}: {wrong['msg'].removeprefix('Value error, ')}") from None
 
 
 def start_folder(name: str) -> Path:
@@ -225,7 +258,7 @@ def _tokenizer(recipe: LanguageRecipe) -> TokenizerSpec:
     return TokenizerSpec(kind=chosen.kind, path=chosen.path, **size)
 
 
-def _text_source(source: SourceOptions) -> TextSource:
+def _text_source(source: SourceOptions, key: str) -> TextSource:
     if source.kind not in READABLE:
-        raise UsageError(f"data.train.kind: {source.kind} cannot be read yet; there is {', '.join(READABLE)}")
+        raise UsageError(f"{key}.kind: {source.kind} cannot be read yet; there is {', '.join(READABLE)}")
     return TextSource(kind=source.kind, path=source.path, field=source.field)

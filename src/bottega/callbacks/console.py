@@ -20,19 +20,24 @@ class Console(Callback):
 
     name = "console"
 
-    def __init__(self, *, unit: str, log: Path | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self, *, unit: str, log: Path | None = None, quiet: bool = False, warnings: bool | None = None
+    ) -> None:
         self.unit, self.log = unit, log
         self.rich = RichConsole(stderr=True, highlight=False, quiet=quiet)
+        # Where only warnings are wanted they need a console of their own; elsewhere they share one, for the live line.
+        self._loud = RichConsole(stderr=True, highlight=False) if quiet and warnings else self.rich
         self._live: Live | None = None
         self._seconds: float | None = None
-        self._last_validation = ""
 
     def say(self, text: str, *, style: str = "") -> None:
         self.rich.print(Text(text, style=style), soft_wrap=True)
         self._keep(text)
 
     def warn(self, text: str) -> None:
-        self.say(f"warning: {text}", style="yellow")
+        line = f"warning: {text}"
+        self._loud.print(Text(line, style="yellow"), soft_wrap=True)
+        self._keep(line)
 
     def start(self, progress: Progress) -> None:
         if self.rich.is_terminal and not self.rich.quiet:

@@ -67,5 +67,7 @@ class TensorBoard(Callback):
         try:
             write()
         except OSError as error:
-            self.warn(f"no TensorBoard events in {self.folder}: {error.strerror or error}; training goes on without them")
+            self.warn(
+                f"no TensorBoard events in {self.folder}: {error.strerror or error}; training goes on without them"
+            )
             self._writer = None

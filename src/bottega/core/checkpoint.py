@@ -238,9 +238,9 @@ def follow(folder: Path, name: str) -> Path | None:
     """Where `last` or `best` points, if it does."""
     path = folder / name
     if path.is_symlink() or path.is_dir():
-        target = folder / os.readlink(path) if path.is_symlink() else path
+        target = folder / Path(os.readlink(path)).name if path.is_symlink() else path
     elif path.is_file():
-        target = folder / path.read_text().strip()
+        target = folder / Path(path.read_text().strip()).name  # a name: nothing outside this folder is a checkpoint
     else:
         return None
     return target if target.is_dir() else None

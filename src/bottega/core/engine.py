@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ class Engine(ABC):
     def agree(self, flag: bool) -> bool:
         """True on all ranks if true on any, so that all stop at the same step."""
         return flag
+
+    def same(self, text: str) -> bool:
+        """Whether all ranks say the same."""
+        return True
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around a whole evaluation: what is costly to set up is set up once."""
+        yield
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing)
         """Let go of devices and process groups."""

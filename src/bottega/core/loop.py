@@ -182,7 +182,8 @@ class Fit:
         """Validate, tell, and say whether this is the best so far (and so worth saving)."""
         assert self.validation is not None, "an evaluation cadence needs validation data"
         p = self.progress
-        metrics = self.summarise(evaluate(self.engine, self.validation()))
+        with self.engine.evaluating():
+            metrics = self.summarise(evaluate(self.engine, self.validation()))
         if self.goal.metric not in metrics:
             raise DataError(f"evaluation.metric: {self.goal.metric!r} was not measured; there is {', '.join(metrics)}")
         value = metrics[self.goal.metric]
@@ -214,6 +215,8 @@ class Fit:
     def _interrupted(self) -> None:
         if self.saver:
             self.saver.wait(final=True)
+        # A launcher ends everybody as soon as one rank is gone, so nobody goes before rank 0 has written.
+        self.engine.agree(False)
         name = self.signals.received.name if self.signals.received else "a signal on another rank"
         raise Interrupted(f"stopped by {name} at step {self.progress.step}; saved", self.signals.exit_code)
 

@@ -98,8 +98,11 @@ class Lock:
             raise explain(error, self.path) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise self._taken(handle) from None
+        except OSError as error:
+            os.close(handle)
+            raise explain(error, self.path) from None
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(owner).encode(), 0)

@@ -84,6 +84,7 @@ class Saver:
                 checkpoint.point(self.folder, "best", path)
             # By the link, not by the number: a best step whose own save failed must not cost the one before it.
             protect = [kept for kept in (checkpoint.follow(self.folder, "best"), self.resumed_from) if kept]
+            protect = [self.folder / kept.name for kept in protect if kept.resolve().parent == self.folder.resolve()]
             checkpoint.retain(self.folder, keep=self.keep, protect=protect)
             self._done = (progress, path)
         except BaseException as error:

@@ -146,7 +146,7 @@ def _write(folder: Path, documents: Documents, spec: TokenizerSpec, *, key: str,
     tokenizer.save(folder / "tokenizer")
     tokenizer.byte_lengths.astype("<i4").tofile(folder / "byte_lengths.bin")
     # One text by characters has no end within: its loss can then be compared with that of other character models.
-    ends = not (spec.kind == "characters" and all(len(part) == 1 for part in documents.values()))
+    ends = not (tokenizer.kind == "characters" and all(len(part) == 1 for part in documents.values()))
     splits: dict[Split, dict[str, int]] = {}
     for split, part in documents.items():
         before = sum(written["bytes"] for written in splits.values())

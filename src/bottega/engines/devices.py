@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.core.types import Batch
@@ -32,36 +30,6 @@ def choose_device(name: str) -> torch.device:
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device(name)
-
-
-def join_group(device: torch.device) -> tuple[int, int]:
-    """Rank and world from the environment that torchrun and accelerate set."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
-        return 0, 1
-    if not dist.is_initialized():
-        # Host numbers travel over gloo and gradients over NCCL, in one group.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return dist.get_rank(), dist.get_world_size()
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone. Gloo says so in words only."""
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-
-
-def replicated(model: Any, device: torch.device) -> Any:
-    """The model with gradients averaged over ranks. Nothing of ours changes a buffer in a forward, so none travels."""
-    kind = torch.nn.parallel.DistributedDataParallel
-    newer = "forward_sync_buffers" in inspect.signature(kind.__init__).parameters  # its name since torch 2.13
-    buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
-    return kind(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **buffers,
-    )
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:

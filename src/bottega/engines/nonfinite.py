@@ -88,13 +88,17 @@ class Recovery:
         """Keep the batch, its sample numbers and the first module that gave a bad value."""
         index, epoch = self.loader.indices(step)
         batch = self.loader.batch(step)
-        module = first_bad_module(self.engine, step, batch)
         where = self.folder / f"step-{step + 1:08d}"
-        if self.engine.rank == 0:
+        module: str | None = None
+        try:
             where.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_safetensors(where / "batch.safetensors", flat(batch))
+            rank = f"-rank-{self.engine.rank}" if self.engine.world > 1 else ""
+            checkpoint.write_safetensors(where / f"batch{rank}.safetensors", flat(batch))
+            module = first_bad_module(self.engine, step, batch)
             report = {"step": step + 1, "samples": index.tolist(), "epochs": epoch.tolist(), "first_bad_module": module}
-            (where / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+            (where / f"report{rank}.json").write_text(json.dumps(report, indent=1) + "\n")
+        except (OSError, torch.OutOfMemoryError) as error:
+            self.warn(f"the evidence in {where} is not complete: {error}")
         shown = ", ".join(map(str, index[:8])) + (", …" if len(index) > 8 else "")
         culprit = f"; first seen in {module}" if module else ""
         return f"the loss or a gradient was not finite at step {step + 1} (samples {shown}){culprit}; kept in {where}"

@@ -22,15 +22,13 @@ from bottega.core.groups import Row
 from bottega.core.noise import Noise, seed_of
 from bottega.core.task import Task
 from bottega.core.types import Batch, Sums
-from bottega.engines import optimizers
+from bottega.engines import optimizers, ranks
 from bottega.engines.devices import (
     batch_length,
     choose_device,
     choose_precision,
-    join_group,
     make_deterministic,
     put,
-    replicated,
     seed_dropout,
     slice_batch,
 )
@@ -40,9 +38,10 @@ from bottega.schema.recipe import Training
 
 @dataclass(frozen=True)
 class Local:
-    """This rank's part of a sum; `fetch` adds the ranks up."""
+    """This rank's part of a sum, or of a mean where there is a count; `fetch` adds the ranks up."""
 
     value: Tensor
+    count: Any = None
 
 
 class TorchEngine(Engine):
@@ -62,7 +61,7 @@ class TorchEngine(Engine):
     ) -> None:
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
         self.device = choose_device(device)
-        self.rank, self.world = join_group(self.device)
+        self.rank, self.world = ranks.join_group(self.device)
         if deterministic:
             make_deterministic()
         self.precision = choose_precision(training.mixed_precision, self.device)
@@ -88,7 +87,7 @@ class TorchEngine(Engine):
         if training.compile is True or (training.compile == "auto" and self.device.type == "cuda"):
             called = compiled(self.model)
         if self.world > 1:
-            called = replicated(called, self.device)
+            called = ranks.replicated(called, self.device)
         self._train_models = {**frozen, "model": called}
         self._eval_models = {**frozen, "model": self.model}
         self._called = called
@@ -97,7 +96,7 @@ class TorchEngine(Engine):
         self._scale = torch.full((), 2.0**16, device=self.device) if self.precision is torch.float16 else None
         self._growth = torch.zeros((), dtype=torch.int32, device=self.device)
         self._buffers: dict[str, dict[str, Tensor]] = {}
-        self._has_state = False
+        self._has_state = self._is_averaged = False
 
     # One step
 
@@ -105,7 +104,7 @@ class TorchEngine(Engine):
         size = batch_length(batch)
         rate = self.rate(step) * self.rate_scale
         optimizers.set_rate(self.optimizers, rate)
-        counts = self._reduce_counts(self.task.counts(batch))
+        counts = ranks.summed(self.task.counts(batch))
         self._ensure_state()
         on_device = put(batch, self.device, pin=self.pin_memory)
         if not self.model.training:
@@ -152,7 +151,7 @@ class TorchEngine(Engine):
                 old = sums.get(name)
                 sums[name] = (value, count) if old is None else (old[0] + value, old[1] + count)
         assert total is not None
-        return total, {name: value / count for name, (value, count) in sums.items()}
+        return total, {name: Local(value, count) for name, (value, count) in sums.items()}
 
     def _update(self, step: int, loss: Tensor) -> Tensor:
         """Clip, update and average, all held back on the device where the loss or a gradient is not finite."""
@@ -201,14 +200,6 @@ class TorchEngine(Engine):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
 
-    def _reduce_counts(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Counts of the whole global batch. They are host numbers, so this never waits for the device."""
-        if self.world == 1:
-            return {name: float(n) for name, n in counts.items()}
-        both = torch.tensor([float(n) for n in counts.values()], dtype=torch.float64)
-        dist.all_reduce(both)
-        return dict(zip(counts, both.tolist(), strict=True))
-
     def _back_off(self, size: int, error: BaseException) -> None:
         """Halve the micro-batch and try the step again; the global batch, and so the result, stays what it was."""
         micro = min(self.micro_batch_size or size, size)
@@ -234,7 +225,7 @@ class TorchEngine(Engine):
         rng = Noise(self.seed, 0, torch.arange(batch_length(batch), device=self.device), torch)
         try:
             with self._averaged(), self._autocast():
-                out = self.task.loss(self._eval_models, put(batch, self.device), rng)
+                out = self.task.loss(self._eval_models, put(batch, self.device, pin=self.pin_memory), rng)
         except torch.OutOfMemoryError as error:
             size = batch_length(batch)
             raise OutOfMemory(
@@ -251,29 +242,49 @@ class TorchEngine(Engine):
         return {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        local = {name: m.value.double() for name, m in metrics.items() if isinstance(m, Local)}
+        found = dict(metrics)
+        local = {name: m for name, m in metrics.items() if isinstance(m, Local)}
         if local:
-            both = torch.stack(list(local.values()))
-            dist.all_reduce(both)
-            local = dict(zip(local, both, strict=True))
-        found = {name: local.get(name, m) for name, m in metrics.items()}
+            pairs = torch.stack([self._pair(m) for m in local.values()])
+            if self.world > 1:
+                dist.all_reduce(pairs)
+            found |= {
+                n: value if m.count is None else value / count
+                for (n, m), (value, count) in zip(local.items(), pairs, strict=True)
+            }
         tensors = {name: m for name, m in found.items() if torch.is_tensor(m)}
         values = torch.stack([t.double() for t in tensors.values()]).tolist() if tensors else []
         return {name: float(m) for name, m in found.items() if name not in tensors} | dict(
             zip(tensors, values, strict=True)
         )
 
+    def _pair(self, m: Local) -> Tensor:
+        return torch.stack(
+            [
+                torch.as_tensor(x, dtype=torch.float64, device=self.device)
+                for x in (m.value, 0.0 if m.count is None else m.count)
+            ]
+        )
+
     def agree(self, flag: bool) -> bool:
-        if self.world == 1:
-            return flag
-        votes = torch.tensor([float(flag)])
-        dist.all_reduce(votes)
-        return bool(votes.item())
+        return ranks.any_rank(flag)
+
+    def same(self, text: str) -> bool:
+        return ranks.all_same(text)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Any:
+        with self._averaged():
+            self._is_averaged = True
+            try:
+                yield
+            finally:
+                self._is_averaged = False
 
     @contextlib.contextmanager
     def _averaged(self) -> Any:
         """The weights that count: the averaged ones where there are any."""
-        if not self._ema:
+        if not self._ema or self._is_averaged:
             yield
             return
         with torch.no_grad():

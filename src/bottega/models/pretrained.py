@@ -76,9 +76,8 @@ def read_shape(folder: Path | str) -> TransformerShape:
             f"{path}: architecture {named} is not supported; supported: {', '.join(ARCHITECTURES.values())}"
         )
     _check_exact(config, path)
-    missing = [
-        key for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if key not in config
-    ]
+    layers = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    missing = [key for key in (*layers, "vocab_size", "max_position_embeddings") if key not in config]
     if missing:
         raise CheckpointError(f"{path}: the keys {', '.join(missing)} are missing; it is no complete model config")
     heads = config["num_attention_heads"]

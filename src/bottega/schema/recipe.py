@@ -48,6 +48,9 @@ class Optimizer(Section):
         return values
 
 
+_UNCOUPLED = ("adam", "sgd")
+"""Rules in which weight decay is added to the gradient, where AdamW's usual 0.1 would drown it."""
+
 _CUSTOMARY: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "muon": {"momentum": 0.95, "nesterov": True}}
 
 
@@ -130,6 +133,16 @@ class Training(Section):
     gradient_checkpointing: bool = Field(False, description="recompute activations in place of keeping them")
     early_stopping: EarlyStopping | None = Field(None, description="end the run when validation stops improving")
     label_smoothing: Number = Field(0.0, ge=0, lt=1, description="share of the target given to all classes")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _customary_decay(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "weight_decay" not in values:
+            optimizer = values.get("optimizer")
+            name = optimizer.get("name") if isinstance(optimizer, dict) else getattr(optimizer, "name", None)
+            if name in _UNCOUPLED:
+                return {**values, "weight_decay": 0.0}
+        return values
 
 
 class Source(Section):

@@ -42,6 +42,8 @@ def generate(
     the logits (Gumbel-max), so a seed gives the same text on any device up to rounding; temperature 0 takes the most
     likely token. When a text fills the context, its last half is read again from position 0 and the rest forgotten.
     """
+    if max_new_tokens < 1:
+        raise UsageError(f"max_tokens {max_new_tokens}: at least one token is asked for")
     _check(
         prompts, model.shape.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, penalty=repetition_penalty
     )

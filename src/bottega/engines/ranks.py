@@ -1,0 +1,71 @@
+"""What ranks tell each other: who they are, sums of host numbers, and whether they agree."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bottega.core.errors import UsageError
+from bottega.core.noise import seed_of
+
+
+def join_group(device: torch.device) -> tuple[int, int]:
+    """Rank and world from the environment that torchrun and accelerate set."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return 0, 1
+    unset = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if unset:
+        raise UsageError(f"WORLD_SIZE is {world} and {', '.join(unset)} not set; start the processes with torchrun")
+    if not dist.is_initialized():
+        # Host numbers travel over gloo and gradients over NCCL, in one group.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone. Gloo says so in words only."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def replicated(model: Any, device: torch.device) -> Any:
+    """The model with gradients averaged over ranks. Nothing of ours changes a buffer in a forward, so none travels."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    newer = "forward_sync_buffers" in inspect.signature(kind.__init__).parameters  # its name since torch 2.13
+    buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
+    return kind(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **buffers,
+    )
+
+
+def summed(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Host numbers added up over ranks; they travel over gloo, so nobody waits for a device."""
+    if not dist.is_initialized():
+        return {name: float(n) for name, n in numbers.items()}
+    total = torch.tensor([float(n) for n in numbers.values()], dtype=torch.float64)
+    dist.all_reduce(total)
+    return dict(zip(numbers, total.tolist(), strict=True))
+
+
+def any_rank(flag: bool) -> bool:
+    return flag if not dist.is_initialized() else summed({"votes": float(flag)})["votes"] > 0
+
+
+def all_same(text: str) -> bool:
+    """Whether every rank says the same."""
+    if not dist.is_initialized():
+        return True
+    lowest = torch.tensor([seed_of(text)])
+    highest = lowest.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return bool((lowest == highest).all())
