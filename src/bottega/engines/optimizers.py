@@ -96,7 +96,7 @@ def _one(which: str, options: OptimizerOptions, groups: list[dict[str, Any]], lr
         return torch.optim.SGD(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
     if name == "lion":
         return Lion(groups, lr=lr, betas=betas, weight_decay=0.0)
-    if name == "adafactor":
+    if name == "adafactor":  # torch's reads a norm of every parameter on the host, so it waits for the device each step
         return torch.optim.Adafactor(groups, lr=lr)
     assert name == "muon", name
     # match_rms_adamw: an update as large as AdamW's, so that one learning rate serves both halves.
