@@ -12,7 +12,9 @@ from rich.text import Text
 
 
 def main(run: Path) -> None:
-    lines = [line[20:] for line in (run / "log.txt").read_text(encoding="utf-8").splitlines() if re.match(r"\d{4}-", line)]
+    lines = [
+        line[20:] for line in (run / "log.txt").read_text(encoding="utf-8").splitlines() if re.match(r"\d{4}-", line)
+    ]
     steps = [line for line in lines if re.match(r"step +\d+/", line)]
     shown = steps[4::15]
     console = Console(record=True, width=118, file=io.StringIO(), highlight=False)
@@ -25,7 +27,9 @@ def main(run: Path) -> None:
             console.print(Text(line))
     sample = max(run.glob("samples/step-*/00.txt")).read_text(encoding="utf-8").strip().splitlines()[:10]
     console.print(Text("\na sample:\n", style="bold"))
-    console.print(Text("\n".join(sample)))
+    # An SVG drops spaces at the start of a line, and Python cannot do without them.
+    indented = [re.sub(r"^ +", lambda m: "\u00a0" * len(m[0]), line) for line in sample]
+    console.print(Text("\n".join(indented)))
     console.print()
     console.print(Text(next(line for line in reversed(lines) if line.startswith("next:")), style="bold"))
     console.save_svg(str(Path(__file__).with_suffix(".svg")), title="bottega train language")

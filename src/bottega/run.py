@@ -181,6 +181,8 @@ class _Session:
 
     def _run(self, branch: Branch, engine: TorchEngine, changes: list[str]) -> Run:
         recipe, directory, console = self.recipe, self.directory, self.console
+        validation = branch.validation()
+        check_metrics(recipe, branch, has_validation=validation is not None)
         loader = build_loader(recipe, branch.training(), engine)
         total = total_steps(recipe, loader)
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
@@ -210,8 +212,6 @@ class _Session:
         )
         saver.resumed_from = found
         callbacks = watchers(recipe, directory, console, is_main=engine.rank == 0)
-        validation = branch.validation()
-        check_metrics(recipe, branch, has_validation=validation is not None)
         fit = Fit(
             engine=engine,
             batches=loader,
