@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all check format clean
+.PHONY: help setup quickstart test campaigns test-all check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -23,11 +23,13 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP) ## train a small language model on this machine's CPU, about three minutes
 	@$(BIN)/bottega train language
 
-test: $(STAMP) ## the tests, about eight minutes on two cores
+test: $(STAMP) ## the tests, about four minutes on two cores
 	$(BIN)/python -m pytest -m 'not slow'
 
-test-all: $(STAMP) ## the tests and the long fault campaigns
-	$(BIN)/python -m pytest
+campaigns: $(STAMP) ## the long fault campaigns alone
+	$(BIN)/python -m pytest -m slow
+
+test-all: test campaigns ## the tests and the long fault campaigns
 
 check: $(STAMP) ## style, types and import rules
 	$(BIN)/ruff check .

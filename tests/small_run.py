@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,29 @@ def different(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> list[
 def steps_logged(run: Path, kind: str = "train") -> list[int]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["step"] for row in rows if row["kind"] == kind]
+
+
+class Running:
+    """A command in the background; `until` waits for it to have logged some steps."""
+
+    def __init__(self, run: Path, arguments: Sequence[str], *, launcher: Sequence[str] = ()) -> None:
+        self.metrics = run / "metrics.jsonl"
+        whole = [sys.executable, *launcher, "-m", "bottega", *arguments]
+        self.process = subprocess.Popen(whole, env=environment(), stderr=subprocess.PIPE, text=True)
+
+    def has(self, steps: int) -> bool:
+        assert self.process.poll() is None, self.process.communicate()[1]
+        return self.metrics.exists() and self.metrics.read_text().count("\n") >= steps
+
+    def until(self, steps: int) -> None:
+        deadline = time.monotonic() + 60
+        while not self.has(steps):
+            assert time.monotonic() < deadline, "it does not begin"
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str]:
+        try:
+            _, err = self.process.communicate(timeout=30)
+        finally:
+            self.process.kill()
+        return self.process.returncode, err

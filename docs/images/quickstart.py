@@ -27,9 +27,8 @@ def main(run: Path) -> None:
             console.print(Text(line))
     sample = max(run.glob("samples/step-*/00.txt")).read_text(encoding="utf-8").strip().splitlines()[:10]
     console.print(Text("\na sample:\n", style="bold"))
-    # An SVG drops spaces at the start of a line, and Python cannot do without them.
-    indented = [re.sub(r"^ +", lambda m: "\u00a0" * len(m[0]), line) for line in sample]
-    console.print(Text("\n".join(indented)))
+    # A bar before each line: some viewers drop spaces at its start, and Python cannot do without them.
+    console.print(Text("\n".join(f"│ {line}" for line in sample)))
     console.print()
     console.print(Text(next(line for line in reversed(lines) if line.startswith("next:")), style="bold"))
     console.save_svg(str(Path(__file__).with_suffix(".svg")), title="bottega train language")

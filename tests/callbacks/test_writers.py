@@ -20,6 +20,7 @@ from bottega.callbacks.tensorboard import TensorBoard
 from bottega.callbacks.wandb import WandB
 from bottega.core.callback import Progress
 from bottega.core.errors import EnvironmentProblem
+from bottega.core.rundir import read_metrics
 
 ROW = {
     "loss": 1.5,
@@ -54,6 +55,17 @@ def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: P
     console = Console(unit="tokens", log=tmp_path, quiet=True)
     console.after_step(Progress(total=5), ROW)
     console.say("still here")
+
+
+def test_a_line_after_a_torn_one_can_be_read(tmp_path: Path) -> None:
+    said: list[str] = []
+    rows = JsonLines(tmp_path / "metrics.jsonl", said.append)
+    rows.path = tmp_path
+    rows.after_step(Progress(step=1), {"loss": 1.0})
+    rows.path = tmp_path / "metrics.jsonl"
+    rows.path.write_text('{"step": 1, "ki')  # what fitted on the disk
+    rows.after_step(Progress(step=2), {"loss": 2.0})
+    assert [row["step"] for row in read_metrics(rows.path)] == [2]
 
 
 def speak(*, terminal: bool) -> tuple[Console, io.StringIO]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bottega.core import checkpoint
-from small_run import bottega, command, environment, steps_logged, words, write_text
+from small_run import Running, bottega, steps_logged, words, write_text
 
 ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None, "training.ema": 0.9}
 # A step of a thousand short forwards: two signals fall into one step, and Python sees each of them at once.
@@ -25,31 +24,6 @@ SENT = {
     "SIGTERM-then-SIGTERM": [signal.SIGTERM, signal.SIGTERM],
     "SIGTERM-then-SIGINT": [signal.SIGTERM, signal.SIGINT],
 }
-
-
-class Running:
-    """A command in the background; `until` waits for it to have logged some steps."""
-
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
-        self.metrics = folder / "metrics.jsonl"
-        self.process = subprocess.Popen(command(arguments), env=environment(), stderr=subprocess.PIPE, text=True)
-
-    def has(self, steps: int) -> bool:
-        assert self.process.poll() is None, self.process.communicate()[1]
-        return self.metrics.exists() and self.metrics.read_text().count("\n") >= steps
-
-    def until(self, steps: int) -> None:
-        deadline = time.monotonic() + 60
-        while not self.has(steps):
-            assert time.monotonic() < deadline, "it does not begin"
-            time.sleep(0.02)
-
-    def end(self) -> tuple[int, str]:
-        try:
-            _, err = self.process.communicate(timeout=30)
-        finally:
-            self.process.kill()
-        return self.process.returncode, err
 
 
 @pytest.fixture(scope="module")

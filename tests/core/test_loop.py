@@ -253,6 +253,34 @@ def test_an_evaluation_the_signal_prevented_is_made_up_for(tmp_path: Path, at: i
     assert events == ["start", "finish well"]
 
 
+@pytest.mark.parametrize("resumed", [False, True], ids=["on the way", "while it is made up for"])
+def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end(tmp_path: Path, resumed: bool) -> None:
+    class Slow(Counter):
+        evaluated = 0
+
+        def eval_step(self, batch: Batch) -> Sums:
+            self.evaluated += 1
+            if self.evaluated == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().eval_step(batch)
+
+    def long() -> Iterator[Batch]:
+        return ({"x": np.zeros(1)} for _ in range(1000))
+
+    every = Every(log=1, evaluate=4)
+    if resumed:
+        interrupted(tmp_path, Counter(), 4, every=every, validation=long)
+    engine = Slow()
+    with pytest.raises(Interrupted, match="at step 4; saved"):
+        fit(tmp_path, engine, every=every, validation=long).run()
+    assert engine.evaluated == 3
+    assert saved(tmp_path) == [4]
+    events: list[str] = []
+    done = fit(tmp_path, Counter(events=events), Diary(events), every=every, validation=long).run()
+    assert events[:3] == ["start", "fetch", "evaluated 4"]
+    assert done.best_step == 4
+
+
 def test_saving_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reading of the clock is a second later, and a step reads it a few times."""
     now = [0.0]

@@ -35,7 +35,8 @@ class JsonLines(Callback):
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(clean) + "\n")
+                # After a failed write the file may end in half a line; this one starts on its own.
+                file.write(("\n" if self._complained else "") + json.dumps(clean) + "\n")
         except OSError as error:
             if not self._complained:
                 self.warn(f"cannot write {self.path}: {error.strerror}; training goes on without it")

@@ -98,6 +98,8 @@ class Fit:
         if self._evaluation_due() and p.evaluated < p.step:
             self._evaluate()  # a signal ended the last process between its checkpoint and this evaluation
             self._save()
+            if self._asked_to_stop():
+                self._interrupted()
         stream = self.batches(p.step)
         while p.step < p.total and p.stop is None:
             before = time.perf_counter()
@@ -112,7 +114,7 @@ class Fit:
             self._steps += 1
             if self.saver:
                 self.saver.poll()
-            stopping = engine.agree(self.signals.received is not None)
+            stopping = self._asked_to_stop()
             last = p.step >= p.total
             evaluate = self._evaluation_due()
             save = self._due(every.save, p.step) or last or stopping or self._save_time()
@@ -125,12 +127,17 @@ class Fit:
                     continue
             if evaluate and not stopping:
                 save = self._evaluate() or save
+                stopping = self._asked_to_stop()
+                save = save or stopping
             if save or p.stop is not None:
                 self._save()
             if stopping:
                 self._interrupted()
             if sample and self.sample:  # last, because nothing that goes wrong with a sample may cost a checkpoint
                 self._tell("after_sample", self.sample(p))
+
+    def _asked_to_stop(self) -> bool:
+        return self.engine.agree(self.signals.received is not None)
 
     def _due(self, every: int, step: int) -> bool:
         return every > 0 and step > 0 and step % every == 0
@@ -182,8 +189,11 @@ class Fit:
         """Validate, tell, and say whether this is the best so far (and so worth saving)."""
         assert self.validation is not None, "an evaluation cadence needs validation data"
         p = self.progress
-        with self.engine.evaluating():
-            metrics = self.summarise(evaluate(self.engine, self.validation()))
+        try:
+            with self.engine.evaluating():
+                metrics = self.summarise(evaluate(self.engine, self._unless_stopped(self.validation())))
+        except _Stopped:
+            return False
         if self.goal.metric not in metrics:
             raise DataError(f"evaluation.metric: {self.goal.metric!r} was not measured; there is {', '.join(metrics)}")
         value = metrics[self.goal.metric]
@@ -195,6 +205,13 @@ class Fit:
         self.engine.rate_scale = p.rate_scale
         self._reset_clock()
         return improved
+
+    def _unless_stopped(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """An evaluation may take minutes, and who sends a signal waits for seconds; the next start makes up for it."""
+        for batch in batches:
+            if self._asked_to_stop():
+                raise _Stopped
+            yield batch
 
     def _tell(self, event: str, what: Any) -> None:
         for callback in self.callbacks:
@@ -219,6 +236,10 @@ class Fit:
         self.engine.agree(False)
         name = self.signals.received.name if self.signals.received else "a signal on another rank"
         raise Interrupted(f"stopped by {name} at step {self.progress.step}; saved", self.signals.exit_code)
+
+
+class _Stopped(Exception):
+    """A signal came in the middle of an evaluation."""
 
 
 def evaluate(engine: Engine, batches: Iterator[Batch]) -> dict[str, float]:
