@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
 from bottega import cli
 from bottega.callbacks.jsonl import JsonLines
 from bottega.core.callback import Progress
+from bottega.core.engine import Snapshot
 from bottega.core.loop import Every, Fit, evaluate
 from bottega.core.saver import Saver
 from bottega.data.loader import evaluate_batches
@@ -58,8 +61,6 @@ class Weighted(Toy):
         return super().counts(without_padding(batch))
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
-        import torch
-
         rows = batch["weight"] > 0 if "weight" in batch else torch.ones(len(batch["x"]), dtype=torch.bool)
         kept = {name: value[rows] for name, value in batch.items() if name != "weight"}
         return super().loss(models, kept, type(rng)(rng.seed, rng.step, rng.positions[rows], rng.xp))
@@ -72,10 +73,38 @@ def without_padding(batch: Any) -> Any:
     return {name: value[rows] for name, value in batch.items() if name != "weight"}
 
 
+class Slow(Snapshot):
+    """A disk on which a checkpoint takes a while."""
+
+    def __init__(self, inner: Snapshot) -> None:
+        self.inner = inner
+
+    def files(self) -> Any:
+        time.sleep(0.2)
+        return self.inner.files()
+
+
+class Shouting(Toy):
+    """One rank's loss is infinite, and everybody's gradients are in order."""
+
+    def loss(self, models: Any, batch: Any, rng: Any) -> Any:
+        out = super().loss(models, batch, rng)
+        total, weight = out.terms["mean"]
+        return out._replace(terms={**out.terms, "mean": (total + (torch.inf if RANK == 1 else 0.0), weight)})
+
+
+def disagreement(folder: Path) -> None:
+    one = engine(training(optimizer={"name": "sgd"}, on_nonfinite="skip"), task=Shouting())
+    advance(one, loader(of=one), 0, 2)
+    keep(folder, "disagreement", state(one))
+
+
 def rollback(folder: Path) -> None:
     """A bad sample on one rank: both go back to the same checkpoint, although rank 0 was still writing it."""
     one = engine(training(on_nonfinite="rollback", optimizer={"name": "sgd"}))
     batches = loader(source(bad=BAD), of=one)
+    quick = one.snapshot
+    one.snapshot = lambda: Slow(quick())  # type: ignore[method-assign,assignment]
     saver = Saver(folder / "rollback", keep=2, fingerprint={}, announce=lambda p, path: None, warn=lambda text: None)
     recover = Recovery(
         engine=one, loader=batches, saver=saver, policy="rollback", folder=folder / "evidence", warn=lambda text: None
@@ -109,6 +138,7 @@ if __name__ == "__main__":
     leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     splits(out)
     evaluation(out)
+    disagreement(out)
     rollback(out)
     language(out, Path(sys.argv[2]))
     leave()

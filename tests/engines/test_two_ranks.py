@@ -37,7 +37,7 @@ def test_weights_and_losses_are_those_of_one_process(two_ranks: Path, micro: int
 
 
 def test_ranks_stay_equal_bit_for_bit(two_ranks: Path) -> None:
-    for name in ("split-None", "split-1", "split-3", "rollback"):
+    for name in ("split-None", "split-1", "split-3", "disagreement", "rollback"):
         a, b = left(two_ranks, name, 0), left(two_ranks, name, 1)
         assert a.keys() == b.keys()
         assert all(a[key].tobytes() == b[key].tobytes() for key in a), name
