@@ -47,6 +47,23 @@ def splits(folder: Path) -> None:
             (folder / f"split-{micro}.json").write_text(json.dumps([r["loss"] for r in reports]))
 
 
+class Cramped(Toy):
+    """Only the second rank has little memory."""
+
+    def loss(self, models: Any, batch: Any, rng: Any) -> Any:
+        if RANK == 1 and len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().loss(models, batch, rng)
+
+
+def memory(folder: Path) -> None:
+    """What fits one rank alone is not tried by the other."""
+    one = engine(training(micro_batch_size="auto", optimizer={"name": "sgd"}), task=Cramped())
+    advance(one, loader(of=one), 0, 3)
+    assert one.micro_batch_size == 2
+    keep(folder, "memory", state(one))
+
+
 def evaluation(folder: Path) -> None:
     """37 samples in batches of 8: the last batch cannot be shared equally."""
     one = engine(task=Weighted(noise=0.0))
@@ -137,6 +154,7 @@ if __name__ == "__main__":
     # Each engine would leave the group, and a launcher lets nobody join twice; so it lasts until the end.
     leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     splits(out)
+    memory(out)
     evaluation(out)
     disagreement(out)
     rollback(out)

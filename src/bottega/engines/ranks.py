@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +30,6 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone. Gloo says so in words only."""
     words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-
-
-def replicated(model: Any, device: torch.device) -> Any:
-    """The model with gradients averaged over ranks. Nothing of ours changes a buffer in a forward, so none travels."""
-    kind = torch.nn.parallel.DistributedDataParallel
-    newer = "forward_sync_buffers" in inspect.signature(kind.__init__).parameters  # its name since torch 2.13
-    buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
-    return kind(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **buffers,
-    )
 
 
 def summed(numbers: Mapping[str, float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bottega.core.engine import Engine
-from bottega.core.errors import OutOfMemory, UsageError
+from bottega.core.errors import OutOfMemory
 from bottega.core.groups import Row
 from bottega.core.noise import Noise, seed_of
 from bottega.core.task import Task
@@ -33,6 +33,7 @@ from bottega.engines.devices import (
     slice_batch,
 )
 from bottega.engines.tensors import TorchSnapshot, compare, read_tensors
+from bottega.engines.wrapping import compiled, replicated, require
 from bottega.schema.recipe import Training
 
 
@@ -87,7 +88,7 @@ class TorchEngine(Engine):
         if training.compile is True or (training.compile == "auto" and self.device.type == "cuda"):
             called = compiled(self.model)
         if self.world > 1:
-            called = ranks.replicated(called, self.device)
+            called = replicated(called, self.device)
         self._train_models = {**frozen, "model": called}
         self._eval_models = {**frozen, "model": self.model}
         self._called = called
@@ -109,6 +110,8 @@ class TorchEngine(Engine):
         on_device = put(batch, self.device, pin=self.pin_memory)
         if not self.model.training:
             self.model.train()
+        if self._auto and self.world > 1 and self.micro_batch_size is None:
+            self._rehearse(step, on_device, counts, size)
         while True:
             try:
                 loss, metrics = self._backward(step, on_device, counts, size)
@@ -137,9 +140,8 @@ class TorchEngine(Engine):
             part = batch if micro == size else slice_batch(batch, at, at + micro)
             # Dropout is the one draw that knows about ranks and splits; everything else asks `Noise`.
             seed_dropout(seed_of(self.seed, step, number, self.rank), self.device)
-            rng = Noise(
-                self.seed, step, torch.arange(first + at, first + min(at + micro, size), device=self.device), torch
-            )
+            positions = torch.arange(first + at, first + min(at + micro, size), device=self.device)
+            rng = Noise(self.seed, step, positions, torch)
             with self._sync(last=at + micro >= size), self._autocast():
                 out = self.task.loss(self._train_models, part, rng)
                 loss = sum_terms(out.terms, counts)
@@ -200,17 +202,35 @@ class TorchEngine(Engine):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
 
+    def _rehearse(self, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
+        """Several ranks find what fits all of them before their first step: one that ran out of memory inside a
+        collective would leave the others waiting there."""
+        self.micro_batch_size = size
+        while True:
+            error: BaseException | None = None
+            micro = self.micro_batch_size
+            try:
+                with self._called.no_sync():
+                    self._backward(step, slice_batch(batch, 0, micro), counts, micro)
+            except torch.OutOfMemoryError as caught:
+                error = caught
+            for p in self._params:
+                p.grad = None
+            if not self.agree(error is not None):
+                return
+            self._halve(micro, error)
+
     def _back_off(self, size: int, error: BaseException) -> None:
         """Halve the micro-batch and try the step again; the global batch, and so the result, stays what it was."""
         micro = min(self.micro_batch_size or size, size)
         for p in self._params:
             p.grad = None
-        if not self._auto or micro == 1 or self.world > 1:
-            hint = (
-                "lower training.micro_batch_size or set it to auto"
-                if micro > 1
-                else "use a smaller model or shorter samples"
-            )
+        self._halve(micro, error, allowed=self._auto and self.world == 1)
+
+    def _halve(self, micro: int, error: BaseException | None, *, allowed: bool = True) -> None:
+        if micro == 1 or not allowed:
+            less = "lower training.micro_batch_size" + ("" if self._auto else " or set it to auto")
+            hint = less if micro > 1 else "use a smaller model or shorter samples"
             raise OutOfMemory(f"out of memory on {self.device} with {micro} examples in a forward; {hint}") from error
         self.micro_batch_size = -(-micro // 2)
         if self.device.type == "cuda":
@@ -378,16 +398,3 @@ class TorchEngine(Engine):
 def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> Tensor:
     parts = [total * (weight / max(counts[name], 1e-12)) for name, (total, weight) in terms.items()]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-
-
-def compiled(model: torch.nn.Module) -> Any:
-    """One graph for all equal blocks where the model offers it: a cold start costs one layer, not all of them."""
-    if hasattr(model, "compile_blocks"):
-        model.compile_blocks()  # type: ignore[operator]
-        return model
-    return torch.compile(model)
-
-
-def require(model: torch.nn.Module, attribute: str, key: str) -> None:
-    if not hasattr(model, attribute):
-        raise UsageError(f"{key}: {type(model).__name__} does not offer it")

@@ -1,0 +1,36 @@
+"""What is done to a model before it trains: compiled, or replicated over ranks. Its names stay as they were."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from bottega.core.errors import UsageError
+
+
+def replicated(model: Any, device: torch.device) -> Any:
+    """The model with gradients averaged over ranks. Nothing of ours changes a buffer in a forward, so none travels."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    newer = "forward_sync_buffers" in inspect.signature(kind.__init__).parameters  # its name since torch 2.13
+    buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
+    return kind(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        **buffers,
+    )
+
+
+def compiled(model: torch.nn.Module) -> Any:
+    """One graph for all equal blocks where the model offers it: a cold start costs one layer, not all of them."""
+    if hasattr(model, "compile_blocks"):
+        model.compile_blocks()  # type: ignore[operator]
+        return model
+    return torch.compile(model)
+
+
+def require(model: torch.nn.Module, attribute: str, key: str) -> None:
+    if not hasattr(model, attribute):
+        raise UsageError(f"{key}: {type(model).__name__} does not offer it")
