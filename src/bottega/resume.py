@@ -25,7 +25,7 @@ MAY_GROW = ("training.max_steps", "training.num_epochs")
 def find(
     run: RunDirectory, resume_from: Path | None, say: Callable[[str], None]
 ) -> tuple[Path, checkpoint.Manifest] | None:
-    """The verified checkpoint to load. One asked for by name is used or refused, never replaced by another."""
+    """The verified checkpoint to load. One asked for by name is used or refused, never silently replaced."""
     own = checkpoint.candidates(run.checkpoints)
     if resume_from is not None and own and run.path.resolve() not in resume_from.resolve().parents:
         # The same command again, perhaps by a scheduler: the run has gone on since it was started from there.

@@ -78,7 +78,7 @@ class SavedRun:
         return (
             f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [bottega]\n---\n\n"
             f"# {self.directory.path.name}\n\n"
-            f"Trained with [Bottega](https://pypi.org/project/bottega/), task `{self.recipe.task}`.\n\n"
+            f"Trained with Bottega, task `{self.recipe.task}`.\n\n"
             f"- {parameters:,} parameters, checkpoint at step {progress['step']}\n{measured}"
             f"- data: `{json.dumps(self.recipe.plain()['data']['train'])}`\n"
         )

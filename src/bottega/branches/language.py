@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from pydantic import ValidationError
 
 from bottega.branches.branch import Branch
-from bottega.core.errors import DataError, UsageError
+from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.data.cache import default_cache
 from bottega.data.corpus import TextSource
 from bottega.data.first import First
@@ -53,7 +53,12 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Language
 def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> LanguageBranch:
     assert isinstance(recipe, LanguageRecipe)
     # The shape is read back, because the folder that a run started from may be gone by now.
-    shape = TransformerShape.model_validate_json((codec / SHAPE).read_bytes())
+    try:
+        shape = TransformerShape.model_validate_json((codec / SHAPE).read_bytes())
+    except (OSError, ValidationError):
+        raise CheckpointError(
+            f"{codec / SHAPE} cannot be read; start the same training again to have it written"
+        ) from None
     return LanguageBranch(recipe, Tokenizer.load(codec), None, shape=shape, expected=fingerprint)
 
 
@@ -101,8 +106,6 @@ class LanguageBranch(Branch):
         held_out = self.recipe.data.test
         if held_out is None:
             return None
-        if held_out.path is None:
-            raise UsageError("data.test: a language run tests on a source of its own; give data.test.path")
         return self._read(_text_source(held_out, "data.test"))
 
     def other(self, path: str) -> Source:
@@ -119,7 +122,9 @@ class LanguageBranch(Branch):
         return windows
 
     def save_codec(self, folder: Path) -> None:
-        if (folder / SHAPE).is_file():
+        if (
+            folder / SHAPE
+        ).is_file():  # written once: a disk that is full now must not cost a finished run its tokenizer
             if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
                 raise DataError("the data gives another tokenizer than this run has; start over with --fresh")
             return
