@@ -122,9 +122,8 @@ class LanguageBranch(Branch):
         return windows
 
     def save_codec(self, folder: Path) -> None:
-        if (
-            folder / SHAPE
-        ).is_file():  # written once: a disk that is full now must not cost a finished run its tokenizer
+        """Once: a disk that is full by now must not cost a finished run its tokenizer."""
+        if (folder / SHAPE).is_file():
             if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
                 raise DataError("the data gives another tokenizer than this run has; start over with --fresh")
             return
