@@ -21,9 +21,9 @@ from bottega.data.source import Source
 from bottega.data.tokenizer import Tokenizer
 from bottega.data.vocabulary import TokenizerSpec
 from bottega.models.pretrained import export_transformers, fetch_folder, read_shape
+from bottega.schema.data import Source as SourceOptions
 from bottega.schema.language import LanguageModel, LanguageRecipe
 from bottega.schema.recipe import Recipe
-from bottega.schema.recipe import Source as SourceOptions
 from bottega.schema.transformer import SIZES, TransformerShape
 from bottega.tasks.language import Language
 from bottega.tasks.sampling import generate

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from bottega.schema.data import HeldOut, TextData
 from bottega.schema.language import Tokenizer
-from bottega.schema.recipe import Data, HeldOut, Model, Recipe, path_problems
+from bottega.schema.recipe import Model, Recipe, path_problems
 from bottega.schema.section import Dropout, Positive, Probability, Section
 
 
@@ -34,7 +35,7 @@ class TextAugmentation(Section):
     probability: Probability = Field(0.1, description="share of words changed")
 
 
-class ClassifyData(Data):
+class ClassifyData(TextData):
     validation: HeldOut | None = Field(
         HeldOut(split=0.1), description="what measures progress: {split: 0.1} or a source"
     )

@@ -100,6 +100,7 @@ EITHER_OR = (
     ("data.validation.path", "data.validation.split"),
     ("data.test.path", "data.test.split"),
     ("data.train.path", "data.train.kind"),
+    ("data.train.path", "data.sources"),
 )
 """Two ways to say one thing: a later layer that says it one way takes back what an earlier layer said the other way."""
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from bottega.schema.recipe import Data, HeldOut, Model, Recipe, Samples, path_problems
+from bottega.schema.data import HeldOut, TextData
+from bottega.schema.recipe import Model, Recipe, Samples, path_problems
 from bottega.schema.section import Number, Positive, Probability, Section
 
 Size = Literal["nano", "verse", "stanza", "epic"]
@@ -38,7 +39,7 @@ class Tokenizer(Section):
     path: str | None = Field(None, description="pretrained: a tokenizer file, a folder or a hub name")
 
 
-class LanguageData(Data):
+class LanguageData(TextData):
     validation: HeldOut | None = Field(
         HeldOut(split=0.05), description="what measures progress: {split: 0.05} or a source"
     )

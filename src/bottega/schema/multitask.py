@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from bottega.schema.recipe import Data, Model, Recipe
+from bottega.schema.data import Data
+from bottega.schema.recipe import Model, Recipe
 from bottega.schema.section import Number, Positive, Section
 
 

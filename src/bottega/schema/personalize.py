@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from bottega.schema.data import Data
 from bottega.schema.media import GeneratorSamples
-from bottega.schema.recipe import Data, Model, Recipe, path_problems
+from bottega.schema.recipe import Model, Recipe, path_problems
 from bottega.schema.section import Collection, Positive, Probability
 
 

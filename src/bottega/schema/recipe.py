@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from bottega.schema.data import Data
 from bottega.schema.flat import PATHLESS
 from bottega.schema.section import (
     AutoSwitch,
@@ -143,56 +144,6 @@ class Training(Section):
             if name in _UNCOUPLED:
                 return {**values, "weight_decay": 0.0}
         return values
-
-
-class Source(Section):
-    kind: Literal[
-        "auto",
-        "embedded",
-        "text",
-        "jsonl",
-        "json",
-        "csv",
-        "huggingface",
-        "shards",
-        "tfrecord",
-        "webdataset",
-        "images",
-        "audio",
-        "video",
-        "idx",
-        "synthetic",
-    ] = Field("auto", description="format; auto tells it from the path (and validation from train)")
-    path: str | None = Field(None, description="file, folder, pattern or Hugging Face data set")
-    field: str | None = Field(None, description="which field of a row is read; null finds the usual one")
-    split: str | None = Field(None, description="named part of a Hugging Face data set, such as train")
-
-
-class HeldOut(Source):
-    split: Number | str | None = Field(  # type: ignore[assignment]
-        None, description="share of train kept back, such as 0.05; or the named part of a Hugging Face data set"
-    )
-
-    @model_validator(mode="after")
-    def _share_or_source(self) -> HeldOut:
-        if isinstance(self.split, float):
-            if not 0 < self.split < 1:
-                raise ValueError(f"split: expected a share between 0 and 1, got {self.split}")
-            if self.path is not None:
-                raise ValueError("a share of train (split) and a source of its own (path) exclude each other")
-        return self
-
-
-class Data(Section):
-    """What every task's data has; the tasks add to it."""
-
-    train: Source = Field(Source(), description="what is learned from")
-    validation: HeldOut | None = Field(None, description="what measures progress: {split: 0.05} or a source")
-    test: HeldOut | None = Field(None, description="what measures the result, never looked at while training")
-    limit: Whole | None = Field(None, gt=0, description="only the first so many examples, for a trial")
-    workers: Whole = Field(0, ge=0, description="processes that prepare batches; the order does not depend on it")
-    prefetch: Positive | Literal["auto"] = Field("auto", description="batches prepared ahead")
-    pin_memory: bool = Field(True, description="page-locked batches, for faster copies to a GPU")
 
 
 class Model(Section):

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from bottega.schema.recipe import Data, HeldOut, Model, Recipe, Source
+from bottega.schema.data import Data, HeldOut, Source
+from bottega.schema.recipe import Model, Recipe
 from bottega.schema.section import Dropout, Number, Positive, Probability, Section
 
 

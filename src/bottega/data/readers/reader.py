@@ -1,0 +1,43 @@
+"""How one kind of data is read: what marks its files, how they are cut for several processes, and the records in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bottega.data.record import Bad, Record
+from bottega.schema.data import Source
+
+
+class Piece(NamedTuple):
+    """What one process reads in one go. Pieces are in order, and together they are all records exactly once."""
+
+    file: Path
+    name: str
+    """The file relative to the root of its source; record keys begin with it."""
+    start: int = 0
+    stop: int | None = None
+    """A range of the file, in bytes or rows as the format counts; None is its end."""
+    line: int = 0
+    """Lines before `start`, so that a bad one is named by its number in the file."""
+
+
+def whole(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+    """For files that can only be read from their beginning."""
+    return [Piece(file, name)]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind. `read` yields records and bad ones in file order, in little memory, and never runs anything it reads."""
+
+    kind: str
+    suffixes: frozenset[str]
+    """Lower case with the dot, compression included: .jsonl, .jsonl.gz."""
+    read: Callable[[Piece, Source], Iterator[Record | Bad]]
+    pieces: Callable[[Path, str, Source, int], list[Piece]] = whole
+    """(file, name, source, size): pieces of about `size` bytes."""
+    is_media: bool = False
+    """Bad records are skipped by default, up to data.max_bad."""

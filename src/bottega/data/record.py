@@ -1,0 +1,32 @@
+"""One row of a person's data on its way in: its name, its place and its fields, or why it cannot be read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Record(NamedTuple):
+    """What a reader gives."""
+
+    key: str
+    """Its name among all records of its source, wherever the files lie: b.jsonl:3, cats/1.jpg, a.tar:0001."""
+    where: str
+    """For people: /data/b.jsonl, line 3."""
+    fields: dict[str, Any]
+    """Text, numbers, lists, arrays. A medium is its encoded bytes, or the Path of its file."""
+
+
+class Bad(NamedTuple):
+    """What a reader gives in place of a record it cannot read. Whether that ends the reading is not its decision."""
+
+    key: str
+    where: str
+    """With the physical line, the member or the record number."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+class Unreadable(Exception):
+    """What a decoder raises: the content of a record is damaged, too large or of another kind. One line, why."""

@@ -1,0 +1,190 @@
+"""Our shards: columns in plain files that are mapped into memory, so that any row is found at once.
+
+A folder holds `columns.json` and, for each column, `NAME.bin` with the values end to end. Rows of one shape need nothing
+else; rows of varying length also have `NAME.ends.bin`, where each row ends. Text is bytes in UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, final
+
+import numpy as np
+
+from bottega.core.errors import DataError
+
+COLUMNS = "columns.json"
+
+
+@dataclass(frozen=True)
+class Column:
+    """The form of a column: `shape` is that of a row, without the varying first axis where there is one."""
+
+    dtype: str = "|u1"
+    shape: tuple[int, ...] = ()
+    varying: bool = False
+    """Rows [n, *shape] with an n of their own."""
+    holds: Literal["numbers", "text", "bytes"] = "numbers"
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+
+
+TEXT = Column(varying=True, holds="text")
+BYTES = Column(varying=True, holds="bytes")
+
+
+@final
+class ShardWriter:
+    """Appends rows to a folder. Use as a context manager; `columns.json` appears last, when all rows are on disk."""
+
+    def __init__(self, folder: Path, columns: Mapping[str, Column]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.columns, self.rows = folder, dict(columns), 0
+        self.ends = dict.fromkeys((name for name, column in columns.items() if column.varying), 0)
+        self._open = ExitStack()
+        self._files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> ShardWriter:
+        names = [*(f"{name}.bin" for name in self.columns), *(f"{name}.ends.bin" for name in self.ends)]
+        self._files = {name: self._open.enter_context((self.folder / name).open("wb")) for name in names}
+        return self
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        for name, column in self.columns.items():
+            values = _stored(row[name], column, name)
+            self._files[f"{name}.bin"].write(values)
+            if column.varying:
+                self.ends[name] += len(values) // column.row_bytes
+                self._files[f"{name}.ends.bin"].write(self.ends[name].to_bytes(8, "little"))
+        self.rows += 1
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._open.close()
+        if kind is None:
+            _describe(self.folder, self.columns, self.rows)
+
+
+def _stored(value: Any, column: Column, name: str) -> bytes | memoryview:
+    if column.holds == "text":
+        return str(value).encode()
+    if column.holds == "bytes":
+        return bytes(value)
+    array = np.ascontiguousarray(value, dtype=column.dtype)
+    shape = array.shape[1:] if column.varying else array.shape
+    assert shape == column.shape, f"column {name}: a row of shape {array.shape} among {column}"
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _describe(folder: Path, columns: Mapping[str, Column], rows: int) -> None:
+    meta = {"rows": rows, "columns": {name: asdict(column) for name, column in columns.items()}}
+    (folder / COLUMNS).write_text(json.dumps(meta, indent=1))
+
+
+def merge(parts: Iterable[Path], folder: Path, columns: Mapping[str, Column]) -> int:
+    """The rows of several folders of the same columns in one, in order; how many there are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = [Table(part) for part in parts]
+    for name, column in columns.items():
+        with (folder / f"{name}.bin").open("wb") as out:
+            for table in tables:
+                _append(out, table.folder / f"{name}.bin")
+        if column.varying:
+            before = 0
+            with (folder / f"{name}.ends.bin").open("wb") as out:
+                for table in tables:
+                    ends = table.ends(name) + before
+                    out.write(ends.astype("<i8").tobytes())
+                    before = int(ends[-1]) if len(ends) else before
+    rows = sum(map(len, tables))
+    _describe(folder, columns, rows)
+    return rows
+
+
+def _append(out: BinaryIO, path: Path) -> None:
+    """Copied by the kernel, without passing through this process."""
+    with path.open("rb") as source:
+        left = os.fstat(source.fileno()).st_size
+        out.flush()
+        while left:
+            left -= os.sendfile(out.fileno(), source.fileno(), None, left)
+    out.seek(0, os.SEEK_END)
+
+
+@final
+class Table:
+    """The rows of a folder. Cheap to send to another process, which maps the files again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        try:
+            meta = json.loads((self.folder / COLUMNS).read_bytes())
+            self.columns = {
+                name: Column(**{**fields, "shape": tuple(fields["shape"])}) for name, fields in meta["columns"].items()
+            }
+            self.rows: int = meta["rows"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{self.folder} is no folder of shards: {COLUMNS} cannot be read ({error})") from error
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
+    def gather(self, name: str, index: np.ndarray) -> np.ndarray:
+        """The rows `index` of a column of one shape: [n, *shape], a copy."""
+        return np.take(self.values(name), index, axis=0)
+
+    def row(self, name: str, number: int) -> Any:
+        """One row: an array (a view of the file where lengths vary), text or bytes."""
+        column, values = self.columns[name], self.values(name)
+        if not column.varying:
+            return values[number]
+        ends = self.ends(name)
+        part = values[int(ends[number - 1]) if number else 0 : int(ends[number])]
+        if column.holds == "numbers":
+            return part
+        return part.tobytes().decode() if column.holds == "text" else part.tobytes()
+
+    def lengths(self, name: str) -> np.ndarray:
+        """How long each row of a varying column is."""
+        return np.diff(self.ends(name), prepend=0)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        for number in range(self.rows):
+            yield {name: self.row(name, number) for name in self.columns}
+
+    def values(self, name: str) -> np.ndarray:
+        """All values of a column end to end, mapped: [rows, *shape], or [total, *shape] where lengths vary."""
+        if name not in self._values:
+            column = self.columns[name]
+            self._values[name] = _mapped(self.folder / f"{name}.bin", column.dtype).reshape(-1, *column.shape)
+        return self._values[name]
+
+    def ends(self, name: str) -> np.ndarray:
+        if name not in self._ends:
+            self._ends[name] = _mapped(self.folder / f"{name}.ends.bin", "<i8")
+        return self._ends[name]
+
+    @cached_property
+    def _values(self) -> dict[str, np.ndarray]:
+        return {}
+
+    @cached_property
+    def _ends(self) -> dict[str, np.ndarray]:
+        return {}
+
+
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    # An empty file cannot be mapped. A plain array over the map is indexed faster than numpy's memmap class.
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

@@ -1,0 +1,174 @@
+"""What every task's data has in a recipe: sources, how they are combined, split and ordered, and what a bad record does."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from bottega.schema.section import Number, Positive, Probability, Section, Whole
+from bottega.schema.units import Duration
+
+Kind = Literal[
+    "auto",
+    "embedded",
+    "text",
+    "jsonl",
+    "json",
+    "csv",
+    "parquet",
+    "arrow",
+    "huggingface",
+    "shards",
+    "tfrecord",
+    "webdataset",
+    "images",
+    "audio",
+    "video",
+    "idx",
+    "numpy",
+    "synthetic",
+]
+
+
+class Source(Section):
+    kind: Kind = Field("auto", description="format; auto tells it from the path (and validation from train)")
+    path: str | None = Field(
+        None, description="file, folder, pattern, s3:// gs:// az:// address, or Hugging Face data set"
+    )
+    field: str | None = Field(None, description="which field of a row is read; null finds the usual one")
+    label: str | None = Field(None, description="which field is the class or condition; null finds the usual one")
+    split: str | None = Field(None, description="named part of a Hugging Face data set, such as train")
+    subset: str | None = Field(None, description="named configuration of a Hugging Face data set")
+    columns: tuple[str, ...] | None = Field(None, description="names of the columns of a table without a header")
+    delimiter: str | None = Field(None, min_length=1, max_length=1, description="of a table; null finds it")
+    metadata: str | None = Field(
+        None, description="table beside a media folder, one row a file; null takes metadata.* or the sub-folders"
+    )
+    weight: Number | None = Field(None, gt=0, description="share in a weighted mixture; null is 1")
+    limit: Positive | None = Field(None, description="at most so many examples of this source")
+    repeat: Positive | None = Field(None, description="how often an epoch sees this source; null is once")
+
+
+class HeldOut(Source):
+    split: Number | str | None = Field(  # type: ignore[assignment]
+        None, description="share of train kept back, such as 0.05; or the named part of a Hugging Face data set"
+    )
+
+    @model_validator(mode="after")
+    def _share_or_source(self) -> HeldOut:
+        if isinstance(self.split, float):
+            if not 0 < self.split < 1:
+                raise ValueError(f"split: expected a share between 0 and 1, got {self.split}")
+            if self.path is not None:
+                raise ValueError("a share of train (split) and a source of its own (path) exclude each other")
+        return self
+
+
+class Splitting(Section):
+    """How shares of train are chosen for validation and test."""
+
+    by: Literal["fraction", "hash", "file", "stratified", "group"] = Field(
+        "fraction",
+        description="fraction: exact shares; hash: of a field, stable as the data grows; file: whole files; "
+        "stratified: each class its share; group: all rows of one user on one side",
+    )
+    field: str | None = Field(None, description="hash: what is hashed, null is the row's name; group: whose rows")
+    seed: Whole = Field(0, ge=0, description="another seed is another split")
+    folds: Positive | None = Field(None, ge=2, description="in place of a share: validation is one of so many parts")
+    fold: Whole = Field(0, ge=0, description="which of them")
+
+    @model_validator(mode="after")
+    def _needs(self) -> Splitting:
+        if self.by == "group" and self.field is None:
+            raise ValueError("by: group needs field, such as user")
+        if self.folds is not None and self.fold >= self.folds:
+            raise ValueError(f"fold {self.fold} is not one of {self.folds}, counted from 0")
+        return self
+
+
+class Stage(Section):
+    share: Probability = Field(1.0, gt=0, description="the easiest so many of the examples")
+    steps: Duration = Field(description='how long: steps, "1 epoch" or "20%"; the last stage goes on to the end')
+    batch_size: Positive | None = Field(None, description="of this stage; null is training.batch_size")
+    replay: Probability = Field(0.0, lt=1, description="share of each batch from the examples of earlier stages")
+
+
+class Curriculum(Section):
+    by: str = Field("length", description="length, rarity, or the name of a field with a score; small is easy")
+    stages: tuple[Stage, ...] = Field(min_length=1, description="from easy to hard")
+
+
+class Replay(Source):
+    share: Probability = Field(0.1, gt=0, lt=1, description="of the samples that come from this earlier data")
+
+
+class Data(Section):
+    """What every task's data has; the tasks add to it."""
+
+    train: Source = Field(Source(), description="what is learned from")
+    sources: tuple[Source, ...] | None = Field(None, min_length=1, description="several sources in place of train")
+    mixture: Literal["concatenate", "weighted", "temperature"] | None = Field(
+        None,
+        description="how sources are combined: each example once an epoch, by weight, or by size; null is the first",
+    )
+    temperature: Number | None = Field(
+        None, gt=0, description="mixture temperature: shares are size^(1/temperature); null is 1"
+    )
+    replay: Replay | None = Field(None, description="earlier data, mixed in so that it is not forgotten")
+    curriculum: Curriculum | None = Field(None, description="from easy to hard, in stages")
+    validation: HeldOut | None = Field(None, description="what measures progress: {split: 0.05} or a source")
+    test: HeldOut | None = Field(None, description="what measures the result, never looked at while training")
+    split: Splitting | None = Field(None, description="how shares of train are chosen; null is by exact fraction")
+    bad_records: Literal["stop", "skip"] | None = Field(
+        None, description="what a row that cannot be read does; null: media are skipped, all else stops"
+    )
+    max_bad: Probability | None = Field(None, description="skip: at most this share may be bad; null is 0.001")
+    limit: Whole | None = Field(None, gt=0, description="only the first so many examples, for a trial")
+    workers: Whole = Field(0, ge=0, description="processes that prepare batches; the order does not depend on it")
+    prefetch: Positive | Literal["auto"] = Field("auto", description="batches prepared ahead")
+    pin_memory: bool = Field(True, description="page-locked batches, for faster copies to a GPU")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Data:
+        if self.sources is not None and self.train != type(self).model_fields["train"].default:
+            raise ValueError("train and sources both say what is learned from; keep one")
+        if self.mixture == "temperature" and self.sources is None:
+            raise ValueError("mixture: temperature needs sources")
+        return self
+
+
+class Cleaning(Section):
+    """What is done to each text before anything else; nothing unless asked for."""
+
+    unicode: Literal["NFC", "NFKC", "none"] = Field("NFC", description="normal form of Unicode")
+    control: bool = Field(True, description="remove control characters other than tab and line break")
+    whitespace: bool = Field(True, description="one space for many, no space at line ends, at most one empty line")
+    html: bool = Field(False, description="remove tags, scripts and entities")
+    boilerplate: bool = Field(False, description="remove menus, cookie notices and other lines that are no prose")
+
+
+class Filter(Section):
+    """Which texts stay."""
+
+    min_characters: Positive | None = Field(None, description="shorter texts are left out")
+    max_characters: Positive | None = Field(None, description="longer texts are left out")
+    min_words: Positive | None = Field(None, description="texts of fewer words are left out")
+    languages: tuple[str, ...] | None = Field(
+        None, min_length=1, description="only these, such as [en, de], told by script and frequent words"
+    )
+    max_symbol_share: Probability | None = Field(None, description="texts with more signs than this are left out")
+    max_repeated_share: Probability | None = Field(None, description="texts with more repeated lines are left out")
+
+
+class Duplicates(Section):
+    method: Literal["exact", "near"] = Field("exact", description="equal texts, or similar ones as well (MinHash)")
+    threshold: Probability = Field(0.8, gt=0, description="near: this share of common word runs makes a duplicate")
+
+
+class TextData(Data):
+    """What data made of text has besides."""
+
+    clean: Cleaning | None = Field(None, description="what is done to each text; null leaves it as it is")
+    filter: Filter | None = Field(None, description="which texts stay; null keeps all")
+    deduplicate: Duplicates | None = Field(None, description="leave repeated texts out; null keeps all")
