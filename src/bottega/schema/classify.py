@@ -33,6 +33,7 @@ class TextAugmentation(Section):
         Field(("random_swap", "random_deletion"), description="which changes are made")
     )
     probability: Probability = Field(0.1, description="share of words changed")
+    augmentation_factor: Positive = Field(1, description="changed copies made of each training text")
 
 
 class ClassifyData(TextData):

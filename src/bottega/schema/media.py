@@ -48,15 +48,40 @@ class ImageAugmentation(Section):
 class ImageData(MediaData):
     image_size: Positive | None = Field(None, description="side in pixels; null is as in the data")
     channels: Literal[1, 3] | None = Field(None, description="1 grey, 3 colour; null is as in the data")
+    resize: Literal["crop", "pad", "stretch"] = Field(
+        "crop", description="to the wanted shape: cut what is over, fill what is missing, or distort"
+    )
+    buckets: Positive | None = Field(
+        None, description="so many shapes of about image_size^2 pixels, each batch of one; null is one square"
+    )
+    normalise: Literal["symmetric", "unit", "standard"] = Field(
+        "symmetric", description="values from -1 to 1, from 0 to 1, or by ImageNet's mean and deviation"
+    )
+    store: Literal["auto", "decoded", "encoded"] = Field(
+        "auto", description="prepared as pixels, or as files decoded when served; auto is pixels up to 2 GiB"
+    )
     augmentation: ImageAugmentation | None = Field(None, description="changed copies of the training images")
+
+
+class AudioAugmentation(Section):
+    enabled: bool = Field(True, description="whether it is applied")
+    noise: Number = Field(0.0, ge=0, description="standard deviation of added noise, as a share of the sound's own")
+    gain: Number = Field(0.0, ge=0, description="largest change of loudness, in decibels")
+    time_mask: Probability = Field(0.0, description="largest share of the time that is silenced")
+    frequency_mask: Probability = Field(0.0, description="largest share of the bands that is silenced")
 
 
 class AudioData(MediaData):
     sample_rate: Positive | None = Field(None, description="samples a second; null is as in the data")
     seconds: Number | None = Field(None, gt=0, description="length of an example; null is the longest in the data")
+    crop: Literal["random", "start", "centre"] = Field("random", description="which part of a longer sound is heard")
+    normalise: Literal["none", "peak", "loudness"] = Field(
+        "none", description="largest value 0.95, or loudness -23 LUFS (ITU-R BS.1770)"
+    )
     num_mels: Positive = Field(64, description="bands of the mel spectrogram")
     fft_size: Positive = Field(1024, description="samples in a window")
     hop_size: Positive = Field(256, description="samples between windows")
+    augmentation: AudioAugmentation | None = Field(None, description="changed copies of the training sounds")
 
 
 class VideoData(ImageData):
@@ -64,6 +89,8 @@ class VideoData(ImageData):
     fps: Number | None = Field(
         None, gt=0, description="frames a second after temporal sampling; null is as in the data"
     )
+    stride: Positive = Field(1, description="take every so many frames, after fps")
+    clip: Literal["random", "start", "centre"] = Field("random", description="which frames of a longer video are seen")
 
 
 class VaeModel(Model):
