@@ -42,7 +42,7 @@ class Windows(Source):
         return (len(self.tokens) - 1) // self.length
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        return {"tokens": self.tokens[index[:, None] * self.length + np.arange(self.length + 1)].astype(np.int32)}
+        return {"input_ids": self.tokens[index[:, None] * self.length + np.arange(self.length + 1)].astype(np.int32)}
 
     def describe(self, index: int, epoch: int) -> str:
         return f"window {index}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bottega import branches
 from bottega.branches.branch import Branch
+from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
 from bottega.callbacks.early_stop import EarlyStop, Plateau
 from bottega.callbacks.jsonl import JsonLines
@@ -19,7 +21,9 @@ from bottega.core.errors import UsageError
 from bottega.core.loop import Every
 from bottega.core.rundir import RunDirectory
 from bottega.core.schedule import Schedule
+from bottega.data import difficulty
 from bottega.data.loader import Loader, evaluate_batches
+from bottega.data.orders import Order, Staged
 from bottega.data.source import Source
 from bottega.schema.load import global_batch
 from bottega.schema.recipe import Recipe
@@ -31,16 +35,7 @@ if TYPE_CHECKING:
 
 def prepare(recipe: Recipe, console: Console) -> Branch:
     """The branch with its data ready, showing a bar while that takes long."""
-    from rich.progress import Progress as Bar
-
-    with Bar(console=console.rich, transient=True, disable=not console.rich.is_terminal) as bar:
-        rows: dict[str, Any] = {}
-
-        def say(stage: str, done: int, total: int) -> None:
-            if stage not in rows:
-                rows[stage] = bar.add_task(stage, total=total)
-            bar.update(rows[stage], completed=done)
-
+    with bars(console.rich) as say:
         return branches.prepare(recipe, say=say)
 
 
@@ -68,18 +63,32 @@ def micro_batch(recipe: Recipe) -> int | None:
     return training.batch_size if training.gradient_accumulation_steps else None
 
 
-def build_loader(recipe: Recipe, source: Source, engine: TorchEngine) -> Loader:
+def build_loader(recipe: Recipe, source: Source, engine: TorchEngine, order: Order | None = None) -> Loader:
+    """What this process sees. `order` is how the branch combines several sources; None is the plain shuffle."""
     # On a GPU the host is idle while the device works, so a batch is made ahead; on a CPU that would only compete.
     ahead = (2 if engine.device.type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
-    return Loader(
-        source,
-        global_batch(recipe, engine.world),
-        seed=recipe.seed,
-        rank=engine.rank,
-        world=engine.world,
-        workers=recipe.data.workers,
-        prefetch=ahead,
+    loader = plain_loader(recipe, source, world=engine.world, order=order)
+    return replace(loader, rank=engine.rank, world=engine.world, workers=recipe.data.workers, prefetch=ahead)
+
+
+def plain_loader(recipe: Recipe, source: Source, *, world: int, order: Order | None = None) -> Loader:
+    """The same order in this thread, as one process that sees the whole batch of `world` ones."""
+    loader = Loader(source, global_batch(recipe, world), seed=recipe.seed, order=order)
+    curriculum = recipe.data.curriculum
+    if curriculum is None:
+        return loader
+    if order is not None:
+        raise UsageError("data.curriculum orders the samples by itself; leave out data.mixture and data.replay")
+    stages = difficulty.stages(
+        curriculum,
+        size=len(source),
+        total_steps=total_steps(recipe, loader),
+        steps_per_epoch=max(1, round(loader.steps_per_epoch)),
+        batch_size=loader.batch_size,
+        times=loader.batch_size // recipe.training.batch_size,
     )
+    ranking = difficulty.ranking(source, curriculum.by)
+    return replace(loader, order=Staged(ranking, stages, seed=recipe.seed))
 
 
 def total_steps(recipe: Recipe, loader: Loader) -> int:

@@ -10,6 +10,7 @@ from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.rundir import RunDirectory
+from bottega.data.loader import Loader
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe, changed_keys
 
@@ -104,13 +105,15 @@ def check_data_unchanged(
         say(f"resumed elsewhere ({changes}): the same samples in the same order, but not bit for bit the same numbers")
 
 
-def progress_at(path: Path, *, batch_size: int, total: int, say: Callable[[str], None]) -> Progress:
+def progress_at(path: Path, *, loader: Loader, total: int, say: Callable[[str], None]) -> Progress:
     """Where the checkpoint stood. With another batch size the run goes on by samples."""
     progress = Progress.from_json(checkpoint.read_progress(path))
     progress.total = total
-    if progress.samples != progress.step * batch_size:
+    if progress.samples != loader.samples_before(progress.step):
         # Steps are counted anew, so the number of the best one means nothing any more.
-        progress.step = progress.evaluated = progress.samples // batch_size
+        progress.step = progress.evaluated = loader.step_at(progress.samples)
         progress.best_step, progress.skip_steps = 0, []
-        say(f"batches are of {batch_size} samples now: {progress.samples} samples seen make this step {progress.step}")
+        say(
+            f"batches are of {loader.batch_size_at(progress.step)} samples now: {progress.samples} samples seen make this step {progress.step}"
+        )
     return progress

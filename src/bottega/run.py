@@ -183,7 +183,7 @@ class _Session:
         recipe, directory, console = self.recipe, self.directory, self.console
         validation = branch.validation()
         check_metrics(recipe, branch, has_validation=validation is not None)
-        loader = build_loader(recipe, branch.training(), engine)
+        loader = build_loader(recipe, branch.training(), engine, branch.order)
         total = total_steps(recipe, loader)
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
         fingerprint = environment.fingerprint(str(engine.device), engine.world, branch.fingerprint)
@@ -246,7 +246,7 @@ class _Session:
             return None, Progress(total=total)
         path, manifest = found
         resume.check_data_unchanged(manifest, fingerprint, allow=self.allow, say=self.console.warn)
-        progress = resume.progress_at(path, batch_size=loader.batch_size, total=total, say=self.console.say)
+        progress = resume.progress_at(path, loader=loader, total=total, say=self.console.say)
         engine.load(path)
         engine.skip_steps = frozenset(progress.skip_steps)
         if engine.training.micro_batch_size == "auto":

@@ -13,6 +13,7 @@ import pytest
 
 import bottega
 from bottega import cli
+from bottega.cli.verb import Verb
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.signals import StopSignals
 from bottega.schema.load import load_recipe
@@ -68,7 +69,7 @@ def test_other_data_under_the_same_name_is_noticed(tmp_path: Path) -> None:
 def test_a_characters_text_has_no_end_in_it_however_it_is_read(finished_run: Path, text_file: Path) -> None:
     branch = bottega.load(finished_run).branch
     windows = branch.other(str(text_file))
-    tokens = {int(t) for i in range(len(windows)) for t in windows.rows(*_one(i))["tokens"][0]}
+    tokens = {int(t) for i in range(len(windows)) for t in windows.rows(*_one(i))["input_ids"][0]}
     assert branch.tokenizer.end_of_text not in tokens  # type: ignore[attr-defined]
 
 
@@ -108,7 +109,7 @@ def test_ranks_hear_one_request_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     report = {"metrics": {"loss": math.nan, "rows": [math.inf, 1.0]}}
-    monkeypatch.setitem(cli.VERBS, "doctor", cli.Verb("", lambda parser: None, lambda arguments, rest: report))
+    monkeypatch.setitem(cli.VERBS, "doctor", Verb("", lambda parser: None, lambda arguments, rest: report))
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "metrics": {"loss": None, "rows": [None, 1.0]}

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bottega.core.callback import Callback, Progress
+from bottega.core.engine import Engine, Snapshot
 from bottega.core.errors import DataError, UsageError
+from bottega.core.loop import Every, Fit
+from bottega.core.types import Batch, Sums
 from bottega.data.loader import Loader, evaluate_batches
+from bottega.data.orders import Mixture, Stage, Staged
 from bottega.data.source import ArraySource
 
 
@@ -67,6 +75,78 @@ def test_a_batch_that_ranks_cannot_share_is_refused_with_the_sizes_that_fit() ->
         Loader(numbers(30), 8, seed=0, world=3)
 
 
+STAGES = (Stage(0, 4, 10), Stage(3, 8, 20), Stage(5, 6, 30))
+
+
+def staged(**options: Any) -> Loader:
+    return Loader(numbers(30), 8, seed=0, order=Staged(np.arange(30)[::-1], STAGES, seed=1), **options)
+
+
+def test_stages_have_batches_of_their_own_sizes() -> None:
+    sizes = [4, 4, 4, 8, 8, 6, 6, 6]
+    loader = staged()
+    assert [loader.batch_size_at(step) for step in range(8)] == sizes
+    assert [len(batch["x"]) for batch in islice(loader(0), 8)] == sizes
+    assert [len(batch["x"]) for batch in islice(staged(rank=1, world=2)(2), 6)] == [size // 2 for size in sizes[2:]]
+    assert [loader.samples_before(step) for step in range(9)] == [0, *np.cumsum(sizes)]
+    assert [loader.step_at(samples) for samples in (0, 3, 4, 12, 27, 28, 33, 34)] == [0, 0, 1, 3, 4, 5, 5, 6]
+    assert loader.steps_per_epoch == 30 / 8
+    seen = np.concatenate([batch["x"] for batch in islice(loader(0), 10)])
+    assert np.array_equal(seen, loader.order.places(np.arange(len(seen)))[0])  # type: ignore[union-attr]
+
+
+def test_a_stage_that_ranks_cannot_share_is_named() -> None:
+    with pytest.raises(UsageError, match=r"curriculum\.stages\[2\]\.batch_size=6 .* 4 processes; it can by 1, 2, 3, 6"):
+        staged(world=4)
+
+
+def test_an_epoch_of_a_mixture_is_as_many_samples_as_there_are() -> None:
+    order = Mixture((20, 10), (0.9, 0.1), seed=0)
+    assert Loader(numbers(30), 6, seed=0, order=order).steps_per_epoch == 5
+
+
+class Sizes(Engine):
+    """Counts the samples it is given."""
+
+    seen = 0
+
+    def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
+        self.seen += len(batch["x"])
+        return {"loss": 0.0}
+
+    def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        return {name: float(value) for name, value in metrics.items()}
+
+    def eval_step(self, batch: Batch) -> Sums:
+        raise NotImplementedError
+
+    def snapshot(self) -> Snapshot:
+        raise NotImplementedError
+
+    def load(self, folder: Path) -> None:
+        raise NotImplementedError
+
+
+class Told(Callback):
+    name = "told"
+
+    def __init__(self) -> None:
+        self.samples: list[int] = []
+        self.per_log: list[int] = []
+
+    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self.samples.append(progress.samples)
+        self.per_log.append(round(metrics["samples_per_second"] * metrics["step_seconds"] * 3))
+
+
+def test_the_loop_counts_the_samples_of_every_stage() -> None:
+    engine, told = Sizes(), Told()
+    fit = Fit(engine=engine, batches=staged(), progress=Progress(total=9), every=Every(log=3), callbacks=[told])
+    assert fit.run().samples == engine.seen == 12 + 16 + 24
+    assert told.samples == [12, 34, 52]
+    assert told.per_log == [12, 22, 18]
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("limit", [None, 1, 5, 22, 100])
 def test_evaluation_sees_every_sample_exactly_once_in_order(world: int, limit: int | None) -> None:
@@ -86,6 +166,16 @@ def test_evaluation_sees_every_sample_exactly_once_in_order(world: int, limit: i
         total += weight.sum()
     assert np.array_equal(np.concatenate(seen), expected)
     assert total == len(expected)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_evaluation_tells_the_number_of_each_sample_on_request(world: int) -> None:
+    source = numbers(10)
+    assert all("index" not in batch for batch in evaluate_batches(source, 4))
+    for rank in range(world):
+        for batch in evaluate_batches(source, 4, rank=rank, world=world, with_index=True):
+            assert batch["index"].dtype == np.int64
+            assert np.array_equal(batch["index"], batch["x"])
 
 
 def test_padding_keeps_the_weights_a_source_has() -> None:

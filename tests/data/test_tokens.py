@@ -3,46 +3,86 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import pickle
 import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bottega.core.errors import DataError
-from bottega.data.corpus import TextSource
+from bottega.data.cache import MANIFEST
 from bottega.data.loader import Loader, evaluate_batches
-from bottega.data.prepare import Prepared, prepare_text
-from bottega.data.tokens import TokenWindows
+from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.language import prepare_language
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.tokens import TokenDocuments, TokenWindows
 from bottega.data.vocabulary import TokenizerSpec
+from bottega.schema.data import HeldOut, Source, TextData
 
 CHARACTERS = TokenizerSpec(kind="characters")
 BYTES = TokenizerSpec(kind="bytes")
 VERSE = "".join(f"line {i}: {'abcdefghij'[i % 10] * (i % 7)}\n" for i in range(400))
 
 
+def quiet(stage: str, done: int, total: int) -> None:
+    """No bar."""
+
+
+class Texts:
+    """Prepared texts, and the samples they give."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared, self.folder, self.tokenizer = prepared, prepared.folder, prepared.tokenizer
+        self.fingerprint, self.tables = prepared.fingerprint, prepared.tables
+
+    def train(self, length: int, *, seed: int, **options: Any) -> TokenWindows:
+        return TokenWindows(self.folder, "train", sequence_length=length, seed=seed, **options)
+
+    def validation(self, length: int, **options: Any) -> TokenWindows:
+        return TokenWindows(self.folder, "validation", sequence_length=length, **options)
+
+    def documents(self, length: int, **options: Any) -> TokenDocuments:
+        return TokenDocuments(self.folder, "train", sequence_length=length, **options)
+
+
+def prepare_text(
+    path: Path, validation: Path | float | None, spec: TokenizerSpec, *, cache: Path, progress: Progress = quiet
+) -> Texts:
+    own = HeldOut(path=str(validation)) if isinstance(validation, Path) else HeldOut(split=validation)
+    data = TextData(train=Source(path=str(path)), validation=None if validation is None else own)
+    return Texts(prepare_language(data, spec, progress=progress, cache=cache))
+
+
 def prepare(
-    tmp_path: Path, texts: dict[str, str], spec: TokenizerSpec = BYTES, validation: TextSource | float | None = 0.1
-) -> Prepared:
+    tmp_path: Path, texts: dict[str, str], spec: TokenizerSpec = BYTES, validation: Path | float | None = 0.1
+) -> Texts:
     folder = tmp_path / "corpus"
     folder.mkdir(exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text)
     path = folder / next(iter(texts)) if len(texts) == 1 else folder
-    return prepare_text(TextSource(path=str(path)), validation, spec, cache=tmp_path / "cache")
+    return prepare_text(path, validation, spec, cache=tmp_path / "cache")
 
 
-def tokens_of(prepared: Prepared, split: str) -> np.ndarray:
-    meta = json.loads((prepared.folder / "meta.json").read_text())
-    return np.fromfile(prepared.folder / f"{split}.bin", dtype=meta["dtype"])
+def tokens_of(texts: Texts, split: str) -> np.ndarray:
+    return texts.prepared.table(split).values("tokens")
+
+
+def keys_of(texts: Texts, split: str) -> list[str]:
+    table = texts.prepared.table(split)
+    return [table.row("key", number) for number in range(len(table))]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != MANIFEST
+    }
 
 
 def test_one_text_by_characters_is_split_at_its_end_and_has_no_end_of_text(tmp_path: Path) -> None:
@@ -52,7 +92,7 @@ def test_one_text_by_characters_is_split_at_its_end_and_has_no_end_of_text(tmp_p
     assert tokenizer.vocab_size == len(set(VERSE)) + 1
     assert tokenizer.decode(tokens_of(prepared, "train")) == VERSE[:cut]
     assert tokenizer.decode(tokens_of(prepared, "validation")) == VERSE[cut:]
-    assert prepared.counts["train"].tokens == prepared.counts["train"].bytes == cut
+    assert len(tokens_of(prepared, "train")) == prepared.tables["train"]["bytes"] == cut
 
 
 @pytest.mark.parametrize("spec", [BYTES, CHARACTERS, TokenizerSpec(kind="bpe", vocab_size=300)])
@@ -65,39 +105,37 @@ def test_many_texts_are_joined_with_end_of_text_and_none_is_lost(tmp_path: Path,
         assert ids[-1] == prepared.tokenizer.end_of_text
         parts = np.split(ids, np.flatnonzero(ids == prepared.tokenizer.end_of_text) + 1)[:-1]
         found[split] = [prepared.tokenizer.decode(part[:-1]) for part in parts]
-        counts = prepared.counts[split]  # type: ignore[index]
-        assert (counts.documents, counts.tokens) == (len(parts), len(ids))
-        assert counts.bytes == sum(len(text.encode()) for text in found[split])
+        counts = prepared.tables[split]
+        assert counts["documents"] == counts["rows"] == len(parts)
+        assert counts["bytes"] == sum(len(text.encode()) for text in found[split])
     assert sorted(found["train"] + found["validation"]) == sorted(texts.values())
-    share = prepared.counts["validation"].bytes / sum(len(text.encode()) for text in texts.values())
+    share = prepared.tables["validation"]["bytes"] / sum(len(text.encode()) for text in texts.values())
     assert 0.05 < share <= 0.11
 
 
 def test_the_choice_of_documents_is_deterministic_and_stays_with_new_ones(tmp_path: Path) -> None:
     texts = {f"{i:02}.txt": f"document {i:02}\n" * 10 for i in range(40)}
     first = prepare(tmp_path, texts)
-    names = json.loads((first.folder / "validation.documents.json").read_text())["names"]
+    names = keys_of(first, "validation")
     assert len(names) == 4
     second = prepare(tmp_path, {**texts, "new.txt": "document nn\n" * 10})
-    again = json.loads((second.folder / "validation.documents.json").read_text())["names"]
+    again = keys_of(second, "validation")
     assert len(set(names) & set(again)) >= 3
 
 
 @pytest.mark.parametrize("sizes", [(1000, 1), (1, 1000), (5, 5), (1000, 900)])
 def test_neither_part_is_ever_empty(tmp_path: Path, sizes: tuple[int, int]) -> None:
     prepared = prepare(tmp_path, {f"{i}.txt": "x" * size for i, size in enumerate(sizes)})
-    assert prepared.counts["train"].documents == prepared.counts["validation"].documents == 1
+    assert prepared.tables["train"]["documents"] == prepared.tables["validation"]["documents"] == 1
 
 
 def test_a_source_of_its_own_and_no_validation_at_all(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text('{"text": "what Ünseen"}\n')
-    own = TextSource(path=str(tmp_path / "other.jsonl"))
-    prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=own)
+    prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=tmp_path / "other.jsonl")
     assert prepared.tokenizer.decode(tokens_of(prepared, "validation")) == "what Ünseen"
-    assert prepared.counts["train"].bytes == len(VERSE)
+    assert prepared.tables["train"]["bytes"] == len(VERSE)
     alone = prepare(tmp_path, {"a.txt": VERSE}, BYTES, validation=None)
-    assert list(alone.counts) == ["train"]
-    assert alone.validation(8) is None
+    assert list(alone.tables) == ["train"]
 
 
 def test_the_tokenizer_is_learned_from_train_alone(tmp_path: Path) -> None:
@@ -111,16 +149,19 @@ def test_the_same_inputs_are_prepared_once_and_others_anew(tmp_path: Path) -> No
     (tmp_path / "a.txt").write_text(VERSE)
     cache = tmp_path / "cache"
 
-    def run(spec: TokenizerSpec = BYTES, share: float = 0.1) -> Prepared:
+    def run(spec: TokenizerSpec = BYTES, share: float = 0.1) -> Texts:
         stages.clear()
-        source = TextSource(path=str(tmp_path / "a.txt"))
-        return prepare_text(source, share, spec, cache=cache, progress=lambda stage, done, total: stages.append(stage))
+        return prepare_text(
+            tmp_path / "a.txt", share, spec, cache=cache, progress=lambda stage, done, total: stages.append(stage)
+        )
 
     first = run()
-    assert set(stages) == {"tokenizer", "encode"}
-    assert run() == first
+    assert set(stages) == {"encode"}
+    assert run().folder == first.folder
     assert stages == []
-    assert run(BYTES.model_copy(update={"vocab_size": 999})) == first  # bytes have no vocab_size to choose
+    assert (
+        run(BYTES.model_copy(update={"vocab_size": 999})).folder == first.folder
+    )  # bytes have no vocab_size to choose
     others = [run(CHARACTERS), run(share=0.2), run(TokenizerSpec(vocab_size=300)), run(TokenizerSpec(vocab_size=301))]
     (tmp_path / "a.txt").write_text(VERSE + "x")
     others.append(run())
@@ -130,8 +171,7 @@ def test_the_same_inputs_are_prepared_once_and_others_anew(tmp_path: Path) -> No
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(VERSE)
     seen: list[tuple[str, int, int]] = []
-    source = TextSource(path=str(tmp_path / "a.txt"))
-    prepare_text(source, 0.1, BYTES, cache=tmp_path / "c", progress=lambda *fields: seen.append(fields))
+    prepare_text(tmp_path / "a.txt", 0.1, BYTES, cache=tmp_path / "c", progress=lambda *fields: seen.append(fields))
     assert seen[-1] == ("encode", len(VERSE), len(VERSE))
     assert [done for _, done, _ in seen] == sorted(done for _, done, _ in seen)
 
@@ -146,8 +186,8 @@ def test_preparing_twice_gives_the_same_files(tmp_path: Path) -> None:
 
 def test_damaged_tokens_are_prepared_again(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, {"a.txt": VERSE})
-    good = tokens_of(prepared, "train")
-    (prepared.folder / "train.bin").write_bytes(b"\0" * good.nbytes)
+    good = tokens_of(prepared, "train").copy()
+    (prepared.folder / "train" / "tokens.bin").write_bytes(b"\0" * good.nbytes)
     assert np.array_equal(tokens_of(prepare(tmp_path, {"a.txt": VERSE}), "train"), good)
 
 
@@ -156,11 +196,15 @@ def test_two_processes_preparing_at_once_do_the_work_once(tmp_path: Path) -> Non
     script = """if True:
         import sys
         from pathlib import Path
-        from bottega.data.prepare import TextSource, TokenizerSpec, prepare_text
+        from typing import Any
+        from bottega.data.prepare.language import prepare_language
+        from bottega.data.vocabulary import TokenizerSpec
+        from bottega.schema.data import HeldOut, Source, TextData
         stages = []
-        source, spec = TextSource(path=sys.argv[1] + "/a.txt"), TokenizerSpec(vocab_size=300)
+        data = TextData(train=Source(path=sys.argv[1] + "/a.txt"), validation=HeldOut(split=0.1))
         note = lambda stage, done, total: stages.append(stage)
-        prepared = prepare_text(source, 0.1, spec, cache=Path(sys.argv[1], "cache"), progress=note)
+        spec = TokenizerSpec(vocab_size=300)
+        prepared = prepare_language(data, spec, cache=Path(sys.argv[1], "cache"), progress=note)
         assert "torch" not in sys.modules
         print(prepared.fingerprint, bool(stages))
     """
@@ -173,12 +217,12 @@ def test_two_processes_preparing_at_once_do_the_work_once(tmp_path: Path) -> Non
 
 def windows(tmp_path: Path, text: str = VERSE, **options: object) -> tuple[TokenWindows, np.ndarray]:
     prepared = prepare(tmp_path, {"a.txt": text}, CHARACTERS, validation=None)
-    return prepared.train(**{"sequence_length": 16, "seed": 3, **options}), tokens_of(prepared, "train")  # type: ignore[arg-type]
+    return prepared.train(**{"length": 16, "seed": 3, **options}), tokens_of(prepared, "train")  # type: ignore[arg-type]
 
 
 def everything(source: TokenWindows, epoch: int = 0) -> np.ndarray:
     index = np.arange(len(source))
-    return source.rows(index, np.full_like(index, epoch))["tokens"]
+    return source.rows(index, np.full_like(index, epoch))["input_ids"]
 
 
 def test_training_windows_follow_each_other_and_shift_with_the_epoch(tmp_path: Path) -> None:
@@ -200,7 +244,7 @@ def test_training_windows_follow_each_other_and_shift_with_the_epoch(tmp_path: P
 def test_rows_of_several_epochs_are_the_rows_of_each(tmp_path: Path) -> None:
     source, _ = windows(tmp_path)
     index, epoch = np.array([0, 5, 2, 0]), np.array([1, 2, 1, 2])
-    together = source.rows(index, epoch)["tokens"]
+    together = source.rows(index, epoch)["input_ids"]
     for row, i, e in zip(together, index, epoch, strict=True):
         assert np.array_equal(row, everything(source, e)[i])
 
@@ -222,11 +266,10 @@ def test_a_text_shorter_than_a_window_is_refused_with_the_numbers(tmp_path: Path
 @pytest.mark.parametrize("length", [2, 9, 16, 17, 33, 100])
 def test_validation_windows_cover_every_target_once(tmp_path: Path, length: int) -> None:
     (tmp_path / "v.txt").write_text(VERSE[:length])
-    prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=TextSource(path=str(tmp_path / "v.txt")))
+    prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=tmp_path / "v.txt")
     source = prepared.validation(16)
-    assert source is not None
     tokens = tokens_of(prepared, "validation")
-    targets = np.concatenate([batch["tokens"][:, 1:].ravel() for batch in evaluate_batches(source, 4)])
+    targets = np.concatenate([batch["input_ids"][:, 1:].ravel() for batch in evaluate_batches(source, 4)])
     assert np.array_equal(targets, tokens[1 : 1 + len(targets)])
     assert length - 1 - len(targets) < min(16, length)
     assert np.array_equal(everything(source, 0), everything(source, 5))
@@ -234,11 +277,9 @@ def test_validation_windows_cover_every_target_once(tmp_path: Path, length: int)
 
 def test_a_validation_text_of_one_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "v.txt").write_text("l")
-    prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=TextSource(path=str(tmp_path / "v.txt")))
+    prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=tmp_path / "v.txt")
     with pytest.raises(DataError, match="validation text has 1 tokens, fewer than one window of 2"):
         prepared.validation(16)
-    with pytest.raises(DataError, match=r"split is 1\.5"):
-        prepare(tmp_path, {"a.txt": VERSE}, validation=1.5)
     with pytest.raises(DataError, match=r"too few to keep 0\.1 of it back"):
         prepare(tmp_path, {"b.txt": "x"}, validation=0.1)
 
@@ -248,22 +289,21 @@ def test_documents_and_bytes_of_a_window(tmp_path: Path) -> None:
     source = prepared.train(10, seed=0, documents=True, with_bytes=True)
     for epoch in range(10):
         rows = source.rows(np.array([0]), np.array([epoch]))
-        tokens, documents = rows["tokens"][0], rows["documents"][0]
+        tokens, documents = rows["input_ids"][0], rows["documents"][0]
         assert rows["documents"].dtype == np.int32
         assert rows["bytes"].dtype == np.int64
         assert documents.tolist() == [int((tokens[:j] == 256).sum()) for j in range(11)]
         assert rows["bytes"].tolist() == [int((tokens[1:] != 256).sum())]
-    assert set(prepared.train(10, seed=0).rows(np.array([0]), np.array([0]))) == {"tokens"}
+    assert set(prepared.train(10, seed=0).rows(np.array([0]), np.array([0]))) == {"input_ids", "attention_mask"}
 
 
 def test_bytes_of_all_targets_are_the_bytes_of_the_text(tmp_path: Path) -> None:
     text = "é and 한 " * 200
     prepared = prepare(tmp_path, {"a.txt": text}, TokenizerSpec(vocab_size=300), validation=0.5)
     source = prepared.validation(1, with_bytes=True)
-    assert source is not None
     total = sum(int(batch["bytes"].sum()) for batch in evaluate_batches(source, 64))
     first = prepared.tokenizer.byte_lengths[tokens_of(prepared, "validation")[0]]
-    assert total + first == prepared.counts["validation"].bytes
+    assert total + first == prepared.tables["validation"]["bytes"]
 
 
 def test_no_token_travels_to_workers_and_the_stream_is_the_same(tmp_path: Path) -> None:
@@ -274,7 +314,7 @@ def test_no_token_travels_to_workers_and_the_stream_is_the_same(tmp_path: Path) 
     plain = islice(Loader(source, 8, seed=1)(0), 6)
     stream = Loader(source, 8, seed=1, workers=2, prefetch=2)(0)
     for got, expected in zip(islice(stream, 6), plain, strict=True):
-        assert got.keys() == expected.keys() == {"tokens", "documents", "bytes"}
+        assert got.keys() == expected.keys() == {"input_ids", "attention_mask", "documents", "bytes"}
         assert all(np.array_equal(got[name], expected[name]) for name in got)
     stream.close()
 
@@ -285,7 +325,7 @@ def test_a_sample_is_described_with_its_place_and_text(tmp_path: Path) -> None:
     source = prepared.train(32, seed=0)
     index = len(source) - 1
     head, text = source.describe(index, 2).split("\n", 1)
-    tokens = source.rows(np.array([index]), np.array([2]))["tokens"][0]
+    tokens = source.rows(np.array([index]), np.array([2]))["input_ids"][0]
     assert text == prepared.tokenizer.decode(tokens)
     assert "from b.txt, its token " in head
     place = int(head.rsplit(" ", 1)[1])
@@ -300,6 +340,6 @@ def test_the_fingerprint_names_the_samples(tmp_path: Path) -> None:
         prepared.train(16, seed=1),
         prepared.validation(16),
     ]
-    assert len({source.fingerprint for source in sources if source is not None}) == 4
-    assert prepared.train(16, seed=0, documents=True).fingerprint == sources[0].fingerprint  # type: ignore[union-attr]
-    assert len(sources[0].fingerprint) == len(hashlib.sha256().hexdigest())  # type: ignore[union-attr]
+    assert len({source.fingerprint for source in sources}) == 4
+    assert prepared.train(16, seed=0, documents=True).fingerprint == sources[0].fingerprint
+    assert len(sources[0].fingerprint) == len(hashlib.sha256().hexdigest())

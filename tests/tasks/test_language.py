@@ -29,7 +29,7 @@ RNG = Noise(0, 0, np.arange(4))
 
 
 def host_batch(rows: int = 4, **more: Any) -> dict[str, np.ndarray]:
-    return {"tokens": np.random.default_rng(0).integers(0, 50, (rows, 13)), **more}
+    return {"input_ids": np.random.default_rng(0).integers(0, 50, (rows, 13)), **more}
 
 
 def on_device(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -53,14 +53,14 @@ def test_padding_rows_and_ignored_tokens_count_nowhere() -> None:
     padded = {**batch, "weight": np.array([1.0, 0.0], np.float32)}
     assert TASK.counts(padded) == TASK.counts(alone)
     assert total(models, padded) == pytest.approx(total(models, alone), rel=1e-6)
-    short = {"tokens": np.where(np.arange(13) < 9, alone["tokens"], -100)}
+    short = {**alone, "attention_mask": (np.arange(13) < 9).astype(np.int32)[None]}
     assert TASK.counts(short) == {"loss": 8.0}
-    assert total(models, short) == pytest.approx(total(models, {"tokens": alone["tokens"][:, :9]}), rel=1e-6)
+    assert total(models, short) == pytest.approx(total(models, {"input_ids": alone["input_ids"][:, :9]}), rel=1e-6)
 
 
 def test_tokens_may_be_narrow_integers() -> None:
     models, batch = TASK.build(0), host_batch()
-    assert total(models, {"tokens": batch["tokens"].astype(np.int32)}) == total(models, batch)
+    assert total(models, {"input_ids": batch["input_ids"].astype(np.int32)}) == total(models, batch)
 
 
 def test_documents_reach_the_model() -> None:
@@ -94,7 +94,7 @@ def test_prediction_gives_the_logits_of_the_inputs() -> None:
     models["model"].eval()
     logits = TASK.predict(models, batch)
     assert logits.shape == (4, 12, 50)
-    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="sum")
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten(), reduction="sum")
     torch.testing.assert_close(TASK.loss(models, batch, RNG).terms["loss"][0], nll)
 
 
@@ -117,7 +117,7 @@ def test_it_learns_a_rule() -> None:
     optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
     generator = np.random.default_rng(0)
     for _ in range(80):
-        batch = {"tokens": (generator.integers(0, 50, (16, 1)) + np.arange(13)) % 50}
+        batch = {"input_ids": (generator.integers(0, 50, (16, 1)) + np.arange(13)) % 50}
         loss = TASK.loss(models, on_device(batch), RNG).terms["loss"][0] / TASK.counts(batch)["loss"]
         optimizer.zero_grad()
         loss.backward()

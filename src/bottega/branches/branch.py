@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bottega.core.task import Task
+from bottega.data.orders import Order
 from bottega.data.source import Source
 
 
@@ -27,6 +28,11 @@ class Branch(ABC):
 
     @abstractmethod
     def training(self) -> Source: ...
+
+    @property
+    def order(self) -> Order | None:
+        """How several sources are mixed; None is the plain shuffle."""
+        return None
 
     @abstractmethod
     def validation(self) -> Source | None: ...

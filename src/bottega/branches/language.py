@@ -6,22 +6,26 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
 from pydantic import ValidationError
 
 from bottega.branches.branch import Branch
+from bottega.branches.start import start_folder, tokenizer_of
 from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.data.cache import default_cache
-from bottega.data.corpus import TextSource
-from bottega.data.first import First
-from bottega.data.prepare import Prepared, prepare_text
+from bottega.data import combine
+from bottega.data.orders import Order
+from bottega.data.prepare.language import prepare_language
+from bottega.data.prepare.prepared import Prepared
 from bottega.data.source import Source
 from bottega.data.tokenizer import Tokenizer
+from bottega.data.tokens import TokenDocuments, TokenWindows
 from bottega.data.vocabulary import TokenizerSpec
-from bottega.models.pretrained import export_transformers, fetch_folder, read_shape
+from bottega.models.pretrained import export_transformers, read_shape
 from bottega.schema.data import Source as SourceOptions
+from bottega.schema.data import TextData
 from bottega.schema.language import LanguageModel, LanguageRecipe
 from bottega.schema.recipe import Recipe
 from bottega.schema.transformer import SIZES, TransformerShape
@@ -29,22 +33,11 @@ from bottega.tasks.language import Language
 from bottega.tasks.sampling import generate
 
 SHAPE = "shape.json"
-READABLE = ("auto", "embedded", "text", "jsonl")
 
 
 def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> LanguageBranch:
     assert isinstance(recipe, LanguageRecipe)
-    held_out = recipe.data.validation
-    validation: TextSource | float | None = None
-    if held_out is not None:
-        validation = held_out.split if isinstance(held_out.split, float) else _text_source(held_out, "data.validation")
-    prepared = prepare_text(
-        _text_source(recipe.data.train, "data.train"),
-        validation,
-        _tokenizer(recipe),
-        cache=default_cache(),
-        progress=say,
-    )
+    prepared = prepare_language(recipe.data, tokenizer_of(recipe), progress=say)
     branch = LanguageBranch(recipe, prepared.tokenizer, prepared)
     branch.prompts()  # now rather than at the first sample
     return branch
@@ -95,31 +88,53 @@ class LanguageBranch(Branch):
         return self.prepared.fingerprint
 
     def training(self) -> Source:
-        data = self.recipe.data
-        windows = self.prepared.train(self.length, seed=self.recipe.seed, documents=data.separate_documents)
-        return windows if data.limit is None else First(windows, data.limit)
+        return self._combined[0]
+
+    @property
+    def order(self) -> Order | None:
+        return self._combined[1]
+
+    @cached_property
+    def _combined(self) -> tuple[Source, Order | None]:
+        data, prepared, seed = self.recipe.data, self.prepared, self.recipe.seed
+        tables = prepared.training_tables
+        # Shards that were prepared elsewhere may hold several sources; they are then equal among themselves.
+        options = data.sources if data.sources is not None else (data.train,) * len(tables)
+        parts = [(self._samples(prepared, table, seed=seed), one) for table, one in zip(tables, options, strict=True)]
+        replay = self._samples(prepared, "replay", seed=seed) if "replay" in prepared.tables else None
+        return combine.build(parts, data, seed=seed, replay=replay)
 
     def validation(self) -> Source | None:
-        return self.prepared.validation(self.length, documents=self.recipe.data.separate_documents, with_bytes=True)
+        return self._held_out("validation")
 
     def test(self) -> Source | None:
-        held_out = self.recipe.data.test
-        if held_out is None:
-            return None
-        return self._read(_text_source(held_out, "data.test"))
+        return self._held_out("test")
 
     def other(self, path: str) -> Source:
-        return self._read(TextSource(path=path))
-
-    def _read(self, source: TextSource) -> Source:
         """Other text through this run's own tokenizer."""
+        data = TextData(train=SourceOptions(path=path), clean=self.recipe.data.clean)
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
             spec = TokenizerSpec(kind="pretrained", path=folder)
-            prepared = prepare_text(source, source, spec, cache=default_cache())
-        windows = prepared.validation(self.length, documents=self.recipe.data.separate_documents, with_bytes=True)
-        assert windows is not None
-        return windows
+            prepared = prepare_language(data, spec, progress=lambda stage, done, total: None)
+        return self._samples(prepared, "train", seed=None)
+
+    def _held_out(self, table: str) -> Source | None:
+        return self._samples(self.prepared, table, seed=None) if table in self.prepared.tables else None
+
+    def _samples(self, prepared: Prepared, table: str, *, seed: int | None) -> Source:
+        data = self.recipe.data
+        with_bytes = seed is None
+        if data.padding:
+            return TokenDocuments(prepared.folder, table, sequence_length=self.length, with_bytes=with_bytes)
+        return TokenWindows(
+            prepared.folder,
+            table,
+            sequence_length=self.length,
+            seed=seed,
+            documents=data.separate_documents,
+            with_bytes=with_bytes,
+        )
 
     def save_codec(self, folder: Path) -> None:
         """Once: a disk that is full by now must not cost a finished run its tokenizer."""
@@ -231,16 +246,6 @@ def shape_of(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:
         raise UsageError(f"{where}: {wrong['msg'].removeprefix('Value error, ')}") from None
 
 
-def start_folder(name: str) -> Path:
-    """The transformers folder to start from: a run's export, a folder, or a hub name."""
-    run = Path(name)
-    if not (run / "recipe.yaml").is_file():
-        return fetch_folder(name)
-    if not (run / "final" / "config.json").is_file():
-        raise UsageError(f"model.from: {name} is a run that was not exported; say bottega export {name} first")
-    return run / "final"
-
-
 def _own_dimensions(model: LanguageModel) -> dict[str, Any]:
     if model.size is not None:
         return dict(SIZES[model.size])
@@ -251,18 +256,3 @@ def _own_dimensions(model: LanguageModel) -> dict[str, Any]:
     # Two thirds of the usual four times the width: the gate is a third matrix.
     inner = -(-width * 8 // 3 // 32) * 32
     return {"head_size": head, "num_heads": heads, "num_kv_heads": heads, "intermediate_size": inner}
-
-
-def _tokenizer(recipe: LanguageRecipe) -> TokenizerSpec:
-    chosen = recipe.data.tokenizer
-    if recipe.model.from_ is not None and chosen.kind != "pretrained":
-        # Pretrained weights know one vocabulary only, and it lies beside them; a parent recipe may name another.
-        return TokenizerSpec(kind="pretrained", path=str(start_folder(recipe.model.from_)))
-    size = {"vocab_size": chosen.vocab_size} if chosen.vocab_size is not None else {}
-    return TokenizerSpec(kind=chosen.kind, path=chosen.path, **size)
-
-
-def _text_source(source: SourceOptions, key: str) -> TextSource:
-    if source.kind not in READABLE:
-        raise UsageError(f"{key}.kind: {source.kind} cannot be read yet; there is {', '.join(READABLE)}")
-    return TextSource(kind=source.kind, path=source.path, field=source.field)

@@ -21,7 +21,8 @@ class Batches(Protocol):
     """What is seen: the whole state of a loader is the step."""
 
     @property
-    def batch_size(self) -> int: ...
+    def batch_size(self) -> int:
+        """Samples of every step, unless `samples_before(step)` says how many a step has before it."""
 
     def __call__(self, step: int) -> Iterator[Batch]: ...
 
@@ -109,7 +110,7 @@ class Fit:
                 raise DataError(f"the data ended at step {p.step} of {p.total}")
             metrics = engine.train_step(p.step, batch)
             p.step += 1
-            p.samples = p.step * self.batches.batch_size
+            p.samples = self._samples_before(p.step)
             self._units += metrics.pop("units", 0.0)
             self._steps += 1
             if self.saver:
@@ -135,6 +136,11 @@ class Fit:
                 self._interrupted()
             if sample and self.sample:  # last, because nothing that goes wrong with a sample may cost a checkpoint
                 self._tell("after_sample", self.sample(p))
+
+    def _samples_before(self, step: int) -> int:
+        # Stages of a curriculum may have batches of several sizes.
+        counted: Callable[[int], int] | None = getattr(self.batches, "samples_before", None)
+        return step * self.batches.batch_size if counted is None else counted(step)
 
     def _asked_to_stop(self) -> bool:
         return self.engine.agree(self.signals.received is not None)
@@ -165,7 +171,9 @@ class Fit:
                 return
         now = time.perf_counter()
         seconds = max(now - self._clock, 1e-9)
-        host["samples_per_second"] = self._steps * self.batches.batch_size / seconds
+        host["samples_per_second"] = (
+            self._samples_before(p.step) - self._samples_before(p.step - self._steps)
+        ) / seconds
         host["units_per_second"] = self._units / seconds
         host["data_wait"] = min(1.0, self._waited / seconds)
         host["step_seconds"] = seconds / max(1, self._steps)

@@ -1,7 +1,8 @@
 """A folder of prepared things, each under the hash of what it was made from: made once, whole, by one process.
 
-An entry is built in a temporary sibling and renamed, so half of one is never seen. Its MANIFEST.json holds the SHA-256
-of every file; an entry that no longer matches is made again.
+An entry is built in a temporary sibling and renamed, so half of one is never seen. Its MANIFEST.json holds the size,
+the time and the SHA-256 of every file; an entry that no longer matches is made again. What a killed process left of an
+entry is given to the next builder, who may go on from there: the name says that it was made from the same things.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from bottega.core.errors import EnvironmentProblem
 
@@ -28,11 +30,11 @@ def cached(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
     """The entry `key`, made by `build(folder)` where it is missing or damaged. Processes that come second wait."""
     entry = cache / key
     try:
-        if _is_whole(entry):
+        if is_whole(entry):
             return entry
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{key}.lock"):
-            if not _is_whole(entry):
+            if not is_whole(entry):
                 _make(entry, build)
     except OSError as error:
         raise EnvironmentProblem(
@@ -53,41 +55,65 @@ def _locked(path: Path) -> Iterator[None]:
 def _make(entry: Path, build: Callable[[Path], None]) -> None:
     """Under the lock: whatever else is there under this name was left by a process that died."""
     temporary = entry.with_name(f"{entry.name}.tmp")
-    for left in (temporary, entry):
-        if left.is_dir():
-            shutil.rmtree(left)
-        else:
-            left.unlink(missing_ok=True)
-    temporary.mkdir()
+    if entry.is_dir():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink(missing_ok=True)
+    temporary.mkdir(exist_ok=True)
     try:
         build(temporary)
-        (temporary / MANIFEST).write_text(json.dumps(_hashes(temporary), indent=2))
         for file in (*_files(temporary), temporary):
             _flush(file)
+        seal(temporary)
         temporary.rename(entry)
+    except KeyboardInterrupt:
+        raise  # what is done so far stays for the next time
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _is_whole(entry: Path) -> bool:
+def seal(folder: Path) -> None:
+    """Write down what the folder holds."""
+    files = {path.relative_to(folder).as_posix(): path for path in _files(folder) if path.name != MANIFEST}
+    rows = {name: {**_seen(path), "sha256": _sha256(path)} for name, path in files.items()}
+    (folder / MANIFEST).write_text(json.dumps(rows, indent=1))
+    _flush(folder / MANIFEST)
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether nothing in the folder changed since. A file of the same size and time is not read again.
+
+    (A copy on another machine has other times, so it is read once in full at every start; hours at a petabyte, seconds
+    at a gigabyte.)
+    """
     try:
-        return json.loads((entry / MANIFEST).read_bytes()) == _hashes(entry)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        rows = json.loads((folder / MANIFEST).read_bytes())
+        files = {path.relative_to(folder).as_posix(): path for path in _files(folder) if path.name != MANIFEST}
+        return rows.keys() == files.keys() and all(_matches(path, rows[name]) for name, path in files.items())
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, AttributeError):
         return False
+
+
+def _matches(path: Path, row: dict[str, Any]) -> bool:
+    seen = _seen(path)
+    if seen["bytes"] != row["bytes"]:
+        return False
+    return seen["time"] == row["time"] or _sha256(path) == row["sha256"]
+
+
+def _seen(path: Path) -> dict[str, int]:
+    status = path.stat()
+    return {"bytes": status.st_size, "time": status.st_mtime_ns}
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _hashes(folder: Path) -> dict[str, str]:
-    hashes = {}
-    for path in _files(folder):
-        if path.name != MANIFEST:
-            with path.open("rb") as stream:
-                hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return hashes
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

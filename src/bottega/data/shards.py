@@ -77,7 +77,7 @@ def _stored(value: Any, column: Column, name: str) -> bytes | memoryview:
         return str(value).encode()
     if column.holds == "bytes":
         return bytes(value)
-    array = np.ascontiguousarray(value, dtype=column.dtype)
+    array = np.asarray(value, dtype=column.dtype, order="C")
     shape = array.shape[1:] if column.varying else array.shape
     assert shape == column.shape, f"column {name}: a row of shape {array.shape} among {column}"
     return array.reshape(-1).view(np.uint8).data

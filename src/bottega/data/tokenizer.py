@@ -20,6 +20,7 @@ from tokenizers import decoders
 
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.data.bytelevel import safe_pieces, token_bytes
+from bottega.data.fast_bpe import Encode, fast_encoder
 
 END_OF_TEXT = "<|endoftext|>"
 Kind = Literal["bytes", "characters", "bpe", "pretrained"]
@@ -28,6 +29,7 @@ Kind = Literal["bytes", "characters", "bpe", "pretrained"]
 GROUP = 4_000_000
 # A long text is cut into pieces of so many characters: one of 8 MB then encoded 2.5 times as fast, on two cores.
 PIECE = 32_000
+WORTH_FAST = 500_000
 # Tried in turn where a tokenizer_config.json does not say which token ends a text.
 USUAL_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
@@ -43,6 +45,8 @@ class Tokenizer:
         self.core = core
         self.kind = kind
         self.config = config
+        self._fast: Encode | None = None
+        self._is_slow = False
         self.end_of_text = _end_of_text(core, config)
         # Ids may have holes, and a model needs a row for the highest one.
         self.vocab_size: int = 1 + max(core.get_vocab(with_added_tokens=True).values())
@@ -145,6 +149,16 @@ class Tokenizer:
                 table[ord(token)] = number
         return table
 
+    def _ids(self, texts: list[str]) -> list[np.ndarray]:
+        # Finding out whether the faster one agrees costs as much as half a megabyte of text.
+        if self._fast is None and not self._is_slow and sum(map(len, texts)) > WORTH_FAST:
+            self._fast = fast_encoder(self.core)
+            self._is_slow = self._fast is None
+        if self._fast is not None:
+            return [ids.astype(self.dtype) for ids in self._fast(texts)]
+        encodings = self.core.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
     def _encode_groups(self, texts: Iterable[str], problem: type[BottegaError]) -> Iterator[np.ndarray]:
         """Pieces of several texts go to the library together, and are put together again text by text."""
         group: list[str] = []
@@ -153,8 +167,8 @@ class Tokenizer:
         done: list[np.ndarray] = []
 
         def flush() -> Iterator[np.ndarray]:
-            for encoding, last in zip(self.core.encode_batch_fast(group, add_special_tokens=False), ends, strict=True):
-                done.append(np.array(encoding.ids, dtype=self.dtype))
+            for ids, last in zip(self._ids(group), ends, strict=True):
+                done.append(ids)
                 if last:
                     yield done[0] if len(done) == 1 else np.concatenate(done)
                     done.clear()
@@ -164,7 +178,7 @@ class Tokenizer:
         for text in texts:
             _utf8(text, problem)
             # Only our own pre-tokenizer is known to allow cuts.
-            pieces = list(safe_pieces(text, PIECE)) if self.kind == "bpe" else [text]
+            pieces = list(safe_pieces(text, PIECE)) if self.kind == "bpe" and len(text) > PIECE else [text]
             for number, piece in enumerate(pieces or [text]):
                 group.append(piece)
                 ends.append(number >= len(pieces) - 1)

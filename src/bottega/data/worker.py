@@ -25,6 +25,8 @@ def main(descriptor: int) -> NoReturn:
     # Ctrl-C reaches the whole process group, but only the trainer decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The cores are shared out among the processes already: libraries with threads of their own use one here.
+    os.environ.update(BOTTEGA_WORKER="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     connection = Connection(descriptor)
     make = _receive(connection)
     steps: queue.SimpleQueue[int] = queue.SimpleQueue()

@@ -76,9 +76,18 @@ def put(batch: Batch, device: torch.device, *, pin: bool = True) -> dict[str, An
 
 
 def batch_length(batch: Batch) -> int:
-    value = next(iter(batch.values()))
-    return batch_length(value) if isinstance(value, Mapping) else len(value)
+    """Examples in a batch. A single number, such as a sample rate, is of the whole batch."""
+    return next(batch_length(v) if isinstance(v, Mapping) else len(v) for v in batch.values() if _is_sliced(v))
 
 
 def slice_batch(batch: Batch, start: int, stop: int) -> dict[str, Any]:
-    return {k: slice_batch(v, start, stop) if isinstance(v, Mapping) else v[start:stop] for k, v in batch.items()}
+    def cut(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return slice_batch(value, start, stop)
+        return value[start:stop] if _is_sliced(value) else value
+
+    return {name: cut(value) for name, value in batch.items()}
+
+
+def _is_sliced(value: Any) -> bool:
+    return isinstance(value, Mapping) or value.ndim > 0

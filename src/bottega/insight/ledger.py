@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bottega.compose import plain_loader
 from bottega.core.errors import UsageError
-from bottega.data.loader import Loader
 from bottega.engines.devices import batch_length
 from bottega.saved import open_run
-from bottega.schema.load import global_batch
 
 
 def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
@@ -18,7 +17,8 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
         raise UsageError(f"--step {step}: steps are counted from 1, as in the log")
     saved = open_run(path, device="cpu")
     source = saved.branch.training()
-    loader = Loader(source, global_batch(saved.recipe, _world(saved.directory.environment)), seed=saved.recipe.seed)
+    world = _world(saved.directory.environment)
+    loader = plain_loader(saved.recipe, source, world=world, order=saved.branch.order)
     index, epoch = loader.indices(step - 1)
     report: dict[str, Any] = {
         "run": str(path),

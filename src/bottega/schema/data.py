@@ -172,3 +172,13 @@ class TextData(Data):
     clean: Cleaning | None = Field(None, description="what is done to each text; null leaves it as it is")
     filter: Filter | None = Field(None, description="which texts stay; null keeps all")
     deduplicate: Duplicates | None = Field(None, description="leave repeated texts out; null keeps all")
+
+
+def held_out_problems(data: Data) -> list[tuple[str, str]]:
+    """Held-out data must be said: without that, nothing would tell it from the embedded one."""
+    found: list[tuple[str, str]] = []
+    for key, part in (("data.validation", data.validation), ("data.test", data.test)):
+        said = part is None or part.path is not None or part.kind == "embedded" or part.split is not None
+        if not said and not (key == "data.validation" and data.split is not None and data.split.folds):
+            found.append((key, "needs split, a share of train such as 0.05, or path, data of its own"))
+    return found

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from bottega.schema.data import HeldOut, TextData
+from bottega.schema.data import HeldOut, TextData, held_out_problems
 from bottega.schema.recipe import Model, Recipe, Samples, path_problems
 from bottega.schema.section import Number, Positive, Probability, Section
 
@@ -45,6 +45,9 @@ class LanguageData(TextData):
     )
     tokenizer: Tokenizer = Field(Tokenizer(), description="how text becomes numbers")
     sequence_length: Positive | None = Field(None, description="tokens in an example; null is the model's context")
+    padding: bool | None = Field(
+        None, description="one document an example, filled up at its end; null joins documents without gaps"
+    )
     separate_documents: bool = Field(False, description="attention does not cross the border between documents")
 
 
@@ -73,19 +76,4 @@ class LanguageRecipe(Recipe):
             found.append(("data.tokenizer.path", "missing; kind pretrained needs a file, a folder or a hub name"))
         if self.data.tokenizer.kind != "pretrained" and self.data.tokenizer.path is not None:
             found.append(("data.tokenizer.path", "only kind pretrained has one; set data.tokenizer.kind"))
-        return found + _held_out_problems(self.data)
-
-
-def _held_out_problems(data: LanguageData) -> list[tuple[str, str]]:
-    """Held-out text must be said: without that, nothing would tell it from the embedded corpus."""
-    found: list[tuple[str, str]] = []
-    if data.train.split is not None:
-        found.append(("data.train.split", "text has no named parts; leave it out"))
-    for key, part in (("data.validation", data.validation), ("data.test", data.test)):
-        if part is None or part.path is not None or part.kind == "embedded":
-            continue
-        if key == "data.validation" and not isinstance(part.split, float):
-            found.append((key, "needs split, a share of train such as 0.05, or path, a text of its own"))
-        elif key == "data.test":
-            found.append((key, "needs path, a text of its own"))
-    return found
+        return found + held_out_problems(self.data)

@@ -292,7 +292,7 @@ def length_problems(training: Training) -> list[tuple[str, str]]:
 
 def path_problems(data: Data) -> list[tuple[str, str]]:
     """Training needs a source; a kind that comes with the program needs no path."""
-    if data.train.path is None and data.train.kind not in PATHLESS:
+    if data.sources is None and data.train.path is None and data.train.kind not in PATHLESS:
         return [("data.train.path", "missing; give a file or folder with --data PATH")]
     return []
 

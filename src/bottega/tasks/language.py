@@ -22,11 +22,11 @@ IGNORED = -100
 
 
 class Language(Task):
-    """A batch holds `tokens` [b, T+1]: all but the last are read, all but the first are predicted.
+    """A batch holds `input_ids` [b, T+1]: all but the last are read, all but the first are predicted.
 
-    Optional: `weight` [b], where 0 marks a padding row that counts nowhere; `documents` [b, T+1], ids between which
-    nothing is seen; `bytes` [b], the length of the text that the row's targets stand for. A token of -100 fills up a
-    short row: it is never predicted.
+    Optional: `attention_mask` [b, T+1], where 0 fills up a row at its end: nothing real sees it, because attention is
+    causal, and it is never predicted; `weight` [b], where 0 marks a padding row that counts nowhere; `documents`
+    [b, T+1], ids between which nothing is seen; `bytes` [b], the length of the text that the row's targets stand for.
     """
 
     shape: TransformerShape
@@ -45,14 +45,17 @@ class Language(Task):
         return {"model": model}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        predicted = np.asarray(batch["tokens"])[:, 1:] != IGNORED
+        mask = batch["attention_mask"] if "attention_mask" in batch else np.ones(np.shape(batch["input_ids"]))
+        predicted = np.asarray(mask)[:, 1:] > 0
         if "weight" in batch:
             predicted = predicted & (np.asarray(batch["weight"]) > 0)[:, None]
         return {"loss": float(predicted.sum())}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         inputs, documents = _inputs(batch)
-        targets = batch["tokens"][:, 1:]
+        targets = batch["input_ids"][:, 1:]
+        if "attention_mask" in batch:
+            targets = targets.masked_fill(batch["attention_mask"][:, 1:] <= 0, IGNORED)
         if "weight" in batch:
             targets = targets.masked_fill((batch["weight"] <= 0)[:, None], IGNORED)
         total = models["model"](inputs, targets, documents=documents)
@@ -80,4 +83,4 @@ class Language(Task):
 
 def _inputs(batch: Batch) -> tuple[Tensor, Tensor | None]:
     documents = batch["documents"][:, :-1] if "documents" in batch else None
-    return batch["tokens"][:, :-1].clamp(min=0), documents
+    return batch["input_ids"][:, :-1], documents

@@ -1,0 +1,131 @@
+"""Ours as a contestant of a data benchmark: text to packed tokens and shuffled batches of them; images from tar shards.
+
+The benchmark that runs the peers (HF datasets, tokenizers, tiktoken, webdataset, ...) interleaved calls this one through
+its `--extra`, with the task in BENCH_* variables. Printed: one JSON line.
+
+  BENCH_STORE=decoded    images: serve prepared pixels in place of decoding PNG files as the peers do
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from bottega.data.image.decode import decode
+from bottega.data.loader import Loader
+from bottega.data.prepare.language import prepare_language
+from bottega.data.prepare.media import prepare_media
+from bottega.data.shards import Table
+from bottega.data.source import Source
+from bottega.data.tokens import TokenWindows
+from bottega.data.vocabulary import TokenizerSpec
+from bottega.schema.data import Source as SourceOptions
+from bottega.schema.data import TextData
+from bottega.schema.media import Generator, ImageData, ImageRecipe
+
+
+def processor_seconds() -> float:
+    t = os.times()
+    return t.user + t.system + t.children_user + t.children_system
+
+
+def text() -> dict[str, Any]:
+    corpus, out = os.environ["BENCH_CORPUS"], Path(os.environ["BENCH_OUT"])
+    block, batch = int(os.environ["BENCH_BLOCK"]), int(os.environ["BENCH_BATCH"])
+    data = TextData(train=SourceOptions(path=corpus))
+    spec = TokenizerSpec(kind="pretrained", path=os.environ["BENCH_TOKENIZER"])
+    begun, used = time.perf_counter(), processor_seconds()
+    prepared = prepare_language(data, spec, progress=lambda stage, done, total: None, cache=out / "cache")
+    seconds, used = time.perf_counter() - begun, processor_seconds() - used
+    stream = prepared.table("train").values("tokens")
+    # A window of `block` tokens: its last one is the target of the one before.
+    loader = Loader(TokenWindows(prepared.folder, "train", sequence_length=block - 1, seed=0), batch, seed=0)
+    rates = []
+    for epoch in range(3):
+        steps = int(loader.steps_per_epoch)
+        batches = loader(epoch * steps)
+        begun, count = time.perf_counter(), 0
+        for _ in range(steps):
+            ids = torch.from_numpy(next(batches)["input_ids"]).long()
+            count += ids.numel()
+        rates.append(count / (time.perf_counter() - begun))
+        assert ids.shape == (batch, block)
+    return {
+        "tokens": len(stream),
+        "prep_tokens_per_s": len(stream) / seconds,
+        "mb_per_s": os.path.getsize(corpus) / seconds / 1e6,
+        "cpu_s": used,
+        "serve_tokens_per_s": median(rates),
+        "crc": zlib.crc32(stream.astype(np.uint16).tobytes()),
+        "crc_block0": zlib.crc32(stream[:block].astype(np.uint16).tobytes()),
+    }
+
+
+class Crops(Source):
+    """The benchmark's own sample: 224 pixels out of the middle of 256, in floats."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        images = np.empty((len(index), 224, 224, 3), np.float32)
+        for place, number in enumerate(index.tolist()):
+            stored = self.table.row("image", number)
+            pixels = decode(stored, channels=3) if isinstance(stored, bytes) else stored
+            np.multiply(pixels[16:240, 16:240], np.float32(1 / 64), out=images[place])
+        images -= np.float32(127.5 / 64)
+        return {"image": images, "label": np.array([int(self.table.row("label", n)) for n in index.tolist()])}
+
+    @property
+    def fingerprint(self) -> str:
+        return str(len(self))
+
+    def describe(self, index: int, epoch: int) -> str:
+        return str(index)
+
+
+def image() -> dict[str, Any]:
+    out, batch, workers = (
+        Path(os.environ["BENCH_OUT"]),
+        int(os.environ["BENCH_BATCH"]),
+        int(os.environ["BENCH_WORKERS"]),
+    )
+    store = os.environ.get("BENCH_STORE", "encoded")
+    source = SourceOptions(path=os.environ["BENCH_TAR"], kind="webdataset")
+    recipe = ImageRecipe(model=Generator(condition="class"), data=ImageData(train=source, store=store))
+    prepared = prepare_media(recipe, progress=lambda stage, done, total: None, cache=out / "cache")
+    crops = Crops(prepared.table("train"))
+    torch.set_num_threads(1)
+    loader = Loader(crops, batch, seed=0, workers=workers if store == "encoded" else 0)
+    steps = len(crops) // batch
+    rates, firsts, used = [], [], processor_seconds()
+    for epoch in range(2):
+        begun = time.perf_counter()
+        batches = loader(epoch * steps)
+        for step in range(steps):
+            got = next(batches)
+            images, labels = torch.from_numpy(got["image"]), torch.from_numpy(got["label"])
+            if step == 0:
+                first = time.perf_counter()
+            assert images.shape == (batch, 224, 224, 3)
+            assert len(labels) == batch
+        rates.append((steps - 1) * batch / (time.perf_counter() - first))
+        firsts.append(first - begun)
+        batches.close()
+    per_image = 1e3 * (processor_seconds() - used) / 2 / (steps * batch)
+    return {"images_per_s": median(rates), "first_batch_s": median(firsts), "cpu_ms_per_image": per_image}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"text": text, "image": image}[os.environ["BENCH_TASK"]]()))

@@ -1,0 +1,51 @@
+"""The verbs about data: prepare, data."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bottega.cli.verb import Verb
+
+
+def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega prepare RECIPE... [key=value | --key value]... [--out FOLDER] [--to FORMAT FOLDER]"
+    parser.add_argument("--out", metavar="FOLDER", help="also keep the prepared shards here, to copy or to train from")
+    parser.add_argument(
+        "--to",
+        nargs=2,
+        metavar=("FORMAT", "FOLDER"),
+        help="also export as webdataset, tfrecord, parquet or jsonl",
+    )
+
+
+def _prepare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.preparation import prepare_command, show
+
+    to = tuple(arguments.to) if arguments.to else None
+    result = prepare_command(rest, out=Path(arguments.out) if arguments.out else None, to=to)
+    if not arguments.json:
+        print(show(result))
+    return result
+
+
+def _data_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega data RECIPE-or-PATH... [key=value | --key value]... [options]"
+    parser.add_argument("--examples", type=int, default=3, help="how many examples to show (default: 3)")
+    parser.add_argument("--out", metavar="FOLDER", help="where pictures are written (default: data-report)")
+
+
+def _data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.insight.data_report import data_command, show
+
+    report = data_command(rest, examples=arguments.examples, out=Path(arguments.out or "data-report"))
+    if not arguments.json:
+        print(show(report))
+    return report
+
+
+VERBS = {
+    "prepare": Verb("read, clean, split and encode the data once, before training", _prepare_arguments, _prepare),
+    "data": Verb("what is in the data: counts, lengths, labels, duplicates, examples", _data_arguments, _data),
+}

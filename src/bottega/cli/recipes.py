@@ -1,0 +1,66 @@
+"""The verbs about recipes: plan, recipes, schema, init."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from bottega.cli.verb import Verb, no_arguments, no_more
+from bottega.core.errors import UsageError
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega plan RECIPE... [key=value]... --check"
+    parser.add_argument("--check", action="store_true", help="validate and print what would run")
+
+
+def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.insight.plan import check
+
+    if not arguments.check:
+        raise UsageError("bottega plan: say --check; it validates and prints what would run")
+    return check(rest, show=not arguments.json)
+
+
+def _recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.schema.load import bundled_recipes
+
+    no_more(rest)
+    rows = [{"name": name, "task": task, "about": about} for name, task, about in bundled_recipes()]
+    if not arguments.json:
+        for row in rows:
+            print(f"{row['name']:<28}{row['about']}")
+    return {"recipes": rows}
+
+
+def _schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.schema.load import json_schema
+
+    no_more(rest)
+    schema = json_schema()
+    if not arguments.json:
+        print(json.dumps(schema, indent=2))
+    return schema
+
+
+def _init_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", nargs="?", default="language", help="which task (default: language)")
+
+
+def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.schema.load import commented_recipe
+
+    no_more(rest)
+    text = commented_recipe(arguments.task)
+    if not arguments.json:
+        print(text, end="")
+    return {"recipe": text}
+
+
+VERBS = {
+    "plan": Verb("check a recipe and print what would run", _plan_arguments, _plan),
+    "recipes": Verb("the bundled recipes", no_arguments, _recipes),
+    "schema": Verb("the JSON schema of a recipe, for editors", no_arguments, _schema),
+    "init": Verb("a commented recipe to start from", _init_arguments, _init),
+}

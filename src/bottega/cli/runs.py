@@ -1,0 +1,143 @@
+"""The verbs that make a run and use it: train, evaluate, generate, export."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bottega.cli.verb import Verb, finite, no_more
+from bottega.core.errors import UsageError
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega train RECIPE... [key=value | --key value]... [options]"
+    parser.add_argument("--fresh", action="store_true", help="start over; the old run is kept under another name")
+    parser.add_argument("--resume_from", "--resume-from", metavar="PATH", help="start from this checkpoint or run")
+    parser.add_argument("--allow-data-change", action="store_true", help="resume although the data has changed")
+    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
+
+
+def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.run import train_command
+
+    return train_command(
+        rest,
+        fresh=arguments.fresh,
+        resume_from=Path(arguments.resume_from) if arguments.resume_from else None,
+        allow_data_change=arguments.allow_data_change,
+        quiet=arguments.quiet,
+    )
+
+
+def _run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", help="a run directory")
+    parser.add_argument("--model_path", "--model-path", metavar="RUN", help="the same, as other trainers call it")
+    parser.add_argument("--checkpoint", default="best", help="best, last or a step number (default: best)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+
+
+def _the_run(arguments: argparse.Namespace) -> Path:
+    given = [p for p in (arguments.run, arguments.model_path) if p]
+    if len(given) != 1:
+        raise UsageError("say which run: bottega VERB runs/NAME")
+    return Path(given[0])
+
+
+def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_argument(parser)
+    parser.add_argument("--data", help="other data than the run's own")
+    parser.add_argument("--data_config", "--data-config", metavar="FILE", help="a recipe file whose data is meant")
+    parser.add_argument("--split", choices=("validation", "test"), default="validation", help="which of the run's own")
+    parser.add_argument("--output_dir", "--output-dir", "--out", metavar="DIR", help="write metrics.json there")
+
+
+def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.saved import open_run
+
+    no_more(rest)
+    saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
+    metrics = saved.evaluate(arguments.data or _data_of(arguments.data_config), split=arguments.split)
+    if arguments.output_dir:
+        folder = Path(arguments.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.json").write_text(json.dumps(finite(metrics), indent=1) + "\n")
+    if not arguments.json:
+        for name, value in metrics.items():
+            print(f"{name:<16}{value:.4f}")
+    return {"metrics": metrics, "checkpoint": str(saved.checkpoint)}
+
+
+def _data_of(recipe: str | None) -> str | None:
+    """The data a recipe file names: its test part where it has one, else its training part."""
+    if recipe is None:
+        return None
+    from bottega.schema.load import check_recipe
+
+    data = check_recipe([recipe]).recipe.data
+    path = (data.test.path if data.test else None) or data.train.path
+    if path is None:
+        raise UsageError(f"{recipe} names no data: data.test.path or data.train.path")
+    return path
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_argument(parser)
+    parser.add_argument("--prompt", action="append", help="how the text begins; repeat for a batch")
+    parser.add_argument("--count", type=int, default=1, help="samples for each prompt")
+    parser.add_argument("--max_tokens", "--max-tokens", type=int, default=200, help="tokens to add (default: 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
+    parser.add_argument("--top_k", "--top-k", type=int, help="sample among the k likeliest tokens")
+    parser.add_argument("--top_p", "--top-p", type=float, help="sample among the likeliest tokens that hold this mass")
+    parser.add_argument(
+        "--repetition_penalty", "--repetition-penalty", type=float, default=1.0, help="above 1 repeats less"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    parser.add_argument("--out", help="write the text to this file too")
+
+
+def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.saved import open_run
+
+    no_more(rest)
+    saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
+    texts = saved.generate(
+        arguments.prompt or [""],
+        count=arguments.count,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        stream=None if arguments.json else sys.stdout,
+    )
+    if arguments.out:
+        Path(arguments.out).write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    return {"texts": texts}
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_argument(parser)
+    parser.add_argument("--out", "--output_dir", "--output-dir", help="where (default: RUN/final)")
+
+
+def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.saved import open_run
+
+    no_more(rest)
+    saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device="cpu")
+    folder = saved.export(Path(arguments.out) if arguments.out else None)
+    if not arguments.json:
+        print(f"exported {saved.checkpoint.name} to {folder}")
+    return {"folder": str(folder)}
+
+
+VERBS = {
+    "train": Verb("train a recipe; the same command resumes it", _train_arguments, _train),
+    "evaluate": Verb("measure a run on held-out data", _evaluate_arguments, _evaluate),
+    "generate": Verb("sample from a run", _generate_arguments, _generate),
+    "export": Verb("write a run for the ecosystem (transformers layout)", _export_arguments, _export),
+}

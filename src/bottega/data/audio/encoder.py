@@ -1,0 +1,166 @@
+"""From a record to one prepared sound: found, decoded, mixed to one channel, brought to one rate and level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, final
+
+import numpy as np
+
+from bottega.data.audio import decode as files
+from bottega.data.audio.loudness import normalise
+from bottega.data.audio.resample import resample, resampled_length
+from bottega.data.encoder import Encoder
+from bottega.data.image.encoder import vector
+from bottega.data.record import Record, Unreadable
+from bottega.data.shards import TEXT, Column
+
+ENCODED = ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff", "webm", "mp4")
+SOUNDS = ("audio", *ENCODED, "sound", "file", "video")
+LABELS = ("label", "cls", "class", "digit", "category", "genre", "speaker")
+CAPTIONS = ("caption", "text", "txt", "transcript", "transcription", "normalised", "sentence")
+RATES = ("sample_rate", "sampling_rate", "samplerate", "rate", "sr")
+FULL_SCALE = {"u1": 128, "i2": 1 << 15, "i4": 1 << 31}
+
+
+class Sound(NamedTuple):
+    samples: np.ndarray
+    """Float32 [samples]."""
+    rate: int
+
+
+@final
+@dataclass(frozen=True)
+class AudioEncoder(Encoder):
+    """One row for each record. No label is read out of a file's name: 7_jackson_32.wav may be of class 7 or jackson."""
+
+    sample_rate: int
+    normalise: Literal["none", "peak", "loudness"] = "none"
+    field: str | None = None
+    label_field: str | None = None
+    condition_field: str | None = None
+    has_condition: bool = False
+    """Whether rows have a numeric vector, from `condition_field` or the field `condition`."""
+    limit_samples: int = files.LIMIT_SAMPLES
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        columns = {"audio": Column("<f4", varying=True), "key": TEXT, "label": TEXT, "caption": TEXT}
+        if self.has_condition:
+            columns["condition"] = Column("<f4", varying=True)
+        return columns
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"sample_rate": self.sample_rate}
+
+    def rows(self, record: Record) -> Iterator[dict[str, Any]]:
+        sound = self.sound(record)
+        audio = normalise(self._resampled(sound), self.sample_rate, by=self.normalise)
+        row = {
+            "audio": audio,
+            "key": record.key,
+            "label": _words(record.fields, self.label_field, LABELS),
+            "caption": _words(record.fields, None, CAPTIONS),
+        }
+        if self.has_condition:
+            row["condition"] = vector(record, self.condition_field)
+        yield row
+
+    def sound(self, record: Record) -> Sound:
+        """As it is in the record, in one channel."""
+        value, rate = _content(record, self.field)
+        if isinstance(value, bytes | Path):
+            samples, rate = files.decode(value, limit_samples=self.limit_samples)
+            return Sound(files.mono(samples), rate)
+        return Sound(_samples(value), _rate(rate))
+
+    def _resampled(self, sound: Sound) -> np.ndarray:
+        length = resampled_length(len(sound.samples), rate=sound.rate, to=self.sample_rate)
+        if not 0 < length <= self.limit_samples:
+            raise Unreadable(f"{length:,} samples at {self.sample_rate} Hz; there must be 1 to {self.limit_samples:,}")
+        return resample(sound.samples, rate=sound.rate, to=self.sample_rate)
+
+
+def native_rate(record: Record, *, field: str | None = None) -> int:
+    """The sample rate a record has by itself, for a recipe that asks for none; nothing is decoded."""
+    value, rate = _content(record, field)
+    return files.header(value).sample_rate if isinstance(value, bytes | Path) else _rate(rate)
+
+
+def _found(record: Record, field: str | None) -> str:
+    """The name of the field with the sound."""
+    if field is not None:
+        if record.fields.get(field) is None:
+            raise Unreadable(f"no field {field!r}; the record has {', '.join(record.fields) or 'none'}")
+        return field
+    for name in SOUNDS:
+        # A text is no sound: rows often have a column `file` or `audio` with a name beside the content.
+        if record.fields.get(name) is not None and not isinstance(record.fields[name], str):
+            return name
+    listed = ", ".join(record.fields) or "none"
+    raise Unreadable(f"no sound among its fields ({listed}); name the field of the source, such as field: audio")
+
+
+def _content(record: Record, field: str | None) -> tuple[Any, Any]:
+    """The encoded sound or its array, and for an array the rate that the record names."""
+    fields: Mapping[str, Any] = record.fields
+    value = fields[_found(record, field)]
+    if isinstance(value, Mapping):
+        # As Hugging Face data sets hold a sound. Its path is not followed: it could name any file of this machine.
+        fields, value = value, value.get("bytes") if value.get("bytes") is not None else value.get("array")
+        if value is None:
+            raise Unreadable(f"a sound with neither bytes nor array, only {', '.join(fields) or 'nothing'}")
+    if isinstance(value, bytearray | memoryview):
+        value = bytes(value)
+    return value, next((fields[name] for name in RATES if fields.get(name) is not None), None)
+
+
+def _samples(value: Any) -> np.ndarray:
+    """An array from -1 to 1, or of whole numbers at full scale, in one channel."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise Unreadable(f"no array of samples: {error}") from error
+    kind = array.dtype.str[1:]
+    if array.ndim not in (1, 2) or array.size == 0 or (array.dtype.kind != "f" and kind not in FULL_SCALE):
+        raise Unreadable(
+            f"{array.dtype} {list(array.shape)} is no sound; expected floats from -1 to 1, int16, int32 or uint8, "
+            "[samples] or [samples, channels]"
+        )
+    if kind in FULL_SCALE:
+        array = (array.astype(np.float64) - (128 if kind == "u1" else 0)) / FULL_SCALE[kind]
+    if array.ndim == 2:
+        # [channels, samples] is as usual as the other way round, and there are always more samples.
+        array = array.mean(axis=int(np.argmin(array.shape)))
+    if not np.isfinite(array).all():
+        raise Unreadable(f"sample {int(np.flatnonzero(~np.isfinite(array))[0]):,} is not finite")
+    return array.astype(np.float32)
+
+
+def _rate(value: Any) -> int:
+    scalar = np.asarray(value).reshape(-1)
+    if scalar.dtype.kind not in "iuf" or len(scalar) != 1 or float(scalar[0]) not in files.RATES:
+        raise Unreadable(f"samples need their rate in a field such as sample_rate, in hertz; got {value!r}")
+    return int(scalar[0])
+
+
+def _words(fields: Mapping[str, Any], field: str | None, usual: tuple[str, ...]) -> str:
+    """Of the field named, or of the first usual one; nothing where there is none."""
+    if field is not None and fields.get(field) is None:
+        raise Unreadable(f"no field {field!r}; the record has {', '.join(fields)}")
+    name = field or next((name for name in usual if fields.get(name) is not None), None)
+    if name is None:
+        return ""
+    value = fields[name]
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.reshape(()).item()
+    if isinstance(value, bytes):
+        try:
+            return value.decode().strip()
+        except UnicodeDecodeError as error:
+            raise Unreadable(f"field {name!r} is no text: {error.reason} at byte {error.start}") from error
+    # 3.0 is the class 3, as a table may have turned the one into the other.
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -1,0 +1,134 @@
+"""Prepared sounds as samples of one length: cut or filled up, and changed while training."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.audio.augment import Crop, augment, crop_start
+from bottega.data.classes import Conditions
+from bottega.data.shards import Table
+from bottega.data.source import Source
+from bottega.schema.media import AudioAugmentation
+
+LONGEST_BYTES = 1 << 30
+
+
+@final
+class AudioRows(Source):
+    """audio float32 [b, samples] and sample_rate, an int32 without axes.
+
+    Besides, where given: label int32 [b]; condition [b, d] and label of `conditions`; lengths int32 [b], the samples of
+    a row before the silence that fills it up. The table is that of an AudioEncoder of this sample rate.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        sample_rate: int,
+        content: str | None = None,
+        seconds: float | None = None,
+        crop: Crop = "random",
+        train: bool = False,
+        seed: int = 0,
+        labels: np.ndarray | None = None,
+        conditions: Conditions | None = None,
+        augmentation: AudioAugmentation | None = None,
+        with_lengths: bool = False,
+    ) -> None:
+        """`content` is the hash of what the table was made from; None reads the table to make one.
+
+        What is not learned from is never changed, and a random part of it would be another one each time a recipe's
+        seed is: there the centre stands for it.
+        """
+        if not len(table):
+            raise DataError(f"{table.folder}: there are no sounds in it")
+        if labels is not None and len(labels) != len(table):
+            raise DataError(f"{table.folder}: {len(table)} sounds and {len(labels)} labels")
+        assert labels is None or conditions is None, "conditions bring labels of their own"
+        self.table, self.sample_rate, self.content, self.seed = table, sample_rate, content, seed
+        self.crop: Crop = "centre" if crop == "random" and not train else crop
+        self.augmentation = augmentation if train and augmentation is not None and augmentation.enabled else None
+        self.labels = None if labels is None else np.asarray(labels, dtype=np.int32)
+        self.conditions, self.with_lengths = conditions, with_lengths
+        self.num_samples = self._longest() if seconds is None else max(1, round(seconds * sample_rate))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        audio = np.zeros((len(index), self.num_samples), np.float32)
+        lengths = np.zeros(len(index), np.int32)
+        for place, (number, seen) in enumerate(zip(index.tolist(), epoch.tolist(), strict=True)):
+            sound = self._sound(number, seen)
+            lengths[place] = len(sound)
+            audio[place, : len(sound)] = sound
+        rows = {"audio": audio, "sample_rate": np.array(self.sample_rate, np.int32)}
+        if self.labels is not None:
+            rows["label"] = self.labels[index]
+        if self.conditions is not None:
+            rows.update(self.conditions.rows(index))
+        if self.with_lengths:
+            rows["lengths"] = lengths
+        return rows
+
+    @cached_property
+    def fingerprint(self) -> str:
+        content = self.content or self._content()
+        labels = None if self.labels is None else hashlib.sha256(self.labels.tobytes()).hexdigest()
+        names = self.conditions.classes.names if self.conditions is not None and self.conditions.classes else None
+        asked = (labels, names, self.conditions.kind if self.conditions is not None else None, self.with_lengths)
+        changes = self.augmentation.model_dump_json() if self.augmentation is not None else None
+        seed = self.seed if changes or self.crop == "random" else None
+        parts = (content, len(self), self.sample_rate, self.num_samples, self.crop, asked, changes, seed)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def describe(self, index: int, epoch: int) -> str:
+        length, rate = len(self.table.row("audio", index)), self.sample_rate
+        start = self._start(index, epoch)
+        stop = min(length, start + self.num_samples)
+        heard = f"heard from {start / rate:.2f} to {stop / rate:.2f} s"
+        lines = [
+            f"sound {index} of {len(self)}: {self.table.row('key', index)}, {length / rate:.2f} s at {rate} Hz, {heard}"
+        ]
+        if self.conditions is not None:
+            lines += self.conditions.describe(index)
+        elif self.labels is not None:
+            lines.append(f"class {self.labels[index]}: {self.table.row('label', index)}")
+        caption = self.table.row("caption", index)
+        return "\n".join((*lines, *([caption] if caption else [])))
+
+    def _sound(self, number: int, epoch: int) -> np.ndarray:
+        start = self._start(number, epoch)
+        sound = self.table.row("audio", number)[start : start + self.num_samples]
+        if self.augmentation is None:
+            return sound
+        return augment(sound, self.augmentation, rate=self.sample_rate, draw=(self.seed, epoch, number))
+
+    def _start(self, number: int, epoch: int) -> int:
+        ends = self.table.ends("audio")
+        length = int(ends[number]) - (int(ends[number - 1]) if number else 0)
+        return crop_start(length, self.num_samples, crop=self.crop, draw=(self.seed, epoch, number))
+
+    def _longest(self) -> int:
+        lengths = self.table.lengths("audio")
+        longest = int(lengths.max())
+        if longest * 4 > LONGEST_BYTES:
+            key = self.table.row("key", int(lengths.argmax()))
+            raise UsageError(
+                f"{key} lasts {longest / self.sample_rate:.0f} s, and all would be as long; set data.seconds"
+            )
+        return longest
+
+    def _content(self) -> str:
+        digest = hashlib.sha256()
+        for name in ("audio", "key", "label"):
+            for values in (self.table.values(name), self.table.ends(name)):
+                digest.update(values.view(np.uint8).data if values.size else b"")
+                digest.update(b"\0")
+        return digest.hexdigest()

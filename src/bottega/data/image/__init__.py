@@ -1,0 +1,1 @@
+"""Images: from files to pixels, and from pixels to batches."""

@@ -1,0 +1,81 @@
+"""Prepared images as samples: pixels from the shards, changed while training, as the numbers a model sees."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+
+from bottega.data.classes import Classes, Conditions, Kind
+from bottega.data.image.augment import Normalise, augment, normalise
+from bottega.data.image.encoder import ImageEncoder
+from bottega.data.shards import Table
+from bottega.data.source import Source
+from bottega.schema.media import ImageAugmentation
+
+
+@final
+class ImageRows(Source):
+    """image [b, h, w, c] and condition [b, d], float32; label [b], int32, where there are classes.
+
+    With buckets all samples of one call are of one of them; `buckets` says which sample is of which.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        encoder: ImageEncoder,
+        *,
+        content: str,
+        classes: Classes | None = None,
+        condition: Kind = "none",
+        normalise: Normalise = "symmetric",
+        augmentation: ImageAugmentation | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`content` is the hash of what the table was made from; `augmentation` is None where nothing is learned."""
+        self.table, self.encoder, self.content = table, encoder, content
+        self.normalise, self.augmentation, self.seed = normalise, augmentation, seed
+        self.conditions = Conditions(table, condition, classes=classes)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @cached_property
+    def buckets(self) -> np.ndarray:
+        """The bucket of each sample, int32 [n]."""
+        if "bucket" not in self.table.columns:
+            return np.zeros(len(self), dtype=np.int32)
+        return np.array(self.table.values("bucket")[:, 0], dtype=np.int32)
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        pixels = self.pixels(index)
+        if self.augmentation is not None:
+            pixels = augment(pixels, self.augmentation, seed=self.seed, epoch=epoch, index=index)
+        return {"image": normalise(pixels, how=self.normalise), **self.conditions.rows(index)}
+
+    def pixels(self, index: np.ndarray) -> np.ndarray:
+        """As prepared: uint8 [b, h, w, c], a copy."""
+        if self.encoder.store == "decoded" and self.encoder.buckets is None:
+            return self.table.gather("image", index)
+        bucket = int(self.buckets[index[0]]) if len(index) else 0
+        assert (self.buckets[index] == bucket).all(), "a batch of images of several buckets"
+        pixels = np.empty((len(index), *self.encoder.shape(bucket)), dtype=np.uint8)
+        for place, number in enumerate(index.tolist()):
+            pixels[place] = self.encoder.pixels(self.table.row("image", number), bucket)
+        return pixels
+
+    @property
+    def fingerprint(self) -> str:
+        options = self.augmentation.model_dump_json() if self.augmentation is not None else None
+        names = self.conditions.classes.names if self.conditions.classes is not None else None
+        parts = (self.content, len(self), self.encoder, names, self.conditions.kind, self.normalise, options)
+        return hashlib.sha256(repr((*parts, self.seed if options else None)).encode()).hexdigest()
+
+    def describe(self, index: int, epoch: int) -> str:
+        height, width, channels = self.encoder.shape(int(self.buckets[index]))
+        head = f"image {index} of {len(self)}: {self.table.row('key', index)}, {height} x {width} x {channels}"
+        caption = self.table.row("caption", index)
+        return "\n".join((head, *self.conditions.describe(index), *([caption] if caption else [])))

@@ -1,0 +1,164 @@
+"""What a recipe's data comes to before anything is read: sources, the tables their rows go to, and pieces of work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.readers import Found, find
+from bottega.data.readers.reader import Piece
+from bottega.schema.data import Data, HeldOut, Source
+
+# A process is given so many bytes at a time: small enough to lose little when it is killed, large enough that the part
+# it writes costs nothing to open again.
+JOB_BYTES = 8 << 20
+MEDIA_JOB_BYTES = 64 << 20
+NAMED_PARTS = ("huggingface", "idx")
+
+
+@dataclass(frozen=True)
+class Input:
+    """One source, and where its rows go."""
+
+    found: Found
+    table: str
+    """train, or train.0 and so on; validation; test; replay."""
+    is_split: bool = False
+    """Shares of it go to validation and test."""
+
+
+class Item(NamedTuple):
+    """A piece of one input. `table` is set where a piece belongs to one as a whole: the end of a single text."""
+
+    input: int
+    piece: Piece
+    bytes: int
+    table: str | None = None
+    ends: bool = True
+    """Whether a text ends with this piece."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much of train is kept back."""
+
+    validation: float | None
+    test: float | None
+
+    def __bool__(self) -> bool:
+        return bool(self.validation or self.test)
+
+
+def inputs_of(data: Data) -> tuple[tuple[Input, ...], Shares]:
+    """Held-out sources come first: of two equal rows the first stays, and that should not be the one in train."""
+    sources = data.sources or (data.train,)
+    held_out = [("validation", data.validation), ("test", data.test)]
+    shares = Shares(*(part.split if part and isinstance(part.split, float) else None for _, part in held_out))
+    if (shares.validation or 0) + (shares.test or 0) >= 1:
+        raise UsageError("data.validation.split and data.test.split leave nothing of train; their sum must be below 1")
+    found = [
+        Input(_find(_own(part, sources[0]), f"data.{name}"), name)
+        for name, part in held_out
+        if part is not None and not isinstance(part.split, float)
+    ]
+    folds = data.split is not None and data.split.folds is not None
+    for i, source in enumerate(sources):
+        key = "data.train" if data.sources is None else f"data.sources.{i}"
+        table = "train" if len(sources) == 1 else f"train.{i}"
+        found.append(Input(_find(source, key), table, is_split=bool(shares) or folds))
+    if data.replay is not None:
+        options = data.replay.model_dump(exclude={"share"})
+        found.append(Input(_find(Source(**options), "data.replay"), "replay"))
+    return tuple(found), shares
+
+
+def _own(part: HeldOut, train: Source) -> Source:
+    """A held-out source of its own; without a path it is another named part of where train comes from."""
+    options = part.model_dump()
+    if part.path is None and part.kind != "embedded":
+        options = {**train.model_dump(), "split": part.split}
+    return Source(**options)
+
+
+def _find(source: Source, key: str) -> Found:
+    if source.kind == "shards":
+        raise UsageError(f"{key}.kind: shards are prepared already and stand alone as data.train")
+    found = find(source)
+    if source.split is not None and found.kind not in NAMED_PARTS:
+        raise UsageError(f"{key}.split: {found.kind} has no part named {source.split!r}; leave it out")
+    return found
+
+
+def items_of(inputs: tuple[Input, ...], shares: Shares, *, cut_single_text: bool) -> list[Item]:
+    """Every piece of every input, in order."""
+    items: list[Item] = []
+    for number, input in enumerate(inputs):
+        size = MEDIA_JOB_BYTES if input.found.is_media else JOB_BYTES
+        pieces = input.found.pieces(size)
+        single = input.found.kind == "text" and len(input.found.files) == 1
+        if single and input.is_split and cut_single_text:
+            items += _cut(number, pieces, shares, input.found.files[0])
+        else:
+            items += [Item(number, piece, _bytes(piece)) for piece in pieces]
+    return items
+
+
+def _cut(number: int, pieces: list[Piece], shares: Shares, file: Path) -> list[Item]:
+    """One text: its end is kept back, test last."""
+    size = file.stat().st_size
+    if size == 0:
+        raise DataError(f"{file} is empty; give a file with text in it")
+    validation = _boundary(file, int(size * (1 - (shares.validation or 0) - (shares.test or 0))))
+    test = _boundary(file, int(size * (1 - (shares.test or 0)))) if shares.test else size
+    borders = [(0, validation, "train"), (validation, test, "validation"), (test, size, "test")]
+    wanted = [border for border in borders if border[2] == "train" or getattr(shares, border[2])]
+    if any(start >= stop for start, stop, _ in wanted):
+        share = shares.validation or shares.test
+        raise DataError(f"{file} has {size} bytes, too few to keep {share:g} of it back")
+    items = []
+    for start, stop, table in wanted:
+        for piece in pieces:
+            low, high = max(start, piece.start), min(stop, size if piece.stop is None else piece.stop)
+            if low < high:
+                part = piece._replace(start=low, stop=high)
+                items.append(Item(number, part, high - low, table, ends=high == stop))
+    return items
+
+
+def _boundary(file: Path, at: int) -> int:
+    """The nearest place at or before `at` where a character of UTF-8 begins."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, at - 3))
+        head = stream.read(4)
+    back = min(3, at)
+    while back and len(head) > back and head[back] & 0xC0 == 0x80:
+        back -= 1
+        at -= 1
+    return at
+
+
+def _bytes(piece: Piece) -> int:
+    """About: what counts rows rather than bytes has pieces of the size asked for."""
+    try:
+        size = piece.file.stat().st_size
+    except OSError:
+        return JOB_BYTES
+    if piece.stop is None:
+        return max(0, size - piece.start)
+    return min(size, max(1, piece.stop - piece.start))
+
+
+def jobs_of(items: list[Item], inputs: tuple[Input, ...]) -> tuple[tuple[Item, ...], ...]:
+    """Items in groups of about equal bytes; a job is of one input, so that its parts are merged in order."""
+    jobs: list[list[Item]] = []
+    room, last = 0, -1
+    for item in items:
+        if item.input != last or item.bytes > room:
+            jobs.append([])
+            room = MEDIA_JOB_BYTES if inputs[item.input].found.is_media else JOB_BYTES
+        jobs[-1].append(item)
+        room -= item.bytes
+        last = item.input
+    return tuple(map(tuple, jobs))

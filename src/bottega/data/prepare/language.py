@@ -1,0 +1,128 @@
+"""Text to tokens, for a language model: every document in order, each followed by the token that ends a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.data.cache import default_cache
+from bottega.data.encoder import Encoder, Row
+from bottega.data.prepare.inputs import Input, inputs_of
+from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.learn import tokenizer as learn
+from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
+from bottega.data.prepare.rules import Rules
+from bottega.data.record import Bad, Record
+from bottega.data.shards import TEXT, Column
+from bottega.data.tokenizer import Tokenizer
+from bottega.data.vocabulary import TokenizerSpec, build_tokenizer
+from bottega.schema.data import TextData
+
+BYTE_LENGTHS = "byte_lengths.bin"
+# Characters encoded in one call.
+GROUP = 4_000_000
+
+
+def prepare_language(data: TextData, spec: TokenizerSpec, *, progress: Progress, cache: Path | None = None) -> Prepared:
+    """The tokens of a recipe's texts, from the cache or made now; or from shards that were prepared elsewhere."""
+    ready = opened_where_prepared(data, task="language")
+    if ready is not None:
+        return ready
+    return prepare(plan_language(data, spec), cache=cache or default_cache(), progress=progress)
+
+
+def plan_language(data: TextData, spec: TokenizerSpec) -> Plan:
+    rules = Rules.of_text(data)
+    inputs, shares = inputs_of(data)
+
+    def encoder(texts: Texts, folder: Path, progress: Progress) -> TokenEncoder:
+        tokenizer = learn(spec, texts, folder / "tokenizer", progress)
+        tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
+        ends = not (tokenizer.kind == "characters" and _is_one_text(inputs))
+        return TokenEncoder(folder / "tokenizer", tokenizer.dtype.str, ends=ends)
+
+    return Plan(
+        task="language",
+        inputs=inputs,
+        shares=shares,
+        data=data,
+        rules=rules,
+        encoder=encoder,
+        options=tokenizer_options(spec),
+        deduplicate=data.deduplicate,
+    )
+
+
+def tokenizer_options(spec: TokenizerSpec) -> tuple[Any, ...]:
+    """What of a tokenizer's description changes the tokens."""
+    pretrained = build_tokenizer(spec, ()).fingerprint if spec.kind == "pretrained" else None
+    return (spec.kind, spec.vocab_size if spec.kind == "bpe" else None, pretrained)
+
+
+def _is_one_text(inputs: tuple[Input, ...]) -> bool:
+    """One text by characters has no end within: its loss can then be compared with that of other character models."""
+    train = [input.found for input in inputs if input.table.startswith("train")]
+    return len(train) == 1 and train[0].kind == "text" and len(train[0].files) == 1
+
+
+@lru_cache(maxsize=2)
+def opened_tokenizer(folder: Path) -> Tokenizer:
+    """Once in a process: a large vocabulary takes a quarter of a second to load, and a process does many jobs."""
+    return Tokenizer.load(folder)
+
+
+@dataclass(frozen=True)
+class TokenEncoder(Encoder):
+    """Rows of tokens. The tokenizer stays on disk, where each process opens it for itself."""
+
+    folder: Path
+    dtype: str
+    ends: bool
+    counted: tuple[str, ...] = field(default=("documents", "bytes"), init=False)
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        return {"tokens": Column(self.dtype, varying=True), "key": TEXT}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        tokenizer = Tokenizer.load(self.folder)
+        return {
+            "dtype": self.dtype,
+            "end_of_text": tokenizer.end_of_text,
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.fingerprint,
+        }
+
+    def rows(self, record: Record) -> Iterator[Row]:
+        for _, row in self.encode([("", record)]):
+            assert not isinstance(row, Bad)
+            yield row
+
+    def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | Bad]]:
+        tokenizer = opened_tokenizer(self.folder)
+        end = np.array([tokenizer.end_of_text], self.dtype)
+        group: list[tuple[str, Record]] = []
+        characters = 0
+        for table, record in records:
+            group.append((table, record))
+            characters += len(record.fields["text"])
+            if characters >= GROUP:
+                yield from self._group(group, tokenizer, end)
+                group, characters = [], 0
+        yield from self._group(group, tokenizer, end)
+
+    def _group(
+        self, group: list[tuple[str, Record]], tokenizer: Tokenizer, end: np.ndarray
+    ) -> Iterator[tuple[str, Row | Bad]]:
+        texts = [record.fields["text"] for _, record in group]
+        for (table, record), text, ids in zip(group, texts, tokenizer.encode_documents(texts), strict=True):
+            is_last = not record.fields.get("continued", False)
+            tokens = np.concatenate((ids, end)) if is_last and self.ends else ids
+            size = len(text) if text.isascii() else len(text.encode())
+            yield table, {"tokens": tokens, "key": record.key, "documents": int(is_last), "bytes": size}

@@ -1,0 +1,58 @@
+"""A tokenizer from the texts that are about to be encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.prepared import Texts
+from bottega.data.prepare.rules import records
+from bottega.data.record import Record
+from bottega.data.tokenizer import Tokenizer
+from bottega.data.vocabulary import TokenizerSpec, build_tokenizer
+
+# Merges are learned from so many bytes at most, evenly spread: more text hardly changes them, and 1 GB takes minutes.
+ENOUGH = 256 << 20
+
+
+def tokenizer(spec: TokenizerSpec, texts: Texts, folder: Path, progress: Progress) -> Tokenizer:
+    """The one a killed process had finished, or a new one; saved in `folder`."""
+    if (folder / "tokenizer_config.json").is_file():  # written last
+        return Tokenizer.load(folder)
+    # Characters are taken from all parts, so that validation has no unknown one; all else is learned from train alone.
+    everything = spec.kind == "characters"
+    learned = build_tokenizer(spec, _texts(texts, progress, everything=everything))
+    learned.save(folder)
+    return learned
+
+
+def _texts(texts: Texts, progress: Progress, *, everything: bool) -> Iterator[str]:
+    plan = texts.plan
+    sizes = [sum(item.bytes for item in job) for job in texts.jobs]
+    total = sum(sizes)
+    chosen = np.arange(len(texts.jobs))
+    if not everything and total > ENOUGH:
+        chosen = np.unique(np.linspace(0, len(texts.jobs) - 1, max(1, len(texts.jobs) * ENOUGH // total)).astype(int))
+    total = sum(sizes[n] for n in chosen)
+    done = 0
+    progress("tokenizer", 0, total)
+    for number in map(int, chosen):
+        decided = texts.decisions.of(number) if texts.decisions is not None else None
+        position = -1
+        for item in texts.jobs[number]:
+            for record in records(plan.inputs, item, plan.rules):
+                position += 1
+                if not isinstance(record, Record):
+                    continue
+                table = item.table or plan.inputs[item.input].table
+                if decided is not None and item.table is None:
+                    if decided[position] < 0:
+                        continue
+                    table = plan.tables[decided[position]]
+                if everything or table.startswith("train"):
+                    yield record.fields["text"]
+        done += sizes[number]
+        progress("tokenizer", done, total)

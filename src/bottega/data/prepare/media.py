@@ -1,0 +1,209 @@
+"""Pictures, sounds, videos and vectors to tables: what is not said in the recipe is read off the first good record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.cache import default_cache
+from bottega.data.encoder import Encoder
+from bottega.data.prepare.inputs import Input, Shares, inputs_of
+from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
+from bottega.data.prepare.rules import Rules
+from bottega.data.record import Bad, Record, Unreadable
+from bottega.schema.data import Data
+from bottega.schema.media import AudioData, AudioRecipe, ImageData, MediaRecipe, VideoData, VideoRecipe
+from bottega.schema.routing import RoutingData
+
+# Pictures are kept as pixels up to so many bytes in all, else as files.
+DECODED_LIMIT = 2 << 30
+# So many records at the beginning may be bad before there is nothing to read a size off.
+TRIES = 100
+FOREIGN = {
+    "image": ("audio", "video", "text"),
+    "audio": ("images", "text", "idx"),
+    "video": ("images", "audio", "text"),
+}
+
+T = TypeVar("T")
+
+
+def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None = None) -> Prepared:
+    """Tables of a medium with key, label and caption."""
+    ready = opened_where_prepared(recipe.data, task=recipe.task)
+    if ready is not None:
+        return ready
+    medium: Literal["image", "audio", "video"] = (
+        "audio" if isinstance(recipe, AudioRecipe) else "video" if isinstance(recipe, VideoRecipe) else "image"
+    )
+    inputs, shares = _inputs(recipe.data, medium)
+    rules = Rules(medium)
+    condition = getattr(recipe.model, "condition", "none")
+    data: Any = recipe.data  # the schema of each medium adds condition_field
+    encoder, facts = _encoder(data, condition, _first(inputs, rules), inputs)
+    plan = Plan(
+        task=recipe.task,
+        inputs=inputs,
+        shares=shares,
+        data=recipe.data,
+        rules=rules,
+        encoder=lambda texts, folder, progress: encoder,
+        options=(encoder,),
+        facts=facts,
+        label_field=data.condition_field if condition == "class" else None,
+        num_classes=getattr(recipe.model, "num_classes", None) if condition == "class" else None,
+    )
+    return prepare(plan, cache=cache or default_cache(), progress=progress)
+
+
+def prepare_vectors(data: RoutingData, *, progress: Progress, cache: Path | None = None) -> Prepared:
+    """Tables of x, label and key."""
+    from bottega.data.vectors import VectorEncoder
+
+    ready = opened_where_prepared(data, task="routing")
+    if ready is not None:
+        return ready
+    inputs, shares = _inputs(data, "x")
+    rules = Rules("x")
+    encoder = VectorEncoder()
+    plan = Plan(
+        task="routing",
+        inputs=inputs,
+        shares=shares,
+        data=data,
+        rules=rules,
+        encoder=lambda texts, folder, progress: encoder,
+        options=(encoder,),
+    )
+    return prepare(plan, cache=cache or default_cache(), progress=progress)
+
+
+def _inputs(data: Data, medium: str) -> tuple[tuple[Input, ...], Shares]:
+    for source in (*(data.sources or (data.train,)), data.validation, data.test):
+        if source is not None and source.kind in ("embedded", "synthetic"):
+            raise UsageError(
+                f"data.train.kind: {source.kind} data of this task is not built yet; give a path with --data"
+            )
+    inputs, shares = inputs_of(data)
+    for input in inputs:
+        if input.found.kind in FOREIGN.get(medium, ()):
+            raise DataError(
+                f"{input.found.root} holds {input.found.kind}, and the task learns from {medium}; name other data, or "
+                "set data.train.kind where that was guessed wrongly"
+            )
+    return inputs, shares
+
+
+def _first(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Record], T]], T]:
+    """A function that asks records of train, from the first on, until one has an answer."""
+
+    def ask(question: Callable[[Record], T]) -> T:
+        problem = "it is empty"
+        for record in _some(inputs, rules):
+            try:
+                return question(record)
+            except Unreadable as error:
+                problem = f"{record.where}: {error}"
+        train = next(input.found for input in inputs if input.table.startswith("train"))
+        raise DataError(f"{train.root}: no record at its beginning can be read ({problem})")
+
+    return ask
+
+
+def _some(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
+    tried = 0
+    for input in inputs:
+        if not input.table.startswith("train"):
+            continue
+        for piece in input.found.pieces(64 << 20):
+            for record in input.found.read(piece):
+                ruled = record if isinstance(record, Bad) else rules.apply(record, input.found.source)
+                if isinstance(ruled, Bad):
+                    tried += 1
+                    if tried == 1 and not input.found.is_media:
+                        raise DataError(str(ruled))
+                elif isinstance(ruled, Record):
+                    yield ruled
+                    tried += 1
+                if tried >= TRIES:
+                    return
+
+
+def _encoder(
+    data: Any, condition: str, first: Callable[[Callable[[Record], Any]], Any], inputs: tuple[Input, ...]
+) -> tuple[Encoder, dict[str, Any]]:
+    named = {
+        "label_field": data.condition_field if condition == "class" else None,
+        "condition_field": data.condition_field if condition == "vector" else None,
+        "has_condition": condition == "vector",
+    }
+    if isinstance(data, AudioData):
+        return _audio(data, named, first)
+    return _video(data, named, first) if isinstance(data, VideoData) else _image(data, named, first, inputs)
+
+
+def _audio(data: AudioData, named: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
+    from bottega.data.audio.encoder import AudioEncoder, native_rate
+
+    rate = data.sample_rate or first(native_rate)
+    return AudioEncoder(rate, data.normalise, **named), {"sample_rate": rate}
+
+
+def _image(
+    data: ImageData, named: dict[str, Any], first: Any, inputs: tuple[Input, ...]
+) -> tuple[Encoder, dict[str, Any]]:
+    from bottega.data.image.buckets import shapes
+    from bottega.data.image.decode import probe
+    from bottega.data.image.encoder import IMAGE_FIELDS, ImageEncoder, medium
+
+    def look(record: Record) -> tuple[tuple[int, int, int], int]:
+        picture = medium(record, None, names=IMAGE_FIELDS, what="image")
+        return probe(picture), _encoded_size(picture)
+
+    (height, width, channels), encoded = first(look)
+    size = (data.image_size, data.image_size) if data.image_size is not None else (height, width)
+    total = sum(file.stat().st_size for input in inputs for file in input.found.files if file.is_file())
+    pixels = size[0] * size[1] * (data.channels or channels) * (total / max(1, encoded))
+    stored = ("decoded" if pixels <= DECODED_LIMIT else "encoded") if data.store == "auto" else data.store
+    if data.buckets is not None and data.image_size is None:
+        raise UsageError("data.buckets needs data.image_size: the shapes have about image_size^2 pixels")
+    encoder = ImageEncoder(
+        size=size if data.buckets is None else None,
+        channels=data.channels or min(3, channels),
+        buckets=shapes(data.buckets, size[0]) if data.buckets is not None else None,
+        resize=data.resize,
+        store=stored,
+        **named,
+    )
+    return encoder, {"encoder": asdict(encoder)}
+
+
+def _encoded_size(picture: Any) -> int:
+    if isinstance(picture, Path):
+        return picture.stat().st_size
+    return len(picture) if isinstance(picture, bytes) else picture.nbytes
+
+
+def _video(data: VideoData, named: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
+    from bottega.data.image.encoder import medium
+    from bottega.data.video.decode import frames
+    from bottega.data.video.encoder import VIDEO_FIELDS, VideoEncoder
+
+    if data.buckets is not None:
+        raise UsageError("data.buckets: videos are of one shape; leave it out")
+    if data.image_size is not None:
+        size = (data.image_size, data.image_size)
+    else:
+
+        def look(record: Record) -> tuple[int, int]:
+            video = medium(record, None, names=VIDEO_FIELDS, what="video")
+            picture = next(frames(video).frames) if not hasattr(video, "shape") else video[0]
+            return picture.shape[0], picture.shape[1]
+
+        size = first(look)
+    encoder = VideoEncoder(size, channels=data.channels or 3, fps=data.fps, resize=data.resize, **named)
+    return encoder, {"size": list(size), "channels": encoder.channels}

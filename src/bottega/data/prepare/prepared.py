@@ -1,0 +1,230 @@
+"""A folder of prepared tables, and what is known about them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.cache import cached, is_whole
+from bottega.data.classes import Classes, find_classes
+from bottega.data.encoder import Encoder
+from bottega.data.prepare.encode import Encode, encode
+from bottega.data.prepare.inputs import Input, Item, Shares, items_of, jobs_of
+from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.rules import Rules
+from bottega.data.prepare.scan import Decisions, Scan, decide
+from bottega.data.prepare.scored import Scored
+from bottega.data.shards import Table
+from bottega.data.tokenizer import Tokenizer
+from bottega.schema.data import Data, Duplicates, Splitting
+
+META = "meta.json"
+# Raised when the same inputs would give other files, so that old entries are left alone.
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Tables in `folder`. The fingerprint is a hash of all they were made from."""
+
+    folder: Path
+    fingerprint: str
+
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        return json.loads((self.folder / META).read_bytes())
+
+    @property
+    def tables(self) -> dict[str, dict[str, int]]:
+        """What each table holds, in numbers."""
+        return self.meta["tables"]
+
+    @property
+    def training_tables(self) -> list[str]:
+        return [name for name in self.tables if name.startswith("train")]
+
+    def table(self, name: str) -> Table:
+        return Table(self.folder / name)
+
+    @cached_property
+    def classes(self) -> Classes:
+        return Classes(tuple(self.meta.get("classes") or ()))
+
+    def labels(self, table: str) -> np.ndarray | None:
+        """The class number of each row; None where there are no classes."""
+        return self.classes.ids(list(_column(self.table(table), "label"))) if len(self.classes) else None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.folder / "tokenizer")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One preparation: what is read, what is done with it, and how it is encoded."""
+
+    task: str
+    inputs: tuple[Input, ...]
+    shares: Shares
+    data: Data
+    rules: Rules
+    encoder: Callable[[Texts, Path, Progress], Encoder]
+    """Made when the records are known to be there, since it may learn from them (a tokenizer)."""
+    options: tuple[Any, ...]
+    """Whatever else decides what is written, with a stable text form."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a reader of the tables must know besides."""
+    label_field: str | None = None
+    num_classes: int | None = None
+    """Declared by the recipe; None counts them in the data."""
+    deduplicate: Duplicates | None = None
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        named = [input.table for input in self.inputs]
+        shared = [name for name in ("validation", "test") if getattr(self.shares, name)]
+        folds = ["validation"] if self.data.split is not None and self.data.split.folds else []
+        return tuple(dict.fromkeys([*named, *shared, *folds]))
+
+    @cached_property
+    def key(self) -> str:
+        inputs = [(*_named(input), input.table, input.is_split) for input in self.inputs]
+        parts = (FORMAT, self.task, inputs, self.shares, self.data.split, self.rules, self.deduplicate)
+        policy = (self.stop, self.data.max_bad, self.label_field, self.score_field, self.num_classes)
+        return hashlib.sha256(repr((parts, policy, self.options)).encode()).hexdigest()[:32]
+
+    @property
+    def score_field(self) -> str | None:
+        """The field that a curriculum goes by, where it is none of those that are computed."""
+        curriculum = self.data.curriculum
+        return curriculum.by if curriculum is not None and curriculum.by not in ("length", "rarity") else None
+
+    @property
+    def stop(self) -> bool:
+        """What a bad record does: media are many and now and then one is cut short, a broken row is a mistake."""
+        if self.data.bad_records is not None:
+            return self.data.bad_records == "stop"
+        return not all(input.found.is_media for input in self.inputs)
+
+
+def _named(input: Input) -> tuple[str, str | None, str | None]:
+    """A source by its content and the fields that are read of it."""
+    source = input.found.source
+    return input.found.fingerprint, source.field, source.label
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The planned work, for those who must see the texts before they are encoded."""
+
+    plan: Plan
+    jobs: tuple[tuple[Item, ...], ...]
+    decisions: Decisions | None
+
+
+def prepare(plan: Plan, *, cache: Path, progress: Progress = lambda stage, done, total: None) -> Prepared:
+    """The prepared folder of a plan, made where it is not there yet. Many processes may call at once."""
+    folder = cached(cache, plan.key, lambda folder: _build(plan, folder, progress))
+    return Prepared(folder, plan.key)
+
+
+def opened(folder: Path, *, task: str) -> Prepared:
+    """A folder that `bottega prepare --out` wrote, here or elsewhere."""
+    try:
+        meta = json.loads((folder / META).read_bytes())
+        made_for, version, key = meta["task"], meta["format"], meta["key"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder} is no prepared data: {META} cannot be read") from error
+    if (made_for, version) != (task, FORMAT):
+        raise DataError(
+            f"{folder} was prepared for {made_for} in form {version}; {task} in form {FORMAT} was asked for"
+        )
+    if not is_whole(folder):
+        raise DataError(f"{folder} is damaged: its files are not those of its MANIFEST.json; copy or prepare it again")
+    return Prepared(folder, key)
+
+
+def opened_where_prepared(data: Data, *, task: str) -> Prepared | None:
+    """The recipe's training data where that is a prepared folder already."""
+    path = Path(data.train.path).expanduser() if data.train.path is not None else None
+    if data.train.kind == "shards" and path is None:
+        raise UsageError("data.train.kind: shards needs a path, a folder that `bottega prepare --out` wrote")
+    if data.train.kind == "shards" or (data.train.kind == "auto" and path is not None and (path / META).is_file()):
+        assert path is not None
+        return opened(path, task=task)
+    return None
+
+
+def _build(plan: Plan, folder: Path, progress: Progress) -> None:
+    # The end of a single text is a cut of its bytes, which nobody has to scan for.
+    single = plan.data.split is None and plan.deduplicate is None
+    items = items_of(plan.inputs, plan.shares, cut_single_text=single)
+    jobs = jobs_of(items, plan.inputs)
+    sizes = tuple(sum(item.bytes for item in job) for job in jobs)
+    decisions = _decisions(plan, jobs, sizes, folder, progress)
+    encoder = plan.encoder(Texts(plan, jobs, decisions), folder, progress)
+    if plan.score_field is not None:
+        encoder = Scored(encoder, plan.score_field)
+    work = Encode(
+        plan.inputs, jobs, folder / "parts", sizes, plan.rules, encoder, plan.tables, decisions, stop=plan.stop
+    )
+    known = encode(work, folder, max_bad=plan.data.max_bad, progress=progress)
+    for name, count in (decisions.dropped if decisions else {}).items():
+        known["dropped"][name] = count
+    for left in ("scan", "decisions"):
+        shutil.rmtree(folder / left, ignore_errors=True)
+    classes = _classes(plan, folder, known["tables"]) if "label" in encoder.columns else None
+    meta = {
+        "format": FORMAT,
+        "task": plan.task,
+        "key": plan.key,
+        **known,
+        "classes": classes,
+        **plan.facts,
+        **encoder.facts,
+    }
+    (folder / META).write_text(json.dumps(meta, indent=1))
+
+
+def _classes(plan: Plan, folder: Path, tables: Iterable[str]) -> list[str]:
+    """The classes of all tables, in order; a label that is none of them is an error now and not in training."""
+    labels = {name: list(_column(Table(folder / name), "label")) for name in tables}
+    classes = find_classes(chain.from_iterable(labels.values()), num_classes=plan.num_classes)
+    for name, texts in labels.items():
+        if len(classes):
+            classes.ids(texts, keys=list(_column(Table(folder / name), "key")))
+    return list(classes.names)
+
+
+def _column(table: Table, name: str) -> Iterator[str]:
+    return (table.row(name, number) for number in range(len(table)))
+
+
+def _decisions(
+    plan: Plan, jobs: tuple[tuple[Item, ...], ...], sizes: tuple[int, ...], folder: Path, progress: Progress
+) -> Decisions | None:
+    undecided = any(item.table is None and plan.inputs[item.input].is_split for job in jobs for item in job)
+    if not undecided and plan.deduplicate is None:
+        return None
+    scan = Scan(
+        plan.inputs,
+        jobs,
+        folder / "scan",
+        sizes,
+        plan.rules,
+        plan.data.split or Splitting(),
+        plan.label_field,
+        plan.deduplicate,
+        stop=plan.stop,
+    )
+    return decide(scan, plan.shares, plan.tables, progress=progress)

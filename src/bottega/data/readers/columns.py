@@ -1,0 +1,164 @@
+"""Parquet and Arrow files, read by row groups and record batches through pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from bottega.core.errors import DataError, EnvironmentProblem
+from bottega.data.readers.compressed import opened
+from bottega.data.readers.reader import Format, Piece
+from bottega.data.record import Bad, Record
+from bottega.schema.data import Source
+
+# So much of a row group is unpacked at a time: groups of images are hundreds of MiB.
+BATCH_BYTES = 16 << 20
+BATCH_ROWS = 1024
+
+Medium = Callable[[bytes | None, str | None], Any]
+"""What becomes of a picture or sound, of which a data set keeps the bytes, the path or both."""
+
+
+def parquet_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+    """Runs of row groups of about `size` bytes."""
+    with _reading(file), _parquet(file) as table:
+        meta = table.metadata
+        groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
+        return _grouped(file, name, [(group.num_rows, group.total_byte_size) for group in groups], size)
+
+
+def read_parquet(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+    with _reading(piece.file), _parquet(piece.file) as table:
+        meta = table.metadata
+        stop = meta.num_row_groups if piece.stop is None else piece.stop
+        groups = list(range(piece.start, stop))
+        rows = sum(meta.row_group(i).num_rows for i in groups)
+        if rows == 0:
+            return
+        row_bytes = max(1, sum(meta.row_group(i).total_byte_size for i in groups) // rows)
+        at_once = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
+        yield from _records(piece, table.iter_batches(batch_size=at_once, row_groups=groups, use_threads=False))
+
+
+def arrow_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+    """Runs of record batches of about `size` bytes."""
+    return _grouped(file, name, [(batch.num_rows, batch.nbytes) for batch in arrow_batches(file)], size)
+
+
+def read_arrow(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+    return _records(piece, arrow_batches(piece.file, piece.start, piece.stop))
+
+
+def arrow_batches(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Any]:
+    """Record batches of a file or a stream, mapped: what is passed over is not read."""
+    pyarrow = _pyarrow(file)
+    with _reading(file), pyarrow.memory_map(str(file)) as mapped:
+        try:
+            table = pyarrow.ipc.open_file(mapped)
+        except pyarrow.ArrowInvalid:
+            mapped.seek(0)
+            for number, batch in enumerate(pyarrow.ipc.open_stream(mapped)):
+                if stop is not None and number >= stop:
+                    return
+                if number >= start:
+                    yield batch
+            return
+        for number in range(start, table.num_record_batches if stop is None else stop):
+            yield table.get_batch(number)
+
+
+def _records(piece: Piece, batches: Iterator[Any]) -> Iterator[Record]:
+    row = piece.line
+    for batch in batches:
+        for fields in rows(batch, piece.file):
+            row += 1
+            yield Record(f"{piece.name}:{row}", f"{piece.file}, row {row}", fields)
+
+
+def rows(batch: Any, file: Path, medium: Medium = lambda content, path: content) -> Iterator[dict[str, Any]]:
+    """The rows of a record batch in Python's own types. The path of a medium is not followed unless `medium` does."""
+    names = batch.schema.names
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{file}: two columns are called {twice!r}")
+    columns = [_values(column, medium) for column in batch.columns]
+    for cells in zip(*columns, strict=True):
+        yield dict(zip(names, cells, strict=True))
+
+
+def _values(column: Any, medium: Medium) -> list[Any]:
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_timestamp(column.type) and column.type.unit == "ns":
+        # Python counts microseconds; pyarrow would need pandas for the rest.
+        column = column.cast(pyarrow.timestamp("us", column.type.tz), safe=False)
+    values: list[Any] = column.to_pylist()
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    simple = (types.is_integer, types.is_floating, types.is_boolean, types.is_null, types.is_binary, types.is_string)
+    large = (types.is_large_binary, types.is_large_string, types.is_fixed_size_binary)
+    if any(is_kind(kind) for is_kind in (*simple, *large)):
+        return values
+    return [_plain(value, medium) for value in values]
+
+
+def _plain(value: Any, medium: Medium) -> Any:
+    """Times as ISO 8601, spans as seconds, media as their bytes, whatever they are nested in."""
+    if isinstance(value, dict):
+        # How Hugging Face keeps images and sounds.
+        if value.keys() == {"bytes", "path"}:
+            return medium(value["bytes"], value["path"])
+        return {name: _plain(item, medium) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, medium) for item in value]
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return str(value) if isinstance(value, Decimal) else value
+
+
+def _grouped(file: Path, name: str, groups: list[tuple[int, int]], size: int) -> list[Piece]:
+    pieces: list[Piece] = []
+    start = held = before = rows_held = 0
+    for number, (num_rows, num_bytes) in enumerate(groups, start=1):
+        held, rows_held = held + num_bytes, rows_held + num_rows
+        if held >= size or number == len(groups):
+            pieces.append(Piece(file, name, start, number, before))
+            start, held, before, rows_held = number, 0, before + rows_held, 0
+    return pieces
+
+
+def _pyarrow(file: Path) -> Any:
+    try:
+        import pyarrow.ipc
+    except ImportError as error:
+        raise EnvironmentProblem(f"{file}: reading it needs pyarrow; pip install 'bottega[data]'") from error
+    opened(file).close()  # says in our words why it cannot be opened
+    return pyarrow
+
+
+def _parquet(file: Path) -> Any:
+    _pyarrow(file)
+    from pyarrow.parquet import ParquetFile
+
+    return ParquetFile(file)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """What pyarrow says about a damaged file, in one line."""
+    pyarrow = _pyarrow(file)
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{file} is damaged or of another kind: {reason}") from error
+
+
+PARQUET = Format(kind="parquet", suffixes=frozenset((".parquet",)), read=read_parquet, pieces=parquet_pieces)
+ARROW = Format(kind="arrow", suffixes=frozenset((".arrow", ".feather")), read=read_arrow, pieces=arrow_pieces)

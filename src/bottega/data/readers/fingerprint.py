@@ -1,0 +1,105 @@
+"""The hash of a file's content, remembered by its size and times, so that a large corpus is not hashed at every start."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from bottega.core.errors import DataError
+from bottega.data.cache import default_cache
+from bottega.data.readers.compressed import opened
+
+# Git's rule: a file changed so recently may change again within the resolution of its times, which is up to two
+# seconds on the coarsest file systems, and would then look the same.
+RACY_NS = 2_000_000_000
+THREADS = 4
+
+_TABLE = "CREATE TABLE IF NOT EXISTS hashes (path TEXT PRIMARY KEY, state TEXT, hash TEXT) WITHOUT ROWID"
+
+
+class State(NamedTuple):
+    """What differs where the content does. The time of change cannot be set by `touch`, that of writing can."""
+
+    size: int
+    written: int
+    changed: int
+    inode: int
+
+    def is_settled(self, now: int) -> bool:
+        return max(self.written, self.changed) + RACY_NS <= now
+
+
+def content_hash(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    return content_hashes([path])[0]
+
+
+def content_hashes(paths: Sequence[Path]) -> list[str]:
+    """SHA-256 of each file, in hex. Several are hashed at once: hashlib lets go of the interpreter."""
+    now = time.time_ns()
+    names = [os.path.abspath(path) for path in paths]
+    states = {name: _state(Path(name)) for name in names}
+    known = _remembered(states)
+    missing = [name for name in states if name not in known]
+    with ThreadPoolExecutor(THREADS) as pool:
+        made = dict(zip(missing, pool.map(_hashed, missing), strict=True))
+    # A file that changed while it was read has another time of change by now, and is not taken for this one again.
+    settled = (name for name in missing if states[name].is_settled(now))
+    _remember((name, str(states[name]), made[name]) for name in settled)
+    return [(known | made)[name] for name in names]
+
+
+def _hashed(name: str) -> str:
+    with opened(Path(name)) as stream:
+        try:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise DataError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _state(path: Path) -> State:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    return State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+
+
+def _remembered(states: dict[str, State]) -> dict[str, str]:
+    known = {}
+    try:
+        with closing(_database()) as database:
+            for name, state in states.items():
+                row = database.execute("SELECT state, hash FROM hashes WHERE path = ?", (name,)).fetchone()
+                if row is not None and row[0] == str(state):
+                    known[name] = row[1]
+    except (sqlite3.Error, OSError, UnicodeError):
+        return {}  # what cannot be remembered is hashed again
+    return known
+
+
+def _remember(rows: Iterable[tuple[str, str, str]]) -> None:
+    try:
+        with closing(_database()) as database, database:
+            database.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", rows)
+    except (sqlite3.Error, OSError, UnicodeError):
+        return
+
+
+def _database() -> sqlite3.Connection:
+    folder = default_cache()
+    folder.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(folder / "hashes.sqlite", timeout=5)
+    try:
+        database.execute(_TABLE)
+    except BaseException:
+        database.close()
+        raise
+    return database

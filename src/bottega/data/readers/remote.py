@@ -1,0 +1,205 @@
+"""What lies in a cloud or behind an address is copied once, whole, and read from there.
+
+The copy lies under the hash of the address and of what the store itself says about each file (its tag or checksum, size,
+time), so another version is another copy. Addresses are shown without what may be a secret in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+from urllib.parse import unquote, urlsplit
+
+from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
+from bottega.data.cache import default_cache
+from bottega.data.readers.files import expanded
+
+# Packages, by scheme; there is no other scheme, because some of fsspec's run commands or unpack archives.
+SCHEMES = {
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "memory": "fsspec",
+    "file": "fsspec",
+}
+# What stores call the version of a file.
+VERSION = (
+    "etag",
+    "e_tag",
+    "md5",
+    "md5hash",
+    "content_md5",
+    "crc32c",
+    "checksum",
+    "generation",
+    "version_id",
+    "versionid",
+)
+TIME = ("lastmodified", "last_modified", "mtime", "updated", "created")
+MAX_FILES = 1_000_000
+
+
+def shown(address: str) -> str:
+    """An address without user, password and query, for messages and keys."""
+    parts = urlsplit(address)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def fetched(address: str) -> Path:
+    """The copy: a file, or the folder that holds those of a folder or a pattern."""
+    scheme = address.partition("://")[0].lower()
+    if scheme not in SCHEMES:
+        raise UsageError(f"{shown(address)}: addresses begin with {', '.join(f'{name}://' for name in SCHEMES)}")
+    if scheme == "file":
+        return Path(unquote(urlsplit(address).path))
+    store, path = _store(address, scheme)
+    try:
+        files, is_folder = _listed(store, path, address, is_http=scheme.startswith("http"))
+        entry = _copied(store, files, address)
+    except (BottegaError, KeyboardInterrupt):
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"{shown(address)} does not exist") from error
+    except Exception as error:
+        _unreachable(address, error)
+    return entry if is_folder else entry / next(iter(files))
+
+
+def _store(address: str, scheme: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+
+        store, path = fsspec.core.url_to_fs(address)
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"{shown(address)}: reading {scheme}:// needs {SCHEMES[scheme]}; pip install 'bottega[cloud]'"
+        ) from error
+    except Exception as error:
+        _unreachable(address, error)
+    return store, path
+
+
+def _unreachable(address: str, error: Exception) -> NoReturn:
+    # The kind of the error alone: its text may hold a signed address or a key.
+    raise EnvironmentProblem(
+        f"{shown(address)} cannot be reached ({type(error).__name__}); check the network and your credentials for it"
+    ) from error
+
+
+def _listed(store: Any, path: str, address: str, *, is_http: bool) -> tuple[dict[str, dict[str, Any]], bool]:
+    """What the store says about each file, by its name relative to the folder; and whether there is a folder."""
+    if is_http:  # a server does not list its folders
+        return {_safe(PurePosixPath(urlsplit(path).path).name, address): store.info(path)}, False
+    is_pattern = any(mark in path for mark in "*?[{")
+    is_folder = not is_pattern and store.isdir(path)
+    if is_pattern:
+        found = {name: info for pattern in expanded(path) for name, info in _matches(store, pattern, address)}
+        root = _common(list(found))
+    elif is_folder:
+        root = path.rstrip("/")
+        found = {name: info for name, info in store.find(path, detail=True).items() if info["type"] == "file"}
+    else:
+        root = path.rpartition("/")[0]
+        found = {path: store.info(path)}
+    if not found:
+        raise DataError(f"{shown(address)} is empty")
+    if len(found) > MAX_FILES:
+        raise DataError(f"{shown(address)} holds {len(found):,} files, more than {MAX_FILES:,}; pack them as shards")
+    named = {_safe(name[len(root) :].removeprefix("/"), address): info for name, info in sorted(found.items())}
+    return named, is_pattern or is_folder
+
+
+def _matches(store: Any, pattern: str, address: str) -> list[tuple[str, dict[str, Any]]]:
+    try:
+        matches = [(name, info) for name, info in store.glob(pattern, detail=True).items() if info["type"] == "file"]
+    except ValueError as error:
+        raise UsageError(f"{shown(address)} is no valid pattern; ** stands alone between slashes") from error
+    if not matches:
+        raise DataError(f"no file matches {shown(address)}")
+    return matches
+
+
+def _common(names: list[str]) -> str:
+    """The folder that all of them are in."""
+    folders = [name.split("/")[:-1] for name in names]
+    first, last = min(folders), max(folders)
+    same = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), None)
+    return "/".join(first[: min(len(first), len(last)) if same is None else same])
+
+
+def _safe(name: str, address: str) -> str:
+    """A name that stays below the folder it is joined to; stores take any text for a name."""
+    if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+        raise DataError(f"{shown(address)} holds a file named {name!r}, which cannot be copied to a folder")
+    return name
+
+
+def _copied(store: Any, files: dict[str, dict[str, Any]], address: str) -> Path:
+    versions = {name: _version(store, info, address) for name, info in files.items()}
+    key = hashlib.sha256(json.dumps([shown(address), versions], sort_keys=True).encode()).hexdigest()[:32]
+    entry = default_cache() / "remote" / key
+    if entry.is_dir():
+        return entry
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        lock = entry.with_name(f"{key}.lock").open("w")
+    except OSError as error:
+        raise _full(entry.parent, address, error) from error
+    # The kernel lets go of the lock when its holder dies, so no lock is ever stale.
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not entry.is_dir():
+            _copy(store, files, entry, address)
+    return entry
+
+
+def _full(folder: Path, address: str, error: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"{shown(address)} cannot be copied to {folder}: {error.strerror}; free some space, or set XDG_CACHE_HOME to a "
+        "folder that can be written"
+    )
+
+
+def _version(store: Any, info: dict[str, Any], address: str) -> list[str]:
+    said = {name.lower().replace("-", "_"): str(value) for name, value in info.items() if value is not None}
+    tags = [f"{name}={said[name]}" for name in (*VERSION, *TIME) if name in said]
+    if not tags and urlsplit(address).scheme not in ("http", "https"):
+        tags = [store.ukey(info["name"])]
+    if not tags:  # then the query may be what tells two files apart
+        tags = [hashlib.sha256(urlsplit(address).query.encode()).hexdigest()]
+    return [f"size={said.get('size')}", *tags]
+
+
+def _copy(store: Any, files: dict[str, dict[str, Any]], entry: Path, address: str) -> None:
+    """Under the lock: what lies there under the temporary name was left by a process that died."""
+    temporary = entry.with_name(f"{entry.name}.tmp")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    try:
+        for name, info in files.items():
+            file = temporary / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            store.get_file(info["name"], str(file))
+            with file.open("rb+") as copy:
+                os.fsync(copy.fileno())
+            size, copied = info.get("size"), file.stat().st_size
+            if size is not None and copied != size:
+                raise DataError(f"{shown(address)}: {name} has {copied:,} of {size:,} bytes after copying; try again")
+        temporary.rename(entry)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise _full(entry.parent, address, error) from error
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,155 @@
+"""Changed copies of a text for training a classifier: words replaced, inserted, swapped or deleted (Wei and Zou, 2019).
+
+A word is what stands between white space, without the punctuation at its edges; so a text in a script without spaces
+is one word and stays as it is. All changes fall on different words of the original, so the share of words changed is
+the share that was asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from bottega.core.noise import generator
+from bottega.data.text.synonyms import synonyms
+
+# Listed, since the alternative, "no letter", would take vowel signs of Hindi and emoji for punctuation.
+_EDGE = r"\s!-/:-@\[-`{-~\u00a1-\u00bf\u2010-\u2027\u2030-\u205e\u3001-\u3003\u3008-\u301f\uff01-\uff0f\uff1a-\uff20"
+_WORD = re.compile(rf"[^{_EDGE}](?:\S*[^{_EDGE}])?")
+
+
+def copies(
+    text: str, *, factor: int, techniques: Sequence[str], probability: float, seed: int, key: str | int
+) -> list[str]:
+    """`factor` changed copies, each f(seed, key, its number).
+
+    A copy differs from a text of two different words or more, even if the share asked for is less than a word.
+    Where synonym_replacement alone is asked for and no word has a synonym, the copies are equal to the text.
+    """
+    made = []
+    for number in range(factor):
+        rng = generator(seed, "text-augmentation", key, number)
+        copy = augment(text, techniques=techniques, probability=probability, rng=rng)
+        if copy == text and probability > 0:
+            copy = _changed(text, techniques, 0.0, rng, at_least=1)
+        made.append(copy)
+    return made
+
+
+def augment(text: str, *, techniques: Sequence[str], probability: float, rng: np.random.Generator) -> str:
+    """The text with a share `probability` of its words changed, on average exactly, by techniques drawn at random.
+
+    A word inserted is one change, two words swapped are two. What a technique cannot do (no synonym is known, only one
+    word is left to delete) the others listed do in its place; where none is left, fewer words change.
+    """
+    return _changed(text, techniques, probability, rng, at_least=0)
+
+
+def _changed(
+    text: str, techniques: Sequence[str], probability: float, rng: np.random.Generator, *, at_least: int
+) -> str:
+    matches = list(_WORD.finditer(text))
+    wanted = max(_rounded(probability * len(matches), rng), at_least)
+    if not matches or not wanted or not techniques:
+        return text
+    page = _Words(text, matches, rng)
+    # In this order, what one cannot do the next ones listed take over; inserting always can.
+    chain = [
+        ("synonym_replacement", page.replace),
+        ("random_swap", lambda count: page.swap(count, round_up=at_least > 0)),
+        ("random_deletion", page.delete),
+        ("random_insertion", page.insert),
+    ]
+    listed = [step for name, step in chain if name in techniques]
+    for number, step in enumerate(listed):
+        share = wanted if number == len(listed) - 1 else int(rng.binomial(wanted, 1 / (len(listed) - number)))
+        wanted -= share - step(share)
+    return page.text()
+
+
+def _rounded(value: float, rng: np.random.Generator) -> int:
+    """A whole number whose mean is the value."""
+    whole = int(value)
+    return whole + int(rng.random() < value - whole)
+
+
+@final
+class _Words:
+    """The words of a text and what stands between them. Each step gives how many of the changes asked for it left."""
+
+    def __init__(self, text: str, matches: list[re.Match[str]], rng: np.random.Generator) -> None:
+        self.words: list[str | None] = [match[0] for match in matches]
+        edges = [0, *(edge for match in matches for edge in match.span()), len(text)]
+        self.between = [text[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+        self.inserted: dict[int, list[str]] = {}
+        self.original = [match[0] for match in matches]
+        self.rng = rng
+        self.free = rng.permutation(len(matches)).tolist()
+
+    def replace(self, count: int) -> int:
+        able = [position for position in self.free if synonyms(self.original[position])][:count]
+        for position in able:
+            self.words[position] = self._one_of(synonyms(self.original[position]))
+        self._use(able)
+        return count - len(able)
+
+    def swap(self, count: int, *, round_up: bool) -> int:
+        """Two changes each. Half a swap is a whole one every other time."""
+        pairs = count // 2 + (count % 2 and int(round_up or self.rng.random() < 0.5))
+        used: list[int] = []
+        held: list[int] = []  # All of one word; a pair of equal words would be no change.
+        for position in self.free:
+            if len(used) >= 2 * pairs:
+                break
+            if held and self.original[position] != self.original[held[-1]]:
+                other = held.pop()
+                self.words[position], self.words[other] = self.original[other], self.original[position]
+                used += [position, other]
+            else:
+                held.append(position)
+        self._use(used)
+        return count - len(used) if len(used) < 2 * pairs else 0
+
+    def delete(self, count: int) -> int:
+        chosen = self.free[: min(count, len(self.words) - 1)]
+        for position in sorted(chosen):
+            self.words[position] = None
+            self._close(position)
+        self._use(chosen)
+        return count - len(chosen)
+
+    def insert(self, count: int) -> int:
+        able = [word for word in self.original if synonyms(word.lower())] if count else []
+        # Beside a deleted word there may be no white space left.
+        places = [position for position, word in enumerate(self.words) if word is not None]
+        for _ in range(count):
+            word = self._one_of(synonyms(self._one_of(able).lower())) if able else self._one_of(self.original)
+            self.inserted.setdefault(places[int(self.rng.integers(len(places)))], []).append(word)
+        return 0
+
+    def text(self) -> str:
+        pieces = [self.between[0]]
+        for position, word in enumerate(self.words):
+            if word is not None:
+                pieces.append(" ".join([word, *self.inserted.get(position, ())]))
+            pieces.append(self.between[position + 1])
+        return "".join(pieces)
+
+    def _close(self, position: int) -> None:
+        """A deleted word takes one of the white spaces beside it along, not the one that parts lines or paragraphs."""
+        before, after = self.between[position], self.between[position + 1]
+        left, right = before[len(before.rstrip()) :], after[: len(after) - len(after.lstrip())]
+        if left and (not right or left.count("\n") <= right.count("\n")):
+            self.between[position] = before.rstrip()
+        elif right:
+            self.between[position + 1] = after.lstrip()
+
+    def _use(self, positions: list[int]) -> None:
+        used = set(positions)
+        self.free = [position for position in self.free if position not in used]
+
+    def _one_of(self, words: Sequence[str]) -> str:
+        return words[int(self.rng.integers(len(words)))]

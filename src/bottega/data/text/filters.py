@@ -1,0 +1,78 @@
+"""Which texts stay, and for those that do not, why: a short phrase that a report can count."""
+
+from __future__ import annotations
+
+import difflib
+import unicodedata
+from collections import Counter
+
+from bottega.core.errors import UsageError
+from bottega.data.text.languages import LANGUAGES, language, num_words
+from bottega.schema.data import Filter
+
+_ASCII_NO_SIGN = bytes(code for code in range(128) if chr(code).isalnum() or chr(code).isspace())
+_ASCII_SPACE = bytes(code for code in range(128) if chr(code).isspace())
+# Two written forms of Norwegian, which our tables take for one. "no" must be quoted in YAML, where it means false.
+_SAME = {"nb": "no", "nn": "no"}
+
+
+def check(options: Filter) -> None:
+    """Raises UsageError for a language that can never be told, as it would leave out every text."""
+    for code in options.languages or ():
+        if _code(code) not in LANGUAGES:
+            near = difflib.get_close_matches(code.lower()[:2], sorted(LANGUAGES), n=1, cutoff=0.9)
+            remedy = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(LANGUAGES))}"
+            raise UsageError(f"data.filter.languages: {code!r} is no language that can be told; {remedy}")
+
+
+def reason_to_drop(text: str, options: Filter) -> str | None:
+    """None where the text stays. The cheap questions come first."""
+    if options.min_characters is not None and len(text) < options.min_characters:
+        return "too short"
+    if options.max_characters is not None and len(text) > options.max_characters:
+        return "too long"
+    if options.min_words is not None and num_words(text) < options.min_words:
+        return "too few words"
+    if options.max_symbol_share is not None and symbol_share(text) > options.max_symbol_share:
+        return "too many signs"
+    if options.max_repeated_share is not None and repeated_share(text) > options.max_repeated_share:
+        return "repeated lines"
+    if options.languages is not None:
+        code, _ = language(text)
+        if not code:
+            return "unknown language"
+        if code not in map(_code, options.languages):
+            return "other language"
+    return None
+
+
+def symbol_share(text: str) -> float:
+    """Of the characters that are no white space: how many are no letter, digit or mark of a letter.
+
+    Punctuation counts, so that no list decides what is ordinary: Shakespeare has 0.06, the source of argparse 0.16.
+    """
+    if text.isascii():
+        raw = text.encode()
+        signs, spaces = len(raw.translate(None, _ASCII_NO_SIGN)), len(raw) - len(raw.translate(None, _ASCII_SPACE))
+    else:
+        # Vowel signs of Hindi or Thai are marks (category M), not letters; str.isalnum knows only letters.
+        counts = Counter(text)
+        spaces = sum(number for sign, number in counts.items() if sign.isspace())
+        signs = sum(
+            number
+            for sign, number in counts.items()
+            if not (sign.isalnum() or sign.isspace() or unicodedata.category(sign)[0] == "M")
+        )
+    return signs / max(len(text) - spaces, 1)
+
+
+def repeated_share(text: str) -> float:
+    """Of the lines that are not empty: how many say what a line before them said."""
+    lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
+    return 1 - len(set(lines)) / len(lines) if lines else 0.0
+
+
+def _code(code: str) -> str:
+    """en for EN and en-GB."""
+    code = code.lower().replace("_", "-").partition("-")[0]
+    return _SAME.get(code, code)

@@ -1,0 +1,1 @@
+"""Video: from files to frames, and from frames to batches."""

@@ -1,0 +1,231 @@
+"""`bottega data`: what is in a recipe's data, before anything is learned from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.core.errors import UsageError
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.shards import Table
+from bottega.preparation import prepare_recipe, read_recipe
+from bottega.schema.recipe import Recipe
+
+# What a sample is and how long it is, by task: the column, and its unit.
+CONTENT = {
+    "language": ("tokens", "tokens"),
+    "classify": ("input_ids", "tokens"),
+    "image": ("image", None),
+    "image_vae": ("image", None),
+    "image_tokens": ("image", None),
+    "audio": ("audio", "seconds"),
+    "video": ("video", "frames"),
+    "routing": ("x", None),
+}
+PERCENTILES = {"min": 0, "5%": 5, "median": 50, "95%": 95, "max": 100}
+# A label list longer than this shows its largest and smallest only.
+LABELS_SHOWN = 12
+TASK_OF_KIND = {"images": "image", "audio": "audio", "video": "video", "idx": "image"}
+
+
+def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any]:
+    from rich.console import Console
+
+    from bottega.callbacks.bars import bars
+
+    recipe = read_recipe(_with_task(words))
+    with bars(Console(stderr=True)) as say:
+        prepared = prepare_recipe(recipe, say)
+        report = describe(prepared, recipe)
+        report["examples"] = _examples(prepared, examples)
+        report["pictures"] = [str(path) for path in _pictures(prepared, max(examples, 12), out)] if examples else []
+    return report
+
+
+def _with_task(words: list[str]) -> list[str]:
+    """`bottega data photos/` is about a path, not a recipe: its kind says which task would learn from it."""
+    first = words[0] if words else ""
+    path = Path(first).expanduser()
+    if not first or first.startswith("-") or "=" in first or path.suffix in (".yaml", ".yml") or not path.exists():
+        return words
+    from bottega.data.readers import kind_of
+    from bottega.schema.data import Source
+
+    task = TASK_OF_KIND.get(kind_of(Source(path=first)), "language")
+    return [task, "--data", first, *words[1:]]
+
+
+def describe(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
+    """Everything but the examples, as plain values."""
+    meta, task = prepared.meta, prepared.meta["task"]
+    column, unit = CONTENT[task]
+    tables = {name: prepared.table(name) for name in prepared.tables}
+    report: dict[str, Any] = {
+        "task": task,
+        "fingerprint": prepared.fingerprint,
+        "folder": str(prepared.folder),
+        "tables": meta["tables"],
+        "records": meta["records"],
+        "bad": meta["bad"],
+        "bad_records": meta["named"],
+        "dropped": meta["dropped"],
+        "duplicates": _duplicates(tables, column),
+    }
+    if unit is not None:
+        scale = meta["sample_rate"] if unit == "seconds" else 1
+        report["lengths"] = {
+            "unit": unit,
+            **{name: _quantiles(table.lengths(column) / scale) for name, table in tables.items() if len(table)},
+        }
+    if meta.get("classes"):
+        report["labels"] = {name: _balance(table) for name, table in tables.items()}
+    return report
+
+
+def _quantiles(lengths: np.ndarray) -> dict[str, float]:
+    return {name: round(float(np.percentile(lengths, place)), 3) for name, place in PERCENTILES.items()}
+
+
+def _balance(table: Table) -> dict[str, int]:
+    counts = Counter(table.row("label", number) for number in range(len(table)))
+    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def _duplicates(tables: dict[str, Table], column: str) -> dict[str, int]:
+    """Rows of the same content: repeated within a table, and common to two tables."""
+    found: dict[str, int] = {}
+    hashes = {name: _hashes(table, column) for name, table in tables.items()}
+    for name, own in hashes.items():
+        found[name] = len(own) - len(np.unique(own))
+    names = list(hashes)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            found[f"{a} and {b}"] = int(np.isin(hashes[b], hashes[a]).sum())
+    return found
+
+
+def _hashes(table: Table, column: str) -> np.ndarray:
+    def digest(number: int) -> int:
+        value = table.row(column, number)
+        raw = value if isinstance(value, bytes) else np.ascontiguousarray(value).view(np.uint8).data
+        return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+    return np.fromiter((digest(number) for number in range(len(table))), np.uint64, len(table))
+
+
+def _examples(prepared: Prepared, count: int) -> list[dict[str, str]]:
+    """The first few rows of train in words."""
+    if not prepared.training_tables:
+        raise UsageError(f"{prepared.folder} has no training table")
+    table = prepared.table(prepared.training_tables[0])
+    return [_example(prepared, table, number) for number in range(min(count, len(table)))]
+
+
+def _example(prepared: Prepared, table: Table, number: int) -> dict[str, str]:
+    row = {name: table.row(name, number) for name in table.columns}
+    said = {name: str(row[name]) for name in ("label", "caption") if row.get(name)}
+    task = prepared.meta["task"]
+    if task == "language":
+        text = prepared.tokenizer.decode(row["tokens"][:400])
+    elif task == "classify":
+        text = str(row["text"])
+    else:
+        content = row[CONTENT[task][0]]
+        text = f"{len(content):,} bytes" if isinstance(content, bytes) else "x".join(map(str, content.shape))
+    return {"key": str(row["key"]), "shows": text, **said}
+
+
+def _pictures(prepared: Prepared, count: int, out: Path) -> list[Path]:
+    """A sheet of images or frames, or spectrograms; none where the medium is nothing to look at."""
+    task = prepared.meta["task"]
+    table = prepared.table(prepared.training_tables[0])
+    shown = min(count, len(table)) if task.startswith("image") else min(4, len(table))
+    numbers = np.unique(np.linspace(0, len(table) - 1, shown).astype(int)).tolist()
+    if task in ("image", "image_vae", "image_tokens"):
+        from bottega.data.image.decode import decode
+        from bottega.data.image.sheet import sheet
+
+        images = [decode(_plain(table.row("image", n)), channels=None) for n in numbers]
+        return [_drawn(sheet, images, out / "images.png", captions=[_caption(table, n) for n in numbers])]
+    if task == "video":
+        from bottega.data.image.sheet import sheet
+
+        videos = [table.row("video", n) for n in numbers]
+        frames = [video[i] for video in videos for i in np.linspace(0, len(video) - 1, 6).astype(int)]
+        captions = [_caption(table, n) for n in numbers for _ in range(6)]
+        return [_drawn(sheet, frames, out / "frames.png", captions=captions, columns=6)]
+    if task == "audio":
+        from bottega.data.audio.picture import spectrogram_sheet
+
+        rate = int(prepared.meta["sample_rate"])
+        sounds = [(_caption(table, n), np.asarray(table.row("audio", n)), rate) for n in numbers]
+        return [_drawn(spectrogram_sheet, sounds, out / "spectrograms.png")]
+    return []
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bytes) else np.asarray(value)
+
+
+def _drawn(draw: Any, what: Any, path: Path, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(what, path, **options)
+    return path
+
+
+def _caption(table: Table, number: int) -> str:
+    named = [table.row(name, number) for name in ("label", "caption", "key") if name in table.columns]
+    return next((text for text in named if text), "")
+
+
+def show(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [f"task        {report['task']}"]
+    for table, counts in report["tables"].items():
+        lines.append(f"{table:<12}" + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    lengths = dict(report.get("lengths", {}))
+    if lengths:
+        unit = lengths.pop("unit")
+        lines += ["", f"lengths in {unit:<13}" + "".join(f"{name:>12}" for name in PERCENTILES)]
+        for table, values in lengths.items():
+            lines.append(f"  {table:<22}" + "".join(f"{value:>12,.6g}" for value in values.values()))
+    for table, balance in report.get("labels", {}).items():
+        lines += ["", f"classes in {table}: {len(balance)}", *_bars(balance)]
+    lines += ["", *_duplicates_shown(report["duplicates"])]
+    if report["bad"]:
+        lines.append(f"bad records: {report['bad']:,} of {report['records']:,}, left out")
+        lines += [f"  {bad}" for bad in report["bad_records"][:5]]
+    else:
+        lines.append("bad records: none")
+    for reason, count in sorted(report["dropped"].items()):
+        lines.append(f"left out: {count:,} {reason}")
+    for example in report["examples"]:
+        said = "".join(f", {name} {example[name]}" for name in ("label", "caption") if name in example)
+        lines += ["", f"-- {example['key']}{said}", _short(example["shows"])]
+    lines += [f"\nsee {path}" for path in report["pictures"]]
+    return "\n".join(lines)
+
+
+def _bars(balance: dict[str, int]) -> list[str]:
+    rows = list(balance.items())
+    hidden = max(0, len(rows) - LABELS_SHOWN)
+    if hidden:
+        rows = [*rows[: LABELS_SHOWN - 2], *rows[-2:]]
+    most = max(balance.values(), default=1)
+    lines = [f"  {name[:24]:<24}{count:>10,}  {'█' * max(1, round(30 * count / most))}" for name, count in rows]
+    if hidden:
+        lines.insert(LABELS_SHOWN - 2, f"  ... {hidden:,} more ...")
+    return lines
+
+
+def _duplicates_shown(duplicates: dict[str, int]) -> list[str]:
+    found = [f"  {count:,} in {name}" for name, count in duplicates.items() if count]
+    return ["repeated rows:", *found] if found else ["repeated rows: none"]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else text[:300] + " ..."

@@ -1,0 +1,140 @@
+"""`bottega prepare`: from a recipe to prepared data, for every task whose data can be read, without a framework loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bottega.branches.start import tokenizer_of
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.data.cache import seal
+from bottega.data.prepare.classify import prepare_classify
+from bottega.data.prepare.language import prepare_language
+from bottega.data.prepare.prepared import Prepared
+from bottega.schema.classify import ClassifyRecipe
+from bottega.schema.language import LanguageRecipe
+from bottega.schema.load import check_recipe, parse_overrides
+from bottega.schema.media import MediaRecipe
+from bottega.schema.recipe import Recipe
+from bottega.schema.routing import RoutingRecipe
+
+Progress = Callable[[str, int, int], None]
+FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
+
+
+def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
+    """The recipe's data as tables, from the cache or made now."""
+    if isinstance(recipe, LanguageRecipe):
+        return prepare_language(recipe.data, tokenizer_of(recipe), progress=progress)
+    if isinstance(recipe, ClassifyRecipe):
+        return prepare_classify(recipe.data, tokenizer_of(recipe), seed=recipe.seed, progress=progress)
+    if isinstance(recipe, MediaRecipe):
+        from bottega.data.prepare.media import prepare_media
+
+        return prepare_media(recipe, progress=progress)
+    if isinstance(recipe, RoutingRecipe):
+        from bottega.data.prepare.media import prepare_vectors
+
+        return prepare_vectors(recipe.data, progress=progress)
+    raise UsageError(f"task: the data of {recipe.task} cannot be prepared yet")
+
+
+def read_recipe(words: list[str]) -> Recipe:
+    """A recipe whose data is complete; what only a training needs may be missing."""
+    sources, overrides = parse_overrides(words)
+    if not sources:
+        raise UsageError("say which recipe: bottega prepare RECIPE, such as bottega prepare language --data my.txt")
+    recipe = check_recipe(sources, overrides).recipe
+    problems = [(key, text) for key, text in recipe.missing() if key.startswith("data.")]
+    if problems:
+        raise UsageError("; ".join(f"{key}: {text}" for key, text in problems))
+    return recipe
+
+
+def prepare_command(words: list[str], *, out: Path | None, to: tuple[str, str] | None) -> dict[str, Any]:
+    """What `--json` prints."""
+    from rich.console import Console
+
+    from bottega.callbacks.bars import bars
+
+    if to is not None and to[0] not in FORMATS:
+        raise UsageError(f"--to {to[0]}: there is {', '.join(FORMATS)}")
+    recipe = read_recipe(words)
+    begun = time.monotonic()
+    with bars(Console(stderr=True)) as say:
+        prepared = prepare_recipe(recipe, say)
+        if out is not None:
+            _copy(prepared, out)
+        exported = _export(prepared, to, say) if to is not None else []
+    meta = prepared.meta
+    return {
+        "task": recipe.task,
+        "folder": str(out or prepared.folder),
+        "fingerprint": prepared.fingerprint,
+        "tables": meta["tables"],
+        "records": meta["records"],
+        "bad": meta["bad"],
+        "bad_records": meta["named"],
+        "dropped": meta["dropped"],
+        "exported": [str(path) for path in exported],
+        "seconds": round(time.monotonic() - begun, 2),
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    lines = []
+    for table, counts in result["tables"].items():
+        said = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+        lines.append(f"{table:<12}{said}")
+    if result["bad"]:
+        lines.append(f"{'left out':<12}{result['bad']:,} bad of {result['records']:,} records")
+        lines += [f"            {bad}" for bad in result["bad_records"][:5]]
+    for reason, count in sorted(result["dropped"].items()):
+        lines.append(f"{'left out':<12}{count:,} {reason}")
+    lines.append(f"{'shards':<12}{result['folder']}")
+    if result["exported"]:
+        first, last = result["exported"][0], result["exported"][-1]
+        lines.append(f"{'exported':<12}{first}" + (f" to {Path(last).name}" if first != last else ""))
+    lines.append(f"{'time':<12}{result['seconds']:.1f} s")
+    return "\n".join(lines)
+
+
+def _copy(prepared: Prepared, out: Path) -> None:
+    """The whole folder or nothing, with a manifest that knows the copy's times."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out {out}: exists already and is not empty; choose another folder")
+    temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(prepared.folder, temporary)
+        seal(temporary)
+        if out.exists():
+            out.rmdir()
+        os.rename(temporary, out)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise EnvironmentProblem(f"--out {out}: {error.strerror or error}") from error
+
+
+def _export(prepared: Prepared, to: tuple[str, str], say: Progress) -> list[Path]:
+    from bottega.data.prepare.export import public_records
+    from bottega.data.writers import write
+
+    kind: Any = to[0]
+    folder = Path(to[1])
+    paths: list[Path] = []
+    total, before = sum(counts["rows"] for counts in prepared.tables.values()), 0
+    for table, counts in prepared.tables.items():
+        records = public_records(prepared, table, partial(_count, say, before, total))
+        paths += write(records, folder, to=kind, split=table.replace(".", "-"))
+        before += counts["rows"]
+    return paths
+
+
+def _count(say: Progress, before: int, total: int, done: int) -> None:
+    say("export", before + done, total)

@@ -1,0 +1,248 @@
+"""Image files to pixels: every mode on purpose, upright, limited before decoding, and never half an image."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import tarfile
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from PIL import Image, ImageOps
+
+from bottega.data.image.decode import MAX_PIXELS, decode, kind, probe
+from bottega.data.record import Unreadable
+
+DATA = os.environ.get("BOTTEGA_DATA")
+needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
+LOSSLESS = ("PNG", "BMP", "TIFF", "PPM", "WEBP")
+ALL = (*LOSSLESS, "JPEG", "GIF")
+
+
+def saved(image: Image.Image, form: str, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format=form, **({"lossless": True} if form == "WEBP" else {}), **options)
+    return out.getvalue()
+
+
+def photo(height: int = 48, width: int = 64) -> np.ndarray:
+    """Smooth, so that JPEG is close to it, and without any symmetry."""
+    down, right = np.mgrid[0:height, 0:width]
+    return np.stack([down * 255 // height, right * 255 // width, (down + 2 * right) % 256], axis=-1).astype(np.uint8)
+
+
+pictures = arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(3)))
+
+
+@given(pictures, st.sampled_from(LOSSLESS))
+def test_lossless_formats_give_the_pixels_back(pixels: np.ndarray, form: str) -> None:
+    data = saved(Image.fromarray(pixels), form)
+    np.testing.assert_array_equal(decode(data, channels=3), pixels)
+    assert probe(data) == pixels.shape
+    assert kind(data) == form
+
+
+@given(
+    arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9))), st.sampled_from(("PNG", "BMP", "TIFF", "PPM"))
+)
+def test_grey_stays_grey_or_becomes_three_equal_channels(pixels: np.ndarray, form: str) -> None:
+    data = saved(Image.fromarray(pixels), form)
+    np.testing.assert_array_equal(decode(data, channels=None), pixels[..., None])
+    np.testing.assert_array_equal(decode(data, channels=3), np.repeat(pixels[..., None], 3, axis=2))
+    assert probe(data) == (*pixels.shape, 1)
+
+
+@given(arrays(np.uint8, (4, 5, 4)))
+def test_what_is_transparent_lets_white_through(pixels: np.ndarray) -> None:
+    alpha = pixels[..., 3:] / 255
+    expected = pixels[..., :3] * alpha + 255 * (1 - alpha)
+    for data in (saved(Image.fromarray(pixels, "RGBA"), "PNG"), pixels):
+        assert np.abs(decode(data, channels=3) - expected).max() <= 1
+
+
+def test_the_other_modes_are_converted_on_purpose() -> None:
+    pixels = photo()
+    colour = Image.fromarray(pixels)
+    palette = colour.quantize(8)
+    np.testing.assert_array_equal(decode(saved(palette, "PNG"), channels=3), np.asarray(palette.convert("RGB")))
+    clear = palette.copy()
+    clear.info["transparency"] = 0
+    through = decode(saved(clear, "PNG"), channels=3)
+    assert (through[np.asarray(palette) == 0] == 255).all()
+    partly = palette.copy()
+    partly.info["transparency"] = bytes([0, 255])  # an alpha for each colour of the palette
+    assert (decode(saved(partly, "PNG"), channels=3)[np.asarray(palette) == 0] == 255).all()
+
+    deep = (pixels[..., 0].astype(np.uint16)) * 257
+    for form in ("PNG", "TIFF"):
+        np.testing.assert_array_equal(decode(saved(Image.fromarray(deep), form), channels=1)[..., 0], pixels[..., 0])
+    np.testing.assert_array_equal(
+        decode(saved(Image.fromarray(pixels[..., 0] > 99), "PNG"), channels=1)[..., 0], (pixels[..., 0] > 99) * 255
+    )
+    cmyk = decode(saved(colour.convert("CMYK"), "JPEG", quality=100), channels=3)
+    assert np.abs(cmyk.astype(int) - pixels).mean() < 3
+    grey_alpha = Image.merge("LA", (Image.new("L", (5, 4), 0), Image.new("L", (5, 4), 0)))
+    assert decode(saved(grey_alpha, "PNG"), channels=None).shape == (4, 5, 1)
+    assert (decode(saved(grey_alpha, "PNG"), channels=1) == 255).all()
+
+
+def test_pixels_without_a_known_range_are_refused() -> None:
+    for array in (np.ones((3, 3), np.float32), np.ones((3, 3), np.int32)):
+        with pytest.raises(Unreadable, match="save it with 8 or 16"):
+            decode(saved(Image.fromarray(array), "TIFF"), channels=None)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_as_exif_says(form: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(Image.fromarray(photo()), form, exif=exif.tobytes() if form != "TIFF" else exif)
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    np.testing.assert_array_equal(decode(data, channels=3), expected)
+    assert probe(data)[:2] == expected.shape[:2] == ((64, 48) if orientation > 4 else (48, 64))
+
+
+@given(st.binary(max_size=60))
+def test_damaged_exif_does_no_harm(noise: bytes) -> None:
+    data = saved(Image.fromarray(photo()), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0" + noise)
+    assert sorted(decode(data, channels=3).shape) == [3, 48, 64]
+
+
+@pytest.mark.parametrize("form", ALL)
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.9])
+def test_a_file_cut_short_is_refused(form: str, share: float) -> None:
+    data = saved(Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)), form)
+    with pytest.raises(Unreadable) as caught:
+        decode(data[: int(len(data) * share)], channels=3)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value)
+
+
+@needs_data
+def test_real_photographs_cut_at_half_are_refused(tmp_path: Path) -> None:
+    archives = sorted(Path(str(DATA), "readers-webdataset").glob("*cc12m*"))
+    assert archives, "the shared data has cc12m archives"
+    seen = 0
+    with tarfile.open(archives[0]) as archive:
+        for member in archive:
+            if not member.name.endswith((".jpg", ".jpeg", ".png")) or seen == 12:
+                continue
+            data = archive.extractfile(member).read()  # type: ignore[union-attr]
+            assert decode(data, channels=3).shape == (*probe(data)[:2], 3)
+            path = tmp_path / "cut.jpg"
+            path.write_bytes(data[: len(data) // 2])
+            with pytest.raises(Unreadable, match=r"truncated|cut|broken"):
+                decode(path, channels=3)
+            seen += 1
+    assert seen
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of side^2 black pixels, one bit each, written by hand: Pillow would need the memory to make it."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    packer = zlib.compressobj(9)
+    row = bytes(1 + (side + 7) // 8)
+    body = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("side", [8200, 10_000, 20_000])
+def test_a_bomb_is_refused_from_its_header(side: int) -> None:
+    """8,200^2 is over our limit alone, 10,000^2 is where Pillow warns, 20,000^2 (47 KB) where it refuses."""
+    data = bomb(side)
+    assert len(data) < 60_000
+    tracemalloc.start()
+    for read in (lambda: decode(data, channels=3), lambda: probe(data)):
+        with pytest.raises(Unreadable, match="more pixels"):
+            read()
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+def test_the_limit_is_no_lower_than_it_says() -> None:
+    assert MAX_PIXELS == 67_108_864
+    assert decode(bomb(4096), channels=1).shape == (4096, 4096, 1)
+
+
+@pytest.mark.parametrize("form", ["EPS", "PDF", "ICO"])
+def test_other_formats_are_not_even_tried(form: str) -> None:
+    with pytest.raises(Unreadable, match="no image of a known format"):
+        decode(saved(Image.fromarray(photo()), form), channels=3)
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"\xff\xd8\xff\xe0", b"II*\0"]))
+def test_whatever_the_bytes_are_they_are_an_image_or_unreadable(noise: bytes, magic: bytes) -> None:
+    try:
+        channels = decode(magic + noise, channels=3).shape[2]
+    except Unreadable:
+        channels = 3
+    assert channels == 3
+
+
+def test_a_file_that_is_gone_is_unreadable(tmp_path: Path) -> None:
+    for read in (lambda: decode(tmp_path / "no.png", channels=3), lambda: probe(tmp_path / "no.png")):
+        with pytest.raises(Unreadable, match="cannot be read"):
+            read()
+
+
+def test_a_gif_gives_its_first_picture() -> None:
+    first, second = Image.new("L", (6, 4), 10), Image.new("L", (6, 4), 200)
+    out = io.BytesIO()
+    first.save(out, format="GIF", save_all=True, append_images=[second])
+    assert (decode(out.getvalue(), channels=1) == 10).all()
+
+
+@given(arrays(np.uint16, (3, 4)))
+def test_16_bits_are_rounded_to_the_nearest_of_8(pixels: np.ndarray) -> None:
+    for data in (saved(Image.fromarray(pixels), "PNG"), saved(Image.fromarray(pixels), "TIFF"), pixels):
+        assert np.abs(decode(data, channels=1)[..., 0].astype(int) * 257 - pixels).max() <= 128
+
+
+class TestArrays:
+    @given(pictures)
+    def test_pixels_pass_through(self, pixels: np.ndarray) -> None:
+        np.testing.assert_array_equal(decode(pixels, channels=3), pixels)
+        np.testing.assert_array_equal(decode(pixels[..., 0], channels=None), pixels[..., :1])
+        np.testing.assert_array_equal(decode(pixels.astype(np.int64), channels=3), pixels)
+        assert probe(pixels) == pixels.shape
+
+    @given(pictures)
+    def test_fractions_and_16_bits_come_back_to_8(self, pixels: np.ndarray) -> None:
+        np.testing.assert_array_equal(decode((pixels / 255).astype(np.float32), channels=3), pixels)
+        np.testing.assert_array_equal(decode(pixels.astype(np.uint16) * 257, channels=3), pixels)
+
+    def test_channels_may_come_first_where_there_is_no_doubt(self) -> None:
+        np.testing.assert_array_equal(decode(photo().transpose(2, 0, 1), channels=3), photo())
+
+    def test_colour_becomes_grey_by_the_usual_weights(self) -> None:
+        pure = np.eye(3, dtype=np.uint8)[None] * np.uint8(255)
+        np.testing.assert_array_equal(decode(pure, channels=1)[0, :, 0], [76, 150, 29])  # 255 times 0.299 0.587 0.114
+
+    @pytest.mark.parametrize(
+        "array",
+        [
+            np.zeros((4, 4, 7), np.uint8),
+            np.zeros(5, np.uint8),
+            np.zeros((0, 4), np.uint8),
+            np.full((4, 4), -1.0),
+            np.full((4, 4), np.nan),
+            np.full((4, 4), 300),
+            np.full((4, 4), "a"),
+        ],
+    )
+    def test_what_is_no_image_is_refused(self, array: np.ndarray) -> None:
+        with pytest.raises(Unreadable):
+            decode(array, channels=3)

@@ -1,0 +1,362 @@
+"""An order can be entered anywhere, loses and repeats nothing, keeps its shares, and is the same for all ranks and workers."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bottega.core.errors import DataError, UsageError
+from bottega.core.noise import seed_of
+from bottega.data import difficulty
+from bottega.data.combine import Concat
+from bottega.data.first import First
+from bottega.data.loader import BLOCK, Cursor, Loader
+from bottega.data.orders import EXACT, Mixture, Order, Pace, Shuffled, Stage, Staged, quotas
+from bottega.data.prefetch import prefetch
+from bottega.data.source import ArraySource, Source
+from bottega.schema.data import Curriculum
+
+SIZES = (70, 33, 17)
+HARDER = np.random.default_rng(0).permutation(120)
+STAGES = (Stage(0, 24, 30), Stage(7, 48, 80, replay=0.25), Stage(20, 24, 120, replay=0.5), Stage(31, 48, 120))
+ORDERS: dict[str, Order] = {
+    "shuffled": Shuffled(120, 5),
+    "mixture": Mixture(SIZES, (0.7, 0.2, 0.1), seed=5),
+    "odd mixture": Mixture(SIZES, (1.0, 0.123456789, 3.14159), seed=5),
+    "coarse mixture": Mixture(SIZES, (0.7, 0.2, 0.1), seed=5, grain=24),
+    "staged": Staged(HARDER, STAGES, seed=5),
+}
+SOURCE = ArraySource({"x": np.arange(120)})
+
+orders = pytest.mark.parametrize("name", ORDERS)
+sources = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=5)
+odd_shares = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6)
+seeds = st.integers(0, 2**64)
+
+
+def loader(name: str, **options: Any) -> Loader:
+    return Loader(SOURCE, 24, seed=5, order=ORDERS[name], **options)
+
+
+def owners(mixture: Mixture, index: np.ndarray) -> np.ndarray:
+    return np.searchsorted(np.cumsum(mixture.sizes), index, side="right")
+
+
+def test_the_plain_order_is_that_of_the_first_release() -> None:
+    plain = Loader(ArraySource({"x": np.arange(1000)}), 8, seed=7)
+    seen = np.concatenate([np.concatenate(plain.indices(step)) for step in range(500)])
+    assert hashlib.sha256(seen.astype("<i8").tobytes()).hexdigest() == GOLDEN
+    same = Loader(ArraySource({"x": np.arange(1000)}), 8, seed=0, order=Shuffled(1000, 7))
+    assert np.array_equal(plain.indices(10**6), same.indices(10**6))
+
+
+GOLDEN = "e4c1b07df4060e1245db9ea9206762104eb9a778e81369d9757ec9eaace7e0d3"
+
+
+@orders
+@settings(max_examples=20)
+@given(st.data())
+def test_any_position_can_be_asked_for_in_any_shape(name: str, data: st.DataObject) -> None:
+    order = ORDERS[name]
+    index, epoch = order.places(np.arange(3000))
+    asked = np.array(data.draw(st.lists(st.integers(0, 2999), min_size=1, max_size=60)))
+    for positions in (asked, asked.reshape(-1, 1), asked.reshape(1, -1)):
+        got = order.places(positions)
+        assert got[0].dtype == got[1].dtype == np.int64
+        assert np.array_equal(got[0], index[positions])
+        assert np.array_equal(got[1], epoch[positions])
+    assert [part.shape for part in order.places(np.empty(0, np.int64))] == [(0,), (0,)]
+
+
+@orders
+def test_no_sample_is_seen_twice_in_one_epoch_and_epochs_are_counted(name: str) -> None:
+    order = ORDERS[name]
+    index, epoch = order.places(np.arange(5000))
+    assert max(Counter(zip(index.tolist(), epoch.tolist(), strict=True)).values()) == 1
+    assert set(index.tolist()) == set(range(order.size)) == set(range(120))
+    for positions in (1, 24, 500, 1233, 5000):
+        begun = int(epoch[:positions].max()) + 1
+        window = 256 // 17  # a mixture counts its smallest source to the end of a window
+        assert begun <= order.epochs(positions) <= begun + window
+
+
+@orders
+@pytest.mark.parametrize("step", [10**6, 10**9])
+def test_a_far_step_is_found_at_once(name: str, step: int) -> None:
+    late = loader(name)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        late.indices(step)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.01
+
+
+@orders
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+def test_ranks_share_one_order(name: str, world: int) -> None:
+    start = 5
+    streams = [loader(name, rank=rank, world=world)(start) for rank in range(world)]
+    for step in range(start, 45):
+        got = np.concatenate([next(stream)["x"] for stream in streams])
+        assert np.array_equal(got, loader(name).indices(step)[0])
+
+
+class Several:
+    """One step of every order at once, so that a worker is started once for all."""
+
+    def __init__(self, **options: Any) -> None:
+        self.cursors = {name: Cursor(loader(name, **options), block=BLOCK) for name in ORDERS}
+
+    def __call__(self, step: int) -> dict[str, Any]:
+        return {name: cursor(step)["x"] for name, cursor in self.cursors.items()}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_workers_share_one_order(workers: int) -> None:
+    start = 3
+    stream = prefetch(Several(rank=1, world=2), start, workers=workers, depth=workers % 2)
+    for step, batch in enumerate(islice(stream, 40), start=start):
+        for name, got in batch.items():
+            whole = loader(name).indices(step)[0]
+            assert np.array_equal(got, whole[len(whole) // 2 :])
+    stream.close()
+
+
+@orders
+@settings(max_examples=15)
+@given(stops=st.lists(st.integers(1, 60), max_size=6, unique=True))
+def test_a_stream_that_is_stopped_anywhere_goes_on_as_if_it_had_not(name: str, stops: list[int]) -> None:
+    whole = [batch["x"] for batch in islice(loader(name)(0), 61)]
+    pieces, at = [], 0
+    for stop in (*sorted(stops), 61):
+        pieces += [batch["x"] for batch in islice(loader(name)(at), stop - at)]
+        at = stop
+    assert len(pieces) == 61
+    assert all(np.array_equal(a, b) for a, b in zip(pieces, whole, strict=True))
+
+
+@given(sources, seeds, st.integers(1, 5))
+def test_a_mixture_is_each_source_in_its_own_order_with_its_exact_share(
+    parts: list[tuple[int, int]], seed: int, grain: int
+) -> None:
+    sizes, weights = zip(*parts, strict=True)
+    mixture = Mixture(sizes, weights, seed=seed, grain=grain)
+    blocks = 4
+    index, epoch = mixture.places(np.arange(blocks * mixture.block * grain))
+    owner = owners(mixture, index)
+    by_block = owner.reshape(blocks, -1)
+    offset = 0
+    for i, (size, weight) in enumerate(parts):
+        assert ((by_block == i).sum(axis=1) * sum(weights) == weight * mixture.block * grain).all()
+        mine = owner == i
+        expected = Shuffled(size, seed_of("mixture", seed, i)).places(np.arange(mine.sum()))
+        assert np.array_equal(index[mine] - offset, expected[0])
+        assert np.array_equal(epoch[mine], expected[1])
+        whole_epochs = int(mine.sum()) // size
+        assert np.array_equal(
+            np.sort((index[mine] - offset)[: whole_epochs * size].reshape(-1, size), axis=1),
+            np.tile(np.arange(size), (whole_epochs, 1)),
+        )
+        offset += size
+
+
+@given(sources, st.integers(2, 9))
+def test_a_grain_comes_from_one_source(parts: list[tuple[int, int]], grain: int) -> None:
+    sizes, weights = zip(*parts, strict=True)
+    mixture = Mixture(sizes, weights, seed=1, grain=grain)
+    index, _ = mixture.places(np.arange(grain * 100))
+    owner = owners(mixture, index).reshape(100, grain)
+    assert (owner == owner[:, :1]).all()
+
+
+@given(odd_shares, seeds)
+def test_odd_shares_are_kept_to_a_few_samples_all_along(shares: list[float], seed: int) -> None:
+    mixture = Mixture((50,) * len(shares), tuple(shares), seed=seed)
+    length = 20 * mixture.window
+    owner = owners(mixture, mixture.places(np.arange(length))[0])
+    ends = np.arange(1, length // mixture.window + 1) * mixture.window
+    for i, share in enumerate(shares):
+        had = np.cumsum(owner == i)[ends - 1]
+        assert np.abs(had - ends * share / sum(shares)).max() <= 2
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=50))
+def test_quotas_are_in_proportion_and_leave_nobody_out(shares: list[float]) -> None:
+    whole = np.array(quotas(tuple(shares)))
+    assert whole.min() >= 1
+    assert whole.sum() <= EXACT or whole.sum() == 2**30
+    share = np.array(shares) / sum(shares)
+    error = np.abs(whole / whole.sum() - share) / share
+    assert (error[share > 1e-6] <= 1.5e-3).all()
+
+
+def test_small_proportions_are_exact_and_tiny_ones_are_there() -> None:
+    assert quotas((0.7, 0.2, 0.1)) == (7, 2, 1)
+    assert quotas((1 / 3, 1 / 6, 1 / 2)) == (2, 1, 3)
+    assert quotas((60_000, 10_000)) == (6, 1)
+    assert quotas((1023, 1)) == (1023, 1)
+    assert sum(quotas((1024, 1))) > EXACT
+    assert quotas((1.0, 1e-30))[1] == 1
+
+
+def test_which_slot_is_whose_differs_between_blocks_and_seeds() -> None:
+    def dealt(seed: int) -> list[list[int]]:
+        mixture = Mixture((1000, 1000), (0.5, 0.25), seed=seed)
+        return owners(mixture, mixture.places(np.arange(300))[0]).reshape(-1, 3).tolist()
+
+    assert len({tuple(block) for block in dealt(0)}) == 3
+    assert dealt(0) != dealt(1)
+
+
+@given(
+    size=st.integers(4, 60),
+    shape=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.floats(0.05, 1), st.booleans()), min_size=1),
+    seed=seeds,
+)
+def test_stages_see_the_easiest_with_their_share_of_old_ones(
+    size: int, shape: list[tuple[int, int, float, bool]], seed: int
+) -> None:
+    ranking = np.random.default_rng(size).permutation(size)
+    stages, first = [], 0
+    for steps, batch, share, again in shape[:5]:
+        stages.append(Stage(first, batch, max(1, round(share * size)), replay=0.25 if again else 0.0))
+        first += steps
+    order = Staged(ranking, tuple(stages), seed=seed)
+    place = np.argsort(ranking)
+    pairs: list[tuple[int, int]] = []
+    position = 0
+    for i, stage in enumerate(stages):
+        steps = (stages[i + 1].first if i + 1 < len(stages) else first + 40) - stage.first
+        index, epoch = order.places(np.arange(position, position + steps * stage.batch_size))
+        position += len(index)
+        pairs += zip(index.tolist(), epoch.tolist(), strict=True)
+        rank = place[index]
+        assert (rank < stage.count).all()
+        old = stages[i - 1].count if i and stage.replay else 0
+        if 0 < old < stage.count:
+            repeated = (rank[: len(rank) // 4 * 4] < old).reshape(-1, 4).sum(axis=1)
+            assert (repeated == 1).all()
+        else:
+            whole = rank[: len(rank) // stage.count * stage.count].reshape(-1, stage.count)
+            assert (np.sort(whole, axis=1) == np.arange(stage.count)).all()
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_a_stage_is_a_function_of_its_own_number_alone() -> None:
+    late = (Stage(0, 8, 30), Stage(10, 16, 90))
+    later = (Stage(0, 8, 60), Stage(25, 16, 90))
+    first, second = (Staged(HARDER, stages, seed=1) for stages in (late, later))
+    assert np.array_equal(first.places(80 + np.arange(500))[0], second.places(200 + np.arange(500))[0])
+    same = Staged(HARDER, (Stage(0, 16, 90), Stage(10, 16, 90)), seed=1).places(np.arange(320))[0]
+    assert not np.array_equal(same[:160], same[160:])
+    other = Staged(HARDER, late, seed=2)
+    assert not np.array_equal(first.places(80 + np.arange(500))[0], other.places(80 + np.arange(500))[0])
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
+def test_the_pace_adds_up(stages: list[tuple[int, int]]) -> None:
+    firsts = np.cumsum([0, *(steps for steps, _ in stages)])[:-1]
+    pace = Pace(tuple(firsts.tolist()), tuple(size for _, size in stages))
+    expected = [size for steps, size in stages for _ in range(steps)] + [stages[-1][1]] * 20
+    assert [pace.batch_size_at(step) for step in range(len(expected))] == expected
+    before = np.cumsum([0, *expected])
+    assert [pace.samples_before(step) for step in range(len(before))] == before.tolist()
+    for samples in range(int(before[-2])):
+        step = pace.step_at(samples)
+        assert before[step] <= samples < before[step + 1]
+
+
+def test_a_ranking_goes_from_easy_to_hard_and_keeps_ties_in_order() -> None:
+    class Lengthy(Source):
+        """A source that knows how long its samples are."""
+
+        fingerprint = "lengthy"
+
+        def __len__(self) -> int:
+            return 4
+
+        def lengths(self) -> np.ndarray:
+            return np.array([5, 2, 5, 1])
+
+        def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+            return {"score": index % 2, "pair": np.zeros((len(index), 2))}
+
+        def describe(self, index: int, epoch: int) -> str:
+            return ""
+
+    source = Lengthy()
+    assert difficulty.ranking(source, "length").tolist() == [3, 1, 0, 2]
+    assert difficulty.ranking(First(source, 3), "length").tolist() == [1, 0, 2]
+    twice = Concat([source, source], repeats=[1, 2], limits=[2, None])
+    assert difficulty.ranking(twice, "length").tolist() == [5, 9, 1, 3, 7, 0, 2, 4, 6, 8]
+    assert difficulty.ranking(source, "score").tolist() == [0, 2, 1, 3]
+    assert difficulty.ranking(source, np.array([4, 3, 2, 1])).tolist() == [3, 2, 1, 0]
+    assert difficulty.ranking(source, lambda s: -np.arange(len(s))).tolist() == [3, 2, 1, 0]
+    with pytest.raises(UsageError, match=r"all of one length; use rarity"):
+        difficulty.ranking(SOURCE, "length")
+    with pytest.raises(
+        UsageError, match=r"by=age: the samples have no such field; there is length, rarity, score, pair"
+    ):
+        difficulty.ranking(source, "age")
+    with pytest.raises(DataError, match=r"by=pair gives float64 \[4, 2\], not one number for each of the 4 samples"):
+        difficulty.ranking(source, "pair")
+    with pytest.raises(DataError, match="nan for sample 2"):
+        difficulty.ranking(source, np.array([1, 2, np.nan, np.inf]))
+    with pytest.raises(UsageError, match="rarity needs tokens, and the samples have score, pair"):
+        difficulty.ranking(source, "rarity")
+
+
+def test_rarity_is_the_mean_surprise_of_the_tokens() -> None:
+    tokens = np.array([[0, 0, 0, 0], [0, 0, 1, 1], [2, 0, 0, 0]] + [[0, 0, 0, 0]] * 300, np.int32)
+    counts = np.bincount(tokens.ravel())
+    surprise = -np.log(counts / counts.sum())
+    expected = surprise[tokens].mean(axis=1)
+    for name in ("tokens", "input_ids"):
+        assert np.allclose(difficulty.rarity(ArraySource({name: tokens})), expected, rtol=1e-12)
+    order = difficulty.ranking(ArraySource({"tokens": tokens}), "rarity")
+    assert order.tolist() == [0, *range(3, 303), 2, 1]
+    mask = np.ones_like(tokens)
+    mask[1, 2:] = 0
+    masked = difficulty.rarity(ArraySource({"tokens": tokens, "attention_mask": mask}))
+    assert masked[1] == masked[0]
+
+
+def test_stages_are_counted_in_steps_and_samples() -> None:
+    options = Curriculum.model_validate(
+        {
+            "stages": [
+                {"share": 0.25, "steps": "1 epoch"},
+                {"share": 0.5, "steps": "20%", "batch_size": 4, "replay": 0.1},
+                {"steps": 1},
+            ]
+        }
+    )
+    made = difficulty.stages(options, size=200, total_steps=100, steps_per_epoch=25, batch_size=8, times=2)
+    assert made == (Stage(0, 8, 50), Stage(25, 8, 100, replay=0.1), Stage(45, 8, 200))
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"steps": 100}, {"steps": 1}], r"stages\[1\] would begin at step 100, and the run has 100"),
+        ([{"steps": 0}, {"steps": 5}], r"stages\[0\]\.steps is 0"),
+        ([{"steps": 5}, {"steps": 5, "share": 0.01}], r"stages\[1\] has 2 samples .* fewer than one batch of 8"),
+        ([{"steps": 5, "batch_size": 300}], r"stages\[0\] has 200 samples .* fewer than one batch of 300"),
+        ([{"steps": 5, "replay": 0.5}], r"stages\[0\]\.replay=0\.5: the stage has no stage before it"),
+        ([{"steps": 5}, {"steps": 5, "replay": 0.5}], r"stages\[1\]\.replay=0\.5: the stage adds no samples"),
+        ([{"steps": 0}, {"steps": 5, "share": 0.01}], r"stages\[0\].*; .*stages\[1\]"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_by_name(stages: list[dict[str, Any]], message: str) -> None:
+    options = Curriculum.model_validate({"stages": stages})
+    with pytest.raises(UsageError, match=message):
+        difficulty.stages(options, size=200, total_steps=100, steps_per_epoch=25, batch_size=8)

@@ -1,0 +1,131 @@
+"""Cleaning takes away and never invents; twice is once; what is clean stays as it is, and fast."""
+
+from __future__ import annotations
+
+import sys
+import time
+import unicodedata
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from bottega.data.text.clean import clean
+from bottega.schema.data import Cleaning
+
+ALL = Cleaning()
+# Characters that mean trouble, among letters they may compose or join with.
+NASTY = st.text(
+    st.sampled_from(
+        "ab eE\t\n\r\x00\x0b\x0c\x1c\x1f\x7f\x85\xa0\xad\u0301\u0345\u200b\u200c\u200d\u2028\u202e\u3000\ufeff\ue000"
+    )
+    | st.sampled_from("नक्षیمΑＡⅣ¨ﬁ\u212b\U0001f468\u1f00\u0390가\u1161")
+    | st.characters(),
+    max_size=60,
+)
+OPTIONS = st.builds(
+    Cleaning,
+    unicode=st.sampled_from(["NFC", "NFKC", "none"]),
+    control=st.booleans(),
+    whitespace=st.booleans(),
+    boilerplate=st.booleans(),
+)
+
+
+@given(NASTY, OPTIONS)
+@example("e\u00ad\u0301", ALL)
+@example("\uff21\u200d\u0915", Cleaning(unicode="NFKC"))
+@example("e\u200d\u0301", ALL)
+@example("x\u0301\u200d\u1dc2\u200d\u0915", ALL)  # Without the first joiner the accents change places.
+def test_cleaning_twice_is_cleaning_once(text: str, options: Cleaning) -> None:
+    once = clean(text, options)
+    assert clean(once, options) == once
+
+
+@given(NASTY, OPTIONS)
+def test_no_character_is_invented(text: str, options: Cleaning) -> None:
+    # Composing makes one character of several: those of the composed text without its invisible parts are the reference.
+    visible = "".join(sign for sign in text if unicodedata.category(sign) not in ("Cc", "Cf", "Co", "Cs"))
+    forms = {unicodedata.normalize(form, part) for form in ("NFC", "NFKC") for part in (text, visible)}
+    allowed = set(text).union(" \n", *forms)
+    if options.unicode == "none":
+        allowed = {*text, " ", "\n"}
+    assert set(clean(text, options)) <= allowed
+
+
+@given(st.lists(st.lists(st.text(st.sampled_from("abc.,XYZ019<&"), min_size=1), min_size=1).map(" ".join), min_size=1))
+def test_clean_ascii_is_the_same_object_over(lines: list[str]) -> None:
+    text = "\n    ".join(lines)
+    assert clean(text, ALL) == text
+
+
+@given(NASTY)
+def test_white_space_is_plain(text: str) -> None:
+    cleaned = clean(text, ALL)
+    assert cleaned == cleaned.strip()
+    assert "\n\n\n" not in cleaned
+    for line in cleaned.split("\n"):
+        assert line == line.rstrip()
+        assert "  " not in line.lstrip()
+
+
+def test_what_is_invisible_goes_and_what_parts_words_becomes_a_break() -> None:
+    assert (
+        clean("\ufeffso\u00adft\u200b \u202eleft\u2060 \x00nul \ue123\U000f1234pri\x7fvate", ALL)
+        == "soft left nul private"
+    )
+    assert clean("a\r\nb\rc\x0cd\x85e\u2028f", ALL) == "a\nb\nc\nd\ne\nf"
+    assert clean("a\r\nb\x00", Cleaning(control=False, whitespace=False, unicode="none")) == "a\r\nb\x00"
+
+
+def test_all_control_format_and_private_characters_go_but_those_that_are_seen() -> None:
+    seen = {*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD, *range(0x13430, 0x13460)}
+    options = Cleaning(unicode="none", whitespace=False)
+    for code in range(sys.maxunicode + 1):
+        if unicodedata.category(chr(code)) in ("Cc", "Cf", "Co", "Cs"):
+            expected = chr(code) if code in seen or chr(code) in "\t\n" else ""
+            assert clean(chr(code), options).replace("\n", "") == expected.replace("\n", ""), hex(code)
+
+
+def test_a_joiner_stays_where_it_is_spelling() -> None:
+    for word in ("می\u200cخواهم", "क्\u200dष", "👨\u200d👩\u200d👧"):
+        assert clean(word, ALL) == word
+    assert clean("zero\u200dwidth\u200cjoiners\u200d", ALL) == "zerowidthjoiners"
+
+
+def test_forms_of_unicode() -> None:
+    assert clean("e\u0301 ﬁ Ａ", ALL) == "é ﬁ Ａ"
+    assert clean("e\u0301 ﬁ Ａ", Cleaning(unicode="NFKC")) == "é fi A"
+    assert clean("e\u0301", Cleaning(unicode="none")) == "e\u0301"
+
+
+def test_spaces_are_folded_and_indentation_stays() -> None:
+    assert clean("  a  b \t c\td  \n\n \n\n\xa0e\u3000f \n", ALL) == "a b c\td\n\n e f"
+    code = "def f(x):\n    if x:\n\treturn  1   # why"
+    assert clean(code, ALL) == "def f(x):\n    if x:\n\treturn 1 # why"
+
+
+def test_html_and_boilerplate_are_done_when_asked_for() -> None:
+    page = "<ul><li>Home<li>News<li>Contact</ul><p>It was   a dark night &amp; cold.</p>"
+    assert clean(page, ALL).startswith("<ul>")
+    assert clean(page, Cleaning(html=True)) == "Home\nNews\nContact\n\nIt was a dark night & cold."
+    assert clean(page, Cleaning(html=True, boilerplate=True)) == "It was a dark night & cold."
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 200_000 + "x", "a" + " " * 200_000, "a\t" * 100_000, "\n \n" * 70_000, "\u200d" * 200_000]
+)
+def test_hostile_white_space_takes_no_time(text: str) -> None:
+    started = time.process_time()
+    clean(text, Cleaning(unicode="NFKC"))
+    assert time.process_time() - started < 1
+
+
+def test_clean_text_is_read_at_50_megabytes_a_second() -> None:
+    text = "It was a dark night, and the rain fell in torrents except at occasional intervals.\n" * 25_000
+    best = 1e9
+    for _ in range(5):
+        started = time.process_time()
+        assert clean(text, ALL) is not None
+        best = min(best, time.process_time() - started)
+    assert len(text) / best > 50e6

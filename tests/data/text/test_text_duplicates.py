@@ -1,0 +1,168 @@
+"""Equal and similar texts are found, different ones are not, and the first of each group stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.core.noise import generator
+from bottega.data.text.duplicates import (
+    PERMUTATIONS,
+    RUN,
+    bands,
+    content_key,
+    keep_exact,
+    keep_near,
+    signature,
+    similarity,
+)
+
+RNG = generator(1, "words")
+VOCABULARY = np.array(
+    ["".join(RNG.choice(list("abcdefghijklmnopqrstuvwxyz"), RNG.integers(3, 9))) for _ in range(4000)]
+)
+
+
+def document(name: int, words: int = 400) -> list[str]:
+    return generator(name, "document").choice(VOCABULARY, words).tolist()
+
+
+def with_changes(words: list[str], share: float, name: int = 0) -> list[str]:
+    rng, changed = generator(name, "changes"), list(words)
+    for place in rng.choice(len(words), round(share * len(words)), replace=False):
+        changed[place] = str(rng.choice(VOCABULARY))
+    return changed
+
+
+def jaccard(first: list[str], second: list[str]) -> float:
+    one, other = ({tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)} for words in (first, second))
+    return len(one & other) / len(one | other)
+
+
+def sign(documents: list[list[str]]) -> np.ndarray:
+    return np.stack([signature(" ".join(words)) for words in documents])
+
+
+@given(st.lists(st.sampled_from(["a", "B", "ß", "é", "long"]), min_size=1), st.sampled_from([" ", "\n\n", " \t "]))
+def test_case_and_white_space_do_not_matter(words: list[str], space: str) -> None:
+    assert content_key(" ".join(words)) == content_key(f" {space.join(words).upper()} \n")
+    assert 0 <= content_key(space.join(words)) < 2**64
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    # blake2b of "hello world" cut to 8 bytes; a change of it would keep duplicates across two halves of a preparation.
+    code = "from bottega.data.text.duplicates import *; print(content_key('Hello  World'), signature('Hello  World wide')[:3])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{content_key('hello world')} {signature('hello world wide')[:3]}"
+    assert content_key("a") != content_key("b")
+
+
+@given(st.lists(st.integers(0, 5) | st.just(2**64 - 1), max_size=30))
+def test_the_first_of_equal_keys_stays(keys: list[int]) -> None:
+    assert keep_exact(keys).tolist() == [key not in keys[:place] for place, key in enumerate(keys)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.1, 0.2, 0.4])
+def test_the_estimate_is_within_three_standard_errors(share: float) -> None:
+    errors, strays = [], 0
+    for name in range(40):
+        first = document(name)
+        second = with_changes(first, share, name)
+        true, estimated = jaccard(first, second), similarity(*sign([first, second]))
+        scale = np.sqrt(true * (1 - true) / PERMUTATIONS)
+        errors.append(estimated - true)
+        strays += abs(estimated - true) > 3 * scale + 1e-12
+    # Three standard errors are passed once in 370; of 40 pairs, two are next to impossible.
+    assert strays <= 1
+    # Without bias: the mean of 40 errors is known to a sixth of one error.
+    assert abs(np.mean(errors)) <= 3 * 0.5 / np.sqrt(PERMUTATIONS * 40)
+
+
+def test_near_duplicates_are_found_and_others_are_not() -> None:
+    originals = [document(name) for name in range(60)]
+    # With 5 % of the words changed, 0.95^5 of the runs are left, which is a similarity of 0.63; with 2 %, of 0.83.
+    signatures = sign([*originals, *(with_changes(words, 0.05, name) for name, words in enumerate(originals))])
+    assert keep_near(signatures, 0.5).tolist() == [True] * 60 + [False] * 60
+    assert keep_near(signatures, 0.8).all()
+    signatures = sign([*originals, *(with_changes(words, 0.01, name) for name, words in enumerate(originals))])
+    assert keep_near(signatures, 0.8).tolist() == [True] * 60 + [False] * 60
+
+
+def test_the_answer_is_that_of_comparing_all_pairs() -> None:
+    documents = [document(name, 60) for name in range(30)]
+    rng = generator(7, "mix")
+    for copy in range(120):
+        documents.append(with_changes(documents[int(rng.integers(30))], float(rng.random() * 0.15), copy))
+    order = rng.permutation(len(documents))
+    signatures = sign([documents[place] for place in order])
+    for threshold in (0.3, 0.5, 0.8, 1.0):
+        group = np.arange(len(order))
+        for one in range(len(order)):
+            for other in np.flatnonzero(np.mean(signatures == signatures[one], axis=1) >= threshold):
+                group[group == max(group[one], group[other])] = min(group[one], group[other])
+        expected = group == np.arange(len(order))
+        kept = keep_near(signatures, threshold)
+        # A pair at the very threshold is missed once in a hundred.
+        assert np.count_nonzero(kept != expected) <= 2
+        assert np.array_equal(kept, keep_near(signatures, threshold))
+
+
+def test_of_many_equal_texts_one_stays_and_in_little_time() -> None:
+    signatures = np.repeat(sign([document(1), document(2)]), 20_000, axis=0)
+    started = time.process_time()
+    assert np.flatnonzero(keep_near(signatures, 0.8)).tolist() == [0, 20_000]
+    assert time.process_time() - started < 5
+
+
+def test_a_first_that_is_unlike_the_rest_hides_nothing() -> None:
+    number, rows = bands(0.8)
+    second = generator(0, "row").integers(0, 2**32, PERMUTATIONS, dtype=np.uint32)
+    third = second.copy()
+    third[rows : number * rows : rows] += 1  # All bands differ but the first, and 108 of 128 places are equal.
+    first = second + np.uint32(7)
+    first[:rows] = second[:rows]
+    assert keep_near(np.stack([first, second, third]), 0.8).tolist() == [True, True, False]
+
+
+def test_bands_fit_the_threshold() -> None:
+    for threshold in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99, 1.0):
+        number, rows = bands(threshold)
+        assert number * rows <= PERMUTATIONS
+        assert 1 - (1 - threshold**rows) ** number >= 0.99
+    assert bands(1.0) == (1, PERMUTATIONS)
+    assert bands(0.8)[1] > bands(0.5)[1]
+
+
+def test_short_and_wordless_texts() -> None:
+    assert similarity(signature("A good film!"), signature("a  good film")) == 1
+    assert similarity(signature("a good film"), signature("quite another thing")) < 0.1
+    assert 0.2 < similarity(signature("a really good film"), signature("a really bad film")) < 0.6
+    assert similarity(signature("good not bad"), signature("bad not good")) < 0.8
+    assert similarity(signature("!!!"), signature("???")) < 0.1
+    assert similarity(signature(""), signature(" \n")) == 1
+    assert keep_near(np.empty((0, PERMUTATIONS), np.uint32), 0.8).tolist() == []
+    assert signature("x").dtype == np.uint32
+
+
+def test_chinese_is_compared_by_its_signs() -> None:
+    text = "我们晚上回到家的时候，没有人想到要为第二天买面包。然后我们又出去了一次，可是商店已经关门了。"
+    assert similarity(signature(text), signature(text.replace("面包", "米饭"))) > 0.4
+
+
+@given(st.text(max_size=100))
+def test_any_text_has_a_signature(text: str) -> None:
+    assert np.array_equal(signature(text), signature(text))
+    assert signature(text).shape == (PERMUTATIONS,)
+
+
+def test_signatures_take_two_megabytes_a_second() -> None:
+    text = " ".join(document(5, 100_000))
+    started = time.process_time()
+    signature(text)
+    assert len(text) / (time.process_time() - started) > 2e6

@@ -1,0 +1,83 @@
+"""Each question of a filter has its answer and its reason, and texts at the limit stay."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.core.errors import UsageError
+from bottega.data.text.filters import check, reason_to_drop, repeated_share, symbol_share
+from bottega.schema.data import Filter
+
+ENGLISH = "The rain fell on the roof of the house, and it was dark when we came home."
+GERMAN = "Der Regen fiel auf das Dach des Hauses, und es war dunkel, als wir nach Hause kamen."
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "reason"),
+    [
+        ("abc", Filter(), None),
+        ("", Filter(), None),
+        ("abc", Filter(min_characters=3), None),
+        ("abc", Filter(min_characters=4), "too short"),
+        ("abc", Filter(max_characters=3), None),
+        ("abcd", Filter(max_characters=3), "too long"),
+        ("one two", Filter(min_words=2), None),
+        ("one two", Filter(min_words=3), "too few words"),
+        ("我们晚上回到家的时候", Filter(min_words=5), None),
+        ("ab!?", Filter(max_symbol_share=0.5), None),
+        ("ab!?#", Filter(max_symbol_share=0.5), "too many signs"),
+        ("a\nb\na\nb", Filter(max_repeated_share=0.5), None),
+        ("a\nb\na\na", Filter(max_repeated_share=0.49), "repeated lines"),
+        (ENGLISH, Filter(languages=("en",)), None),
+        (ENGLISH, Filter(languages=("de", "EN-gb")), None),
+        (GERMAN, Filter(languages=("en",)), "other language"),
+        ("abc", Filter(languages=("en",)), "unknown language"),
+        ("", Filter(min_characters=1, languages=("en",)), "too short"),
+    ],
+)
+def test_reasons(text: str, options: Filter, reason: str | None) -> None:
+    assert reason_to_drop(text, options) == reason
+
+
+def test_shares_are_those_counted_by_hand() -> None:
+    assert symbol_share("a, b.") == pytest.approx(2 / 4)
+    assert symbol_share("é, b.") == pytest.approx(2 / 4)
+    assert symbol_share("_") == 1
+    assert symbol_share(" \n") == symbol_share("") == 0
+    assert symbol_share("नमस्ते") == 0  # A quarter of ordinary Hindi are marks, which are no signs.
+    assert symbol_share(ENGLISH) < 0.06
+    assert repeated_share("a\n\n b \n\na\n\n") == pytest.approx(1 / 3)
+    assert repeated_share("") == 0
+
+
+@given(st.text(st.characters(max_codepoint=127)))
+def test_the_short_cut_for_ascii_counts_the_same(text: str) -> None:
+    signs = sum(not sign.isalnum() and not sign.isspace() for sign in text)
+    solid = sum(not sign.isspace() for sign in text)
+    assert symbol_share(text) == pytest.approx(signs / max(solid, 1))
+
+
+@given(st.text())
+def test_any_text_is_judged(text: str) -> None:
+    options = Filter(min_words=1, languages=("en",), max_symbol_share=0.3, max_repeated_share=0.3)
+    assert reason_to_drop(text, options) in {
+        None,
+        "too few words",
+        "too many signs",
+        "repeated lines",
+        "unknown language",
+        "other language",
+    }
+    assert 0 <= symbol_share(text) <= 1
+    assert 0 <= repeated_share(text) < 1
+
+
+def test_a_language_that_cannot_be_told_is_refused_by_name() -> None:
+    check(Filter(languages=("en", "de-AT", "nb", "zh_CN")))
+    check(Filter())
+    with pytest.raises(UsageError, match=r"data\.filter\.languages: 'english'.*did you mean 'en'"):
+        check(Filter(languages=("english",)))
+    with pytest.raises(UsageError, match=r"'xx'.*known are am, ar"):
+        check(Filter(languages=("xx",)))

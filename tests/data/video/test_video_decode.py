@@ -1,0 +1,245 @@
+"""Video files to frames: all of them, at the right times, within limits, and nothing that was cut short."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import struct
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from bottega.data.record import Unreadable
+from bottega.data.video import decode as decoding
+from bottega.data.video.container import missing_bytes
+from bottega.data.video.decode import Limits, frames
+
+DATA = os.environ.get("BOTTEGA_DATA")
+CLIPS = sorted(path for path in Path(DATA, "video-clips").iterdir() if path.suffix != ".txt") if DATA else []
+needs_data = pytest.mark.skipif(not CLIPS, reason="BOTTEGA_DATA is not set")
+LEVEL = 5
+"""Frame n of a made video is grey of LEVEL * n, so that a frame says which it is."""
+
+
+def made(
+    count: int, *, times: list[int] | None = None, form: str = "matroska", size: tuple[int, int] = (16, 24)
+) -> bytes:
+    """Frames at `times` (in tenths of a second; 0, 1, 2, ... by default), without loss."""
+    out = io.BytesIO()
+    with av.open(out, "w", format=form) as container:
+        stream = container.add_stream("ffv1", rate=10)
+        stream.height, stream.width = size
+        stream.pix_fmt = "bgr0"
+        stream.codec_context.time_base = Fraction(1, 10)
+        for number, time in enumerate(times or range(count)):
+            frame = av.VideoFrame.from_ndarray(np.full((*size, 3), LEVEL * number, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+def numbers(data: bytes, **options: object) -> list[int]:
+    return [int(frame[0, 0, 0]) // LEVEL for frame in frames(data, **options).frames]  # type: ignore[arg-type]
+
+
+def listed() -> dict[str, tuple[int, int, int, float]]:
+    """name: height, width, frames, rate; from SOURCE.txt."""
+    text = Path(str(DATA), "video-clips", "SOURCE.txt").read_text()
+    found = {}
+    for name, width, height, count, rate in re.findall(r"^(\S+\.\w+) \w+\S* (\d+)x(\d+) (\d+) ([\d.]+)$", text, re.M):
+        found[name] = (int(height), int(width), int(count), float(rate))
+    found["nasa_13013.mp4"] = (180, 320, 325, 25.0)  # two streams: the first is meant
+    return found
+
+
+@needs_data
+@pytest.mark.parametrize("clip", CLIPS, ids=lambda path: path.name)
+def test_real_clips_have_the_frames_that_are_known(clip: Path) -> None:
+    height, width, count, rate = listed()[clip.name]
+    given_rate, pictures = frames(clip)
+    seen = [picture.shape for picture in pictures]
+    assert set(seen) == {(height, width, 3)}
+    assert len(seen) == count
+    assert given_rate == pytest.approx(rate, abs=0.001)
+
+
+@needs_data
+def test_all_twelve_are_there() -> None:
+    assert {path.name for path in CLIPS} == set(listed())
+
+
+@needs_data
+@pytest.mark.parametrize("clip", CLIPS, ids=lambda path: path.name)
+@pytest.mark.parametrize("stated", [True, False])
+def test_a_clip_cut_short_is_noticed(clip: Path, stated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its stated length; and, where there is none to go by, by what is decoded."""
+    if not stated:
+        monkeypatch.setattr(decoding, "missing_bytes", lambda stream: 0)
+    data = clip.read_bytes()
+    for share in (0.0, 0.01, 0.5, 0.9, *([0.98] if stated else [])):
+        path = tmp_path / f"cut{clip.suffix}"
+        path.write_bytes(data[: int(len(data) * share)])
+        for cut in (path, path.read_bytes()):
+            with pytest.raises(Unreadable, match="bytes are missing" if stated and share else r".") as caught:
+                list(frames(cut).frames)
+            assert "\n" not in str(caught.value)
+
+
+@needs_data
+def test_bytes_and_files_give_the_same_frames() -> None:
+    clip = next(path for path in CLIPS if path.name == "h265_video.mp4")
+    for one, other in zip(frames(clip).frames, frames(clip.read_bytes()).frames, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["photo.mp4", "photo.avi"])
+def test_a_picture_is_no_video_whatever_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    Image.new("RGB", (64, 64)).save(path, format="PNG")
+    with pytest.raises(Unreadable, match="no video of a known format"):
+        frames(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "ffconcat version 1.0\nfile x.mp4\n", "hello"]
+)
+def test_a_playlist_opens_nothing(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "list.mp4"
+    path.write_text(text)
+    with pytest.raises(Unreadable, match="no video of a known format"):
+        frames(path)
+
+
+def test_sound_alone_is_no_video(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+    with pytest.raises(Unreadable, match="no video stream"):
+        frames(out.getvalue())
+
+
+def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(Unreadable, match="cannot be read"):
+        frames(tmp_path / "no.mp4")
+
+
+def test_noise_in_the_middle_is_unreadable_or_complete() -> None:
+    data = bytearray(made(20))
+    data[len(data) // 2 : len(data) // 2 + 200] = bytes(200)
+    with pytest.raises(Unreadable):
+        list(frames(bytes(data)).frames)
+
+
+class TestTimes:
+    def test_as_it_comes(self) -> None:
+        assert numbers(made(7)) == list(range(7))
+        assert frames(made(7)).rate == 10
+
+    def test_half_and_double_the_rate(self) -> None:
+        # Times 0, 0.2, 0.4, ... and 0, 0.05, 0.1, ...; one that is halfway between two frames is the later one's.
+        assert numbers(made(7), fps=5) == [0, 2, 4, 6]
+        assert numbers(made(4), fps=20) == [0, 1, 1, 2, 2, 3, 3, 3]
+
+    def test_the_stride_comes_after_the_rate(self) -> None:
+        assert numbers(made(8), stride=3) == [0, 3, 6]
+        assert numbers(made(9), fps=5, stride=2) == [0, 4, 8]
+        assert frames(made(9), fps=5, stride=2).rate == 2.5
+
+    @given(
+        st.lists(st.integers(1, 6), min_size=1, max_size=12),
+        st.sampled_from([1, 2, 3, 5, 7.5, 10, 24, 29.97]),
+    )
+    def test_frames_that_come_when_they_like_are_taken_by_their_times(self, gaps: list[int], fps: float) -> None:
+        times = [0, *np.cumsum(gaps).tolist()]
+        seen = numbers(made(len(times), times=times), fps=fps)
+        for place, number in enumerate(seen):
+            distance = [abs(time / 10 - place / fps) for time in times]
+            assert distance[number] <= min(distance) + 1e-6
+        # What is left of the end is one frame at the stated rate, which the container derives from the times.
+        assert (len(seen) - 1) / fps <= times[-1] / 10 + 6.1 / 10
+        assert len(seen) / fps >= times[-1] / 10
+
+    @given(st.sampled_from([1, 2, 4, 12.5, 25, 60]))
+    def test_a_rate_keeps_the_duration(self, fps: float) -> None:
+        assert abs(len(numbers(made(30), fps=fps)) - 3 * fps) < 1
+
+
+class TestLimits:
+    def test_too_many_frames_are_noticed_while_decoding(self) -> None:
+        assert len(numbers(made(20), limit=Limits(frames=20))) == 20
+        with pytest.raises(Unreadable, match="longer than 19 frames"):
+            numbers(made(20), limit=Limits(frames=19))
+
+    def test_too_long_or_too_large_is_refused_before(self) -> None:
+        with pytest.raises(Unreadable, match="more than a video may last"):
+            frames(made(20), limit=Limits(seconds=1.5))
+        with pytest.raises(Unreadable, match="more pixels than one may have"):
+            frames(made(2), limit=Limits(pixels=100))
+
+    def test_frames_are_made_one_at_a_time(self) -> None:
+        pictures = frames(made(20), limit=Limits(frames=3)).frames
+        assert [int(next(pictures)[0, 0, 0]) // LEVEL for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("matrix", "turned"),
+    [
+        ((0, 1, -1, 0), lambda pixels: np.rot90(pixels, -1)),  # as phones held upright write it: a quarter clockwise
+        ((-1, 0, 0, -1), lambda pixels: np.rot90(pixels, 2)),
+        ((0, -1, 1, 0), lambda pixels: np.rot90(pixels, 1)),
+    ],
+)
+def test_a_video_is_turned_as_its_header_says(matrix: tuple[int, ...], turned: object) -> None:
+    pixels = np.zeros((32, 48, 3), np.uint8)
+    pixels[:16, :24] = 255
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        for _ in range(2):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    data = bytearray(out.getvalue())
+    at = data.index(b"tkhd") + 4 + 40
+    a, b, c, d = (value * 65536 for value in matrix)
+    data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    seen = next(frames(bytes(data)).frames)
+    expected = turned(pixels)  # type: ignore[operator]
+    assert seen.shape == expected.shape
+    assert np.abs(seen.astype(int) - expected).mean() < 12
+
+
+@pytest.mark.parametrize("form", ["mp4", "matroska", "avi", "webm", "mov"])
+def test_containers_state_their_length(form: str) -> None:
+    codec = {"webm": "libvpx", "mp4": "mpeg4", "mov": "mpeg4"}.get(form, "mpeg4")
+    out = io.BytesIO()
+    with av.open(out, "w", format=form) as container:
+        stream = container.add_stream(codec, rate=10)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv420p"
+        for level in range(5):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 40 * level, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    data = out.getvalue()
+    assert missing_bytes(io.BytesIO(data)) == 0
+    assert missing_bytes(io.BytesIO(data + b"\0" * 50)) == 0
+    for cut in (1, 7, len(data) // 2):
+        assert missing_bytes(io.BytesIO(data[:-cut])) > 0, cut
+
+
+@given(
+    st.binary(max_size=80), st.sampled_from([b"", b"RIFF", b"\x1a\x45\xdf\xa3", b"\0\0\0\x10ftyp", b"\0\0\0\x01mdat"])
+)
+def test_any_bytes_have_a_length_to_state_or_none(noise: bytes, magic: bytes) -> None:
+    assert missing_bytes(io.BytesIO(magic + noise)) >= 0

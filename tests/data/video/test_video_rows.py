@@ -1,0 +1,159 @@
+"""From videos to batches: which frames are seen, how they are stored, and what a batch holds exactly."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.data.classes import find_classes
+from bottega.data.image.augment import denormalise
+from bottega.data.record import Record, Unreadable
+from bottega.data.shards import ShardWriter, Table
+from bottega.data.video import encoder as encoding
+from bottega.data.video.encoder import VideoEncoder
+from bottega.data.video.sampling import clip
+from bottega.data.video.source import VideoRows
+from bottega.schema.media import ImageAugmentation
+
+DATA = os.environ.get("BOTTEGA_DATA")
+whole = st.integers(1, 40)
+
+
+@given(whole, whole, st.integers(1, 5), st.sampled_from(("random", "start", "centre")), st.integers(0, 9))
+def test_a_clip_is_in_the_video_and_in_a_row(length: int, num_frames: int, stride: int, where: Any, epoch: int) -> None:
+    seen = clip(length, num_frames=num_frames, stride=stride, where=where, epoch=epoch)
+    assert seen.shape == (num_frames,)
+    assert seen.min() >= 0
+    assert seen.max() < length
+    # In steps of the stride up to the end of the video, which is then repeated.
+    steps = np.diff(seen)
+    assert ((steps == stride) | (seen[1:] == length - 1)).all()
+    if length > (num_frames - 1) * stride:
+        assert (steps == stride).all()
+    else:
+        assert seen[0] == 0
+        assert seen[-1] == length - 1
+
+
+def test_start_centre_and_random_are_where_they_say() -> None:
+    assert clip(100, num_frames=4, stride=2, where="start").tolist() == [0, 2, 4, 6]
+    assert clip(100, num_frames=4, stride=2, where="centre").tolist() == [46, 48, 50, 52]
+    assert clip(3, num_frames=5, stride=1, where="centre").tolist() == [0, 1, 2, 2, 2]
+    starts = {
+        int(clip(10, num_frames=4, stride=2, where="random", seed=1, epoch=epoch, index=5)[0]) for epoch in range(99)
+    }
+    assert starts == {0, 1, 2, 3}
+    assert len({tuple(clip(999, num_frames=2, stride=1, where="random", index=index)) for index in range(50)}) > 40
+
+
+def film(length: int, *, size: tuple[int, int] = (8, 8)) -> np.ndarray:
+    """Frame n has the value n."""
+    return np.broadcast_to(np.arange(length, dtype=np.uint8)[:, None, None, None], (length, *size, 3))
+
+
+def table(folder: Path, encoder: VideoEncoder, rows: Iterable[dict[str, Any]]) -> Table:
+    with ShardWriter(folder, encoder.columns) as writer:
+        for number, fields in enumerate(rows):
+            for row in encoder.rows(Record(f"v{number}", "", fields)):
+                writer.add(row)
+    return Table(folder)
+
+
+@pytest.fixture
+def videos(tmp_path: Path) -> Table:
+    rows = ({"video": film(20 + n), "fps": 12, "label": "ab"[n % 2], "caption": f"film {n}"} for n in range(5))
+    return table(tmp_path / "videos", VideoEncoder((8, 8)), rows)
+
+
+def levels(batch: dict[str, Any]) -> list[list[int]]:
+    return denormalise(batch["video"], how="symmetric")[..., 0, 0, 0].tolist()
+
+
+def test_a_batch_holds_exactly_what_is_promised(videos: Table) -> None:
+    rows = VideoRows(
+        videos, content="x", num_frames=4, stride=3, clip="centre", classes=find_classes("ab"), condition="class"
+    )
+    batch = rows.rows(np.array([4, 1]), np.zeros(2, int))
+    assert list(batch) == ["video", "fps", "condition", "label"]
+    assert batch["video"].shape == (2, 4, 8, 8, 3)
+    assert batch["video"].dtype == np.float32
+    assert (batch["fps"].shape, batch["fps"].dtype, int(batch["fps"])) == ((), np.int32, 4)  # 12 a second, every third
+    assert batch["condition"].tolist() == [[1, 0], [0, 1]]
+    assert (batch["label"].dtype, batch["label"].tolist()) == (np.int32, [0, 1])
+    assert levels(batch) == [[7, 10, 13, 16], [5, 8, 11, 14]]
+    assert list(VideoRows(videos, content="x", num_frames=4).rows(np.arange(2), np.zeros(2, int))) == [
+        "video",
+        "fps",
+        "condition",
+    ]
+
+
+def test_a_short_video_ends_on_a_still(videos: Table) -> None:
+    rows = VideoRows(videos, content="x", num_frames=6, stride=5, clip="random")
+    assert levels(rows.rows(np.array([0]), np.zeros(1, int))) == [[0, 5, 10, 15, 19, 19]]
+
+
+def test_a_random_clip_is_of_sample_and_epoch(videos: Table) -> None:
+    rows = VideoRows(videos, content="x", num_frames=3, seed=1)
+    everything = [levels(rows.rows(np.arange(5), np.full(5, epoch))) for epoch in range(6)]
+    assert levels(rows.rows(np.array([3]), np.array([2]))) == [everything[2][3]]
+    assert len({str(seen) for seen in everything}) == 6
+    again = pickle.loads(pickle.dumps(rows))
+    assert levels(again.rows(np.array([3]), np.array([2]))) == [everything[2][3]]
+    assert rows.fingerprint != VideoRows(videos, content="x", num_frames=3, seed=2).fingerprint
+    assert rows.describe(3, 2).splitlines()[1:] == [
+        f"frames {everything[2][3][0]} to {everything[2][3][-1]} of 23, at 12 a second",
+        "film 3",
+    ]
+
+
+def test_augmentation_treats_a_video_as_one(videos: Table) -> None:
+    options = ImageAugmentation(flip=True, colour_jitter=0.5)
+    rows = VideoRows(videos, content="x", num_frames=3, clip="start", augmentation=options)
+    batch = rows.rows(np.arange(5), np.zeros(5, int))["video"]
+    plain = VideoRows(videos, content="x", num_frames=3, clip="start").rows(np.arange(5), np.zeros(5, int))["video"]
+    assert batch.shape == plain.shape
+    assert (batch != plain).any()
+
+
+def test_arrays_need_a_rate_and_are_resampled_to_ours(tmp_path: Path) -> None:
+    with pytest.raises(Unreadable, match="needs its rate"):
+        list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": film(5)})))
+    with pytest.raises(Unreadable, match="is no video"):
+        list(VideoEncoder((8, 8), fps=5).rows(Record("a", "", {"video": np.zeros((5, 4), np.uint8)})))
+    (row,) = VideoEncoder((8, 8), fps=5).rows(Record("a", "", {"video": film(9), "fps": 10}))
+    assert row["video"][:, 0, 0, 0].tolist() == [0, 2, 4, 6]
+    assert row["fps"] == [5]
+    (grey,) = VideoEncoder((4, 4), channels=1, fps=5).rows(Record("a", "", {"video": film(2)[..., 0]}))
+    assert grey["video"].shape == (2, 4, 4, 1)
+
+
+def test_a_video_that_would_fill_the_memory_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "MAX_BYTES", 8 * 8 * 3 * 4)
+    assert list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": film(4), "fps": 10})))
+    with pytest.raises(Unreadable, match="over 4 frames"):
+        list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": film(5), "fps": 10})))
+
+
+@pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
+def test_real_clips_become_batches(tmp_path: Path) -> None:
+    names = ("carphone_pristine.mp4", "h265_video.mp4", "TrumanShow_wave_f_nm_np1_fr_med_26.avi", "av1_video.mkv")
+    files = [Path(str(DATA), "video-clips", name) for name in names]
+    encoder = VideoEncoder((32, 48), fps=5, resize="pad")
+    prepared = table(tmp_path, encoder, ({"video": file, "label": file.suffix} for file in files))
+    # 4.004, 1, 1.6 and 5 seconds at 5 a second.
+    assert prepared.lengths("video").tolist() == [21, 5, 8, 25]
+    rows = VideoRows(prepared, content="x", num_frames=8, classes=find_classes([".avi", ".mkv", ".mp4"]))
+    batch = rows.rows(np.arange(4), np.zeros(4, int))
+    assert batch["video"].shape == (4, 8, 32, 48, 3)
+    assert int(batch["fps"]) == 5
+    assert batch["label"].tolist() == [2, 2, 0, 1]
+    assert (np.abs(batch["video"]) <= 1.000001).all()
