@@ -1,9 +1,11 @@
-"""A text file is one document, unchanged; in pieces it is the same text, and the same tokens."""
+"""A text file is one document, unchanged; in pieces or packed it is the same text. No packing gets past its limits."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
+import lzma
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bottega.core.errors import DataError
-from bottega.data.readers import find, text
+from bottega.core.noise import generator
+from bottega.data.readers import compressed, find, text
 from bottega.data.record import Bad, Record
 from bottega.schema.data import Source
 
@@ -107,3 +110,63 @@ def test_a_packed_text_cannot_be_cut_from_outside(tmp_path: Path) -> None:
     found = find(Source(path=str(file)))
     with pytest.raises(DataError, match=r"a\.txt\.bz2 is packed and cannot be read from its middle"):
         list(found.read(found.pieces(1)[0]._replace(stop=5)))
+
+
+def packed(packing: str, content: bytes) -> bytes:
+    import zstandard
+
+    zstd = zstandard.ZstdCompressor(write_checksum=True)  # as the command does, and the library does not
+    return {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd.compress}[packing](content)
+
+
+@pytest.mark.parametrize("packing", compressed.SUFFIXES)
+def test_packed_files(tmp_path: Path, packing: str) -> None:
+    content = generator(0, "packed").bytes(3000) * 400  # 1.2 MB, in several blocks
+    file = tmp_path / f"a{packing}"
+    for parts in ([content], [content[:70], content[70:]], [b""], [b"", content[:9]]):
+        # Several members are one stream, and zeros may stand between and behind them.
+        file.write_bytes(b"".join(packed(packing, part) + bytes(8) for part in parts) + bytes(1 << 17))
+        with compressed.unpacked(file) as stream:
+            assert stream.read() == b"".join(parts)
+        with compressed.unpacked(file) as stream:
+            assert b"".join(compressed.lines(stream)) == b"".join(parts)
+    whole = packed(packing, content)
+    for cut in (len(whole) - 1, len(whole) // 2, 12):
+        file.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=rf"a\{packing} is cut short"), compressed.unpacked(file) as stream:
+            stream.read()
+    middle = len(whole) // 2
+    file.write_bytes(
+        whole[:middle] + bytes(byte ^ 0x55 for byte in whole[middle : middle + 400]) + whole[middle + 400 :]
+    )
+    with pytest.raises(DataError, match=rf"a\{packing} is (damaged|cut short)"), compressed.unpacked(file) as stream:
+        stream.read()
+    file.write_bytes(b"plain text")
+    with pytest.raises(DataError, match=rf"is no \w+ file; take \{packing} off its name"):
+        compressed.unpacked(file)
+    file.write_bytes(whole + b"more")
+    with pytest.raises(DataError, match=rf"a\{packing} is (damaged|cut short)"), compressed.unpacked(file) as stream:
+        stream.read()
+
+
+@pytest.mark.parametrize("packing", [".gz", ".zst", ".bz2"])
+def test_a_bomb_is_stopped_early(tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "ALWAYS_ALLOWED", 1 << 20)
+    file = tmp_path / f"bomb{packing}"
+    file.write_bytes(packed(packing, bytes(96 << 20)))
+    given = 0
+
+    def read_all() -> None:
+        nonlocal given
+        with compressed.unpacked(file) as stream:
+            while block := stream.read(1 << 20):
+                given += len(block)
+
+    tracemalloc.start()
+    with pytest.raises(DataError, match="decompresses to more than 1,000 times its size: a bomb"):
+        read_all()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 68 << 20  # 32 MiB come out of a KiB of Zstandard, twice while they are joined
+    # gzip packs zeros to a 1,029th; the reader cannot know before it has given as much of it as that allows.
+    assert given < {".gz": 96 << 20, ".zst": 33 << 20, ".bz2": 3 << 20}[packing]

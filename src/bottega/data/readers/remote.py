@@ -67,7 +67,7 @@ def fetched(address: str) -> Path:
     try:
         files, is_folder = _listed(store, path, address, is_http=scheme.startswith("http"))
         entry = _copied(store, files, address)
-    except (BottegaError, KeyboardInterrupt):
+    except BottegaError:
         raise
     except FileNotFoundError as error:
         raise DataError(f"{shown(address)} does not exist") from error

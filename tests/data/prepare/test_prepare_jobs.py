@@ -1,0 +1,191 @@
+"""Preparing goes on after a kill, gives the same bytes however it is done, and keeps memory flat."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.core.errors import DataError
+from bottega.data.cache import MANIFEST
+from bottega.data.prepare import inputs, jobs
+from bottega.data.prepare.language import prepare_language
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.vocabulary import TokenizerSpec
+from bottega.schema.data import Duplicates, HeldOut, Source, Splitting, TextData
+
+BYTES = TokenizerSpec(kind="bytes")
+
+
+def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
+    rng = random.Random(seed)
+    with path.open("w") as out:
+        for number in range(count):
+            words = " ".join(rng.choice(("alpha", "beta", "gamma", "délta")) for _ in range(rng.randrange(1, 40)))
+            out.write(json.dumps({"text": f"{number} {words}", "user": number % 7, "label": number % 3}) + "\n")
+    return path
+
+
+def prepared(path: Path, cache: Path, **options: Any) -> Prepared:
+    data = TextData(train=Source(path=str(path)), **{"validation": HeldOut(split=0.2), **options})
+    return prepare_language(data, BYTES, progress=lambda stage, done, total: None, cache=cache)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def texts(ready: Prepared, table: str) -> list[str]:
+    rows = ready.table(table)
+    return [ready.tokenizer.decode(rows.row("tokens", n)[:-1]) for n in range(len(rows))]
+
+
+def test_many_jobs_on_several_processes_give_the_bytes_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", 400)
+    whole = files(prepared(path, tmp_path / "whole").folder)
+    monkeypatch.setattr(inputs, "JOB_BYTES", 3000)
+    many = files(prepared(path, tmp_path / "many").folder)
+    monkeypatch.setattr(jobs, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert many == whole == files(prepared(path, tmp_path / "processes").folder)
+
+
+def test_every_record_is_on_one_side_once(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", 300)
+    expected = sorted(json.loads(line)["text"] for line in path.read_text().splitlines())
+    shares = {"validation": HeldOut(split=0.2), "test": HeldOut(split=0.1)}
+    for by in ("fraction", "hash", "stratified", "group"):
+        split = Splitting(by=by, field="user" if by == "group" else None)
+        ready = prepared(path, tmp_path / "cache", split=split, **shares)
+        sides = {table: texts(ready, table) for table in ("train", "validation", "test")}
+        assert sorted(chain.from_iterable(sides.values())) == expected, by
+        assert len(sides["train"]) > len(sides["validation"]) > 0, by
+    folds = [prepared(path, tmp_path / "cache", split=Splitting(folds=5, fold=k)) for k in range(5)]
+    assert sorted(chain.from_iterable(texts(fold, "validation") for fold in folds)) == expected
+
+
+def test_a_group_is_on_one_side(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", 300)
+    users = {row["text"]: row["user"] for row in map(json.loads, path.read_text().splitlines())}
+    ready = prepared(path, tmp_path / "cache", split=Splitting(by="group", field="user"))
+    sides = [{users[text] for text in texts(ready, table)} for table in ("train", "validation")]
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 7
+
+
+def test_a_hash_split_moves_nothing_when_the_data_grows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", 200)
+    before = set(texts(prepared(path, tmp_path / "cache", split=Splitting(by="hash")), "validation"))
+    write_rows(path, 400)
+    after = set(texts(prepared(path, tmp_path / "cache", split=Splitting(by="hash")), "validation"))
+    assert before < after
+
+
+def test_duplicates_stay_with_what_is_held_out(tmp_path: Path) -> None:
+    rows = [{"text": f"text number {i} of many, all different from each other"} for i in range(50)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows + rows[:10] + [{"text": "held out text"}])))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": "Held  out text"}) + "\n")
+    ready = prepared(
+        tmp_path / "train.jsonl",
+        tmp_path / "cache",
+        validation=HeldOut(path=str(tmp_path / "held.jsonl")),
+        deduplicate=Duplicates(),
+    )
+    assert texts(ready, "validation") == ["Held  out text"]
+    assert sorted(texts(ready, "train")) == sorted(row["text"] for row in rows)
+    assert ready.meta["dropped"] == {"duplicate": 11}
+
+
+def test_bad_rows_stop_or_are_skipped_counted_and_named(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", 100)
+    lines = path.read_text().splitlines()
+    lines[41] = '{"text": '
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 42"):
+        prepared(path, tmp_path / "cache")
+    with pytest.raises(DataError, match=r"line 42.*1 of 100 records are bad, more than data\.max_bad=0\.001"):
+        prepared(path, tmp_path / "cache", bad_records="skip")
+    ready = prepared(path, tmp_path / "cache", bad_records="skip", max_bad=0.02)
+    assert ready.meta["bad"] == 1
+    assert "line 42" in ready.meta["named"][0]
+    assert len(texts(ready, "train")) + len(texts(ready, "validation")) == 99
+
+
+SLOW = """
+    import sys, time
+    from pathlib import Path
+    from bottega.data.prepare import inputs, jobs
+    from bottega.data.prepare.encode import Encode
+    from bottega.data.prepare.language import prepare_language
+    from bottega.data.vocabulary import TokenizerSpec
+    from bottega.schema.data import HeldOut, Source, TextData
+
+    inputs.JOB_BYTES = 2000
+    work = Encode.work
+    def noted(self, number, out):
+        with open(sys.argv[3], "a") as log:
+            log.write(f"{number}\\n")
+        time.sleep(float(sys.argv[4]))
+        return work(self, number, out)
+    Encode.work = noted
+    data = TextData(train=Source(path=sys.argv[1]), validation=HeldOut(split=0.2))
+    prepare_language(data, TokenizerSpec(kind="bytes"), progress=lambda *a: None, cache=Path(sys.argv[2]))
+"""
+
+
+def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, log = write_rows(tmp_path / "rows.jsonl", 200), tmp_path / "log"
+    arguments = [str(path), str(tmp_path / "cache"), str(log)]
+    command = [sys.executable, "-c", textwrap.dedent(SLOW), *arguments]
+    process = subprocess.Popen([*command, "0.05"])
+    while not log.exists() or len(log.read_text().split()) < 5:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    first = log.read_text().split()
+    subprocess.run([*command, "0"], check=True, timeout=60)
+    again = log.read_text().split()[len(first) :]
+    # Only the job that the kill interrupted is done twice.
+    assert again[0] == first[-1]
+    assert not set(again[1:]) & set(first)
+    monkeypatch.setattr(inputs, "JOB_BYTES", 2000)
+    [entry] = [folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]
+    assert files(prepared(path, tmp_path / "fresh").folder) == files(entry)
+
+
+def test_memory_stays_flat(tmp_path: Path) -> None:
+    """A text of 120 MB under a limit of 300 MB over what Python and its libraries take."""
+    line = "the quick brown fox jumps over the lazy dog, as it does in every text of this kind\n"
+    with (tmp_path / "big.txt").open("w") as out:
+        for _ in range(120):
+            out.write(line * (1_000_000 // len(line)))
+    script = """if True:
+        import resource, sys
+        from pathlib import Path
+        from bottega.data.prepare.language import prepare_language
+        from bottega.data.vocabulary import TokenizerSpec
+        from bottega.schema.data import HeldOut, Source, TextData
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        data = TextData(train=Source(path=sys.argv[1] + "/big.txt"), validation=HeldOut(split=0.05))
+        spec = TokenizerSpec(kind="bytes")
+        ready = prepare_language(data, spec, progress=lambda *a: None, cache=Path(sys.argv[1], "cache"))
+        assert ready.tables["train"]["bytes"] > 1e8
+        peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        print(peak - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    kilobytes = int(done.stdout)
+    assert kilobytes < 300_000, f"{kilobytes} kB more than before"
