@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.data import tokenizer as tokenizer_module
 from bottega.data.bytelevel import SYMBOLS, safe_pieces
-from bottega.data.corpus import TextSource, read_documents
+from bottega.data.readers.embedded import listed
 from bottega.data.tokenizer import END_OF_TEXT, Tokenizer
 from bottega.data.vocabulary import (
     TokenizerSpec,
@@ -27,7 +27,7 @@ from bottega.data.vocabulary import (
     train_bpe,
 )
 
-CORPUS = [document.text for _, document in zip(range(20), read_documents(TextSource(kind="embedded")), strict=False)]
+CORPUS = [text for file in listed().files[:25] if (text := file.read_text(encoding="utf-8"))][:20]
 BYTES = byte_tokenizer()
 BPE = train_bpe(CORPUS, vocab_size=600)
 HARD = [

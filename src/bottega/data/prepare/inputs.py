@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.readers import Found, find
+from bottega.data.cache import cached, default_cache
+from bottega.data.readers import Found, compressed, find
+from bottega.data.readers.fingerprint import content_hash
 from bottega.data.readers.reader import Piece
 from bottega.schema.data import Data, HeldOut, Source
 
@@ -88,7 +91,21 @@ def _find(source: Source, key: str) -> Found:
     found = find(source)
     if source.split is not None and found.kind not in NAMED_PARTS:
         raise UsageError(f"{key}.split: {found.kind} has no part named {source.split!r}; leave it out")
-    return found
+    is_packed_text = found.kind == "text" and len(found.files) == 1 and compressed.is_packed(found.files[0])
+    return _unpacked(found) if is_packed_text else found
+
+
+def _unpacked(found: Found) -> Found:
+    """A single text is cut where its end is kept back, and what is packed cannot be: so it is unpacked, once."""
+    file = found.files[0]
+    name = file.with_suffix("").name
+
+    def build(folder: Path) -> None:
+        with compressed.unpacked(file) as packed, (folder / name).open("wb") as out:
+            shutil.copyfileobj(packed, out, 1 << 20)
+
+    plain = cached(default_cache() / "unpacked", content_hash(file), build) / name
+    return replace(found, root=plain, files=[plain], source=found.source.model_copy(update={"path": str(plain)}))
 
 
 def items_of(inputs: tuple[Input, ...], shares: Shares, *, cut_single_text: bool) -> list[Item]:
