@@ -32,7 +32,13 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
     if isinstance(recipe, LanguageRecipe):
         return prepare_language(recipe.data, tokenizer_of(recipe), progress=progress)
     if isinstance(recipe, ClassifyRecipe):
-        return prepare_classify(recipe.data, tokenizer_of(recipe), seed=recipe.seed, progress=progress)
+        return prepare_classify(
+            recipe.data,
+            tokenizer_of(recipe),
+            seed=recipe.seed,
+            num_classes=recipe.model.num_labels,
+            progress=progress,
+        )
     if isinstance(recipe, MediaRecipe):
         from bottega.data.prepare.media import prepare_media
 
@@ -65,6 +71,8 @@ def prepare_command(words: list[str], *, out: Path | None, to: tuple[str, str] |
     if to is not None and to[0] not in FORMATS:
         raise UsageError(f"--to {to[0]}: there is {', '.join(FORMATS)}")
     recipe = read_recipe(words)
+    if out is not None:
+        _check_out(out)
     begun = time.monotonic()
     with bars(Console(stderr=True)) as say:
         prepared = prepare_recipe(recipe, say)
@@ -104,10 +112,17 @@ def show(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _check_out(out: Path) -> None:
+    """Before the work, and again after it."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: is a file; name a folder to write to")
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"--out {out}: exists already and is not empty; choose another folder")
+
+
 def _copy(prepared: Prepared, out: Path) -> None:
     """The whole folder or nothing, with a manifest that knows the copy's times."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"--out {out}: exists already and is not empty; choose another folder")
+    _check_out(out)
     temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ GOLDEN = "e4c1b07df4060e1245db9ea9206762104eb9a778e81369d9757ec9eaace7e0d3"
 
 
 @orders
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.data())
 def test_any_position_can_be_asked_for_in_any_shape(name: str, data: st.DataObject) -> None:
     order = ORDERS[name]
@@ -132,7 +132,7 @@ def test_workers_share_one_order(workers: int) -> None:
 
 
 @orders
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(stops=st.lists(st.integers(1, 60), max_size=6, unique=True))
 def test_a_stream_that_is_stopped_anywhere_goes_on_as_if_it_had_not(name: str, stops: list[int]) -> None:
     whole = [batch["x"] for batch in islice(loader(name)(0), 61)]

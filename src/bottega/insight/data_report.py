@@ -50,7 +50,8 @@ def _with_task(words: list[str]) -> list[str]:
     """`bottega data photos/` is about a path, not a recipe: its kind says which task would learn from it."""
     first = words[0] if words else ""
     path = Path(first).expanduser()
-    if not first or first.startswith("-") or "=" in first or path.suffix in (".yaml", ".yml") or not path.exists():
+    is_path = path.exists() or path.suffix or first.startswith(("/", ".", "~"))
+    if not first or first.startswith("-") or "=" in first or path.suffix in (".yaml", ".yml") or not is_path:
         return words
     from bottega.data.readers import kind_of
     from bottega.schema.data import Source
@@ -204,8 +205,8 @@ def show(report: dict[str, Any]) -> str:
     for reason, count in sorted(report["dropped"].items()):
         lines.append(f"left out: {count:,} {reason}")
     for example in report["examples"]:
-        said = "".join(f", {name} {example[name]}" for name in ("label", "caption") if name in example)
-        lines += ["", f"-- {example['key']}{said}", _short(example["shows"])]
+        said = "".join(f", {name} {_visible(example[name])}" for name in ("label", "caption") if name in example)
+        lines += ["", f"-- {_visible(example['key'])}{said}", _visible(_short(example["shows"]), keep="\n\t")]
     lines += [f"\nsee {path}" for path in report["pictures"]]
     return "\n".join(lines)
 
@@ -216,7 +217,9 @@ def _bars(balance: dict[str, int]) -> list[str]:
     if hidden:
         rows = [*rows[: LABELS_SHOWN - 2], *rows[-2:]]
     most = max(balance.values(), default=1)
-    lines = [f"  {name[:24]:<24}{count:>10,}  {'█' * max(1, round(30 * count / most))}" for name, count in rows]
+    lines = [
+        f"  {_visible(name[:24]):<24}{count:>10,}  {'█' * max(1, round(30 * count / most))}" for name, count in rows
+    ]
     if hidden:
         lines.insert(LABELS_SHOWN - 2, f"  ... {hidden:,} more ...")
     return lines
@@ -225,6 +228,11 @@ def _bars(balance: dict[str, int]) -> list[str]:
 def _duplicates_shown(duplicates: dict[str, int]) -> list[str]:
     found = [f"  {count:,} in {name}" for name, count in duplicates.items() if count]
     return ["repeated rows:", *found] if found else ["repeated rows: none"]
+
+
+def _visible(text: str, *, keep: str = "") -> str:
+    """What comes from the data must not move the cursor or set the colours of a terminal."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
 def _short(text: str) -> str:

@@ -17,7 +17,7 @@ from bottega.engines.torch import TorchEngine
 def inspect(what: str, words: list[str]) -> dict[str, Any]:
     """One row for each module; gradient norms come from one batch of the training data, and nothing is changed."""
     engine, branch, batch_size, seed = _open(what, words)
-    batch = Loader(branch.training(), batch_size, seed=seed).batch(0)
+    batch = Loader(branch.training(), batch_size, seed=seed, order=branch.order).batch(0)
     engine.model.train()
     counts = engine.task.counts(batch)
     rng = Noise(seed, 0, torch.arange(batch_size, device=engine.device), torch)

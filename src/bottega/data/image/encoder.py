@@ -95,7 +95,11 @@ def medium(record: Record, field: str | None, *, names: tuple[str, ...], what: s
         # An archive may name its members as it likes: then the only one that can be a medium is it.
         candidates = usual[:1] or [name for name, value in fields.items() if _medium(value) is not None]
         if len(candidates) != 1:
-            found = "several fields that could be the" if candidates else "no field with an"
+            found = (
+                "several fields that could be the"
+                if candidates
+                else f"no field with {'a' if what == 'video' else 'an'}"
+            )
             raise Unreadable(f"has {found} {what}; it has {_listed(fields)}; name one with data.train.field")
         field = candidates[0]
     value = _medium(fields[field])

@@ -11,7 +11,7 @@ from typing import Any
 from bottega.core.errors import DataError
 from bottega.data.cache import default_cache
 from bottega.data.encoder import Encoder, Row
-from bottega.data.prepare.inputs import inputs_of
+from bottega.data.prepare.inputs import check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.language import BYTE_LENGTHS, GROUP, opened_tokenizer, tokenizer_options
 from bottega.data.prepare.learn import tokenizer as learn
@@ -27,13 +27,20 @@ from bottega.schema.classify import ClassifyData, TextAugmentation
 
 
 def prepare_classify(
-    data: ClassifyData, spec: TokenizerSpec, *, seed: int, progress: Progress, cache: Path | None = None
+    data: ClassifyData,
+    spec: TokenizerSpec,
+    *,
+    seed: int,
+    progress: Progress,
+    num_classes: int | None = None,
+    cache: Path | None = None,
 ) -> Prepared:
-    """Tables of input_ids, text, label and key."""
+    """Tables of input_ids, text, label and key. `num_classes` are those of the recipe; None counts them in the data."""
     ready = opened_where_prepared(data, task="classify")
     if ready is not None:
         return ready
     inputs, shares = inputs_of(data)
+    check_medium(inputs, "text")
     changes = data.augmentation if data.augmentation is not None and data.augmentation.enabled else None
     # Another thesaurus gives other copies.
     thesaurus = synonyms.source() if changes and "synonym_replacement" in changes.techniques else None
@@ -52,6 +59,7 @@ def prepare_classify(
         encoder=encoder,
         options=(*tokenizer_options(spec), changes, thesaurus, seed if changes else None),
         label_field=data.label_field,
+        num_classes=num_classes,
         deduplicate=data.deduplicate,
     )
     return prepare(plan, cache=cache or default_cache(), progress=progress)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,9 @@ from bottega.data.prepare.inputs import Input, Item
 from bottega.data.prepare.jobs import Jobs, Progress, run
 from bottega.data.prepare.rules import Dropped, Rules, records
 from bottega.data.prepare.scan import Decisions
+from bottega.data.prepare.tally import Tally
 from bottega.data.record import Bad, Record
 from bottega.data.shards import ShardWriter, merge
-
-# Bad records that are named; beyond that they are only counted.
-NAMED = 100
-DEFAULT_MAX_BAD = 0.001
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Encode(Jobs):
             writers: dict[str, ShardWriter] = {}
             for table, row in self.encoder.encode(self._chosen(number, tally)):
                 if isinstance(row, Bad):
-                    self._bad(row, tally)
+                    tally.note(row, stop=self.stop)
                     continue
                 if table not in writers:
                     writers[table] = stack.enter_context(ShardWriter(out / table, self.encoder.columns))
@@ -63,7 +60,7 @@ class Encode(Jobs):
                 position += 1
                 tally.records += 1
                 if isinstance(record, Bad):
-                    self._bad(record, tally)
+                    tally.note(record, stop=self.stop)
                 elif isinstance(record, Dropped):
                     tally.dropped[record.reason] = tally.dropped.get(record.reason, 0) + 1
                 elif decided is None or item.table is not None:
@@ -71,66 +68,44 @@ class Encode(Jobs):
                 elif decided[position] >= 0:
                     yield self.tables[decided[position]], record
 
-    def _bad(self, bad: Bad, tally: Tally) -> None:
-        if self.stop:
-            raise DataError(str(bad))
-        tally.bad += 1
-        if len(tally.named) < NAMED:
-            tally.named.append(str(bad))
-
-
-@dataclass
-class Tally:
-    """What became of the records."""
-
-    records: int = 0
-    bad: int = 0
-    named: list[str] = field(default_factory=list)
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    def add(self, other: dict[str, Any]) -> None:
-        self.records += other["records"]
-        self.bad += other["bad"]
-        self.named += other["named"][: NAMED - len(self.named)]
-        self.dropped = dict(Counter(self.dropped) + Counter(other["dropped"]))
-
 
 def encode(jobs: Encode, folder: Path, *, max_bad: float | None, progress: Progress) -> dict[str, Any]:
     """All jobs, and their parts as one table each in `folder`. What is known of them afterwards, as plain values."""
     tally = Tally()
     counts: dict[str, Counter[str]] = {}
-    for summary in run(jobs, progress):
+    by_input: defaultdict[int, Tally] = defaultdict(Tally)
+    for number, summary in enumerate(run(jobs, progress)):
         tally.add(summary)
+        by_input[jobs.jobs[number][0].input].add(summary)
         for table, counted in summary["tables"].items():
             counts.setdefault(table, Counter()).update(counted)
-    _check(tally, DEFAULT_MAX_BAD if max_bad is None else max_bad)
+    tally.check(max_bad)
     parts = [jobs.part(number) for number in range(len(jobs.jobs))]
     tables = {}
     for table in jobs.tables:
         found = [part / table for part in parts if (part / table).is_dir()]
-        if not found and not table.startswith("train"):
-            continue
+        if not found:
+            # A missing validation would only be missed when the run is over.
+            raise DataError(_nothing(table, jobs.inputs, by_input))
         rows = merge(found, folder / table, jobs.encoder.columns)
         tables[table] = {"rows": rows, **counts.get(table, {})}
     shutil.rmtree(jobs.folder)
-    if not any(tables[table]["rows"] for table in tables if table.startswith("train")):
-        raise DataError(_nothing(jobs.inputs, tally))
     return {"tables": tables, **vars(tally)}
 
 
-def _check(tally: Tally, max_bad: float) -> None:
-    if tally.bad > max_bad * tally.records:
-        others = f" (and {tally.bad - 1:,} more)" if tally.bad > 1 else ""
-        raise DataError(
-            f"{tally.named[0]}{others}; {tally.bad:,} of {tally.records:,} records are bad, more than data.max_bad="
-            f"{max_bad:g} allows"
-        )
-
-
-def _nothing(inputs: Iterable[Input], tally: Tally) -> str:
-    train = next(input.found for input in inputs if input.table.startswith("train"))
-    where = train.files[0] if len(train.files) == 1 else f"the {len(train.files)} files of {train.root}"
-    if not tally.records or set(tally.dropped) <= {"empty"}:
-        return f"{where} {'is' if len(train.files) == 1 else 'are all'} empty; give a file with data in it"
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(tally.dropped.items()))
-    return f"nothing is left of the {tally.records:,} records of {train.root}: {reasons}; loosen data.filter"
+def _nothing(table: str, inputs: tuple[Input, ...], tallies: Mapping[int, Tally]) -> str:
+    """Why a table is empty."""
+    number = next((n for n, input in enumerate(inputs) if input.table == table), None)
+    if number is None:  # a share of train
+        return f"data.{table} is empty: none of the records came to it; raise its split, or add data"
+    found, tally = inputs[number].found, tallies[number]
+    if tally.bad and tally.bad == tally.records:
+        return f"all {tally.bad:,} records of {found.root} are bad; the first: {tally.named[0]}"
+    if not tally.records:
+        where = found.files[0] if len(found.files) == 1 else f"the {len(found.files)} files of {found.root}"
+        return f"{where} {'is' if len(found.files) == 1 else 'are all'} empty; give a file with data in it"
+    rest = tally.records - tally.bad - sum(tally.dropped.values())
+    counts = {**tally.dropped, "bad": tally.bad, "duplicate": rest}
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()) if count)
+    remedy = "loosen data.filter" if tally.dropped.keys() - {"empty"} else "give other data"
+    return f"nothing is left of the {tally.records:,} records of {found.root}: {reasons}; {remedy}"

@@ -19,6 +19,15 @@ from bottega.schema.data import Data, HeldOut, Source
 JOB_BYTES = 8 << 20
 MEDIA_JOB_BYTES = 64 << 20
 NAMED_PARTS = ("huggingface", "idx")
+# Kinds that hold nothing to learn from, by the field a task reads.
+FOREIGN = {
+    "text": ("images", "audio", "video", "idx"),
+    "image": ("audio", "video", "text"),
+    "audio": ("images", "text", "idx"),
+    "video": ("images", "audio", "text"),
+    "x": ("images", "audio", "video", "text"),
+}
+MEDIA = {"x": "numbers"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,15 @@ def inputs_of(data: Data) -> tuple[tuple[Input, ...], Shares]:
         options = data.replay.model_dump(exclude={"share"})
         found.append(Input(_find(Source(**options), "data.replay"), "replay"))
     return tuple(found), shares
+
+
+def check_medium(inputs: tuple[Input, ...], medium: str) -> None:
+    for input in inputs:
+        if input.found.kind in FOREIGN[medium]:
+            raise DataError(
+                f"{input.found.root} holds {input.found.kind}, and the task learns from {MEDIA.get(medium, medium)}; "
+                "name other data, or set data.train.kind where that was guessed wrongly"
+            )
 
 
 def _own(part: HeldOut, train: Source) -> Source:

@@ -12,7 +12,7 @@ import numpy as np
 
 from bottega.data.cache import default_cache
 from bottega.data.encoder import Encoder, Row
-from bottega.data.prepare.inputs import Input, inputs_of
+from bottega.data.prepare.inputs import Input, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.learn import tokenizer as learn
 from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
@@ -39,6 +39,7 @@ def prepare_language(data: TextData, spec: TokenizerSpec, *, progress: Progress,
 def plan_language(data: TextData, spec: TokenizerSpec) -> Plan:
     rules = Rules.of_text(data)
     inputs, shares = inputs_of(data)
+    check_medium(inputs, "text")
 
     def encoder(texts: Texts, folder: Path, progress: Progress) -> TokenEncoder:
         tokenizer = learn(spec, texts, folder / "tokenizer", progress)

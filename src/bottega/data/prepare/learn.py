@@ -15,7 +15,7 @@ from bottega.data.tokenizer import Tokenizer
 from bottega.data.vocabulary import TokenizerSpec, build_tokenizer
 
 # Merges are learned from so many bytes at most, evenly spread: more text hardly changes them, and 1 GB takes minutes.
-ENOUGH = 256 << 20
+ENOUGH = 64 << 20
 
 
 def tokenizer(spec: TokenizerSpec, texts: Texts, folder: Path, progress: Progress) -> Tokenizer:

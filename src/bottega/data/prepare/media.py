@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import default_cache
 from bottega.data.encoder import Encoder
-from bottega.data.prepare.inputs import Input, Shares, inputs_of
+from bottega.data.prepare.inputs import Input, Shares, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
-from bottega.data.prepare.rules import Rules
+from bottega.data.prepare.rules import Dropped, Rules
 from bottega.data.record import Bad, Record, Unreadable
 from bottega.schema.data import Data
 from bottega.schema.media import AudioData, AudioRecipe, ImageData, MediaRecipe, VideoData, VideoRecipe
@@ -23,11 +23,6 @@ from bottega.schema.routing import RoutingData
 DECODED_LIMIT = 2 << 30
 # So many records at the beginning may be bad before there is nothing to read a size off.
 TRIES = 100
-FOREIGN = {
-    "image": ("audio", "video", "text"),
-    "audio": ("images", "text", "idx"),
-    "video": ("images", "audio", "text"),
-}
 
 T = TypeVar("T")
 
@@ -89,12 +84,7 @@ def _inputs(data: Data, medium: str) -> tuple[tuple[Input, ...], Shares]:
                 f"data.train.kind: {source.kind} data of this task is not built yet; give a path with --data"
             )
     inputs, shares = inputs_of(data)
-    for input in inputs:
-        if input.found.kind in FOREIGN.get(medium, ()):
-            raise DataError(
-                f"{input.found.root} holds {input.found.kind}, and the task learns from {medium}; name other data, or "
-                "set data.train.kind where that was guessed wrongly"
-            )
+    check_medium(inputs, medium)
     return inputs, shares
 
 
@@ -102,19 +92,23 @@ def _first(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Recor
     """A function that asks records of train, from the first on, until one has an answer."""
 
     def ask(question: Callable[[Record], T]) -> T:
-        problem = "it is empty"
+        problem = None
         for record in _some(inputs, rules):
             try:
-                return question(record)
+                if not isinstance(record, Bad):
+                    return question(record)
+                problem = problem or str(record)
             except Unreadable as error:
-                problem = f"{record.where}: {error}"
+                problem = problem or f"{record.where}: {error}"
         train = next(input.found for input in inputs if input.table.startswith("train"))
-        raise DataError(f"{train.root}: no record at its beginning can be read ({problem})")
+        if problem is None:
+            raise DataError(f"{train.root} is empty; give data with something in it")
+        raise DataError(f"{train.root}: none of its first records can be read; the first of all: {problem}")
 
     return ask
 
 
-def _some(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
+def _some(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record | Bad]:
     tried = 0
     for input in inputs:
         if not input.table.startswith("train"):
@@ -122,11 +116,9 @@ def _some(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
         for piece in input.found.pieces(64 << 20):
             for record in input.found.read(piece):
                 ruled = record if isinstance(record, Bad) else rules.apply(record, input.found.source)
-                if isinstance(ruled, Bad):
-                    tried += 1
-                    if tried == 1 and not input.found.is_media:
-                        raise DataError(str(ruled))
-                elif isinstance(ruled, Record):
+                if isinstance(ruled, Bad) and not tried and not input.found.is_media:
+                    raise DataError(str(ruled))
+                if not isinstance(ruled, Dropped):
                     yield ruled
                     tried += 1
                 if tried >= TRIES:

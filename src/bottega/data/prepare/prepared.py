@@ -227,4 +227,4 @@ def _decisions(
         plan.deduplicate,
         stop=plan.stop,
     )
-    return decide(scan, plan.shares, plan.tables, progress=progress)
+    return decide(scan, plan.shares, plan.tables, max_bad=plan.data.max_bad, progress=progress)

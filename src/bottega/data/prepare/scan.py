@@ -15,6 +15,7 @@ from bottega.core.errors import DataError
 from bottega.data.prepare.inputs import Input, Item, Shares
 from bottega.data.prepare.jobs import Jobs, Progress, run
 from bottega.data.prepare.rules import Rules, label_of, records
+from bottega.data.prepare.tally import Tally
 from bottega.data.record import Bad, Record
 from bottega.data.splits import SplitTable, assign
 from bottega.data.text.duplicates import content_key, keep_exact, keep_near, signature
@@ -40,7 +41,8 @@ class Scan(Jobs):
     stage: str = "scan"
 
     def work(self, number: int, out: Path) -> dict[str, Any]:
-        rows = list(self._rows(number))
+        tally = Tally()
+        rows = list(self._rows(number, tally))
         keys, sizes, files, labels, groups, contents, signatures, kept = zip(*rows, strict=True) if rows else ([],) * 8
         np.save(out / "keys.npy", np.array(keys, np.uint64))
         np.save(out / "sizes.npy", np.array(sizes, np.int64))
@@ -51,26 +53,34 @@ class Scan(Jobs):
         np.save(out / "kept.npy", np.array(kept, np.bool_))
         if self.duplicates is not None and self.duplicates.method == "near":
             np.save(out / "signatures.npy", np.array(signatures, np.uint32).reshape(len(rows), -1))
-        return {"records": len(rows)}
+        return {**vars(tally), "records": len(rows)}
 
-    def _rows(self, number: int) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, number: int, tally: Tally) -> Iterator[tuple[Any, ...]]:
         near = self.duplicates is not None and self.duplicates.method == "near"
         empty = signature("") if near else None
         for item in self.jobs[number]:
             file = _hash(item.piece.name)
             for record in records(self.inputs, item, self.rules):
                 if not isinstance(record, Record):
-                    if isinstance(record, Bad) and self.stop:
-                        raise DataError(str(record))
+                    if isinstance(record, Bad):
+                        tally.note(record, stop=self.stop)
                     yield _hash(record.key), 0, file, 0, 0, 0, empty, False
                     continue
                 text = str(record.fields.get("text", ""))
                 content = content_key(text) if self.duplicates is not None else 0
-                label = label_of(record, self.label_field) if self.split.by == "stratified" else None
+                label = self._label(record) if self.split.by == "stratified" else None
                 group = _hash(str(self._group(record))) if self.split.field is not None else 0
                 size = len(text) if self.rules.is_text else 1
                 similar = signature(text) if near else None
                 yield _hash(record.key), size, file, _hash(str(label)), group, content, similar, True
+
+    def _label(self, record: Record) -> Any:
+        try:
+            return label_of(record, self.label_field)
+        except DataError:
+            if self.stop:
+                raise
+            return None  # the encoder will find it bad, and count and name it
 
     def _group(self, record: Record) -> Any:
         if self.split.field not in record.fields:
@@ -92,9 +102,16 @@ class Decisions:
         return np.load(self.folder / f"{number:06d}.npy", mmap_mode="r", allow_pickle=False)
 
 
-def decide(scan: Scan, shares: Shares, tables: tuple[str, ...], *, progress: Progress) -> Decisions:
+def decide(
+    scan: Scan, shares: Shares, tables: tuple[str, ...], *, max_bad: float | None, progress: Progress
+) -> Decisions:
     """The scan, and what follows from it."""
-    counts = [summary["records"] for summary in run(scan, progress)]
+    tally, counts = Tally(), []
+    for summary in run(scan, progress):
+        tally.add(summary)
+        counts.append(summary["records"])
+    # Here already: the few that are left may not be enough to split, which would be told in place of the reason.
+    tally.check(max_bad)
     load = partial(_load, scan, len(counts))
     kept = load("kept")
     keep = kept.copy()

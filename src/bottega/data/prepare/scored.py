@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +44,13 @@ class Scored(Encoder):
             for table, record in records:
                 value = record.fields.get(self.field)
                 try:
-                    scores[record.key] = float(value)  # type: ignore[arg-type]
-                    yield table, record
+                    score = float(value)  # type: ignore[arg-type]
                 except (TypeError, ValueError):
+                    score = math.nan
+                if math.isfinite(score):
+                    scores[record.key] = score
+                    yield table, record
+                else:
                     reason = f"field {self.field!r}, which data.curriculum goes by, must be a number, not {value!r}"
                     bad.append((table, Bad(record.key, record.where, reason)))
 

@@ -1,0 +1,114 @@
+"""Make the small data of the pages about data: python docs/images/samples.py [FOLDER]
+
+Everything is written or drawn here: reviews from a few words, digits in Pillow's own font, tones from sines, clips of a
+disc that moves. With `--pictures` it also draws docs/images/digits.png and docs/images/tones.png.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import wave
+from pathlib import Path
+
+import numpy as np
+
+SUBJECTS = ("The paint", "This brush", "The canvas", "My easel", "The varnish", "That frame", "The ink", "This chalk")
+PRAISE = ("dries evenly", "lasts for years", "is worth its price", "keeps its colour", "feels light in the hand")
+BLAME = ("cracked in a week", "smells of tar", "came late and broken", "fades in the sun", "is far too thin")
+ENDINGS = ("and I would buy it again", "and my teacher agrees", "as everyone in the shop knows", "to my surprise")
+NOTES = {"c": 261.63, "e": 329.63, "g": 392.0}
+RATE = 8000
+
+
+def make(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [review(n, random) for n in range(240)]
+    (folder / "reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with (folder / "reviews.csv").open("w", newline="", encoding="utf-8") as out:
+        csv.writer(out).writerows((int(row["label"] == "good"), row["text"]) for row in rows)
+    for digit in range(10):
+        for number in range(12):
+            path = folder / "digits" / str(digit) / f"{number:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw_digit(digit, path, random)
+    tones(folder / "tones", random)
+    for shape in ("across", "down"):
+        for number in range(4):
+            clip(folder / "clips" / shape / f"{number}.mp4", shape, speed=1 + number)
+
+
+def review(number: int, random: np.random.Generator) -> dict[str, object]:
+    good = number % 2 == 0
+    said = [random.choice(words) for words in (SUBJECTS, PRAISE if good else BLAME, ENDINGS)]
+    text = f"{' '.join(said)}; order {number} of {1400 + number // 12}."
+    return {"text": text, "label": "good" if good else "bad", "user": f"user-{number % 20}", "stars": 4 if good else 1}
+
+
+def draw_digit(digit: int, path: Path, random: np.random.Generator) -> None:
+    from PIL import Image, ImageDraw, ImageFont
+
+    picture = Image.new("L", (28, 28))
+    at = tuple((14 + random.uniform(-3, 3, 2)).tolist())
+    font = ImageFont.load_default(size=int(random.integers(18, 25)))
+    ImageDraw.Draw(picture).text(at, str(digit), fill=int(random.integers(150, 256)), font=font, anchor="mm")
+    picture.save(path)
+
+
+def tones(folder: Path, random: np.random.Generator) -> None:
+    """Three notes, each with overtones that fade, and a table that says which is which."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number in range(12):
+        note = "ceg"[number % 3]
+        seconds = np.arange(int(RATE * random.uniform(0.5, 1.0))) / RATE
+        sound = sum(np.sin(2 * np.pi * NOTES[note] * k * seconds) / k for k in (1, 2, 3, 5)) * np.exp(-3 * seconds)
+        write_wav(folder / f"{number:02}.wav", 0.3 * sound)
+        rows.append({"file_name": f"{number:02}.wav", "label": note, "text": f"the note {note.upper()}"})
+    with (folder / "metadata.csv").open("w", newline="", encoding="utf-8") as out:
+        table = csv.DictWriter(out, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+
+
+def write_wav(path: Path, sound: np.ndarray) -> None:
+    with wave.open(str(path), "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(RATE)
+        out.writeframes((sound * 32767).astype("<i2").tobytes())
+
+
+def clip(path: Path, direction: str, *, speed: int) -> None:
+    import av
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    y, x = np.mgrid[:32, :48]
+    with av.open(path, "w") as out:
+        stream = out.add_stream("mpeg4", rate=12)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        for number in range(24):
+            centre = (16, (speed * number) % 48) if direction == "across" else ((speed * number) % 32, 24)
+            disc = (y - centre[0]) ** 2 + (x - centre[1]) ** 2 < 36
+            pixels = np.where(disc[..., None], (240, 200, 80), (30, 40, 70)).astype(np.uint8)
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        out.mux(stream.encode())
+
+
+def pictures(folder: Path) -> None:
+    """What `bottega data digits` and `bottega data tones` draw, kept beside this file."""
+    from bottega.insight.data_report import data_command
+
+    for name, drawn in (("digits", "images.png"), ("tones", "spectrograms.png")):
+        data_command([str(folder / name)], examples=3, out=folder)
+        (folder / drawn).replace(Path(__file__).with_name(f"{name}.png"))
+
+
+if __name__ == "__main__":
+    named = [word for word in sys.argv[1:] if not word.startswith("--")]
+    here = Path(named[0] if named else ".")
+    make(here)
+    if "--pictures" in sys.argv:
+        pictures(here)
