@@ -1,6 +1,6 @@
 """Make the small data of the pages about data: python docs/images/samples.py [FOLDER]
 
-Everything is written or drawn here: reviews from a few words, digits in Pillow's own font, tones from sines, clips of a
+Everything is written or drawn here: reviews and notes from a few words, digits in Pillow's own font, tones from sines, clips of a
 disc that moves. With `--pictures` it also draws docs/images/digits.png and docs/images/tones.png.
 """
 
@@ -27,6 +27,8 @@ def make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [review(n, random) for n in range(240)]
     (folder / "reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    notes = [{"body": note(n, random), "difficulty": n % 10} for n in range(120)]
+    (folder / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in notes), encoding="utf-8")
     with (folder / "reviews.csv").open("w", newline="", encoding="utf-8") as out:
         csv.writer(out).writerows((int(row["label"] == "good"), row["text"]) for row in rows)
     for digit in range(10):
@@ -47,6 +49,11 @@ def review(number: int, random: np.random.Generator) -> dict[str, object]:
     return {"text": text, "label": "good" if good else "bad", "user": f"user-{number % 20}", "stars": 4 if good else 1}
 
 
+def note(number: int, random: np.random.Generator) -> str:
+    colours = random.choice(("ochre", "umber", "sienna", "lead white", "vermilion", "azurite"), 1 + number % 4)
+    return f"Day {number}: ground {', '.join(colours)}, and swept the floor.\n"
+
+
 def draw_digit(digit: int, path: Path, random: np.random.Generator) -> None:
     from PIL import Image, ImageDraw, ImageFont
 
@@ -64,7 +71,8 @@ def tones(folder: Path, random: np.random.Generator) -> None:
     for number in range(12):
         note = "ceg"[number % 3]
         seconds = np.arange(int(RATE * random.uniform(0.5, 1.0))) / RATE
-        sound = sum(np.sin(2 * np.pi * NOTES[note] * k * seconds) / k for k in (1, 2, 3, 5)) * np.exp(-3 * seconds)
+        phase = 2 * np.pi * NOTES[note] * (seconds + 0.002 * np.sin(2 * np.pi * 3 * seconds))
+        sound = sum(np.sin(k * phase) / k for k in (1, 2, 3, 5)) * np.exp(-3 * seconds)
         write_wav(folder / f"{number:02}.wav", 0.3 * sound)
         rows.append({"file_name": f"{number:02}.wav", "label": note, "text": f"the note {note.upper()}"})
     with (folder / "metadata.csv").open("w", newline="", encoding="utf-8") as out:

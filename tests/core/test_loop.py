@@ -66,7 +66,8 @@ class Counter(Engine):
 
 
 class Numbers:
-    batch_size = 4
+    def samples_before(self, step: int) -> int:
+        return 4 * step
 
     def __init__(self, stop: int = 10_000) -> None:
         self.stop = stop

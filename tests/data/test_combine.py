@@ -181,7 +181,9 @@ def test_weights_are_the_shares_that_are_seen() -> None:
     assert len(source) == 100
     assert Loader(source, 10, seed=3, order=order).steps_per_epoch == 10
     with pytest.raises(UsageError, match=r"data\.sources\[0\]\.weight=7 .* data\.mixture=weighted"):
-        build(list(zip(SEVERAL, weighted, strict=True)), recipe(), seed=0)
+        build(list(zip(SEVERAL, weighted, strict=True)), recipe(mixture="concatenate"), seed=0)
+    _, order = build(list(zip(SEVERAL, weighted, strict=True)), recipe(), seed=0)
+    assert counts(source, order, 1000) == [700, 200, 100], "who gives weights means them"
 
 
 def test_a_temperature_flattens_the_sizes() -> None:

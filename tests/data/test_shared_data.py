@@ -69,7 +69,9 @@ def test_every_record_is_prepared(
 
 
 def test_the_text_is_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = prepared("language --data {data}/text-lm-tinyshakespeare/input.txt --tokenizer bytes", tmp_path, monkeypatch)
+    ready = prepared(
+        "language --data {data}/text-lm-tinyshakespeare/input.txt --tokenizer bytes", tmp_path, monkeypatch
+    )
     assert sum(counts["bytes"] for counts in ready.tables.values()) == 1_115_394
 
 

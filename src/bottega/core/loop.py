@@ -20,9 +20,8 @@ from bottega.core.types import Batch, Sums
 class Batches(Protocol):
     """What is seen: the whole state of a loader is the step."""
 
-    @property
-    def batch_size(self) -> int:
-        """Samples of every step, unless `samples_before(step)` says how many a step has before it."""
+    def samples_before(self, step: int) -> int:
+        """How many samples all steps before this one had; stages of a curriculum may have batches of several sizes."""
 
     def __call__(self, step: int) -> Iterator[Batch]: ...
 
@@ -110,7 +109,7 @@ class Fit:
                 raise DataError(f"the data ended at step {p.step} of {p.total}")
             metrics = engine.train_step(p.step, batch)
             p.step += 1
-            p.samples = self._samples_before(p.step)
+            p.samples = self.batches.samples_before(p.step)
             self._units += metrics.pop("units", 0.0)
             self._steps += 1
             if self.saver:
@@ -136,11 +135,6 @@ class Fit:
                 self._interrupted()
             if sample and self.sample:  # last, because nothing that goes wrong with a sample may cost a checkpoint
                 self._tell("after_sample", self.sample(p))
-
-    def _samples_before(self, step: int) -> int:
-        # Stages of a curriculum may have batches of several sizes.
-        counted: Callable[[int], int] | None = getattr(self.batches, "samples_before", None)
-        return step * self.batches.batch_size if counted is None else counted(step)
 
     def _asked_to_stop(self) -> bool:
         return self.engine.agree(self.signals.received is not None)
@@ -172,7 +166,7 @@ class Fit:
         now = time.perf_counter()
         seconds = max(now - self._clock, 1e-9)
         host["samples_per_second"] = (
-            self._samples_before(p.step) - self._samples_before(p.step - self._steps)
+            self.batches.samples_before(p.step) - self.batches.samples_before(p.step - self._steps)
         ) / seconds
         host["units_per_second"] = self._units / seconds
         host["data_wait"] = min(1.0, self._waited / seconds)

@@ -148,7 +148,9 @@ def build(
     `parts` are the sources with their options, `replay` is the earlier data of data.replay. data.limit is applied here.
     """
     options = [option for _, option in parts]
-    if data.mixture != "weighted":
+    # Who gives weights means them.
+    mixture = data.mixture or ("weighted" if any(option.weight is not None for option in options) else None)
+    if mixture != "weighted":
         for i, option in enumerate(options):
             if option.weight is not None:
                 raise UsageError(
@@ -157,7 +159,7 @@ def build(
     limits = [option.limit for option in options]
     repeats = [option.repeat or 1 for option in options]
     plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_names(data, len(parts)))
-    by_source = shares(plain.sizes, data.mixture, [option.weight for option in options], data.temperature)
+    by_source = shares(plain.sizes, mixture, [option.weight for option in options], data.temperature)
     if replay is None and (by_source is None or len(parts) == 1):
         alone = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
         _check(plain)

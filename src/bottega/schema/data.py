@@ -110,7 +110,8 @@ class Data(Section):
     sources: tuple[Source, ...] | None = Field(None, min_length=1, description="several sources in place of train")
     mixture: Literal["concatenate", "weighted", "temperature"] | None = Field(
         None,
-        description="how sources are combined: each example once an epoch, by weight, or by size; null is the first",
+        description="how sources are combined: each example once an epoch, by weight, or by size; null is by weight "
+        "where one is given, else the first",
     )
     temperature: Number | None = Field(
         None, gt=0, description="mixture temperature: shares are size^(1/temperature); null is 1"

@@ -101,6 +101,9 @@ EITHER_OR = (
     ("data.test.path", "data.test.split"),
     ("data.train.path", "data.train.kind"),
     ("data.train.path", "data.sources"),
+    ("data.train.kind", "data.sources"),
+    ("data.train.field", "data.sources"),
+    ("data.train.label", "data.sources"),
 )
 """Two ways to say one thing: a later layer that says it one way takes back what an earlier layer said the other way."""
 
@@ -129,6 +132,8 @@ def _taken_back(key: str, entry: Entry, layer: Flat) -> bool:
 
 def _excludes(values: dict[str, Any]) -> bool:
     """Whether the two values really say the same thing."""
+    if "data.sources" in values:
+        return all(value is not None for value in values.values())
     for key, value in values.items():
         # A named split goes with a path, a share does not; so it is with a kind.
         if value is None or (key.endswith(".split") and isinstance(value, str)):

@@ -22,7 +22,7 @@ from bottega.data.prepare import inputs, jobs
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema.data import Duplicates, HeldOut, Source, Splitting, TextData
+from bottega.schema.data import Duplicates, HeldOut, Replay, Source, Splitting, TextData
 
 BYTES = TokenizerSpec(kind="bytes")
 
@@ -189,3 +189,21 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     )
     kilobytes = int(done.stdout)
     assert kilobytes < 300_000, f"{kilobytes} kB more than before"
+
+
+def test_several_sources_have_tables_of_their_own_and_a_single_text_is_cut(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 60)
+    (tmp_path / "one.txt").write_text("line after line of one text\n" * 100)
+    (tmp_path / "old.txt").write_text("what was learned before\n" * 50)
+    data = TextData(
+        sources=(Source(path=str(rows)), Source(path=str(tmp_path / "one.txt"))),
+        replay=Replay(path=str(tmp_path / "old.txt")),
+        validation=HeldOut(split=0.1),
+    )
+    ready = prepare_language(data, BYTES, progress=lambda stage, done, total: None, cache=tmp_path / "cache")
+    assert set(ready.tables) == {"train.0", "train.1", "replay", "validation"}
+    assert ready.tables["train.1"]["bytes"] == 2520
+    assert ready.tables["replay"]["bytes"] == 1200
+    everything = sum(counts["bytes"] for counts in ready.tables.values())
+    written = sum(len(json.loads(line)["text"].encode()) for line in rows.read_text().splitlines())
+    assert everything == written + 2800 + 1200

@@ -7,7 +7,7 @@ import wave
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, final
 
 import numpy as np
 
@@ -120,6 +120,24 @@ def _opened(data: bytes | Path) -> Iterator[BinaryIO]:
         raise Unreadable(f"cannot be read: {error.strerror or error}") from error
 
 
+@final
+class _Steady:
+    """A file for libsndfile, which a damaged header sends to places before the beginning: it then stays where it is.
+
+    An error raised here would be printed with its traceback and not reach us.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.read, self.tell = file.read, file.tell
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        try:
+            return self._file.seek(offset, whence)
+        except (OSError, ValueError, OverflowError):
+            return self._file.tell()
+
+
 def _soundfile(file: BinaryIO, kind: complete.Container) -> Any:
     """The file opened by libsndfile, or None where PyAV is to try."""
     if kind in ("mp4", "matroska", "other"):
@@ -127,7 +145,7 @@ def _soundfile(file: BinaryIO, kind: complete.Container) -> Any:
     soundfile = _library()
     file.seek(0)
     try:
-        opened = soundfile.SoundFile(file)
+        opened = soundfile.SoundFile(_Steady(file))
     except soundfile.LibsndfileError as error:
         if kind in ("wav", "aiff", "caf", "ogg"):
             # A container for any codec, and this one is not of libsndfile.
@@ -187,6 +205,8 @@ def _av_opened(file: BinaryIO) -> Iterator[tuple[Any, Any]]:
         with av.open(file, options={"format_whitelist": DEMUXERS}, metadata_errors="replace") as container:
             if not container.streams.audio:
                 raise Unreadable("there is no sound in it")
+            if container.streams.audio[0].codec_context is None:
+                raise Unreadable("of a codec that is not known, or its header is damaged")
             yield container, container.streams.audio[0]
     except (av.FFmpegError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -134,21 +134,22 @@ def items_of(inputs: tuple[Input, ...], shares: Shares, *, cut_single_text: bool
         pieces = input.found.pieces(size)
         single = input.found.kind == "text" and len(input.found.files) == 1
         if single and input.is_split and cut_single_text:
-            items += _cut(number, pieces, shares, input.found.files[0])
+            items += _cut(number, input, pieces, shares)
         else:
             items += [Item(number, piece, _bytes(piece)) for piece in pieces]
     return items
 
 
-def _cut(number: int, pieces: list[Piece], shares: Shares, file: Path) -> list[Item]:
+def _cut(number: int, input: Input, pieces: list[Piece], shares: Shares) -> list[Item]:
     """One text: its end is kept back, test last."""
+    file = input.found.files[0]
     size = file.stat().st_size
     if size == 0:
         raise DataError(f"{file} is empty; give a file with text in it")
     validation = _boundary(file, int(size * (1 - (shares.validation or 0) - (shares.test or 0))))
     test = _boundary(file, int(size * (1 - (shares.test or 0)))) if shares.test else size
-    borders = [(0, validation, "train"), (validation, test, "validation"), (test, size, "test")]
-    wanted = [border for border in borders if border[2] == "train" or getattr(shares, border[2])]
+    borders = [(0, validation, input.table), (validation, test, "validation"), (test, size, "test")]
+    wanted = [border for border in borders if border[2] == input.table or getattr(shares, border[2])]
     if any(start >= stop for start, stop, _ in wanted):
         share = shares.validation or shares.test
         raise DataError(f"{file} has {size} bytes, too few to keep {share:g} of it back")

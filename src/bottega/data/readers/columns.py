@@ -46,7 +46,11 @@ def read_parquet(piece: Piece, source: Source) -> Iterator[Record | Bad]:
 
 def arrow_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Runs of record batches of about `size` bytes."""
-    return _grouped(file, name, [(batch.num_rows, batch.nbytes) for batch in arrow_batches(file)], size)
+    sizes = []
+    for batch in arrow_batches(file):
+        _validate(batch, file)
+        sizes.append((batch.num_rows, batch.nbytes))
+    return _grouped(file, name, sizes, size)
 
 
 def read_arrow(piece: Piece, source: Source) -> Iterator[Record | Bad]:
@@ -85,9 +89,16 @@ def rows(batch: Any, file: Path, medium: Medium = lambda content, path: content)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise DataError(f"{file}: two columns are called {twice!r}")
+    _validate(batch, file, full=True)
     columns = [_values(column, medium) for column in batch.columns]
     for cells in zip(*columns, strict=True):
         yield dict(zip(names, cells, strict=True))
+
+
+def _validate(batch: Any, file: Path, *, full: bool = False) -> None:
+    """pyarrow takes the offsets of a file at their word, and a wrong one reads memory of others or ends the process."""
+    with _reading(file):
+        batch.validate(full=full)
 
 
 def _values(column: Any, medium: Medium) -> list[Any]:

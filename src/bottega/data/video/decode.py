@@ -93,6 +93,9 @@ def _opened(data: Encoded) -> tuple[Any, Any]:
         container.close()
         raise Unreadable("has no video stream")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        container.close()
+        raise Unreadable("is of a codec that is not known, or its header is damaged")
     # Videos are prepared by one process a core. FFmpeg's own threads, one a core for each of them, would only wait for
     # each other, and frame threads keep as many frames in memory.
     stream.codec_context.thread_count = 1
