@@ -19,17 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from bottega.data.image.decode import decode
 from bottega.data.loader import Loader
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.media import prepare_media
-from bottega.data.shards import Table
-from bottega.data.source import Source
 from bottega.data.tokens import TokenWindows
 from bottega.data.vocabulary import TokenizerSpec
 from bottega.schema.data import Source as SourceOptions
 from bottega.schema.data import TextData
 from bottega.schema.media import Generator, ImageData, ImageRecipe
+from crops import Crops
 
 
 def processor_seconds() -> float:
@@ -67,32 +65,6 @@ def text() -> dict[str, Any]:
         "crc": zlib.crc32(stream.astype(np.uint16).tobytes()),
         "crc_block0": zlib.crc32(stream[:block].astype(np.uint16).tobytes()),
     }
-
-
-class Crops(Source):
-    """The benchmark's own sample: 224 pixels out of the middle of 256, in floats."""
-
-    def __init__(self, table: Table) -> None:
-        self.table = table
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        images = np.empty((len(index), 224, 224, 3), np.float32)
-        for place, number in enumerate(index.tolist()):
-            stored = self.table.row("image", number)
-            pixels = decode(stored, channels=3) if isinstance(stored, bytes) else stored
-            np.multiply(pixels[16:240, 16:240], np.float32(1 / 64), out=images[place])
-        images -= np.float32(127.5 / 64)
-        return {"image": images, "label": np.array([int(self.table.row("label", n)) for n in index.tolist()])}
-
-    @property
-    def fingerprint(self) -> str:
-        return str(len(self))
-
-    def describe(self, index: int, epoch: int) -> str:
-        return str(index)
 
 
 def image() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Every command and snippet of the documentation runs.
 
 Each page of README.md, CONTRIBUTING.md and docs/ is walked from top to bottom in a folder of its own that holds a small
-text, `my.txt`. Blocks are told by their fence:
+text, `my.txt`, and what docs/images/samples.py makes. Blocks are told by their fence:
 
 - `bash`: each line is a command. `bottega ...` runs in this process through `bottega.cli.main` and must give exit code
   0, or the one that a trailing `# exit 2` names. `torchrun` on one machine runs for real. `ls`, `tail` and the like go
@@ -24,7 +24,9 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -95,8 +97,16 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("docs-cache")
 
 
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs-samples")
+    runpy.run_path(str(ROOT / "docs" / "images" / "samples.py"))["make"](folder)
+    return folder
+
+
 @pytest.fixture
-def page(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+def page(tmp_path: Path, shared_cache: Path, samples: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    shutil.copytree(samples, tmp_path, dirs_exist_ok=True)
     lines = (
         f"The {n}th apprentice ground {n % 7} colours and wrote it down on line {n} of the book.\n" for n in range(400)
     )

@@ -1,7 +1,7 @@
 """Make the small data of the pages about data: python docs/images/samples.py [FOLDER]
 
-Everything is written or drawn here: reviews and notes from a few words, digits in Pillow's own font, tones from sines, clips of a
-disc that moves. With `--pictures` it also draws docs/images/digits.png and docs/images/tones.png.
+Everything is written or drawn here: reviews, notes and pages from a few words, digits in Pillow's own font, tones from
+sines, clips of a disc that moves. With `--pictures` it also draws docs/images/digits.png and docs/images/tones.png.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def make(folder: Path) -> None:
     (folder / "reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     notes = [{"body": note(n, random), "difficulty": n % 10} for n in range(120)]
     (folder / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in notes), encoding="utf-8")
+    found = [{"text": text} for text in pages([str(row["text"]) for row in rows])]
+    (folder / "pages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
     with (folder / "reviews.csv").open("w", newline="", encoding="utf-8") as out:
         csv.writer(out).writerows((int(row["label"] == "good"), row["text"]) for row in rows)
     for digit in range(10):
@@ -52,6 +54,17 @@ def review(number: int, random: np.random.Generator) -> dict[str, object]:
 def note(number: int, random: np.random.Generator) -> str:
     colours = random.choice(("ochre", "umber", "sienna", "lead white", "vermilion", "azurite"), 1 + number % 4)
     return f"Day {number}: ground {', '.join(colours)}, and swept the floor.\n"
+
+
+def pages(texts: list[str]) -> list[str]:
+    """Texts as they are found: repeated, nearly repeated, marked up, in another language, hardly there."""
+    long = " ".join(texts[:20]).split()
+    near = [word if number % 60 else "linseed" for number, word in enumerate(long)]
+    unlike = [word if number % 20 else "linseed" for number, word in enumerate(long)]
+    marked = "<p>The <b>paint</b> is&nbsp;new.</p><script>track()</script><p>It keeps its colour in the sun.</p>"
+    german = "Das ist ein kurzer Text, der von der Farbe und dem Pinsel handelt."
+    joined = [" ".join(words) for words in (long, near, unlike)]
+    return [*texts[:40], *(text.upper() for text in texts[:5]), *joined, marked, german, "ok"]
 
 
 def draw_digit(digit: int, path: Path, random: np.random.Generator) -> None:
@@ -106,12 +119,17 @@ def clip(path: Path, direction: str, *, speed: int) -> None:
 
 
 def pictures(folder: Path) -> None:
-    """What `bottega data digits` and `bottega data tones` draw, kept beside this file."""
+    """What `bottega data digits` and `bottega data tones` draw, the latter at half its size and without its lower half."""
+    from PIL import Image
+
     from bottega.insight.data_report import data_command
 
     for name, drawn in (("digits", "images.png"), ("tones", "spectrograms.png")):
         data_command([str(folder / name)], examples=3, out=folder)
-        (folder / drawn).replace(Path(__file__).with_name(f"{name}.png"))
+        picture = Image.open(folder / drawn).convert("RGB")
+        if name == "tones":
+            picture = picture.crop((0, 0, picture.width, picture.height // 2)).reduce(2)
+        picture.quantize(128).save(Path(__file__).with_name(f"{name}.png"), optimize=True)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ def picture(seed: int = 0) -> bytes:
 def wav(samples: int, *, claims: int | None = None) -> bytes:
     size = 2 * samples if claims is None else claims
     form = b"WAVEfmt " + struct.pack("<IHHIIHH", 16, 1, 1, 8000, 16000, 2, 16)
-    return b"RIFF" + struct.pack("<I", (36 + size) % 2**32) + form + b"data" + struct.pack("<I", size) + bytes(2 * samples)
+    return (
+        b"RIFF" + struct.pack("<I", (36 + size) % 2**32) + form + b"data" + struct.pack("<I", size) + bytes(2 * samples)
+    )
 
 
 # Rows (RELIABILITY: JSON lines, tables)
@@ -147,9 +149,8 @@ def test_a_row_of_json_that_is_wrong(say: Any, tmp_path: Path, row: bytes, parts
         (b'text,label\nx,1\n"open,1\n', ["line 3", "never closed"]),
         (b"text,label\nx,1\ncaf\xe9,1\n", ["line 3", "0xe9 at column 4"]),
         (b"text,label\nx,1\na\0b,1\n", ["line 3", "NUL byte at column 2"]),
-        (b"text,text\nx,1\ny,2\n", ["line 1", "two columns are called 'text'"]),
     ],
-    ids=["columns", "quote", "latin-1", "NUL", "twice"],
+    ids=["columns", "quote", "latin-1", "NUL"],
 )
 def test_a_table_that_is_wrong(say: Any, tmp_path: Path, table: bytes, parts: list[str]) -> None:
     path = put(tmp_path / "rows.csv", table)
@@ -281,15 +282,19 @@ def test_sounds_that_are_cut_empty_or_something_else(say: Any, tmp_path: Path) -
     put(tmp_path / "sounds" / "7.wav", b"")
     put(tmp_path / "sounds" / "8.wav", picture())
     # A chunk that would end before the beginning: libsndfile goes there.
-    put(tmp_path / "sounds" / "9.aiff", files["aiff"][:16] + b"\xff\xff\xff\xf0" + files["aiff"][20:])
-    refused_then_skipped(say, "audio", tmp_path / "sounds", ["5.wav", "6.flac", "7.wav", "8.wav", "9.aiff"])
+    put(tmp_path / "sounds" / "00.aiff", files["aiff"][:36] + b"\xff" * 4 + files["aiff"][40:])
+    # A hole, of which libmpg123 has much to say.
+    put(tmp_path / "sounds" / "9.mp3", files["mp3"][:600] + bytes(600) + files["mp3"][1200:])
+    bad = ["00.aiff", "5.wav", "6.flac", "7.wav", "8.wav", "9.mp3"]
+    refused_then_skipped(say, "audio", tmp_path / "sounds", bad)
 
 
 @pytest.mark.skipif(REAL is None, reason="BOTTEGA_DATA names no folder with real data")
 def test_real_media_that_are_cut(say: Any, tmp_path: Path) -> None:
     root = Path(str(REAL))
     clip = (root / "video-clips" / "RATRACE_wave_f_nm_np1_fr_goo_37.avi").read_bytes()
-    put(tmp_path / "clips" / "0.avi", clip)
+    for n in range(2):
+        put(tmp_path / "clips" / f"{n}.avi", clip)
     cut = {"5.avi": clip}
     for name, of in {"6.mp4": "carphone_pristine.mp4", "7.mkv": "av1_video.mkv"}.items():
         cut[name] = (root / "video-clips" / of).read_bytes()
@@ -417,7 +422,9 @@ def test_folders_and_sources_with_nothing_in_them(say: Any, tmp_path: Path) -> N
         say("prepare", task, "--data", tmp_path / "empty").refused(3, tmp_path / "empty", "no files that can be read")
     say("data", tmp_path / "empty").refused(3, tmp_path / "empty")
     full, empty = put(tmp_path / "a.jsonl", GOOD * 9), put(tmp_path / "b.jsonl", "")
-    say("prepare", "language", "--data", full, BYTES, f"data.validation={{path: {empty}}}").refused(3, empty, "is empty")
+    say("prepare", "language", "--data", full, BYTES, f"data.validation={{path: {empty}}}").refused(
+        3, empty, "is empty"
+    )
     two = f"task: language\ndata: {{tokenizer: {{kind: bytes}}, sources: [{{path: {full}}}, {{path: {empty}}}]}}\n"
     say("prepare", put(tmp_path / "two.yaml", two)).refused(3, empty, "is empty")
 
@@ -444,14 +451,16 @@ def test_what_is_left_after_filter_and_split(say: Any, tmp_path: Path) -> None:
 def test_a_class_out_of_range(say: Any, tmp_path: Path) -> None:
     for label in (0, 1, 2, 7):
         put(tmp_path / "photos" / str(label) / "a.png", picture(label))
-    say("prepare", "image", "--data", tmp_path / "photos", "model.num_classes=3").refused(3, "7/a.png", "label 7", "0 to 2")
+    say("prepare", "image", "--data", tmp_path / "photos", "model.num_classes=3").refused(
+        3, "7/a.png", "label 7", "0 to 2"
+    )
     rows = "".join(json.dumps({"text": "some words", "label": n % 4}) + "\n" for n in range(20))
     path = put(tmp_path / "a.jsonl", rows)
     say("prepare", "classify", "--data", path, BYTES, "model.num_labels=3").refused(3, "a.jsonl:4", "label 3", "0 to 2")
 
 
 def test_fewer_than_one_batch(say: Any, tmp_path: Path) -> None:
-    path = put(tmp_path / "a.jsonl", '{"text": "just enough for two windows of it"}\n')
+    path = put(tmp_path / "a.jsonl", '{"text": "just enough for two windows of it"}\n' * 2)
     said = say("train", recipe(tmp_path, f"train: {{path: {path}}}"), *small(tmp_path))
     said.refused(3, "fewer than one batch of 4")
     assert not list(tmp_path.rglob("step-*"))
@@ -469,7 +478,13 @@ def test_a_source_of_another_kind_than_the_task_learns_from(say: Any, tmp_path: 
         say("prepare", task, "--data", photos).refused(3, f"{photos} holds images", "data.train.kind")
     rows = put(tmp_path / "a.jsonl", GOOD)
     say("prepare", "video", "--data", rows).refused(3, f"{rows}, line 1", "no field with a video", "data.train.field")
-    kinds = {"jsonl": "line 1", "parquet": "damaged", "webdataset": "no tar header", "idx": "holds idx", "shards": "meta.json"}
+    kinds = {
+        "jsonl": "line 1",
+        "parquet": "damaged",
+        "webdataset": "no tar header",
+        "idx": "holds idx",
+        "shards": "meta.json",
+    }
     for kind, part in kinds.items():
         say("prepare", "language", "--data", text, f"data.train.kind={kind}").refused(3, text, part)
     say("prepare", "language", "--data", text, "data.train.kind=txt").refused(2, "data.train.kind", "'txt'")
@@ -489,9 +504,12 @@ def test_keys_that_do_not_go_together(say: Any, tmp_path: Path) -> None:
         "data.filter.languages=[xx]": ["data.filter.languages", "'xx'"],
     }.items():
         say(*words, key).refused(2, *parts)
-    say(*words, "data.validation.split=0.6", "data.test={split: 0.5}").refused(2, "data.validation.split", "data.test.split")
+    say(*words, "data.validation.split=0.6", "data.test={split: 0.5}").refused(
+        2, "data.validation.split", "data.test.split"
+    )
     weights = recipe(tmp_path, f"sources: [{{path: {path}, weight: 3}}, {{path: {path}}}]")
-    say("train", weights, *small(tmp_path)).refused(2, "data.sources[0].weight=3", "data.mixture=weighted")
+    said = say("train", weights, *small(tmp_path), "data.mixture=concatenate")
+    said.refused(2, "data.sources[0].weight=3", "data.mixture=weighted")
 
 
 def test_paths_that_are_wrong(say: Any, tmp_path: Path) -> None:
@@ -567,7 +585,6 @@ CURRICULUM = """train: {{path: {0}/b.jsonl}}
   curriculum:
     by: score
     stages: [{{share: 0.5, steps: 3, batch_size: 2}}, {{share: 0.8, steps: 3, replay: 0.25}}, {{steps: 1, batch_size: 6}}]"""
-ONE = {"training.max_steps": 8}
 
 
 @pytest.mark.parametrize(
@@ -580,14 +597,23 @@ def test_a_run_goes_on_within_an_epoch_bit_for_bit(say: Any, tmp_path: Path, dat
     archive(tmp_path / "a.tar", *((f"{n:04}.txt", row["text"].encode()) for n, row in enumerate(rows)))
     put(tmp_path / "a.jsonl.gz", gzip.compress(lines(rows).encode()))
     put(tmp_path / "b.jsonl", lines(texts(40, seed=1)))
-    # The last stage begins at step 6, so a curriculum cannot be cut at 4; it is stopped by a checkpoint taken away.
     path, runs = recipe(tmp_path, data.format(tmp_path)), tmp_path / "runs"
-    first = 7 if "curriculum" in data else 4
-    for name, steps in (("whole", 8), ("halves", first), ("halves", 8)):
-        said = say("train", path, *small(tmp_path, name=name, **{"training.max_steps": steps}))
-        assert said.code == 0, said.err
-    assert steps_logged(runs / "halves") == list(range(1, 9))
-    assert different(tensors(runs / "whole"), tensors(runs / "halves")) == []
+    whole = small(tmp_path, name="whole")
+    said = say("train", path, *whole)
+    assert said.code == 0, said.err
+    expected = tensors(runs / "whole")
+    if "curriculum" not in data:  # whose last stage begins at step 6: a run of 4 would be too short
+        for steps in (4, 8):
+            said = say("train", path, *small(tmp_path, name="halves", **{"training.max_steps": steps}))
+            assert said.code == 0, said.err
+        assert steps_logged(runs / "halves") == list(range(1, 9))
+        assert different(expected, tensors(runs / "halves")) == []
+    # As if it had been killed after step 4.
+    put(runs / "whole" / "checkpoints" / "step-00000008" / "model.safetensors", b"")
+    said = say("train", path, *whole)
+    assert said.code == 0, said.err
+    assert "step-00000004 at step 4 of 8" in (runs / "whole" / "log.txt").read_text()
+    assert different(expected, tensors(runs / "whole")) == []
 
 
 def test_a_row_that_changed_since_the_checkpoint(say: Any, tmp_path: Path) -> None:
@@ -619,11 +645,13 @@ def prepared(folder: Path) -> dict[str, bytes | None]:
     return {name: raw for name, raw in listing(entry).items() if name != "MANIFEST.json"}
 
 
-def test_an_interrupted_and_a_killed_preparation_go_on(tmp_path: Path) -> None:
+def test_an_interrupted_and_a_killed_preparation_go_on(
+    say: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """26 MB, which is worth two processes, in four jobs."""
     line = json.dumps({"text": "lorem ipsum dolor sit amet " * 400}) + "\n"
     path = put(tmp_path / "rows.jsonl", line * (26_000_000 // len(line)))
-    words = command(["prepare", "language", "--data", str(path), BYTES])
+    words = command(["prepare", "language", "--data", str(path), BYTES, "data.validation=null"])
     cache = tmp_path / "cache"
     env = environment(XDG_CACHE_HOME=str(cache))
     for number, code, parts in ((signal.SIGINT, 130, 1), (signal.SIGKILL, -9, 2)):
@@ -641,8 +669,8 @@ def test_an_interrupted_and_a_killed_preparation_go_on(tmp_path: Path) -> None:
         assert [child for child in children if is_running(child)] == []
     done = bottega(words[3:], env={"XDG_CACHE_HOME": str(cache)})
     assert (done.returncode, done.stderr) == (0, "")
-    again = bottega(words[3:], env={"XDG_CACHE_HOME": str(tmp_path / "other")})
-    assert again.returncode == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert say(*words[3:]).code == 0
     assert prepared(cache) == prepared(tmp_path / "other")
 
 

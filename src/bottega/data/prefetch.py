@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.core.types import Batch
+from bottega.data.transfer import Receiver
 from bottega.data.worker import COMMAND
 
 # Killed workers are replaced this often in one stream; more than that is no accident.
@@ -98,13 +99,17 @@ class _Worker:
         with there:
             command = [sys.executable, "-P", "-c", COMMAND, str(there.fileno()), PACKAGE_ROOT]
             try:
-                self.process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+                # A group of its own, so that Ctrl-C does not reach it before it has learned to ignore it.
+                self.process = subprocess.Popen(
+                    command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, process_group=0
+                )
             except OSError as error:
                 here.close()
                 raise EnvironmentProblem(
                     f"a loader worker cannot be started: {error.strerror}; lower data.workers"
                 ) from error
         self.connection = Connection(here.detach())
+        self.receiver = Receiver(self.connection)
         self.owes: deque[int] = deque()
         try:
             self.connection.send(sys.path)
@@ -118,12 +123,12 @@ class _Worker:
     def order(self, step: int) -> None:
         self.owes.append(step)
         with suppress(OSError):  # dead: noticed when this step is asked for
-            self.connection.send(step)
+            self.connection.send((step, self.receiver.take_freed()))
 
     def deliver(self) -> Batch:
         """The batch of the oldest step it owes."""
         try:
-            batch, error = self.connection.recv()
+            batch, error = self.receiver.receive()
         except (EOFError, OSError) as broken:
             raise _WorkerDied from broken
         if error is not None:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from bottega.core.errors import UsageError
+from bottega.data.transfer import Sender
 
 COMMAND = "import sys; sys.path.insert(0, sys.argv[2]); from bottega.data.worker import main; main(int(sys.argv[1]))"
 
@@ -30,10 +31,11 @@ def main(descriptor: int) -> NoReturn:
     connection = Connection(descriptor)
     make = _receive(connection)
     steps: queue.SimpleQueue[int] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, steps), daemon=True).start()
+    sender = Sender(connection)
+    threading.Thread(target=_listen, args=(connection, steps, sender), daemon=True).start()
     while True:
         step = steps.get()
-        _send(connection, _answer(make, step))
+        _send(sender, *_answer(make, step))
 
 
 def _answer(make: Callable[[int], object], step: int) -> tuple[object, Exception | None]:
@@ -52,26 +54,32 @@ def _receive(connection: Connection) -> Callable[[int], object]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         remedy = "define its classes in a module that can be imported, or set data.workers=0"
-        _send(connection, (None, UsageError(f"a loader worker cannot load the data ({reason}); {remedy}")))
+        problem = UsageError(f"a loader worker cannot load the data ({reason}); {remedy}")
+        _send(Sender(connection), None, problem)
         os._exit(1)
 
 
-def _listen(connection: Connection, steps: queue.SimpleQueue[int]) -> None:
+def _listen(connection: Connection, steps: queue.SimpleQueue[int], sender: Sender) -> None:
     """Ends the process as soon as the other side is gone, even in the middle of a batch."""
     try:
         while True:
-            steps.put(connection.recv())
+            step, let_go = connection.recv()
+            sender.let_go(let_go)
+            steps.put(step)
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _send(connection: Connection, answer: tuple[object, Exception | None]) -> None:
+def _send(sender: Sender, batch: object, error: Exception | None) -> None:
     try:
-        connection.send(answer)
+        if error is None:
+            sender.send(batch)
+        else:
+            sender.connection.send((None, error))
     except OSError:
         os._exit(0)
-    except Exception as error:  # not picklable; nothing of it was written yet
-        connection.send((None, _as_text(error)))
+    except Exception as broken:  # not picklable; nothing of it was written yet
+        sender.connection.send((None, _as_text(broken)))
 
 
 def _portable(error: Exception) -> Exception:

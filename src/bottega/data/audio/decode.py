@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import wave
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,12 +44,13 @@ def decode(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> tuple[n
         kind = complete.container(file)
         complete.check(file, kind)
         exact = kind != "mp3" or complete.has_length(file)
-        opened = _soundfile(file, kind)
-        if opened is None:
-            samples, rate = _by_av(file, limit_samples)
-        else:
-            with opened:
-                samples, rate = _by_soundfile(opened, limit_samples, exact=exact)
+        with _quiet(kind):
+            opened = _soundfile(file, kind)
+            if opened is None:
+                samples, rate = _by_av(file, limit_samples)
+            else:
+                with opened:
+                    samples, rate = _by_soundfile(opened, limit_samples, exact=exact)
     if not len(samples):
         raise Unreadable("a sound of no samples")
     if not np.isfinite(samples).all():
@@ -60,7 +62,9 @@ def decode(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> tuple[n
 def header(data: bytes | Path) -> Header:
     """What a file says of itself, without decoding it."""
     with _opened(data) as file:
-        opened = _soundfile(file, complete.container(file))
+        kind = complete.container(file)
+        with _quiet(kind):
+            opened = _soundfile(file, kind)
         if opened is not None:
             with opened:
                 return Header(opened.samplerate, opened.channels, opened.frames)
@@ -118,6 +122,26 @@ def _opened(data: bytes | Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise Unreadable(f"cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def _quiet(kind: complete.Container) -> Iterator[None]:
+    """libmpg123 writes what it thinks of a file to standard error, past Python, where our one line is expected."""
+    if kind != "mp3":
+        yield
+        return
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed: then nothing can be written
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @final

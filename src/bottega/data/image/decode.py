@@ -7,6 +7,7 @@ both mean the same here. What else it warns of, such as flaws in EXIF, decides n
 from __future__ import annotations
 
 import io
+import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,10 @@ def pillow() -> Any:
         from PIL import Image
     except ImportError as error:
         raise EnvironmentProblem("images need Pillow, which is not installed: pip install 'bottega[data]'") from error
+    # It logs some flaws besides raising them; without a handler Python would write them to standard error.
+    logger = logging.getLogger("PIL")
+    if not logger.handlers:
+        logger.addHandler(logging.NullHandler())
     return Image
 
 
