@@ -94,11 +94,15 @@ def prepare_command(words: list[str], *, out: Path | None, to: tuple[str, str] |
     }
 
 
+def counted(counts: dict[str, int]) -> list[str]:
+    """1 row, 2 rows."""
+    return [f"{count:,} {name.removesuffix('s') if count == 1 else name}" for name, count in counts.items()]
+
+
 def show(result: dict[str, Any]) -> str:
     lines = []
     for table, counts in result["tables"].items():
-        said = ", ".join(f"{count:,} {name}" for name, count in counts.items())
-        lines.append(f"{table:<12}{said}")
+        lines.append(f"{table:<12}{', '.join(counted(counts))}")
     if result["bad"]:
         lines.append(f"{'left out':<12}{result['bad']:,} bad of {result['records']:,} records")
         lines += [f"            {bad}" for bad in result["bad_records"][:5]]

@@ -148,8 +148,9 @@ def build(
     `parts` are the sources with their options, `replay` is the earlier data of data.replay. data.limit is applied here.
     """
     options = [option for _, option in parts]
-    # Who gives weights means them.
-    mixture = data.mixture or ("weighted" if any(option.weight is not None for option in options) else None)
+    # Who gives weights or a temperature means them.
+    weighted = any(option.weight is not None for option in options)
+    mixture = data.mixture or ("weighted" if weighted else "temperature" if data.temperature is not None else None)
     if mixture != "weighted":
         for i, option in enumerate(options):
             if option.weight is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from bottega.data.classes import Conditions
 from bottega.data.prepare.prepared import Prepared
@@ -10,6 +12,9 @@ from bottega.data.source import Source
 from bottega.schema.media import AudioRecipe, MediaRecipe, VideoRecipe
 from bottega.schema.recipe import Recipe
 from bottega.schema.routing import RoutingRecipe
+
+if TYPE_CHECKING:
+    from bottega.data.image.encoder import ImageEncoder
 
 
 def media_samples(recipe: Recipe, prepared: Prepared, table: str, *, is_training: bool) -> Source:
@@ -46,17 +51,27 @@ def media_samples(recipe: Recipe, prepared: Prepared, table: str, *, is_training
 
         clip: Any = data.clip if is_training or data.clip != "random" else "centre"
         return VideoRows(rows, num_frames=data.num_frames, stride=data.stride, clip=clip, **seen)
-    from bottega.data.image.encoder import ImageEncoder
     from bottega.data.image.source import ImageRows
 
-    return ImageRows(rows, ImageEncoder(**_tuples(prepared.meta["encoder"])), **seen)
+    return ImageRows(rows, image_encoder(prepared), **seen)
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows only lists."""
+def image_encoder(prepared: Prepared) -> ImageEncoder:
+    """The one that wrote the tables, which also reads them."""
+    from bottega.data.image.encoder import ImageEncoder
+
+    fields = prepared.meta["encoder"]
+    # JSON knows only lists.
     size, buckets = fields["size"], fields["buckets"]
-    return {
-        **fields,
+    tuples = {
         "size": tuple(size) if size is not None else None,
         "buckets": tuple(map(tuple, buckets)) if buckets is not None else None,
     }
+    return ImageEncoder(**{**fields, **tuples})
+
+
+def picture(prepared: Prepared, row: dict[str, Any]) -> np.ndarray:
+    """The pixels of a row, however they are stored: uint8 [h, w, c]."""
+    bucket = int(np.ravel(row["bucket"])[0]) if "bucket" in row else 0
+    stored = row["image"]
+    return np.asarray(stored) if isinstance(stored, np.ndarray) else image_encoder(prepared).pixels(stored, bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,13 @@ import numpy as np
 
 from bottega.core.errors import UsageError
 from bottega.data.prepare.prepared import Prepared
+from bottega.data.readers import find
+from bottega.data.readers.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from bottega.data.record import Record
+from bottega.data.samples import picture
 from bottega.data.shards import Table
-from bottega.preparation import prepare_recipe, read_recipe
+from bottega.preparation import counted, prepare_recipe, read_recipe
+from bottega.schema.data import Source
 from bottega.schema.recipe import Recipe
 
 # What a sample is and how long it is, by task: the column, and its unit.
@@ -53,11 +59,26 @@ def _with_task(words: list[str]) -> list[str]:
     is_path = path.exists() or path.suffix or first.startswith(("/", ".", "~"))
     if not first or first.startswith("-") or "=" in first or path.suffix in (".yaml", ".yml") or not is_path:
         return words
-    from bottega.data.readers import kind_of
-    from bottega.schema.data import Source
+    return [_task_of(first), "--data", first, *words[1:]]
 
-    task = TASK_OF_KIND.get(kind_of(Source(path=first)), "language")
-    return [task, "--data", first, *words[1:]]
+
+def _task_of(path: str) -> str:
+    """By the kind of the files; of archives and tables, by what the first record holds."""
+    found = find(Source(path=path))
+    if found.kind == "shards":
+        return str(json.loads((Path(path).expanduser() / "meta.json").read_bytes()).get("task", "language"))
+    if found.kind in TASK_OF_KIND:
+        return TASK_OF_KIND[found.kind]
+    if found.kind in ("text", "embedded"):
+        return "language"
+    records = (record for piece in found.pieces(1 << 20)[:1] for record in found.read(piece))
+    first = next((record for record in records if isinstance(record, Record)), None)
+    names = set(first.fields) if first is not None else set()
+    suffixes, stems = {f".{name.rpartition('.')[2]}" for name in names}, {name.partition(".")[0] for name in names}
+    for task, known in (("image", IMAGE_SUFFIXES), ("audio", AUDIO_SUFFIXES), ("video", VIDEO_SUFFIXES)):
+        if suffixes & known or task in stems:
+            return task
+    return "classify" if {"text", "label"} <= names else "language"
 
 
 def describe(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
@@ -147,10 +168,9 @@ def _pictures(prepared: Prepared, count: int, out: Path) -> list[Path]:
     shown = min(count, len(table)) if task.startswith("image") else min(4, len(table))
     numbers = np.unique(np.linspace(0, len(table) - 1, shown).astype(int)).tolist()
     if task in ("image", "image_vae", "image_tokens"):
-        from bottega.data.image.decode import decode
         from bottega.data.image.sheet import sheet
 
-        images = [decode(_plain(table.row("image", n)), channels=None) for n in numbers]
+        images = [picture(prepared, {name: table.row(name, n) for name in table.columns}) for n in numbers]
         return [_drawn(sheet, images, out / "images.png", captions=[_caption(table, n) for n in numbers])]
     if task == "video":
         from bottega.data.image.sheet import sheet
@@ -168,10 +188,6 @@ def _pictures(prepared: Prepared, count: int, out: Path) -> list[Path]:
     return []
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bytes) else np.asarray(value)
-
-
 def _drawn(draw: Any, what: Any, path: Path, **options: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     draw(what, path, **options)
@@ -187,7 +203,7 @@ def show(report: dict[str, Any]) -> str:
     """The report for people."""
     lines = [f"task        {report['task']}"]
     for table, counts in report["tables"].items():
-        lines.append(f"{table:<12}" + ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+        lines.append(f"{table:<12}" + ", ".join(counted(counts)))
     lengths = dict(report.get("lengths", {}))
     if lengths:
         unit = lengths.pop("unit")

@@ -134,8 +134,10 @@ class Data(Section):
     def _fits(self) -> Data:
         if self.sources is not None and self.train != type(self).model_fields["train"].default:
             raise ValueError("train and sources both say what is learned from; keep one")
-        if self.mixture == "temperature" and self.sources is None:
-            raise ValueError("mixture: temperature needs sources")
+        if (self.mixture == "temperature" or self.temperature is not None) and self.sources is None:
+            raise ValueError("temperature: a mixture by size needs sources")
+        if self.temperature is not None and self.mixture not in (None, "temperature"):
+            raise ValueError(f"temperature has no meaning with mixture {self.mixture}; leave one out")
         return self
 
 

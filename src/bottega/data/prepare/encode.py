@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -89,7 +88,6 @@ def encode(jobs: Encode, folder: Path, *, max_bad: float | None, progress: Progr
             raise DataError(_nothing(table, jobs.inputs, by_input))
         rows = merge(found, folder / table, jobs.encoder.columns)
         tables[table] = {"rows": rows, **counts.get(table, {})}
-    shutil.rmtree(jobs.folder)
     return {"tables": tables, **vars(tally)}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.record import Record
+from bottega.data.samples import picture
 
 
 def public_records(prepared: Prepared, table: str, progress: Callable[[int], None]) -> Iterator[Record]:
@@ -37,14 +38,11 @@ def _classify(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:
 def _image(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:
     from PIL import Image
 
-    pixels = row["image"]
-    if isinstance(pixels, bytes):
-        picture = {_suffix(pixels): pixels}
-    else:
-        out = io.BytesIO()
-        Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(out, "PNG")
-        picture = {"png": out.getvalue()}
-    return {**picture, **_said(row)}
+    if prepared.meta["encoder"]["store"] == "encoded":
+        return {_suffix(row["image"]): row["image"], **_said(row)}
+    pixels, out = picture(prepared, row), io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(out, "PNG")
+    return {"png": out.getvalue(), **_said(row)}
 
 
 def _suffix(data: bytes) -> str:
@@ -59,7 +57,7 @@ def _audio(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _video(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:
-    return {"npy": np.asarray(row["video"]), "fps": float(row["fps"]), **_said(row)}
+    return {"video": np.asarray(row["video"]), "fps": float(np.ravel(row["fps"])[0]), **_said(row)}
 
 
 def _said(row: dict[str, Any]) -> dict[str, Any]:

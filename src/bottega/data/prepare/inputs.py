@@ -96,17 +96,18 @@ def check_medium(inputs: tuple[Input, ...], medium: str) -> None:
 
 
 def _own(part: HeldOut, train: Source) -> Source:
-    """A held-out source of its own; without a path it is another named part of where train comes from."""
-    options = part.model_dump()
+    """A held-out source of its own, read as train is; without a path it is another named part of where train is from."""
+    options, trained = part.model_dump(), train.model_dump()
     if part.path is None and part.kind != "embedded":
-        options = {**train.model_dump(), "split": part.split}
-    return Source(**options)
+        return Source(**{**trained, "split": part.split})
+    alike = {name: trained[name] for name in ("field", "label", "columns", "delimiter") if options[name] is None}
+    return Source(**{**options, **alike})
 
 
 def _find(source: Source, key: str) -> Found:
-    if source.kind == "shards":
-        raise UsageError(f"{key}.kind: shards are prepared already and stand alone as data.train")
     found = find(source)
+    if found.kind == "shards":
+        raise UsageError(f"{key}: {source.path} holds shards, which are prepared already and stand alone as data.train")
     if source.split is not None and found.kind not in NAMED_PARTS:
         raise UsageError(f"{key}.split: {found.kind} has no part named {source.split!r}; leave it out")
     is_packed_text = found.kind == "text" and len(found.files) == 1 and compressed.is_packed(found.files[0])

@@ -29,6 +29,8 @@ from bottega.data.tokenizer import Tokenizer
 from bottega.schema.data import Data, Duplicates, Splitting
 
 META = "meta.json"
+WORK = ("scan", "decisions", "parts")
+"""Folders of a preparation under way."""
 # Raised when the same inputs would give other files, so that old entries are left alone.
 FORMAT = 2
 
@@ -161,11 +163,22 @@ def opened_where_prepared(data: Data, *, task: str) -> Prepared | None:
         raise UsageError("data.train.kind: shards needs a path, a folder that `bottega prepare --out` wrote")
     if data.train.kind == "shards" or (data.train.kind == "auto" and path is not None and (path / META).is_file()):
         assert path is not None
+        for key in ("replay", "split", "clean", "filter", "deduplicate"):
+            if getattr(data, key, None) is not None:
+                raise UsageError(f"data.{key}: {path} holds shards, which are prepared already; leave it out")
         return opened(path, task=task)
     return None
 
 
 def _build(plan: Plan, folder: Path, progress: Progress) -> None:
+    """Parts are removed only when all else is done, so that a kill at any moment costs little."""
+    if not (folder / META).is_file():
+        _make_tables(plan, folder, progress)
+    for left in WORK:
+        shutil.rmtree(folder / left, ignore_errors=True)
+
+
+def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
     # The end of a single text is a cut of its bytes, which nobody has to scan for.
     single = plan.data.split is None and plan.deduplicate is None
     items = items_of(plan.inputs, plan.shares, cut_single_text=single)
@@ -181,8 +194,6 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
     known = encode(work, folder, max_bad=plan.data.max_bad, progress=progress)
     for name, count in (decisions.dropped if decisions else {}).items():
         known["dropped"][name] = count
-    for left in ("scan", "decisions"):
-        shutil.rmtree(folder / left, ignore_errors=True)
     classes = _classes(plan, folder, known["tables"]) if "label" in encoder.columns else None
     meta = {
         "format": FORMAT,
@@ -193,7 +204,9 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
         **plan.facts,
         **encoder.facts,
     }
-    (folder / META).write_text(json.dumps(meta, indent=1))
+    temporary = folder / f".{META}"
+    temporary.write_text(json.dumps(meta, indent=1))
+    temporary.rename(folder / META)
 
 
 def _classes(plan: Plan, folder: Path, tables: Iterable[str]) -> list[str]:

@@ -43,7 +43,11 @@ class Rules:
         return self.medium == "text"
 
     def apply(self, record: Record, source: Source) -> Record | Bad | Dropped:
-        fields = dict(record.fields)
+        # In a tar an array is a member video.npy.
+        fields = {name.removesuffix(".npy"): value for name, value in record.fields.items()}
+        if isinstance(fields.get("json"), dict):
+            # In a tar, plain values stand together in a member .json.
+            fields = {**fields["json"], **fields}
         for named, own in ((self.medium, source.field), (self.label, source.label)):
             if own is not None:
                 if own not in fields:
@@ -83,7 +87,7 @@ def _text(record: Record) -> str | Bad:
     fields = record.fields
     name = next((name for name in USUAL_TEXT if name in fields), None)
     if name is None:
-        return Bad(record.key, record.where, f"{_no_field('text', fields)}; set data.train.field")
+        return Bad(record.key, record.where, f"{_no_field('text', fields)}; name the right one with `field`")
     text = fields[name]
     if not isinstance(text, str):
         return Bad(record.key, record.where, f"field {name!r} must be text, not {type(text).__name__}")

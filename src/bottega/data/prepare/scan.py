@@ -43,7 +43,8 @@ class Scan(Jobs):
     def work(self, number: int, out: Path) -> dict[str, Any]:
         tally = Tally()
         rows = list(self._rows(number, tally))
-        keys, sizes, files, labels, groups, contents, signatures, kept = zip(*rows, strict=True) if rows else ([],) * 8
+        columns = zip(*rows, strict=True) if rows else ([],) * 9
+        keys, sizes, files, labels, groups, contents, signatures, kept, placed = columns
         np.save(out / "keys.npy", np.array(keys, np.uint64))
         np.save(out / "sizes.npy", np.array(sizes, np.int64))
         np.save(out / "files.npy", np.array(files, np.uint64))
@@ -51,6 +52,7 @@ class Scan(Jobs):
         np.save(out / "groups.npy", np.array(groups, np.uint64))
         np.save(out / "contents.npy", np.array(contents, np.uint64))
         np.save(out / "kept.npy", np.array(kept, np.bool_))
+        np.save(out / "placed.npy", np.array(placed, np.bool_))
         if self.duplicates is not None and self.duplicates.method == "near":
             np.save(out / "signatures.npy", np.array(signatures, np.uint32).reshape(len(rows), -1))
         return {**vars(tally), "records": len(rows)}
@@ -64,7 +66,7 @@ class Scan(Jobs):
                 if not isinstance(record, Record):
                     if isinstance(record, Bad):
                         tally.note(record, stop=self.stop)
-                    yield _hash(record.key), 0, file, 0, 0, 0, empty, False
+                    yield _hash(record.key), 0, file, 0, 0, 0, empty, False, False
                     continue
                 text = str(record.fields.get("text", ""))
                 content = content_key(text) if self.duplicates is not None else 0
@@ -72,7 +74,8 @@ class Scan(Jobs):
                 group = _hash(str(self._group(record))) if self.split.field is not None else 0
                 size = len(text) if self.rules.is_text else 1
                 similar = signature(text) if near else None
-                yield _hash(record.key), size, file, _hash(str(label)), group, content, similar, True
+                placed = item.table is not None
+                yield _hash(record.key), size, file, _hash(str(label)), group, content, similar, True, placed
 
     def _label(self, record: Record) -> Any:
         try:
@@ -119,7 +122,7 @@ def decide(
         keep[kept] = _unrepeated(scan.duplicates, load, kept)
     inputs = np.repeat([job[0].input for job in scan.jobs], counts).astype(np.int64)
     chosen: np.ndarray = np.array([tables.index(input.table) for input in scan.inputs], np.int8)[inputs]
-    splitting = np.array([input.is_split for input in scan.inputs])[inputs] & keep
+    splitting = np.array([input.is_split for input in scan.inputs])[inputs] & keep & ~load("placed")
     if splitting.any():
         parts = assign(_table(scan, load, splitting), scan.split, shares.validation, shares.test)
         for part, name in enumerate(PARTS[1:], start=1):
