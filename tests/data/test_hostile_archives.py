@@ -134,6 +134,12 @@ def test_a_refused_member_takes_its_sample_with_it() -> None:
     sample = member("x.png", PNG) + member("x.pkl", pickle.dumps(Trap())) + member("x.txt", b"hello")
     found = read(tar.FORMAT, "a.tar", GOOD + sample + LAST)
     assert [type(record) for record in found] == [Record, Bad, Record]
+    listed = tar.index(Path("a.tar"))
+    assert [(bool(sample.fields), sample.problem is None) for sample in listed] == [
+        (True, True),
+        (False, False),
+        (True, True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -270,6 +276,14 @@ def test_records_that_say_they_are_huge(length: int, right: bool, packed: bool) 
     assert isinstance(bad, Bad)
     assert bad.where.endswith("record 2 at byte 16")
     assert "cut off" in bad.reason or "cannot be found" in bad.reason
+
+
+def test_records_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tfrecord, "MEMBER_BYTES", 1000)
+    monkeypatch.setattr(tfrecord, "CHUNK", 500)
+    first, bad = read(tfrecord.FORMAT, "a.tfrecord", record(0, b"") + record(2000, bytes(2000)) + record(0, b""))
+    assert isinstance(first, Record)
+    assert "its length, 2000, is damaged or above 1000" in str(bad)
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,14 @@ def test_webdataset_and_back(tmp_path_factory: pytest.TempPathFactory, values: l
                 assert same(got, value)
 
 
+def test_text_with_a_nul_and_names_that_meet(tmp_path: Path) -> None:
+    row = {"note": "a\0b", "text": "one", "txt": "two", "image": PNG, "png": PNG[:9], "label": 2**62, "id": 7}
+    (found,) = read_back(write(rows(row), tmp_path / "out", to="webdataset"), tar.FORMAT)
+    assert found.fields == {
+        "json": {"note": "a\0b", "label": 2**62}, "txt": "one", "txt.txt": "two", "png": PNG, "png.png": PNG[:9], "id": 7
+    }  # fmt: skip
+
+
 def test_shards_are_cut_at_their_size(tmp_path: Path) -> None:
     many = rows(*({"png": PNG + bytes(4000)} for _ in range(100)))
     files = write(many, tmp_path / "out", to="webdataset", split="train", shard_bytes=100_000)

@@ -12,6 +12,7 @@ import json
 import math
 import posixpath
 import re
+import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from bottega.data.record import Unreadable
+from bottega.data.record import Refused, Unreadable
 
 MEMBER_BYTES = 1 << 30
 """Of one member, one sample or one record; nothing is allocated before this is checked."""
@@ -34,6 +35,9 @@ HEADER_BYTES = 10_000
 """Of an array file, as numpy has it: its literal is parsed."""
 CHUNK = 1 << 20
 NAME_BYTES = 1024
+
+# What zipfile raises for a damaged file, by experiment: it has no one class for it.
+ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError)
 
 IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"])
 AUDIO = frozenset(["wav", "flac", "ogg", "oga", "mp3", "opus", "m4a", "aac"])
@@ -96,7 +100,7 @@ def value(field: str, data: bytes) -> Any:
         return npy(data)
     if suffix == "npz":
         return npz(data)
-    raise Unreadable("not a kind of data that is read here")
+    raise Refused("not a kind of data that is read here")
 
 
 def text(data: bytes) -> str:
@@ -153,7 +157,7 @@ def npy_header(stream: BinaryIO, size: int) -> tuple[np.dtype[Any], tuple[int, .
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
         raise Unreadable("is no array file: its header is damaged") from error
     if dtype is not None and dtype.hasobject:
-        raise Unreadable("is an array of Python objects, which are pickles and could run code; save numbers or text")
+        raise Refused("is an array of Python objects, which are pickles and could run code; save numbers or text")
     if dtype is None or dtype.kind not in "biufcSU":
         raise Unreadable(f"is an array of {str(descr)[:40]}; numbers and text are read")
     if not isinstance(shape, tuple) or not all(type(axis) is int and axis >= 0 for axis in shape):
@@ -174,7 +178,7 @@ def zipped_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
         raise Unreadable(f"member {info.filename} is {info.file_size} bytes; at most {MEMBER_BYTES} are read")
     try:
         return npy(archive.read(info))
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+    except ZIP_DAMAGE as error:
         raise Unreadable(f"member {info.filename} is damaged: {error}") from error
     except Unreadable as error:
         raise Unreadable(f"member {info.filename} {error}") from error
@@ -183,7 +187,7 @@ def zipped_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
 def opened_zip(file: Path | io.BytesIO) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
+    except ZIP_DAMAGE as error:
         raise Unreadable(f"is no npz file: {error}") from error
 
 

@@ -23,6 +23,8 @@ class Bad(NamedTuple):
     where: str
     """With the physical line, the member or the record number."""
     reason: str
+    is_refused: bool = False
+    """Made to do harm, or as if: a name that leads out of the archive, a link, a pickle. Never merely skipped."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
@@ -30,3 +32,7 @@ class Bad(NamedTuple):
 
 class Unreadable(Exception):
     """What a decoder raises: the content of a record is damaged, too large or of another kind. One line, why."""
+
+
+class Refused(Unreadable):
+    """The content could do harm where somebody trusted it."""

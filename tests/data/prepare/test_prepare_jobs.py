@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 from itertools import chain
@@ -207,3 +209,13 @@ def test_several_sources_have_tables_of_their_own_and_a_single_text_is_cut(tmp_p
     everything = sum(counts["bytes"] for counts in ready.tables.values())
     written = sum(len(json.loads(line)["text"].encode()) for line in rows.read_text().splitlines())
     assert everything == written + 2800 + 1200
+
+
+@pytest.mark.parametrize("name", ["a.pkl", "../a.txt", "/a.txt", "0001.txt"])
+def test_one_hostile_member_among_thousands_is_never_merely_skipped(tmp_path: Path, name: str) -> None:
+    with tarfile.open(tmp_path / "many.tar", "w") as tar:
+        for number in range(2000):
+            tar.addfile(tarfile.TarInfo(f"{number:04}.txt"))
+        tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(DataError, match=re.escape(repr(name))):
+        prepared(tmp_path / "many.tar", tmp_path / "cache", bad_records="skip", max_bad=0.5)

@@ -161,6 +161,17 @@ def test_every_row_once(
         assert form == "npy" or record.fields["y"] == i
 
 
+@pytest.mark.parametrize("form", ["npy", "npz", "packed"])
+def test_columns_first(tmp_path: Path, form: str) -> None:
+    array = np.asfortranarray(np.arange(12).reshape(4, 3))
+    file = tmp_path / ("a.npy" if form == "npy" else "a.npz")
+    if form == "npy":
+        np.save(file, array)
+    else:
+        (np.savez if form == "npz" else np.savez_compressed)(file, array=array)
+    assert [record.fields["array"].tolist() for record in read(arrays.FORMAT, file, 30)] == array.tolist()
+
+
 def test_names_and_listings(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.eye(3))
     np.save(tmp_path / "labels.npy", np.arange(3))

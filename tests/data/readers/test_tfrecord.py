@@ -195,6 +195,9 @@ def test_forms_that_are_rare_but_allowed() -> None:
         1, entry(b"b", field(3, field(1, b"\x09")))
     )  # messages that come twice are merged, the last value counts
     found = tfrecord.example(data + b"\x19" + bytes(8) + twice)
+    joined = field(3, field(1, b"\x01")) + field(3, field(1, b"\x02"))
+    assert tfrecord.example(field(1, entry(b"j", joined)))["j"].tolist() == [1, 2]
+    assert tfrecord.example(field(1, entry(b"j", joined + field(1, field(1, b"last")))))["j"] == "last"
     assert found["i"].tolist() == [5, -1]
     assert found["f"].tolist() == [0.5, 2.0]
     assert (found["b"], found["none"]) == (9, None)
@@ -304,6 +307,21 @@ def test_damage_names_the_record(tmp_path: Path) -> None:
     assert "no tf.train.Example" in str(read(file)[0])
     file.write_bytes(b"")
     assert read(file) == []
+
+
+def test_pieces_end_where_lengths_cannot_be_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tfrecord, "HEADERS_TOGETHER", 3)
+    file = tmp_path / "a.tfrecord"
+    # Records of one size, so that a scan that believed a wrong length would find further ones behind it.
+    data = bytearray(framed(*[b""] * 40))
+    file.write_bytes(data)
+    assert len(tfrecord.pieces(file, "a", Source(), 16)) == 40
+    data[16 * 10 : 16 * 10 + 1] = b"\x10"
+    file.write_bytes(data)
+    pieces = tfrecord.pieces(file, "a", Source(), 16)
+    assert [piece.start for piece in pieces] == [16 * i for i in range(10)]
+    found = [record for piece in pieces for record in tfrecord.read(piece, Source())]
+    assert [type(record) for record in found] == [Record] * 10 + [Bad]
 
 
 @given(st.integers(0, 600), st.binary(min_size=1, max_size=2), st.integers(1, 200))

@@ -22,8 +22,8 @@ class Tally:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def note(self, bad: Bad, *, stop: bool) -> None:
-        """Count a bad record; with `stop` it ends it all."""
-        if stop:
+        """Count a bad record; with `stop`, or where it is refused, it ends it all."""
+        if stop or bad.is_refused:
             raise DataError(str(bad))
         self.bad += 1
         if len(self.named) < NAMED:

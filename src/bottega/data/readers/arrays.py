@@ -11,7 +11,6 @@ import math
 import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from bottega.core.errors import DataError
-from bottega.data.members import MEMBER_BYTES, arrays_in, npy_header, opened_zip, zipped_array
+from bottega.data.members import MEMBER_BYTES, ZIP_DAMAGE, arrays_in, npy_header, opened_zip, zipped_array
 from bottega.data.readers.compressed import opened
 from bottega.data.readers.reader import Format, Piece
 from bottega.data.record import Bad, Record, Unreadable
@@ -105,7 +104,7 @@ def _streamed(archive: zipfile.ZipFile, info: zipfile.ZipInfo, array: Array, sto
             count = min(at_once, stop - row)
             try:
                 data = stream.read(count * array.row_bytes)
-            except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            except ZIP_DAMAGE as error:
                 raise Unreadable(f"is damaged: member {info.filename}: {error}") from error
             if len(data) < count * array.row_bytes:
                 raise Unreadable(f"is damaged: member {info.filename} ends too soon")
@@ -170,7 +169,7 @@ def _zipped(file: Path) -> list[Array]:
                         head = io.BytesIO(stream.read(16384))
                     dtype, shape, fortran = npy_header(head, info.file_size)
                     found.append(Array(name, file, dtype, shape, fortran, None, info))
-            except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+            except ZIP_DAMAGE as error:
                 raise Unreadable(f"is damaged: member {info.filename}: {error}") from error
             except Unreadable as error:
                 raise Unreadable(f"cannot be read: member {info.filename} {error}") from error

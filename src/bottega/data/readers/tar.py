@@ -16,7 +16,7 @@ from bottega.core.errors import DataError
 from bottega.data.members import CHUNK, MEMBER_BYTES, exactly, key_and_field, known, plain, refusal, value
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record, Unreadable
+from bottega.data.record import Bad, Record, Refused, Unreadable
 from bottega.schema.data import Source
 
 MAX_MEMBERS = 4_000_000
@@ -109,12 +109,13 @@ def _index(piece: Piece) -> Iterator[Indexed]:
 class _Sample:
     """What is gathered of one key: the values of its fields, or where they are."""
 
-    __slots__ = ("bytes", "fields", "key", "problem", "start")
+    __slots__ = ("bytes", "fields", "is_refused", "key", "problem", "start")
 
     def __init__(self, key: str, start: int) -> None:
         self.key, self.start = key, start
         self.fields: dict[str, Any] = {}
         self.problem: str | None = None
+        self.is_refused = False
         self.bytes = 0
 
 
@@ -122,7 +123,7 @@ def _record(sample: _Sample, piece: Piece) -> Record | Bad:
     key = sample.key if sample.key.isprintable() else ascii(sample.key)[1:-1]
     where = f"{piece.file}, sample {key}"
     if sample.problem is not None:
-        return Bad(f"{piece.name}:{key}", where, sample.problem)
+        return Bad(f"{piece.name}:{key}", where, sample.problem, sample.is_refused)
     return Record(f"{piece.name}:{key}", where, sample.fields)
 
 
@@ -140,9 +141,11 @@ def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
             sample = _Sample(member.key, member.start)
             if hash(member.key) in seen:
                 sample.problem = f"member {member.name!r}: its sample came earlier already; pack it sorted by name"
+                sample.is_refused = True
             seen.add(hash(member.key))
         sample.bytes += member.size
         problem = member.problem or _add(sample, member)
+        sample.is_refused |= member.problem is not None
         if problem is not None and sample.problem is None:
             sample.problem = f"member {member.name!r}: {problem}"
         if sample.problem is not None:
@@ -154,6 +157,7 @@ def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
 def _add(sample: _Sample, member: Member) -> str | None:
     """Put a member into its sample, or say why not."""
     if member.field in sample.fields:
+        sample.is_refused = True  # readers that check the first and use the last have been fooled so
         return "a second member of this name"
     if sample.bytes > MEMBER_BYTES:
         return f"makes its sample {sample.bytes} bytes; one may have {MEMBER_BYTES}"
@@ -163,6 +167,7 @@ def _add(sample: _Sample, member: Member) -> str | None:
     try:
         sample.fields[member.field] = value(member.field, member.data)
     except Unreadable as error:
+        sample.is_refused |= isinstance(error, Refused)
         return str(error)
     return None
 

@@ -25,6 +25,8 @@ from bottega.schema.data import Source
 HEADER = struct.Struct("<QI")  # length of the data, masked CRC of these 8 bytes; behind the data stands the CRC of it
 FLOAT = struct.Struct("<f")
 AROUND = HEADER.size + 4
+HEADERS_TOGETHER = 1 << 16
+"""While pieces are cut, their checksums are made so many at a time."""
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
@@ -72,7 +74,7 @@ def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
         while at < total:
             heads: list[bytes] = []
             starts: list[int] = []
-            while at < total and len(heads) < 65536:
+            while at < total and len(heads) < HEADERS_TOGETHER:
                 head = stream.read(HEADER.size)
                 if len(head) < HEADER.size:
                     break
