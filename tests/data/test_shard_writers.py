@@ -20,6 +20,7 @@ from tensorboard.compat.tensorflow_stub import errors
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
 from bottega.core.errors import DataError, UsageError
+from bottega.data.members import known
 from bottega.data.readers import tar, tfrecord
 from bottega.data.readers.reader import Piece
 from bottega.data.record import Bad, Record
@@ -238,6 +239,11 @@ def test_tfrecord_and_back(tmp_path_factory: pytest.TempPathFactory, values: lis
                 assert same(got, value)
 
 
+def has_own_suffix(name: str) -> bool:
+    """Written under another name: see test_text_with_a_nul_and_names_that_meet."""
+    return known(name) or name in ("label", "class", "image", "audio", "video")
+
+
 plain_values = st.recursive(
     st.none() | st.booleans() | numbers | texts | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -247,7 +253,11 @@ plain_values = st.recursive(
 
 @given(
     st.lists(
-        st.dictionaries(names, plain_values | some_arrays | st.just(PNG) | st.just(WAV), max_size=5),
+        st.dictionaries(
+            names.filter(lambda name: not has_own_suffix(name)),
+            plain_values | some_arrays | st.just(PNG) | st.just(WAV),
+            max_size=5,
+        ),
         min_size=1,
         max_size=5,
     )

@@ -16,6 +16,7 @@ from bottega.branches.branch import Branch
 from bottega.branches.start import start_folder, tokenizer_of
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.data import combine
+from bottega.data.first import First
 from bottega.data.orders import Order
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
@@ -112,7 +113,8 @@ class LanguageBranch(Branch):
 
     def other(self, path: str) -> Source:
         """Other text through this run's own tokenizer."""
-        data = TextData(train=SourceOptions(path=path), clean=self.recipe.data.clean)
+        fields = self.recipe.data.train.model_dump(include={"field", "columns", "delimiter"})
+        data = TextData(train=SourceOptions(path=path, **fields), clean=self.recipe.data.clean)
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
             spec = TokenizerSpec(kind="pretrained", path=folder)
@@ -120,7 +122,10 @@ class LanguageBranch(Branch):
         return self._samples(prepared, "train", seed=None)
 
     def _held_out(self, table: str) -> Source | None:
-        return self._samples(self.prepared, table, seed=None) if table in self.prepared.tables else None
+        if table not in self.prepared.tables:
+            return None
+        samples, part = self._samples(self.prepared, table, seed=None), getattr(self.recipe.data, table)
+        return samples if part is None or part.limit is None else First(samples, part.limit)
 
     def _samples(self, prepared: Prepared, table: str, *, seed: int | None) -> Source:
         data = self.recipe.data

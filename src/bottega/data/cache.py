@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bottega.core.errors import EnvironmentProblem
+from bottega.core.errors import DataError, EnvironmentProblem
+from bottega.data.durable import flush, flush_all
 
 MANIFEST = "MANIFEST.json"
 
@@ -37,6 +38,8 @@ def cached(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
             if not is_whole(entry):
                 _make(entry, build)
     except OSError as error:
+        if error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(cache):
+            raise DataError(f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
         raise EnvironmentProblem(
             f"prepared data cannot be kept in {cache}: {error.strerror or error}; free some space, or set "
             "XDG_CACHE_HOME to a folder that can be written"
@@ -62,8 +65,7 @@ def _make(entry: Path, build: Callable[[Path], None]) -> None:
     temporary.mkdir(exist_ok=True)
     try:
         build(temporary)
-        for file in (*_files(temporary), temporary):
-            _flush(file)
+        flush_all(temporary)
         seal(temporary)
         temporary.rename(entry)
     except KeyboardInterrupt:
@@ -78,14 +80,13 @@ def seal(folder: Path) -> None:
     files = {path.relative_to(folder).as_posix(): path for path in _files(folder) if path.name != MANIFEST}
     rows = {name: {**_seen(path), "sha256": _sha256(path)} for name, path in files.items()}
     (folder / MANIFEST).write_text(json.dumps(rows, indent=1))
-    _flush(folder / MANIFEST)
+    flush(folder / MANIFEST)
 
 
 def is_whole(folder: Path) -> bool:
     """Whether nothing in the folder changed since. A file of the same size and time is not read again.
 
-    (A copy on another machine has other times, so it is read once in full at every start; hours at a petabyte, seconds
-    at a gigabyte.)
+    (A copy that lost its times, as on another machine, is read in full at every start.)
     """
     try:
         rows = json.loads((folder / MANIFEST).read_bytes())
@@ -114,11 +115,3 @@ def _files(folder: Path) -> list[Path]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -74,7 +77,7 @@ class ShardWriter:
 
 def _stored(value: Any, column: Column, name: str) -> bytes | memoryview:
     if column.holds == "text":
-        return str(value).encode()
+        return str(value).encode(errors="backslashreplace")
     if column.holds == "bytes":
         return bytes(value)
     array = np.asarray(value, dtype=column.dtype, order="C")
@@ -109,12 +112,14 @@ def merge(parts: Iterable[Path], folder: Path, columns: Mapping[str, Column]) ->
 
 
 def _append(out: BinaryIO, path: Path) -> None:
-    """Copied by the kernel, without passing through this process."""
+    """Copied by the kernel, without passing through this process, where the system can do that between files."""
     with path.open("rb") as source:
-        left = os.fstat(source.fileno()).st_size
+        if sys.platform != "linux":
+            shutil.copyfileobj(source, out, 1 << 20)
+            return
         out.flush()
-        while left:
-            left -= os.sendfile(out.fileno(), source.fileno(), None, left)
+        while os.sendfile(out.fileno(), source.fileno(), None, 1 << 30):
+            pass
     out.seek(0, os.SEEK_END)
 
 
@@ -126,12 +131,26 @@ class Table:
         self.folder = Path(folder)
         try:
             meta = json.loads((self.folder / COLUMNS).read_bytes())
-            self.columns = {
-                name: Column(**{**fields, "shape": tuple(fields["shape"])}) for name, fields in meta["columns"].items()
-            }
-            self.rows: int = meta["rows"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self.folder} is no folder of shards: {COLUMNS} cannot be read ({error})") from error
+            self.columns = {name: _column(name, fields) for name, fields in meta["columns"].items()}
+            self.rows = int(meta["rows"])
+            self._check()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{self.folder} is no folder of shards, or a damaged one: {error}") from error
+
+    def _check(self) -> None:
+        """The files must be as long as is said of them: a table may come from anywhere."""
+        for name, column in self.columns.items():
+            size = (self.folder / f"{name}.bin").stat().st_size
+            if column.varying:
+                ends = self.ends(name)
+                falls = len(ends) > 0 and (int(ends[0]) < 0 or not (ends[1:] >= ends[:-1]).all())
+                if len(ends) != self.rows or falls:
+                    raise ValueError(f"{name}.ends.bin does not go with {self.rows} rows")
+                wanted = int(ends[-1]) if len(ends) else 0
+            else:
+                wanted = self.rows
+            if size != wanted * column.row_bytes:
+                raise ValueError(f"{name}.bin has {size} bytes, not {wanted * column.row_bytes}")
 
     def __len__(self) -> int:
         return self.rows
@@ -181,6 +200,21 @@ class Table:
     @cached_property
     def _ends(self) -> dict[str, np.ndarray]:
         return {}
+
+
+def _column(name: str, fields: Mapping[str, Any]) -> Column:
+    """A column as described in a file: only numbers, and a name that stays in its folder."""
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise ValueError(f"{name!r} is no name of a column")
+    column = Column(**{**fields, "shape": tuple(fields["shape"])})
+    if not isinstance(column.dtype, str) or not re.fullmatch(r"[<|][biufc][0-9]{1,2}", column.dtype):
+        # An array of objects would take bytes of a file for addresses.
+        raise ValueError(f"{column.dtype!r} is no type of numbers")
+    if not all(type(side) is int and side >= 0 for side in column.shape) or column.row_bytes == 0:
+        raise ValueError(f"{column.shape} is no shape")
+    if column.holds not in ("numbers", "text", "bytes") or type(column.varying) is not bool:
+        raise ValueError(f"{name} holds {column.holds!r}")
+    return column
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:

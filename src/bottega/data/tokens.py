@@ -54,7 +54,9 @@ class Tokens(Source):
 
     def __getstate__(self) -> dict[str, Any]:
         """Worker processes map the files again; no token travels."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_windows", "_byte_lengths")}
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_windows", "_byte_lengths", "_ends")
+        }
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -154,14 +156,17 @@ class TokenDocuments(Tokens):
     def __init__(self, folder: Path, table: str, *, sequence_length: int, with_bytes: bool = False) -> None:
         super().__init__(folder, table, documents=False, with_bytes=with_bytes)
         self.sequence_length = sequence_length
-        # A single token has no successor to predict.
-        samples = -(-np.maximum(self.table.lengths("tokens") - 1, 0) // sequence_length)
-        self.ends = np.cumsum(samples)
         if not len(self):
             raise DataError(f"no document of the {self.name} text has two tokens; add text")
 
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """How many samples the documents up to each have."""
+        # A single token has no successor to predict.
+        return np.cumsum(-(-np.maximum(self.table.lengths("tokens") - 1, 0) // self.sequence_length))
+
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def lengths(self) -> np.ndarray:
         """How many tokens of each sample are real."""
@@ -171,12 +176,12 @@ class TokenDocuments(Tokens):
 
     def scores(self, name: str) -> np.ndarray:
         _check_score(self.meta, name)
-        document = np.searchsorted(self.ends, np.arange(len(self)), side="right")
+        document = np.searchsorted(self._ends, np.arange(len(self)), side="right")
         return self.table.values("score")[document]
 
     def _spans(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        document = np.searchsorted(self.ends, index, side="right")
-        number = index - np.where(document > 0, self.ends[document - 1], 0)
+        document = np.searchsorted(self._ends, index, side="right")
+        number = index - np.where(document > 0, self._ends[document - 1], 0)
         ends = self.table.ends("tokens")
         first = np.where(document > 0, ends[document - 1], 0) + number * self.sequence_length
         return first, np.minimum(first + self.sequence_length + 1, ends[document])
@@ -195,7 +200,7 @@ class TokenDocuments(Tokens):
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        document = int(np.searchsorted(self.ends, index, side="right"))
+        document = int(np.searchsorted(self._ends, index, side="right"))
         start, stop = self._spans(np.array([index]))
         text = self._text(self.table.values("tokens")[int(start[0]) : int(stop[0])])
         return f"{self.name} document {self.table.row('key', document)}, {stop[0] - start[0]} tokens\n{text}"

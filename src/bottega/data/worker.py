@@ -85,8 +85,11 @@ def _send(sender: Sender, batch: object, error: Exception | None) -> None:
 def _portable(error: Exception) -> Exception:
     """The error with the trace of this process, or its text where the other side could not rebuild it."""
     try:
-        twin = type(error)(*error.args)
+        named = (*error.args[:2], error.filename) if isinstance(error, OSError) and error.filename else error.args
+        twin = type(error)(*named)
     except Exception:
+        return _as_text(error)
+    if str(twin) != str(error):
         return _as_text(error)
     twin.add_note("In a loader worker:\n" + "".join(traceback.format_exception(error)))
     return twin

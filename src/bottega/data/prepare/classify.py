@@ -59,6 +59,7 @@ def prepare_classify(
         encoder=encoder,
         options=(*tokenizer_options(spec), changes, thesaurus, seed if changes else None),
         label_field=data.label_field,
+        needs_classes=True,
         num_classes=num_classes,
         deduplicate=data.deduplicate,
     )

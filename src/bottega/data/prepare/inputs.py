@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,7 +124,8 @@ def _unpacked(found: Found) -> Found:
         with compressed.unpacked(file) as packed, (folder / name).open("wb") as out:
             shutil.copyfileobj(packed, out, 1 << 20)
 
-    plain = cached(default_cache() / "unpacked", content_hash(file), build) / name
+    key = hashlib.sha256(f"{content_hash(file)} {name}".encode(errors="surrogateescape")).hexdigest()[:32]
+    plain = cached(default_cache() / "unpacked", key, build) / name
     return replace(found, root=plain, files=[plain], source=found.source.model_copy(update={"path": str(plain)}))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import EnvironmentProblem
+from bottega.data.durable import flush_all
 from bottega.data.prefetch import prefetch
 
 SUMMARY = "summary.json"
@@ -42,20 +43,29 @@ class Jobs(ABC):
         part = self.part(number)
         if (part / SUMMARY).is_file():
             return json.loads((part / SUMMARY).read_bytes())
-        temporary = self.folder / f".tmp-{number:06d}"
+        # A worker may outlive a parent that was killed, and must not write where the next one does.
+        temporary = self.folder / f".tmp-{number:06d}-{os.getpid()}"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             summary = self.work(number, temporary)
             (temporary / SUMMARY).write_text(json.dumps(summary))
-            for file in temporary.rglob("*"):
-                _flush(file)
-            os.rename(temporary, part)
+            flush_all(temporary)
+            _publish(temporary, part)
         except OSError as error:
             if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder):
                 raise EnvironmentProblem(f"{self.folder}: {error.strerror}; free some space") from error
             raise
         return summary
+
+
+def _publish(temporary: Path, part: Path) -> None:
+    try:
+        os.rename(temporary, part)
+    except OSError:
+        if not (part / SUMMARY).is_file():
+            raise
+        shutil.rmtree(temporary)  # somebody else has done the same
 
 
 def run(jobs: Jobs, progress: Progress) -> Iterator[dict[str, Any]]:
@@ -80,11 +90,3 @@ def _workers(jobs: Jobs) -> int:
         return 0
     cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(left))
     return cores if cores > 1 else 0
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

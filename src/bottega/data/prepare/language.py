@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from bottega.core.errors import DataError
 from bottega.data.cache import default_cache
 from bottega.data.encoder import Encoder, Row
 from bottega.data.prepare.inputs import Input, check_medium, inputs_of
@@ -32,6 +33,10 @@ def prepare_language(data: TextData, spec: TokenizerSpec, *, progress: Progress,
     """The tokens of a recipe's texts, from the cache or made now; or from shards that were prepared elsewhere."""
     ready = opened_where_prepared(data, task="language")
     if ready is not None:
+        if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != ready.meta["tokenizer"]:
+            raise DataError(
+                f"{ready.folder} was prepared with another tokenizer than {spec.path}; prepare it with that"
+            )
         return ready
     return prepare(plan_language(data, spec), cache=cache or default_cache(), progress=progress)
 

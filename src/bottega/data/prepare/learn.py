@@ -32,11 +32,14 @@ def tokenizer(spec: TokenizerSpec, texts: Texts, folder: Path, progress: Progres
 def _texts(texts: Texts, progress: Progress, *, everything: bool) -> Iterator[str]:
     plan = texts.plan
     sizes = [sum(item.bytes for item in job) for job in texts.jobs]
-    total = sum(sizes)
-    chosen = np.arange(len(texts.jobs))
-    if not everything and total > ENOUGH:
-        chosen = np.unique(np.linspace(0, len(texts.jobs) - 1, max(1, len(texts.jobs) * ENOUGH // total)).astype(int))
+    # A job is of one input, and a held-out one has nothing to learn from.
+    tables = [plan.inputs[job[0].input].table for job in texts.jobs]
+    chosen = np.array([n for n, table in enumerate(tables) if everything or table.startswith("train")])
     total = sum(sizes[n] for n in chosen)
+    if not everything and total > ENOUGH:
+        few = max(1, len(chosen) * ENOUGH // total)
+        chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, few).astype(int))]
+        total = sum(sizes[n] for n in chosen)
     done = 0
     progress("tokenizer", 0, total)
     for number in map(int, chosen):

@@ -51,6 +51,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None
         facts=facts,
         label_field=data.condition_field if condition == "class" else None,
         num_classes=getattr(recipe.model, "num_classes", None) if condition == "class" else None,
+        needs_classes=condition == "class",
     )
     return prepare(plan, cache=cache or default_cache(), progress=progress)
 
@@ -158,7 +159,8 @@ def _image(
 
     (height, width, channels), encoded = first(look)
     size = (data.image_size, data.image_size) if data.image_size is not None else (height, width)
-    total = sum(file.stat().st_size for input in inputs for file in input.found.files if file.is_file())
+    files = {piece.file for input in inputs for piece in input.found.pieces(64 << 20)}
+    total = sum(file.stat().st_size for file in files if file.is_file())
     pixels = size[0] * size[1] * (data.channels or channels) * (total / max(1, encoded))
     stored = ("decoded" if pixels <= DECODED_LIMIT else "encoded") if data.store == "auto" else data.store
     if data.buckets is not None and data.image_size is None:

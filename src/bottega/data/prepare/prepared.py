@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import cached, is_whole
 from bottega.data.classes import Classes, find_classes
+from bottega.data.durable import flush, flush_all
 from bottega.data.encoder import Encoder
 from bottega.data.prepare.encode import Encode, encode
 from bottega.data.prepare.inputs import Input, Item, Shares, items_of, jobs_of
@@ -32,7 +33,7 @@ META = "meta.json"
 WORK = ("scan", "decisions", "parts")
 """Folders of a preparation under way."""
 # Raised when the same inputs would give other files, so that old entries are left alone.
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Plan:
     label_field: str | None = None
     num_classes: int | None = None
     """Declared by the recipe; None counts them in the data."""
+    needs_classes: bool = False
+    """Whether a record without a label is an error."""
     deduplicate: Duplicates | None = None
 
     @property
@@ -103,7 +106,10 @@ class Plan:
         inputs = [(*_named(input), input.table, input.is_split) for input in self.inputs]
         parts = (FORMAT, self.task, inputs, self.shares, self.data.split, self.rules, self.deduplicate)
         policy = (self.stop, self.data.max_bad, self.label_field, self.score_field, self.num_classes)
-        return hashlib.sha256(repr((parts, policy, self.options)).encode()).hexdigest()[:32]
+        # Another Python may know other characters.
+        is_ruled = self.rules.clean or self.rules.filter or self.deduplicate
+        tables = unicodedata.unidata_version if is_ruled else None
+        return hashlib.sha256(repr((parts, policy, self.options, tables)).encode()).hexdigest()[:32]
 
     @property
     def score_field(self) -> str | None:
@@ -156,17 +162,30 @@ def opened(folder: Path, *, task: str) -> Prepared:
     return Prepared(folder, key)
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether `bottega prepare --out` wrote it; a folder of texts may hold a meta.json of its own."""
+    try:
+        return {"format", "task", "key", "tables"} <= json.loads((folder / META).read_bytes()).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def opened_where_prepared(data: Data, *, task: str) -> Prepared | None:
     """The recipe's training data where that is a prepared folder already."""
     path = Path(data.train.path).expanduser() if data.train.path is not None else None
     if data.train.kind == "shards" and path is None:
         raise UsageError("data.train.kind: shards needs a path, a folder that `bottega prepare --out` wrote")
-    if data.train.kind == "shards" or (data.train.kind == "auto" and path is not None and (path / META).is_file()):
-        assert path is not None
+    if path is not None and (data.train.kind == "shards" or (data.train.kind == "auto" and is_prepared(path))):
         for key in ("replay", "split", "clean", "filter", "deduplicate"):
             if getattr(data, key, None) is not None:
                 raise UsageError(f"data.{key}: {path} holds shards, which are prepared already; leave it out")
-        return opened(path, task=task)
+        ready = opened(path, task=task)
+        for name, part in (("validation", data.validation), ("test", data.test)):
+            if part is not None and part.path is not None:
+                raise UsageError(f"data.{name}.path: {path} holds shards, which bring their own; leave it out")
+            if part is not None and name == "test" and name not in ready.tables:
+                raise UsageError(f"data.{name}: {path} holds none; prepare it again with one, or leave it out")
+        return ready
     return None
 
 
@@ -204,18 +223,36 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
         **plan.facts,
         **encoder.facts,
     }
+    _check_unchanged(plan)
+    for table in known["tables"]:
+        flush_all(folder / table)
     temporary = folder / f".{META}"
     temporary.write_text(json.dumps(meta, indent=1))
+    flush(temporary)
     temporary.rename(folder / META)
+
+
+def _check_unchanged(plan: Plan) -> None:
+    """What was read must be what the key says: hashes are remembered, so this costs a look at each file's times."""
+    for input in plan.inputs:
+        again = replace(input.found)
+        if again.fingerprint != input.found.fingerprint:
+            raise DataError(f"{input.found.root} changed while it was read; prepare it again when it is complete")
 
 
 def _classes(plan: Plan, folder: Path, tables: Iterable[str]) -> list[str]:
     """The classes of all tables, in order; a label that is none of them is an error now and not in training."""
-    labels = {name: list(_column(Table(folder / name), "label")) for name in tables}
-    classes = find_classes(chain.from_iterable(labels.values()), num_classes=plan.num_classes)
-    for name, texts in labels.items():
-        if len(classes):
-            classes.ids(texts, keys=list(_column(Table(folder / name), "key")))
+    first_of: dict[str, str] = {}
+    for name in tables:
+        table = Table(folder / name)
+        for number, label in enumerate(_column(table, "label")):
+            if label not in first_of:
+                first_of[label] = table.row("key", number)
+    if "" in first_of and not plan.needs_classes:
+        return []  # some have a label and some have none: nobody asked
+    classes = find_classes(first_of, num_classes=plan.num_classes)
+    if len(classes):
+        classes.ids(list(first_of), keys=list(first_of.values()))
     return list(classes.names)
 
 
