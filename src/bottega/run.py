@@ -197,6 +197,8 @@ class _Session:
             console.say(change)
         if engine.rank == 0:
             self._write_down(branch, engine, progress)
+        for note in branch.notes:
+            console.say(note)
         self._introduce(branch, engine, progress)
 
         def announce(p: Progress, folder: Path) -> None:

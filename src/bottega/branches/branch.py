@@ -30,6 +30,11 @@ class Branch(ABC):
     def training(self) -> Source: ...
 
     @property
+    def notes(self) -> list[str]:
+        """What a person should know of the data: what was left out of it, and why."""
+        return []
+
+    @property
     def order(self) -> Order | None:
         """How several sources are mixed; None is the plain shuffle."""
         return None

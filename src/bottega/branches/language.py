@@ -88,6 +88,10 @@ class LanguageBranch(Branch):
     def fingerprint(self) -> str:
         return self.prepared.fingerprint
 
+    @property
+    def notes(self) -> list[str]:
+        return self.prepared.notes()
+
     def training(self) -> Source:
         return self._combined[0]
 

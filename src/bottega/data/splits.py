@@ -39,7 +39,7 @@ class SplitTable:
 
 def hash_key(text: str) -> int:
     """64 bits of a name, the same on every machine and for ever."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
 def assign(rows: SplitTable, options: Splitting, validation: float | None, test: float | None) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -13,13 +13,13 @@ import numpy as np
 from bottega.core.errors import DataError
 from bottega.core.noise import Noise
 from bottega.data.encoder import Encoder
+from bottega.data.fields import label_name, label_of, own_names
 from bottega.data.record import Record, Unreadable
 from bottega.data.shards import TEXT, Column, Table
 from bottega.data.source import Source
 from bottega.schema.routing import VectorAugmentation
 
 VECTORS = ("x", "inputs", "features", "vector", "array")
-LABELS = ("label", "cls", "class", "category", "target", "y")
 
 
 @final
@@ -40,22 +40,22 @@ class VectorEncoder(Encoder):
         for name in (self.field, self.label_field):
             if name is not None and fields.get(name) is None:
                 raise Unreadable(f"no field {name!r}; the record has {', '.join(fields) or 'none'}")
-        label = self.label_field or next((name for name in LABELS if name in fields and name != self.field), None)
+        label = label_name(fields, self.label_field, besides=self.field)
         field = self.field or next((name for name in VECTORS if fields.get(name) is not None and name != label), None)
         if field is not None:
             numbers = _numbers(fields[field], field)
             if numbers is None:
                 raise Unreadable(f"field {field!r} holds no numbers but {type(fields[field]).__name__}")
         else:
-            numbers = _all_numbers(fields, without=label)
-        yield {"x": numbers, "key": record.key, "label": "" if label is None else _text(fields[label])}
+            numbers = _all_numbers(fields, without={label, *own_names(fields)})
+        yield {"x": numbers, "key": record.key, "label": label_of(record, self.label_field, besides=self.field)}
 
 
-def _all_numbers(fields: Mapping[str, Any], *, without: str | None) -> np.ndarray:
+def _all_numbers(fields: Mapping[str, Any], *, without: Collection[str | None]) -> np.ndarray:
     found = []
     # By name, because some formats (TFRecord) keep no order: feature 3 of one row would be feature 5 of the next.
     for name in sorted(fields):
-        if name == without:
+        if name in without:
             continue
         if fields[name] is None or (isinstance(fields[name], str) and not fields[name]):
             raise Unreadable(f"column {name!r} has no value; fill it, leave it out, or name one field of numbers")
@@ -80,18 +80,6 @@ def _numbers(value: Any, name: str) -> np.ndarray | None:
     if not np.isfinite(array).all():
         raise Unreadable(f"{name!r}: its number {int(np.flatnonzero(~np.isfinite(array))[0]) + 1} is not finite")
     return array
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, np.ndarray) and value.size == 1:
-        value = value.reshape(()).item()
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "replace").strip()
-    # 3.0 is the class 3, as a table may have turned the one into the other.
-    value = int(value) if isinstance(value, float) and value.is_integer() else value
-    return "" if value is None else str(value)
 
 
 @final

@@ -13,14 +13,12 @@ from bottega.data.audio import decode as files
 from bottega.data.audio.loudness import normalise
 from bottega.data.audio.resample import resample, resampled_length
 from bottega.data.encoder import Encoder
-from bottega.data.image.encoder import vector
+from bottega.data.fields import descriptions, vector
 from bottega.data.record import Record, Unreadable
 from bottega.data.shards import TEXT, Column
 
 ENCODED = ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff", "webm", "mp4")
 SOUNDS = ("audio", *ENCODED, "sound", "file", "video")
-LABELS = ("label", "cls", "class", "digit", "category", "genre", "speaker")
-CAPTIONS = ("caption", "text", "txt", "transcript", "transcription", "normalised", "sentence")
 RATES = ("sample_rate", "sampling_rate", "samplerate", "rate", "sr")
 FULL_SCALE = {"u1": 128, "i2": 1 << 15, "i4": 1 << 31}
 
@@ -59,12 +57,7 @@ class AudioEncoder(Encoder):
     def rows(self, record: Record) -> Iterator[dict[str, Any]]:
         sound = self.sound(record)
         audio = normalise(self._resampled(sound), self.sample_rate, by=self.normalise)
-        row = {
-            "audio": audio,
-            "key": record.key,
-            "label": _words(record.fields, self.label_field, LABELS),
-            "caption": _words(record.fields, None, CAPTIONS),
-        }
+        row = {"audio": audio, **descriptions(record, label_field=self.label_field)}
         if self.has_condition:
             row["condition"] = vector(record, self.condition_field)
         yield row
@@ -145,22 +138,3 @@ def _rate(value: Any) -> int:
     if scalar.dtype.kind not in "iuf" or len(scalar) != 1 or float(scalar[0]) not in files.RATES:
         raise Unreadable(f"samples need their rate in a field such as sample_rate, in hertz; got {value!r}")
     return int(scalar[0])
-
-
-def _words(fields: Mapping[str, Any], field: str | None, usual: tuple[str, ...]) -> str:
-    """Of the field named, or of the first usual one; nothing where there is none."""
-    if field is not None and fields.get(field) is None:
-        raise Unreadable(f"no field {field!r}; the record has {', '.join(fields)}")
-    name = field or next((name for name in usual if fields.get(name) is not None), None)
-    if name is None:
-        return ""
-    value = fields[name]
-    if isinstance(value, np.ndarray) and value.size == 1:
-        value = value.reshape(()).item()
-    if isinstance(value, bytes):
-        try:
-            return value.decode().strip()
-        except UnicodeDecodeError as error:
-            raise Unreadable(f"field {name!r} is no text: {error.reason} at byte {error.start}") from error
-    # 3.0 is the class 3, as a table may have turned the one into the other.
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -59,6 +59,14 @@ class Prepared:
     def table(self, name: str) -> Table:
         return Table(self.folder / name)
 
+    def notes(self) -> list[str]:
+        """What was left out, in words."""
+        meta = self.meta
+        lines = [f"{count:,} records left out: {reason}" for reason, count in sorted(meta["dropped"].items())]
+        if meta["bad"]:
+            lines.append(f"{meta['bad']:,} of {meta['records']:,} records left out as bad; the first: {meta['named'][0]}")
+        return lines
+
     @cached_property
     def classes(self) -> Classes:
         return Classes(tuple(self.meta.get("classes") or ()))

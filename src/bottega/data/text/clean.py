@@ -35,7 +35,10 @@ _RUN = re.compile("[ \t]{2,}+")
 _EMPTY_LINES = re.compile("\n{3,}+")
 
 
-def clean(text: str, options: Cleaning) -> str:
+def clean(text: str, options: Cleaning, *, starts: bool = True, ends: bool = True) -> str:
+    """`starts` and `ends` say whether the text begins and ends here. Where it is a piece of a longer one, white space at
+    the cut stays, or the words on its two sides would become one."""
+    before = text
     if options.html:
         text = strip_html(text)
     if options.control or options.whitespace:
@@ -48,10 +51,19 @@ def clean(text: str, options: Cleaning) -> str:
         if options.control:
             text = _without_stray_joiners(text, options)
     if options.whitespace:
-        text = _with_plain_spaces(text)
+        text = _with_plain_spaces(text, starts=starts, ends=ends)
     if options.boilerplate:
         text = without_boilerplate(text)
+    if text and not starts and not text[0].isspace():
+        text = _space(before[: len(before) - len(before.lstrip())]) + text
+    if text and not ends and not text[-1].isspace():
+        text += _space(before[len(before.rstrip()) :])
     return text
+
+
+def _space(run: str) -> str:
+    """What stands for a run of white space: a line break where it has one."""
+    return "\n" if len(run.splitlines()) > 1 or run.endswith("\n") else run and " "
 
 
 def _with_plain_breaks(text: str) -> str:
@@ -81,7 +93,7 @@ def _without_stray_joiners(text: str, options: Cleaning) -> str:
     return text
 
 
-def _with_plain_spaces(text: str) -> str:
+def _with_plain_spaces(text: str, *, starts: bool, ends: bool) -> str:
     """One space for many, none at line ends, at most one empty line; a lone tab stays, as it may part columns.
 
     The indentation of a line stays as it is: in code it is meaning, and in prose it is harmless. Only the text as a
@@ -95,7 +107,8 @@ def _with_plain_spaces(text: str) -> str:
         text = text.replace(" \n", "\n")
     if "\n\n\n" in text:
         text = _EMPTY_LINES.sub("\n\n", text)
-    return text.strip(" \t\n")
+    text = text.lstrip(" \t\n") if starts else text
+    return text.rstrip(" \t\n") if ends else text
 
 
 def _plain_line(line: str) -> str:

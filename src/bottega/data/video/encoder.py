@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any, final
 import numpy as np
 
 from bottega.data.encoder import Encoder
+from bottega.data.fields import descriptions, vector
 from bottega.data.image.decode import decode
-from bottega.data.image.encoder import descriptions, medium, vector
+from bottega.data.image.encoder import medium
 from bottega.data.image.resize import Mode, resize
 from bottega.data.record import Record, Unreadable
 from bottega.data.shards import TEXT, Column
@@ -20,6 +22,8 @@ from bottega.data.video.decode import LIMITS, Limits, frames
 VIDEO_FIELDS = ("video", "mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg", "clip", "frames", "file")
 # Kept frames of one video; it is held in memory while it is prepared.
 MAX_BYTES = 2**31
+# A file does not say how many frames it has, so room for them grows by so many bytes, or by a quarter where that is more.
+BLOCK = 1 << 25
 
 
 @final
@@ -67,16 +71,31 @@ class VideoEncoder(Encoder):
         if self.fps is not None and float(rate) != self.fps:
             wanted = max(1, round(len(video) * self.fps / float(rate)))
             nearest = np.rint(np.arange(wanted) * (float(rate) / self.fps)).astype(int)
-            video = video[np.minimum(nearest, len(video) - 1)]
-        return self._stacked(iter(video)), float(self.fps or rate)
+            chosen = np.minimum(nearest, len(video) - 1)
+            return self._stacked((video[i] for i in chosen), count=len(chosen)), self.fps
+        return self._stacked(iter(video), count=len(video)), float(rate)
 
-    def _stacked(self, pictures: Iterator[np.ndarray]) -> np.ndarray:
-        most = MAX_BYTES // (self.size[0] * self.size[1] * self.channels)
-        kept: list[np.ndarray] = []
+    def _stacked(self, pictures: Iterator[np.ndarray], *, count: int | None = None) -> np.ndarray:
+        """uint8 [f, h, w, c]. In one array from the first on: a list and then a stack of it would take twice the 2 GiB."""
+        shape = (*self.size, self.channels)
+        each = math.prod(shape)
+        most = MAX_BYTES // each
+        kept = np.empty((min(most, max(1, BLOCK // each) if count is None else count), *shape), np.uint8)
+        taken = 0
         for picture in pictures:
-            if len(kept) == most:
+            if taken == most:
                 raise Unreadable(
                     f"over {most:,} frames take more than 2 GiB; lower data.fps or data.image_size, or cut it"
                 )
-            kept.append(resize(decode(picture, channels=self.channels), self.size, mode=self.resize))
-        return np.stack(kept)
+            if taken == len(kept):
+                _make_long(kept, min(most, taken + max(1, BLOCK // each, taken // 4)))
+            kept[taken] = resize(decode(picture, channels=self.channels), self.size, mode=self.resize)
+            taken += 1
+        _make_long(kept, taken)
+        return kept
+
+
+def _make_long(frames: np.ndarray, length: int) -> None:
+    """In place: the system moves the pages of a large block without copying them. Nobody else has seen the array yet."""
+    if length != len(frames):
+        frames.resize((length, *frames.shape[1:]), refcheck=False)
