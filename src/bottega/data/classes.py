@@ -61,6 +61,15 @@ def find_classes(texts: Iterable[str], *, num_classes: int | None = None) -> Cla
     return Classes(tuple(sorted(names, key=lambda name: (int(name), name) if whole else (0, name))))
 
 
+def classes_of(texts: Iterable[str], *, num_classes: int | None = None, required: bool) -> Classes:
+    """The classes of these labels; none where they are not `required` and some sample has no label.
+
+    Who learns without classes need not name one for each sample, and half of them are of no use to a batch.
+    """
+    texts = list(texts)
+    return Classes(()) if not required and "" in texts else find_classes(texts, num_classes=num_classes)
+
+
 def is_whole(text: str) -> bool:
     """Whether a label is a number: -1, 0, 12; not 1.5, and no digits of other scripts."""
     return text.isascii() and text.removeprefix("-").isdigit()
@@ -88,7 +97,9 @@ class Conditions:
         self.kind, self.classes = kind, classes
         self.labels: np.ndarray | None = None
         if classes is not None and len(classes):
-            self.labels = classes.ids(texts_of(table, "label"), keys=_Keys(table))
+            texts = texts_of(table, "label")
+            if kind == "class" or "" not in texts:  # else they are for looking at only, and all or none
+                self.labels = classes.ids(texts, keys=_Keys(table))
         if kind == "class" and self.labels is None:
             raise DataError(
                 f"{table.folder}: the samples have no labels, and condition is class; name the field with "

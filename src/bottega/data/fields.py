@@ -37,8 +37,10 @@ def own_names(fields: Mapping[str, Any]) -> frozenset[str]:
 
 
 def usual(fields: Mapping[str, Any], names: tuple[str, ...], *, besides: str | None = None) -> str | None:
-    """The first of `names` that is a field, also where it has no value: else a row without a class would take one from
-    another column than its neighbours."""
+    """The first of `names` that is a field.
+
+    Also where it has no value: else a row without a class would take one from another column than its neighbours.
+    """
     own = own_names(fields)
     return next((name for name in names if name in fields and name != besides and name not in own), None)
 

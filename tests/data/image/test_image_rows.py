@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from bottega.core.errors import DataError
-from bottega.data.classes import Classes, find_classes
+from bottega.data.classes import Classes, Conditions, classes_of, find_classes
 from bottega.data.image.augment import denormalise
 from bottega.data.image.buckets import shapes
 from bottega.data.image.encoder import ImageEncoder
@@ -91,12 +91,17 @@ class TestFinding:
 
     @pytest.mark.parametrize(
         ("value", "text"),
-        [("cat", "cat"), (3, "3"), (np.int64(3), "3"), (3.0, "3"), (b"7\n", "7"), (np.array(2), "2"), (None, "")],
+        [("cat", "cat"), (3, "3"), (np.int64(3), "3"), (3.0, "3"), (b"7\n", "7"), (np.array(2), "2")],
     )
     def test_labels_are_text(self, value: Any, text: str) -> None:
         for name in ("label", "cls", "class"):
             assert one(PLAIN, image=noise(8, 8, 3), **{name: value})["label"] == text
         assert one(ImageEncoder((8, 8), 3, label_field="kind"), image=noise(8, 8, 3), kind=value)["label"] == text
+
+    def test_no_label_is_empty_unless_it_is_asked_for(self) -> None:
+        assert one(PLAIN, image=noise(8, 8, 3), label=None)["label"] == ""
+        with pytest.raises(Unreadable, match="'kind' has no value"):
+            one(ImageEncoder((8, 8), 3, label_field="kind"), image=noise(8, 8, 3), kind=None)
 
     def test_captions_are_found_and_never_needed(self) -> None:
         for name in ("caption", "text", "txt"):
@@ -277,6 +282,19 @@ class TestClasses:
     def test_more_names_than_declared_are_refused(self) -> None:
         with pytest.raises(DataError, match="3 classes, more than num_classes=2"):
             find_classes(["cat", "dog", "cow"], num_classes=2)
+
+    def test_half_of_the_labels_are_none_where_no_class_is_asked_for(self, tmp_path: Path) -> None:
+        assert classes_of(["a", "", "b"], required=False).names == ()
+        assert classes_of(["a", "b"], required=False).names == ("a", "b")
+        assert classes_of(["a", "", "b"], required=True).names == ("a", "b")
+        half = table(
+            tmp_path, PLAIN, (record(f"r{n}", image=noise(8, 8, 3), label="ab"[n] if n < 2 else None) for n in range(3))
+        )
+        conditions = Conditions(half, "none", classes=find_classes("ab"))
+        assert list(conditions.rows(np.arange(3))) == ["condition"]
+        assert conditions.describe(0) == []
+        with pytest.raises(DataError, match="r2: has no label"):
+            Conditions(half, "class", classes=find_classes("ab"))
 
     def test_a_record_without_a_label_among_labelled_ones_is_named(self) -> None:
         with pytest.raises(DataError, match=r"b\.png: has no label"):

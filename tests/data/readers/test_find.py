@@ -86,8 +86,10 @@ def test_every_real_folder_is_recognised(folder: str, kind: str, count: int) -> 
     assert (found.kind, len(found.files), found.format.kind) == (kind, count, kind)
     assert found.is_media == found.format.is_media == (kind not in ("text", "csv", "tfrecord"))
     assert names(Source(path=str(real(folder)), kind=kind)) == [found.name(file) for file in found.files]  # type: ignore[arg-type]
+    expected = found.fingerprint
     again = pickle.loads(pickle.dumps(found))
-    assert (again, again.fingerprint) == (found, found.fingerprint)
+    assert (again, again.fingerprint) == (found, expected)
+    assert found.total_bytes == sum(file.stat().st_size for file in found.files)
 
 
 def tar_bytes(tmp_path: Path) -> bytes:
@@ -293,6 +295,28 @@ def test_what_may_not_be_read_is_an_environment_problem(tmp_path: Path, monkeypa
         list(found.read(found.pieces(1)[0]))
     with pytest.raises(EnvironmentProblem, match=r"a\.txt may not be read"):
         _ = found.fingerprint
+
+
+def test_what_another_process_gets_is_small_and_reads_the_same(tmp_path: Path) -> None:
+    one = b"\0\0\0\1"
+    idx3, idx1 = b"\x00\x00\x08\x03" + one * 3 + b"\5", b"\x00\x00\x08\x01" + one + b"\7"
+    table = {"metadata.csv": b"file_name,text\n7.png,seven\n"}
+    write(tmp_path / "photos", {f"{i}.png": PNG for i in range(1000)} | table)
+    write(tmp_path / "idx", {"train-images-idx3-ubyte": idx3, "train-labels-idx1-ubyte": idx1})
+    write(tmp_path / "rows", {"a.jsonl": ROW})
+    for kind, name in (("images", "photos"), ("idx", "idx"), ("jsonl", "rows")):
+        found = find(Source(path=str(tmp_path / name)))
+        pieces = found.pieces(1 << 20)
+        sent = pickle.dumps(found)
+        assert len(sent) < 2000
+        again = pickle.loads(sent)
+        assert (again, again.kind, again.is_media) == (found, kind, found.is_media)
+        here, there = (repr([list(side.read(piece)) for piece in pieces]) for side in (found, again))
+        assert here == there
+        assert "Record" in here
+        assert "Bad" not in here
+        with pytest.raises(AttributeError):  # and does not pass for a source without files
+            again.pieces(1)
 
 
 def test_the_fingerprint_follows_names_contents_and_options_alone(tmp_path: Path) -> None:

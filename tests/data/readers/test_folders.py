@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.errors import DataError
-from bottega.data.readers import folders
-from bottega.data.readers.folders import AUDIO, IMAGES, VIDEO, table_of
+from bottega.data.readers import find, folders, metadata
+from bottega.data.readers.folders import AUDIO, IMAGES, VIDEO
+from bottega.data.readers.metadata import TABLES, table_of
 from bottega.data.readers.reader import Format
 from bottega.data.record import Bad, Record
 from bottega.schema.data import Source
@@ -89,6 +90,12 @@ def test_no_suffix_is_of_two_kinds() -> None:
             '{"file_name": "x/1.png", "text": "a, b", "label": "cat"}\n\n'
             '{"label": "dog", "text": "say \\"hi\\"", "file_name": "2.png"}\n',
         ),
+        ("metadata.psv", 'file|text|label\nx/1.png|a, b|cat\n2.png|say "hi"|dog\n'),
+        (
+            "metadata.json",
+            ' [{"file_name": "x/1.png", "text": "a, b", "label": "cat"},\n'
+            ' {"label": "dog", "text": "say \\"hi\\"", "file_name": "2.png"}]',
+        ),
     ],
 )
 def test_a_table_describes_the_files_and_folders_mean_nothing_then(tmp_path: Path, name: str, text: str) -> None:
@@ -143,7 +150,7 @@ def test_bad_json_lines_are_named(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "1.png"}\n[1]\n{"file_name": \n{"file_name": 3}\n')
     assert [line.partition("line ")[2][:12] for line in bad(read(tmp_path))] == [
         "2: a row mus",
-        "3: no valid ",
+        "3, column 14",
         "4: names no ",
     ]
 
@@ -212,25 +219,24 @@ def test_a_recipe_may_name_the_table_and_its_columns(tmp_path: Path) -> None:
         read(tmp_path / "files", metadata="no.csv")
 
 
-def test_a_table_that_is_no_utf_8_is_an_error(tmp_path: Path) -> None:
-    put(tmp_path, "1.png")
-    (tmp_path / "metadata.csv").write_bytes(b"file_name,text\n1.png,caf\xe9\n")
-    with pytest.raises(DataError, match="is not UTF-8 at byte 24"):
-        read(tmp_path)
+def test_a_line_of_a_table_that_is_no_utf_8_is_bad(tmp_path: Path) -> None:
+    put(tmp_path, "1.png", "2.png")
+    (tmp_path / "metadata.csv").write_bytes(b"file_name,text\n1.png,caf\xe9\n2.png,x\n")
+    found = read(tmp_path)
+    assert bad(found) == [f"{tmp_path / 'metadata.csv'}, line 2: not UTF-8: byte 0xe9 at column 10 of line 2"]
+    assert good(found)["2.png"]["text"] == "x"
 
 
-def test_links_that_leave_the_folder_and_odd_files_are_bad(tmp_path: Path) -> None:
-    put(tmp_path, "secret.png", "data/a.png")
+def test_odd_files_are_bad(tmp_path: Path) -> None:
+    put(tmp_path, "data/a.png")
     root = tmp_path / "data"
     (root / "inside.png").symlink_to(root / "a.png")
-    (root / "outside.png").symlink_to(tmp_path / "secret.png")
     (root / "broken.png").symlink_to(root / "no.png")
     os.mkfifo(root / "pipe.png")
     found = read(root)
     assert sorted(good(found)) == ["a.png", "inside.png"]
     assert [line.removeprefix(f"{root}/").partition(":")[0] for line in bad(found)] == [
         "broken.png",
-        "outside.png",
         "pipe.png",
     ]
     (tmp_path / "link").symlink_to(root)
@@ -241,10 +247,60 @@ def test_a_table_is_read_once_by_a_process(tmp_path: Path, monkeypatch: pytest.M
     put(tmp_path, *(f"{number}.png" for number in range(30)))
     (tmp_path / "metadata.csv").write_text("file_name,text\n" + "".join(f"{number}.png,t\n" for number in range(30)))
     reads: list[Path] = []
-    original = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or original(path))  # type: ignore[func-returns-value]
+    original = metadata._records
+    monkeypatch.setattr(metadata, "_records", lambda piece, source: reads.append(piece.file) or original(piece, source))  # type: ignore[func-returns-value]
     assert len(good(read(tmp_path))) == 30
     assert reads == [tmp_path / "metadata.csv"]
+
+
+def test_every_table_that_is_passed_over_as_one_is_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    row = {"file_name": "1.png", "text": "a, b"}
+    contents = {
+        "csv": 'file_name,text\n1.png,"a, b"\n',
+        "tsv": "file_name\ttext\n1.png\ta, b\n",
+        "psv": "1.png|a, b\n",
+        "jsonl": json.dumps(row),
+        "json": json.dumps([row]),
+    }
+    for name in TABLES:
+        root = put(tmp_path / name, "1.png", "2.png")
+        suffix = name.partition(".")[2]
+        if suffix == "parquet":
+            parquet.write_table(pyarrow.Table.from_pylist([row, {"file_name": "gone.png"}]), root / name)
+        else:
+            (root / name).write_text(contents[suffix])
+        found = find(Source(path=str(root)))
+        assert (found.kind, len(found.files)) == ("images", 2)
+        records = [record for piece in found.pieces(1) for record in found.read(piece)]
+        assert good(records)["1.png"] == {"text": "a, b", "image": root / "1.png"}
+        assert good(records)["2.png"] == {"image": root / "2.png"}
+        before = found.fingerprint
+        (root / name).write_bytes((root / name).read_bytes().replace(b"a, b", b"a, c"))
+        assert find(Source(path=str(root))).fingerprint != before
+    assert bad(records) == [f"{root / name}, row 2: names the image 'gone.png', which is missing"]
+
+
+def test_a_table_is_read_as_strictly_as_data(tmp_path: Path) -> None:
+    put(tmp_path, "1.png")
+    rows = '{"file_name": "1.png", "x": NaN}\n{"file_name": "1.png", "x": 1, "x": 2}\n{"file_name": "1.png", "x": 3}\n'
+    (tmp_path / "metadata.jsonl").write_text(rows)
+    found = read(tmp_path)
+    assert [line.partition("line ")[2] for line in bad(found)] == [
+        "1, column 29: no valid JSON: NaN is no JSON number",
+        "2: key 'x' stands twice in one object",
+    ]
+    assert good(found) == {"1.png": {"x": 3, "image": tmp_path / "1.png"}}
+    (tmp_path / "metadata.csv").write_text("file_name,x,x\n1.png,1,2\n")
+    with pytest.raises(DataError, match="two columns are called 'x'"):
+        read(tmp_path)
+
+
+def test_an_object_about_the_whole_is_no_table(tmp_path: Path) -> None:
+    put(tmp_path, "cat/1.png")
+    (tmp_path / "metadata.json").write_text('{"about": "my cats"}')
+    assert good(read(tmp_path)) == {"cat/1.png": {"label": "cat", "image": tmp_path / "cat/1.png"}}
 
 
 names = st.text(

@@ -66,6 +66,12 @@ def test_saved_sets_are_recognised_and_read(saved: Path) -> None:
         read(saved / "one", split="train")
 
 
+def test_the_size_is_that_of_the_files_rows_come_from(saved: Path) -> None:
+    expected = sum(file.stat().st_size for file in (saved / "one").glob("*.arrow"))
+    assert find(Source(path=str(saved / "one"))).total_bytes == expected > 0
+    assert find(Source(path=str(saved / "parts"), split="test")).total_bytes > 0
+
+
 def test_a_folder_is_read_as_the_library_reads_it(saved: Path) -> None:
     assert rows(saved / "files", kind="huggingface") == ROWS
     # Parts of parts have no files of their own until they are written.

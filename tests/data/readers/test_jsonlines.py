@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,49 @@ def test_a_list_that_is_no_json_is_refused_with_line_and_column(tmp_path: Path, 
     with pytest.raises(DataError, match=message) as caught:
         read(file)
     assert "\n" not in str(caught.value)
+
+
+def test_a_packed_list_stays_within_a_few_times_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jsonlist.LARGEST == 256 << 20
+    size = 8 << 20
+    file = tmp_path / "a.json.gz"
+    file.write_bytes(gzip.compress(b'[{"text": "' + b"a" * size + b'"}]', 1))
+    tracemalloc.start()
+    try:
+        (record,) = read(file)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert isinstance(record, Record)
+    # The text and the row; before that the bytes and the text. A copy to check would be a third.
+    assert peak < 2.5 * size
+    monkeypatch.setattr(jsonlist, "LARGEST", size)
+    with pytest.raises(DataError, match=r"larger than 8 MiB, .* convert it to JSON lines"):
+        read(file)
+
+
+def test_half_pairs_are_found_in_their_element_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"a": "\\ud800"}, {"a": "fine"}, {"a": "\\ud83d\\ude00"}, {"a": "\\udc00"}]')
+    assert [isinstance(record, Bad) for record in read(tmp_path / "a.json")] == [True, False, False, True]
+
+
+def test_a_file_that_became_shorter_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"{}\n" * 1000)
+    monkeypatch.setattr(jsonlines.os.path, "getsize", lambda _: 10**6)
+    for size in (1000, 1001, 5000):
+        pieces = jsonlines.pieces(file, "a", Source(), size)
+        assert sum(len(list(jsonlines.read(piece, Source()))) for piece in pieces) == 1000
+
+
+def test_a_repeated_key_among_very_many_is_found_at_once(tmp_path: Path) -> None:
+    row = "{" + ", ".join(f'"{i}": 1' for i in range(100_000)) + ', "99999": 2}'
+    (tmp_path / "a.jsonl").write_text(row)
+    began = time.perf_counter()
+    (bad,) = read(tmp_path / "a.jsonl")
+    assert isinstance(bad, Bad)
+    assert bad.reason == "key '99999' stands twice in one object"
+    assert time.perf_counter() - began < 5
 
 
 def test_a_list_too_large_for_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,38 @@ def test_half_a_copy_is_never_seen(store: Any, monkeypatch: pytest.MonkeyPatch) 
     assert len(keys("memory://far", kind="jsonl")) == 3
 
 
+def test_a_damaged_copy_is_made_again(store: Any, copies: list[str]) -> None:
+    first = find(Source(path="memory://far", kind="jsonl"))
+    for damage in ("cut", "other", "gone"):
+        before = len(copies)
+        file = first.root / "deep" / "b.jsonl"
+        if damage == "gone":
+            file.unlink()
+        else:
+            file.write_bytes(FILES["/far/deep/b.jsonl"][:4] if damage == "cut" else b'{"n": 5}\n{"n": 6}\n')
+        found = find(Source(path="memory://far", kind="jsonl"))
+        assert found.root == first.root
+        assert file.read_bytes() == FILES["/far/deep/b.jsonl"]
+        assert len(copies) == before + 3
+
+
+def test_what_the_cache_writes_down_is_no_data(store: Any) -> None:
+    store.pipe_file("/lists/MANIFEST.json", b'[{"n": 1}]')
+    assert keys("memory://lists") == ["MANIFEST.json:1"]
+    store.pipe_file("/lists/MANIFEST.json", b'[{"n": 1}, {"n": 2}]')
+    assert keys("memory://lists") == ["MANIFEST.json:1", "MANIFEST.json:2"]
+
+
+def test_a_store_that_fails_while_copying_is_said_without_secrets(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("403 for signature=AKIASECRET")
+
+    monkeypatch.setattr(type(store), "get_file", refuse)
+    with pytest.raises(EnvironmentProblem, match=r"memory://far/a\.jsonl cannot be reached \(OSError\)") as caught:
+        keys("memory://far/a.jsonl")
+    assert "AKIASECRET" not in str(caught.value)
+
+
 def test_a_full_disk_is_named(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

@@ -6,6 +6,8 @@ import csv
 import gzip
 import io
 import os
+import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -193,3 +195,34 @@ def test_large_cells_empty_cells_and_empty_files(tmp_path: Path) -> None:
     assert read(made(tmp_path, "text,label\n\n\n")) == []
     with pytest.raises(DataError, match=r"a\.csv, line 1: two columns are called 'a'"):
         read(made(tmp_path, "a, a\nb,c\n"))
+
+
+@pytest.mark.parametrize("mark", [",", "|"])
+def test_the_sample_is_small_however_long_the_rows_are(tmp_path: Path, mark: str) -> None:
+    cell = "word " * 200_000
+    file = made(tmp_path, f"text{mark}label\n" + f"{cell}{mark}x\n" * 30)
+    tracemalloc.start()
+    try:
+        layout = table.layout_of(file, Source())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert layout == table.Layout(mark, ["text", "label"], has_header=True)
+    assert peak < 10 << 20
+    assert all(row["text"] == cell for row in rows(file))
+
+
+def test_rows_that_are_bad_from_the_beginning_are_all_said(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_bytes(b"caf\xe9,x\n" * 150)
+    assert len([record for record in read(file) if isinstance(record, Bad)]) == 150
+    file.write_bytes(b"caf\xe9,x\n" * 150 + b"text,label\na,b\n")
+    assert [record.fields for record in read(file) if isinstance(record, Record)] == [{"text": "a", "label": "b"}]
+
+
+def test_a_header_of_very_many_columns_is_checked_at_once(tmp_path: Path) -> None:
+    file = made(tmp_path, ",".join(f"c{i}" for i in range(100_000)) + ", c99999\n")
+    began = time.perf_counter()
+    with pytest.raises(DataError, match="two columns are called 'c99999'"):
+        read(file)
+    assert time.perf_counter() - began < 5

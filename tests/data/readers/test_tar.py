@@ -19,6 +19,7 @@ from bottega.data.readers import tar
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.reader import Piece
 from bottega.data.record import Bad, Record
+from bottega.data.writers import write
 from bottega.schema.data import Source
 
 DATA = os.environ.get("BOTTEGA_DATA")
@@ -62,12 +63,16 @@ def real_archives() -> list[Path]:
     return sorted((folder / "readers-webdataset").glob("*.t*[rz]"))
 
 
+CC12M = {"caption", "url", "key", "status", "error_message", "width", "height", "exif"}
+CC12M |= {"original_width", "original_height"}
+
+
 @needs_data
 @pytest.mark.parametrize(
     ("name", "count", "fields"),
     [
         ("readers-webdataset/sample.tgz", 90, {"cls", "png"}),
-        ("readers-webdataset/cc12m-train-0000.tar", 32, {"jpg", "json", "txt"}),
+        ("readers-webdataset/cc12m-train-0000.tar", 32, {"jpg", "json", "txt", *CC12M}),
         ("readers-webdataset/csv.tar", 3, {"csv"}),
         ("readers-webdataset/csv.tar.gz", 3, {"csv"}),
         ("readers-webdataset/txt.tar", 3, {"txt"}),
@@ -79,8 +84,9 @@ def test_real_archives(name: str, count: int, fields: set[str]) -> None:
     records = only(Path(DATA or "", name))
     assert len(records) == len({record.key for record in records}) == count
     assert all(set(record.fields) == fields for record in records)
-    types = {"cls": int, "json": dict, "txt": str, "csv": str}
-    assert all(type(value) is types.get(field, bytes) for record in records for field, value in record.fields.items())
+    types = {"cls": int, "json": dict, "txt": str, "csv": str, "jpg": bytes, "png": bytes}
+    members = ((field, value) for record in records for field, value in record.fields.items() if field in types)
+    assert all(type(value) is types[field] for field, value in members)
 
 
 @needs_data
@@ -182,7 +188,7 @@ def test_members_become_values(tmp_path: Path) -> None:
     (record,) = only(file)
     npy, npz = record.fields.pop("npy"), record.fields.pop("npz")
     assert record.fields == {
-        "jpg": b"\xff\xd8", "txt": "gr\u00fc\u00df dich", "cls": 7, "json": {"a": [1, None]},
+        "jpg": b"\xff\xd8", "txt": "gr\u00fc\u00df dich", "cls": 7, "json": {"a": [1, None]}, "a": [1, None],
         "csv": "a,b\n", "seg.png": PNG, "index": -3,
     }  # fmt: skip
     np.testing.assert_array_equal(npy, np.arange(6).reshape(2, 3).T)
@@ -308,4 +314,37 @@ def test_json_of_a_shard_is_plain_data(tmp_path: Path) -> None:
     value = {"__class__": "os.system", "args": ["x"]}
     file = tmp_path / "a.tar"
     file.write_bytes(pack({"x.json": json.dumps(value).encode()}))
-    assert only(file)[0].fields == {"json": value}
+    assert only(file)[0].fields == {"json": value, **value}
+
+
+def test_what_was_packed_apart_is_unfolded(tmp_path: Path) -> None:
+    def array(*values: int) -> bytes:
+        out = io.BytesIO()
+        np.save(out, np.array(values))
+        return out.getvalue()
+
+    together = {"fps": 8.0, "cls": 5, "txt": "no", "video": "no", "json": 1, "deep": {"a": 1}}
+    files = {
+        "x.npy": array(1), "x.video.npy": array(2), "x.txt": b"one", "x.source.txt": b"two", "x.txt.txt": b"three",
+        "x.cls": b"7", "x.json": json.dumps(together).encode(), "x.text": b"four", "x.text.npy": array(3),
+        "y.json": b"[1]", "z.both.txt": b"t", "z.both.npy": array(4),
+    }  # fmt: skip
+    file = tmp_path / "a.tar"
+    file.write_bytes(pack(files))
+    x, y, z = only(file)
+    assert {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in x.fields.items()} == {
+        "npy": [1], "video": [2], "txt": "one", "source": "two", "txt.txt": "three", "cls": 7, "json": together,
+        "fps": 8.0, "deep": {"a": 1}, "text": "four", "text.npy": [3],
+    }  # fmt: skip
+    assert y.fields == {"json": [1]}
+    assert z.fields == {"both": "t", "both.npy": np.array([4])}
+    assert tar.index(file)[0].fields.keys() == {name.partition(".")[2] for name in files if name[0] == "x"}
+
+
+def test_our_own_export_comes_back(tmp_path: Path) -> None:
+    fields = {"video": np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3), "fps": 12.5, "label": "cats"}
+    said = {"caption": "a cat", "source": "clips/a.mp4", "condition": np.array([0.5, 1.0])}
+    (file,) = write([Record("0", "here", {**fields, **said})], tmp_path / "out", to="webdataset")
+    (record,) = only(file)
+    for name, value in (fields | said).items():
+        np.testing.assert_array_equal(record.fields[name], value)

@@ -170,3 +170,16 @@ def test_a_bomb_is_stopped_early(tmp_path: Path, packing: str, monkeypatch: pyte
     assert peak < 68 << 20  # 32 MiB come out of a KiB of Zstandard, twice while they are joined
     # gzip packs zeros to a 1,029th; the reader cannot know before it has given as much of it as that allows.
     assert given < {".gz": 96 << 20, ".zst": 33 << 20, ".bz2": 3 << 20}[packing]
+
+
+@pytest.mark.parametrize("there", [0, 1, 150, 196, 200, 250, 299, 304, 399, 400, 404])
+def test_a_file_that_became_shorter_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int) -> None:
+    monkeypatch.setattr(text, "LONGEST", 100)
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"x" * there)
+    monkeypatch.setattr(text.os.path, "getsize", lambda _: 10_000)
+    pieces = text.pieces(file, "a", Source(), 1)
+    found = [
+        record.fields["text"] for piece in pieces for record in text.read(piece, Source()) if isinstance(record, Record)
+    ]
+    assert "".join(found) == "x" * there

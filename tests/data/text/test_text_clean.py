@@ -42,6 +42,24 @@ def test_cleaning_twice_is_cleaning_once(text: str, options: Cleaning) -> None:
     assert clean(once, options) == once
 
 
+@given(st.text(st.sampled_from("ab \t\n\r\xa0"), max_size=40), st.integers(0, 40), st.booleans())
+@example("  word138\nword139  ", 9, False)
+@example("a  b", 3, False)
+def test_a_cut_changes_no_word(text: str, at: int, html: bool) -> None:
+    options = Cleaning(html=html)
+    joined = clean(text[:at], options, ends=False) + clean(text[at:], options, starts=False)
+    assert joined.split() == clean(text, options).split()
+
+
+@given(st.lists(st.text(st.sampled_from("ab \t\n"), max_size=20), min_size=1, max_size=4))
+def test_pieces_cut_where_a_line_ends_are_the_whole(parts: list[str]) -> None:
+    # As text files are cut: each piece but the first begins with a line break that follows a word.
+    pieces = [f"{'' if i == 0 else chr(10)}{part}x" for i, part in enumerate(parts)]
+    last = len(pieces) - 1
+    cleaned = [clean(piece, ALL, starts=i == 0, ends=i == last) for i, piece in enumerate(pieces)]
+    assert "".join(cleaned) == clean("".join(pieces), ALL)
+
+
 @given(NASTY, OPTIONS)
 def test_no_character_is_invented(text: str, options: Cleaning) -> None:
     # Composing makes one character of several: those of the composed text without its invisible parts are the reference.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tracemalloc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,24 @@ def test_a_video_that_would_fill_the_memory_is_unreadable(monkeypatch: pytest.Mo
     assert list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": film(4), "fps": 10})))
     with pytest.raises(Unreadable, match="over 4 frames"):
         list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": film(5), "fps": 10})))
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 200])
+def test_frames_are_in_memory_once(monkeypatch: pytest.MonkeyPatch, is_file: bool, length: int) -> None:
+    # Larger than what is kept, so that each kept frame is a picture of its own.
+    large = film(length, size=(96, 96))
+    monkeypatch.setattr(encoding, "BLOCK", 32 * 64 * 64 * 3)
+    monkeypatch.setattr(encoding, "frames", lambda data, **options: (8.0, iter(large)))
+    tracemalloc.start()
+    (row,) = VideoEncoder((64, 64), fps=8).rows(Record("a", "", {"video": b"a file" if is_file else large}))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(row["video"], film(length, size=(64, 64)))
+    assert row["video"].shape == (length, 64, 64, 3)
+    if length == 200:
+        # Room for a quarter too many, and what one frame takes.
+        assert peak < 1.4 * row["video"].nbytes
 
 
 @pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")

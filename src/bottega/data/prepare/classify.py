@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bottega.core.errors import DataError
 from bottega.data.cache import default_cache
 from bottega.data.encoder import Encoder, Row
+from bottega.data.fields import label_of
 from bottega.data.prepare.inputs import check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.language import BYTE_LENGTHS, GROUP, opened_tokenizer, tokenizer_options
 from bottega.data.prepare.learn import tokenizer as learn
 from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
-from bottega.data.prepare.rules import Rules, label_of
+from bottega.data.prepare.rules import Rules
 from bottega.data.record import Bad, Record, Unreadable
 from bottega.data.shards import TEXT, Column
 from bottega.data.text import synonyms
@@ -111,10 +110,9 @@ class LabelledEncoder(Encoder):
 
     def _texts(self, record: Record, *, is_training: bool) -> Iterator[Row | Bad]:
         try:
-            label = _label(label_of(record, self.label_field))
-        except DataError as error:
-            yield Bad(record.key, record.where, str(error).removeprefix(f"{record.where}: "))
-            return
+            label = label_of(record, self.label_field, several=True)
+            if not label:
+                raise Unreadable("it has no label")
         except Unreadable as error:
             yield Bad(record.key, record.where, str(error))
             return
@@ -138,16 +136,3 @@ def _tokenised(group: list[tuple[str, Row | Bad]], tokenizer: Tokenizer) -> Iter
     ids = tokenizer.encode_documents(texts)
     for table, row in group:
         yield table, row if isinstance(row, Bad) else {**row, "input_ids": next(ids)}
-
-
-def _label(value: Any) -> str:
-    """One class as text; several as a JSON list, sorted."""
-    if value is None or value == "":
-        raise Unreadable("it has no label")
-    if isinstance(value, list):
-        return json.dumps(sorted(map(str, value)))
-    if isinstance(value, bool | int | str):
-        return str(value)
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    raise Unreadable(f"the label must be a word or a whole number, not {value!r}")

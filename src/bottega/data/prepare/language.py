@@ -17,7 +17,7 @@ from bottega.data.prepare.inputs import Input, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.learn import tokenizer as learn
 from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
-from bottega.data.prepare.rules import Rules
+from bottega.data.prepare.rules import GOES_ON, Rules
 from bottega.data.record import Bad, Record
 from bottega.data.shards import TEXT, Column
 from bottega.data.tokenizer import Tokenizer
@@ -128,7 +128,7 @@ class TokenEncoder(Encoder):
     ) -> Iterator[tuple[str, Row | Bad]]:
         texts = [record.fields["text"] for _, record in group]
         for (table, record), text, ids in zip(group, texts, tokenizer.encode_documents(texts), strict=True):
-            is_last = not record.fields.get("continued", False)
+            is_last = not record.fields.get(GOES_ON, False)
             tokens = np.concatenate((ids, end)) if is_last and self.ends else ids
             size = len(text) if text.isascii() else len(text.encode())
             yield table, {"tokens": tokens, "key": record.key, "documents": int(is_last), "bytes": size}

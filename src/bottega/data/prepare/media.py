@@ -159,8 +159,7 @@ def _image(
 
     (height, width, channels), encoded = first(look)
     size = (data.image_size, data.image_size) if data.image_size is not None else (height, width)
-    files = {piece.file for input in inputs for piece in input.found.pieces(64 << 20)}
-    total = sum(file.stat().st_size for file in files if file.is_file())
+    total = sum(input.found.total_bytes for input in inputs)
     pixels = size[0] * size[1] * (data.channels or channels) * (total / max(1, encoded))
     stored = ("decoded" if pixels <= DECODED_LIMIT else "encoded") if data.store == "auto" else data.store
     if data.buckets is not None and data.image_size is None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import cached, is_whole
-from bottega.data.classes import Classes, find_classes
+from bottega.data.classes import Classes, classes_of
 from bottega.data.durable import flush, flush_all
 from bottega.data.encoder import Encoder
 from bottega.data.prepare.encode import Encode, encode
@@ -33,7 +33,7 @@ META = "meta.json"
 WORK = ("scan", "decisions", "parts")
 """Folders of a preparation under way."""
 # Raised when the same inputs would give other files, so that old entries are left alone.
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Prepared:
         meta = self.meta
         lines = [f"{count:,} records left out: {reason}" for reason, count in sorted(meta["dropped"].items())]
         if meta["bad"]:
-            lines.append(f"{meta['bad']:,} of {meta['records']:,} records left out as bad; the first: {meta['named'][0]}")
+            lines.append(
+                f"{meta['bad']:,} of {meta['records']:,} records left out as bad; the first: {meta['named'][0]}"
+            )
         return lines
 
     @cached_property
@@ -256,9 +258,7 @@ def _classes(plan: Plan, folder: Path, tables: Iterable[str]) -> list[str]:
         for number, label in enumerate(_column(table, "label")):
             if label not in first_of:
                 first_of[label] = table.row("key", number)
-    if "" in first_of and not plan.needs_classes:
-        return []  # some have a label and some have none: nobody asked
-    classes = find_classes(first_of, num_classes=plan.num_classes)
+    classes = classes_of(first_of, num_classes=plan.num_classes, required=plan.needs_classes)
     if len(classes):
         classes.ids(list(first_of), keys=list(first_of.values()))
     return list(classes.names)

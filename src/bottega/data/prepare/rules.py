@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bottega.core.errors import DataError
+from bottega.data.fields import TEXTS, Renamed, usual
 from bottega.data.prepare.inputs import Input, Item
 from bottega.data.record import Bad, Record
 from bottega.data.text import filters
 from bottega.data.text.clean import clean
 from bottega.schema.data import Cleaning, Filter, Source, TextData
 
-USUAL_TEXT = ("text", "content", "document", "sentence", "txt")
-USUAL_LABEL = ("label", "cls", "class", "category", "target", "y")
+GOES_ON = "\0goes on"
+"""Set on a piece of a text whose next piece follows; no column can have that name."""
 
 
 class Dropped(NamedTuple):
@@ -42,32 +42,35 @@ class Rules:
     def is_text(self) -> bool:
         return self.medium == "text"
 
-    def apply(self, record: Record, source: Source) -> Record | Bad | Dropped:
-        # In a tar an array is a member video.npy.
-        fields = {name.removesuffix(".npy"): value for name, value in record.fields.items()}
-        if isinstance(fields.get("json"), dict):
-            # In a tar, plain values stand together in a member .json.
-            fields = {**fields["json"], **fields}
+    def apply(
+        self, record: Record, source: Source, *, starts: bool = True, ends: bool = True
+    ) -> Record | Bad | Dropped:
+        """`starts` and `ends` say whether the text of the record does so in it, or whether it is a piece of a longer one."""
+        renamed = {}
         for named, own in ((self.medium, source.field), (self.label, source.label)):
             if own is not None:
-                if own not in fields:
-                    return Bad(record.key, record.where, _no_field(own, fields))
-                fields[named] = fields[own] if own == named else fields.pop(own)
-        record = record._replace(fields=fields)
-        return self._text(record) if self.is_text else record
+                if own not in record.fields:
+                    return Bad(record.key, record.where, _no_field(own, record.fields))
+                # Under its own name as well: a split or a curriculum may go by it.
+                renamed[named] = record.fields[own]
+        aliases = {own for own in (source.field, source.label) if own is not None} - renamed.keys()
+        record = record._replace(fields=Renamed({**record.fields, **renamed}, own=aliases))
+        return self._text(record, starts=starts, ends=ends) if self.is_text else record
 
-    def _text(self, record: Record) -> Record | Bad | Dropped:
+    def _text(self, record: Record, *, starts: bool, ends: bool) -> Record | Bad | Dropped:
         text = _text(record)
         if isinstance(text, Bad):
             return text
         if self.clean is not None:
-            text = clean(text, self.clean)
-        if not text:
-            return Dropped(record.key, "empty")
-        if self.filter is not None:
-            reason = filters.reason_to_drop(text, self.filter)
-            if reason is not None:
-                return Dropped(record.key, reason)
+            text = clean(text, self.clean, starts=starts, ends=ends)
+        # A piece always stays: without the last one, short as it may be, the text would lose its end.
+        if starts and ends:
+            if not text:
+                return Dropped(record.key, "empty")
+            if self.filter is not None:
+                reason = filters.reason_to_drop(text, self.filter)
+                if reason is not None:
+                    return Dropped(record.key, reason)
         record.fields["text"] = text
         return record
 
@@ -80,12 +83,19 @@ def records(inputs: tuple[Input, ...], item: Item, rules: Rules) -> Iterator[Rec
             continue
         if item.table is not None:
             record.fields["continued"] = not item.ends
-        yield rules.apply(record, found.source)
+        # Only a text file is read in pieces; in a table, `continued` is a column like any other.
+        pieces = found.kind == "text"
+        starts = not pieces or record.key == item.piece.name
+        ends = not pieces or not record.fields["continued"]
+        ruled = rules.apply(record, found.source, starts=starts, ends=ends)
+        if pieces and isinstance(ruled, Record):
+            ruled.fields[GOES_ON] = not ends
+        yield ruled
 
 
 def _text(record: Record) -> str | Bad:
     fields = record.fields
-    name = next((name for name in USUAL_TEXT if name in fields), None)
+    name = usual(fields, TEXTS)
     if name is None:
         return Bad(record.key, record.where, f"{_no_field('text', fields)}; name the right one with `field`")
     text = fields[name]
@@ -101,15 +111,5 @@ def _text(record: Record) -> str | Bad:
 
 def _no_field(name: str, fields: dict[str, Any]) -> str:
     near = difflib.get_close_matches(name, fields, n=1)
-    named = ", ".join(repr(field) for field in fields if field != "continued") or "no fields"
+    named = ", ".join(repr(field) for field in fields if field not in ("continued", GOES_ON)) or "no fields"
     return f"no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"the row has {named}")
-
-
-def label_of(record: Record, field: str | None) -> Any:
-    """The class of a record, or None where nothing says that it has one."""
-    if field is not None and field in record.fields:
-        return record.fields[field]
-    found = next((record.fields[name] for name in USUAL_LABEL if name in record.fields), None)
-    if found is None and field is not None:
-        raise DataError(f"{record.where}: {_no_field(field, record.fields)}")
-    return found

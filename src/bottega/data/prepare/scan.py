@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bottega.core.errors import DataError
+from bottega.data.fields import label_of, listed
 from bottega.data.prepare.inputs import Input, Item, Shares
 from bottega.data.prepare.jobs import Jobs, Progress, run
-from bottega.data.prepare.rules import Rules, label_of, records
+from bottega.data.prepare.rules import Rules, records
 from bottega.data.prepare.tally import Tally
-from bottega.data.record import Bad, Record
-from bottega.data.splits import SplitTable, assign
-from bottega.data.text.duplicates import content_key, keep_exact, keep_near, signature
+from bottega.data.record import Bad, Record, Unreadable
+from bottega.data.splits import SplitTable, assign, hash_key
+from bottega.data.text.duplicates import PERMUTATIONS, content_key, keep_exact, keep_near, signature
 from bottega.schema.data import Duplicates, Splitting
 
 PARTS = ("train", "validation", "test")
+NO_FIELD = "no field to split by"
+
+
+class Seen(NamedTuple):
+    """What a decision needs to know of one record; hashes of 64 bits stand for names."""
+
+    keys: int
+    sizes: int = 0
+    files: int = 0
+    labels: int = 0
+    groups: int = 0
+    contents: int = 0
+    kept: bool = False
+    placed: bool = False
+    signatures: np.ndarray | None = None
+    """Only where near duplicates are looked for."""
+
+
+TYPES: dict[str, Any] = {
+    "keys": np.uint64,
+    "sizes": np.int64,
+    "files": np.uint64,
+    "labels": np.uint64,
+    "groups": np.uint64,
+    "contents": np.uint64,
+    "kept": np.bool_,
+    "placed": np.bool_,
+    "signatures": np.uint32,
+}
 
 
 @dataclass(frozen=True)
 class Scan(Jobs):
-    """What a decision needs to know of each record, as arrays."""
+    """What is seen of each record, as one array for each field of Seen."""
 
     inputs: tuple[Input, ...]
     jobs: tuple[tuple[Item, ...], ...]
@@ -43,55 +72,57 @@ class Scan(Jobs):
     def work(self, number: int, out: Path) -> dict[str, Any]:
         tally = Tally()
         rows = list(self._rows(number, tally))
-        columns = zip(*rows, strict=True) if rows else ([],) * 9
-        keys, sizes, files, labels, groups, contents, signatures, kept, placed = columns
-        np.save(out / "keys.npy", np.array(keys, np.uint64))
-        np.save(out / "sizes.npy", np.array(sizes, np.int64))
-        np.save(out / "files.npy", np.array(files, np.uint64))
-        np.save(out / "labels.npy", np.array(labels, np.uint64))
-        np.save(out / "groups.npy", np.array(groups, np.uint64))
-        np.save(out / "contents.npy", np.array(contents, np.uint64))
-        np.save(out / "kept.npy", np.array(kept, np.bool_))
-        np.save(out / "placed.npy", np.array(placed, np.bool_))
-        if self.duplicates is not None and self.duplicates.method == "near":
-            np.save(out / "signatures.npy", np.array(signatures, np.uint32).reshape(len(rows), -1))
+        for name in Seen._fields:
+            if name != "signatures" or self.is_near:
+                np.save(out / f"{name}.npy", np.array([getattr(row, name) for row in rows], TYPES[name]))
         return {**vars(tally), "records": len(rows)}
 
-    def _rows(self, number: int, tally: Tally) -> Iterator[tuple[Any, ...]]:
-        near = self.duplicates is not None and self.duplicates.method == "near"
-        empty = signature("") if near else None
+    @property
+    def is_near(self) -> bool:
+        return self.duplicates is not None and self.duplicates.method == "near"
+
+    def _rows(self, number: int, tally: Tally) -> Iterator[Seen]:
+        empty = signature("") if self.is_near else None
         for item in self.jobs[number]:
-            file = _hash(item.piece.name)
+            file = hash_key(item.piece.name)
             for record in records(self.inputs, item, self.rules):
-                if not isinstance(record, Record):
-                    if isinstance(record, Bad):
-                        tally.note(record, stop=self.stop)
-                    yield _hash(record.key), 0, file, 0, 0, 0, empty, False, False
-                    continue
-                text = str(record.fields.get("text", ""))
-                content = content_key(text) if self.duplicates is not None else 0
-                label = self._label(record) if self.split.by == "stratified" else None
-                group = _hash(str(self._group(record))) if self.split.field is not None else 0
-                size = len(text) if self.rules.is_text else 1
-                similar = signature(text) if near else None
-                placed = item.table is not None
-                yield _hash(record.key), size, file, _hash(str(label)), group, content, similar, True, placed
+                seen = self._seen(record, item, tally) if isinstance(record, Record) else None
+                if isinstance(record, Bad):
+                    tally.note(record, stop=self.stop)
+                yield (seen or Seen(hash_key(record.key), signatures=empty))._replace(files=file)
 
-    def _label(self, record: Record) -> Any:
+    def _seen(self, record: Record, item: Item, tally: Tally) -> Seen | None:
+        """None where it cannot be told which side it belongs to."""
+        is_split = self.inputs[item.input].is_split
+        group = 0
+        if is_split and self.split.by in ("hash", "group") and self.split.field is not None:
+            if self.split.field not in record.fields:
+                reason = f"no field {self.split.field!r} to split by; it has {listed(record.fields)}"
+                tally.note(Bad(record.key, record.where, reason), stop=self.stop)
+                # The encoder never sees it, so this is the only place where it is counted.
+                tally.dropped[NO_FIELD] = tally.dropped.get(NO_FIELD, 0) + 1
+                return None
+            group = hash_key(str(record.fields[self.split.field]))
+        text = str(record.fields.get("text", "")) if self.rules.is_text else ""
+        return Seen(
+            keys=hash_key(record.key),
+            sizes=len(text) if self.rules.is_text else 1,
+            labels=hash_key(self._label(record)) if is_split and self.split.by == "stratified" else 0,
+            groups=group,
+            contents=content_key(text) if self.duplicates is not None else 0,
+            kept=True,
+            placed=item.table is not None,
+            signatures=signature(text) if self.is_near else None,
+        )
+
+    def _label(self, record: Record) -> str:
+        """As the encoder stores it. Where there is none to be found, the encoder will find the record bad and say so."""
         try:
-            return label_of(record, self.label_field)
-        except DataError:
+            return label_of(record, self.label_field, several=self.rules.is_text)
+        except Unreadable as error:
             if self.stop:
-                raise
-            return None  # the encoder will find it bad, and count and name it
-
-    def _group(self, record: Record) -> Any:
-        if self.split.field not in record.fields:
-            raise DataError(
-                f"{record.where}: no field {self.split.field!r} to split by; it has "
-                f"{', '.join(map(repr, record.fields))}"
-            )
-        return record.fields[self.split.field]
+                raise DataError(f"{record.where}: {error}") from error
+            return ""
 
 
 @dataclass(frozen=True)
@@ -119,7 +150,7 @@ def decide(
     kept = load("kept")
     keep = kept.copy()
     if scan.duplicates is not None:
-        keep[kept] = _unrepeated(scan.duplicates, load, kept)
+        keep[kept] = _unrepeated(scan, load, kept, counts)
     inputs = np.repeat([job[0].input for job in scan.jobs], counts).astype(np.int64)
     chosen: np.ndarray = np.array([tables.index(input.table) for input in scan.inputs], np.int8)[inputs]
     splitting = np.array([input.is_split for input in scan.inputs])[inputs] & keep & ~load("placed")
@@ -134,7 +165,7 @@ def decide(
     for number, decided in enumerate(np.split(chosen, np.cumsum(counts)[:-1])):
         np.save(folder / f"{number:06d}.npy", decided)
     repeated = int(kept.sum() - keep.sum())
-    return Decisions(folder, {"duplicate": repeated} if repeated else {})
+    return Decisions(folder, {**tally.dropped, **({"duplicate": repeated} if repeated else {})})
 
 
 def _load(scan: Scan, count: int, name: str) -> np.ndarray:
@@ -142,11 +173,29 @@ def _load(scan: Scan, count: int, name: str) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty(0)
 
 
-def _unrepeated(duplicates: Duplicates, load: Any, kept: np.ndarray) -> np.ndarray:
+def _unrepeated(scan: Scan, load: Any, kept: np.ndarray, counts: list[int]) -> np.ndarray:
+    """Which of the kept records say what no record before them says."""
+    assert scan.duplicates is not None
     keep = keep_exact(load("contents")[kept])
-    if duplicates.method == "near":
-        keep[keep] = keep_near(load("signatures")[kept][keep], duplicates.threshold)
+    if scan.is_near:
+        compared = kept.copy()
+        compared[kept] = keep
+        keep[keep] = keep_near(_signatures(scan, compared, counts), scan.duplicates.threshold)
     return keep
+
+
+def _signatures(scan: Scan, rows: np.ndarray, counts: list[int]) -> np.ndarray:
+    """Those of `rows`, in memory once: they are 512 bytes a record, 5 GB for ten million."""
+    found = np.empty((np.count_nonzero(rows), PERMUTATIONS), np.uint32)
+    filled = begun = 0
+    for number, count in enumerate(counts):
+        wanted = np.flatnonzero(rows[begun : begun + count])
+        begun += count
+        if len(wanted):
+            part = np.load(scan.part(number) / "signatures.npy", mmap_mode="r", allow_pickle=False)
+            np.take(part, wanted, axis=0, out=found[filled : filled + len(wanted)], mode="clip")
+            filled += len(wanted)
+    return found
 
 
 def _table(scan: Scan, load: Any, rows: np.ndarray) -> SplitTable:
@@ -159,7 +208,3 @@ def _table(scan: Scan, load: Any, rows: np.ndarray) -> SplitTable:
         labels=load("labels")[rows] if scan.split.by == "stratified" else None,
         groups=load("groups")[rows] if scan.split.by == "group" else None,
     )
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")

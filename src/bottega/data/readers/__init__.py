@@ -6,13 +6,13 @@ Each kind is one module with a FORMAT; it is imported when a source is of that k
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.readers import compressed, files
@@ -51,19 +51,25 @@ OPTIONS = {
 
 # In a folder of one kind, up to a quarter may be something else (a picture among texts); more is a mixture.
 AGREEING = 0.75
-_METADATA = re.compile(r"metadata\.(csv|tsv|psv|jsonl|json|parquet)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A source with its files. Cheap to send to another process."""
+    """A source with its files.
+
+    A copy for another process is without them: reading a piece needs none, and 200,000 are 9 MB. (So are those that the
+    `copy` module makes.)
+    """
 
     source: Source
     """As in the recipe; the path is that of the copy where the recipe names one far away."""
     kind: str
     """Never auto. `shards` are ours, and are opened, not read."""
     root: Path
-    files: list[Path]
+    files: list[Path] = field(compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "files"}
 
     @property
     def format(self) -> Format:
@@ -90,6 +96,15 @@ class Found:
             digest.update(f"{name}\0{content}\0".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
+    @property
+    def total_bytes(self) -> int:
+        """Of the files that pieces come from, packed as they are."""
+        if self.kind == "huggingface":
+            from bottega.data.readers.hub import total_bytes
+
+            return total_bytes(self.source)
+        return sum(file.stat().st_size for file in self.files)
+
     def pieces(self, size: int) -> list[Piece]:
         """All of it in order, in pieces of about `size` bytes where the kind can be cut."""
         cut = self.format.pieces
@@ -111,11 +126,11 @@ class Found:
             return sorted({file for file in labels if file is not None} - set(self.files))
         if self.kind not in MEDIA:
             return []
-        from bottega.data.readers import folders
+        from bottega.data.readers.metadata import table_of
 
         root = self.root.parent if self.files == [self.root] else self.root
         one_each = {file.parent: file for file in self.files}
-        tables = (folders.table_of(file, root, self.source) for file in one_each.values())
+        tables = (table_of(file, root, self.source) for file in one_each.values())
         return sorted({table for table in tables if table is not None})
 
 
@@ -184,7 +199,9 @@ def _recognised(listing: files.Listing) -> tuple[str, list[Path]]:
         raise DataError(f"{listing.root} has no files that can be read (kinds: {', '.join(FORMATS)})")
     counted = found
     if any(kind in MEDIA for kind in found.values()):
-        counted = {file: kind for file, kind in found.items() if not _METADATA.fullmatch(file.name)}
+        from bottega.data.readers.metadata import TABLES
+
+        counted = {file: kind for file, kind in found.items() if file.name not in TABLES}
     kind = _agreed(counted, at_least=AGREEING)
     return kind, [file for file in found if found[file] == kind]
 

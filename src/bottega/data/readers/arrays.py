@@ -21,7 +21,7 @@ import numpy as np
 from bottega.core.errors import DataError
 from bottega.data.members import MEMBER_BYTES, ZIP_DAMAGE, arrays_in, npy_header, opened_zip, zipped_array
 from bottega.data.readers.compressed import opened
-from bottega.data.readers.reader import Format, Piece
+from bottega.data.readers.reader import Format, Piece, printable
 from bottega.data.record import Bad, Record, Unreadable
 from bottega.schema.data import Source
 
@@ -52,7 +52,7 @@ def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
         # Whoever lists the folder of the recipe comes here once for each file.
         if file != _columns(file.parent)[0]:
             return []
-        file, name = file.parent, file.parent.name
+        file, name = file.parent, printable(file.parent.name)
     arrays = _arrays(file, source)
     if any(array.offset is None for array in arrays):
         return [Piece(file, name)]
@@ -73,7 +73,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
             columns = [_column(array, start, stop, archive) for array in arrays]
             for row in range(start, stop):
                 fields = {array.name: next(column) for array, column in zip(arrays, columns, strict=True)}
-                yield Record(f"{piece.name}:{row}", f"{piece.file}, row {row}", fields)
+                yield Record(f"{piece.name}:{row}", f"{piece.place}, row {row}", fields)
         except Unreadable as error:
             raise DataError(f"{piece.file} {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -80,14 +81,14 @@ def _records(piece: Piece, batches: Iterator[Any]) -> Iterator[Record]:
     for batch in batches:
         for fields in rows(batch, piece.file):
             row += 1
-            yield Record(f"{piece.name}:{row}", f"{piece.file}, row {row}", fields)
+            yield Record(f"{piece.name}:{row}", f"{piece.place}, row {row}", fields)
 
 
 def rows(batch: Any, file: Path, medium: Medium = lambda content, path: content) -> Iterator[dict[str, Any]]:
     """The rows of a record batch in Python's own types. The path of a medium is not followed unless `medium` does."""
     names = batch.schema.names
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        (twice, _), *_ = Counter(names).most_common(1)
         raise DataError(f"{file}: two columns are called {twice!r}")
     _validate(batch, file, full=True)
     columns = [_values(column, medium) for column in batch.columns]

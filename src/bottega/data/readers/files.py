@@ -6,12 +6,14 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.readers import compressed
+from bottega.data.readers.reader import printable
 
 # What lies at the top of a folder of data to explain it, and is not the data.
 NOTES = re.compile(
@@ -63,7 +65,7 @@ def listed(path: str) -> Listing:
 
 
 def name_in(root: Path, file: Path) -> str:
-    return file.name if file == root else file.relative_to(root).as_posix()
+    return printable(file.name if file == root else file.relative_to(root).as_posix())
 
 
 def without_notes(listing: Listing) -> list[Path]:
@@ -130,6 +132,8 @@ def _matches(path: str) -> set[Path]:
     for pattern in expanded(path):
         matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
         found = [Path(match) for match in matches if os.path.isfile(match)]
+        if glob.has_magic(pattern):
+            _refuse_links(found, _fixed(pattern))
         if not found:
             of = "" if pattern == path else f", which {path} asks for"
             raise DataError(f"no file matches {pattern}{of}")
@@ -137,11 +141,38 @@ def _matches(path: str) -> set[Path]:
     return files
 
 
+def _fixed(pattern: str) -> Path:
+    """The folder of a pattern in front of its first wildcard."""
+    path = Path(pattern).expanduser()
+    return next(parent for parent in path.parents if not glob.has_magic(str(parent)))
+
+
+def _refuse_links(paths: Iterable[Path], root: Path) -> None:
+    """A link below a folder may lead anywhere on this machine, and whoever packed the folder chose where."""
+    real, is_link = root.resolve(), cache(Path.is_symlink)
+    for path in paths:
+        # os.walk enters no link, and a pattern does: then what leads out is a folder above the file.
+        below = (path, *path.parents)[: len(path.parts) - len(root.parts)]
+        for link in filter(is_link, reversed(below)):
+            try:
+                target = link.resolve()
+            except (OSError, RuntimeError):
+                break  # links in a circle are no files
+            if not target.is_relative_to(real):
+                raise DataError(
+                    f"{printable(str(link))} is a link to {printable(str(target))}, outside {root}; copy that into the "
+                    "folder, or name it as a source of its own"
+                )
+
+
 def _folder_files(root: Path) -> list[Path]:
-    files = []
+    files, links = [], []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
+        links += [Path(folder, name) for name in folders if os.path.islink(os.path.join(folder, name))]
+    links += [file for file in files if file.is_symlink()]
+    _refuse_links(links, root)
     # A pipe or a socket would be waited on for ever.
     return sorted(filter(Path.is_file, files), key=lambda file: file.relative_to(root).as_posix())
 

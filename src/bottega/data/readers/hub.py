@@ -54,6 +54,11 @@ def fingerprint(source: Source) -> str:
     return repr(list(zip(names, content_hashes(found), strict=True)))
 
 
+def total_bytes(source: Source) -> int:
+    """Of the Arrow files its rows are in."""
+    return sum(file.stat().st_size for file in _arrow_files(source))
+
+
 def _medium(content: bytes | None, path: str | None, *, roots: tuple[Path, ...]) -> bytes | Path | None:
     """The bytes, or the file where the data set holds only its path: one of its own, never any other of this machine."""
     if content is not None or path is None:

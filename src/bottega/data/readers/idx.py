@@ -14,7 +14,7 @@ import numpy as np
 from bottega.core.errors import DataError
 from bottega.data.members import CHUNK, MEMBER_BYTES, exactly
 from bottega.data.readers.compressed import is_packed, unpacked
-from bottega.data.readers.reader import Format, Piece
+from bottega.data.readers.reader import Format, Piece, printable
 from bottega.data.record import Bad, Record
 from bottega.schema.data import Source
 
@@ -75,7 +75,7 @@ def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Ranges of rows. `file` is a file of images or a folder; one of labels is read with its images and is no piece."""
     if file.is_dir():
         file = images_in(file, source.split)
-        name = f"{name}/{file.name}" if name else file.name
+        name = printable(f"{name}/{file.name}" if name else file.name)
     if _what(file) == "labels":
         return []
     root = Path(source.path).expanduser() if source.path is not None else None
@@ -95,11 +95,11 @@ def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
     images = _rows(piece.file, piece)
     if labels is None:
         for row, image in images:
-            yield Record(f"{piece.name}:{row}", f"{piece.file}, row {row}", {"image": image})
+            yield Record(f"{piece.name}:{row}", f"{piece.place}, row {row}", {"image": image})
         return
     _agree(piece.file, labels)
     for (row, image), (_, label) in zip(images, _rows(labels, piece), strict=True):
-        yield Record(f"{piece.name}:{row}", f"{piece.file}, row {row}", {"image": image, "label": int(label)})
+        yield Record(f"{piece.name}:{row}", f"{piece.place}, row {row}", {"image": image, "label": int(label)})
 
 
 def _agree(images: Path, labels: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,7 +43,7 @@ def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     with opened(file) as stream:
         while start + size < total:
             stop, newlines = _line_end(stream, start, size)
-            if stop >= total:
+            if stop >= total or stop == start:
                 break
             cut.append(Piece(file, name, start, stop, lines))
             start, lines = stop, lines + newlines
@@ -54,6 +56,8 @@ def _line_end(stream: Any, start: int, size: int) -> tuple[int, int]:
     lines, left = 0, size
     while left:
         block = stream.read(min(left, _BLOCK))
+        if not block:  # the file is shorter than when it was measured
+            return start + size - left, lines
         lines, left = lines + block.count(b"\n"), left - len(block)
     if block.endswith(b"\n"):
         return start + size, lines
@@ -67,13 +71,13 @@ def _line_end(stream: Any, start: int, size: int) -> tuple[int, int]:
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
-    name, file, limit = piece.name, str(piece.file), compressed.LINE_LIMIT
+    name, place, limit = piece.name, piece.place, compressed.LINE_LIMIT
     with unpacked(piece.file) as stream:
         if piece.start:
             stream.seek(piece.start)
         length = None if piece.stop is None else piece.stop - piece.start
         for number, raw in enumerate(compressed.lines(stream, length), start=piece.line + 1):
-            key, where = f"{name}:{number}", f"{file}, line {number}"
+            key, where = f"{name}:{number}", f"{place}, line {number}"
             if len(raw) > limit and not raw.endswith(b"\n"):
                 yield Bad(key, where, f"longer than {limit:,} bytes; is it one line of JSON per row?")
                 continue
@@ -93,8 +97,8 @@ def _refuse(constant: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise NotARow(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise NotARow(f"key {twice!r} stands twice in one object")
     return fields
 
 
@@ -112,11 +116,11 @@ def row(text: str) -> dict[str, Any]:
     return fields
 
 
-def checked(fields: Any, text: str) -> None:
-    """That what was read from `text` is an object of whole characters."""
+def checked(fields: Any, text: str, start: int = 0, end: int = sys.maxsize) -> None:
+    """That what was read from `text[start:end]` is an object of whole characters."""
     if type(fields) is not dict:
         raise NotARow(f"a row must be an object such as {EXAMPLE}, not {type(fields).__name__}")
-    if "\\" in text and _SURROGATE.search(text):
+    if text.find("\\", start, end) != -1 and _SURROGATE.search(text, start, end):
         _no_half_pair(fields)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NoReturn, final
 
 from bottega.core.errors import DataError
+from bottega.data.members import exactly
 from bottega.data.readers.compressed import SUFFIXES as PACKINGS
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.jsonlines import EXAMPLE, NotARow, checked, decode, explained
@@ -15,7 +16,8 @@ from bottega.data.readers.reader import Format, Piece
 from bottega.data.record import Bad, Record
 from bottega.schema.data import Source
 
-LARGEST = 2 << 30
+LARGEST = 256 << 20
+"""Of unpacked text. One rare character makes each of its characters four bytes in memory, and the rows are there twice."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 # Finds the end of an element that is JSON but no row of ours, so that the next one is read.
 _lenient = json.JSONDecoder().raw_decode
@@ -25,18 +27,18 @@ def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
     text = _Text(piece)
     for number, start in enumerate(_elements(text), start=1):
         key, line = f"{piece.name}:{number}", text.line(start)
-        where = f"{piece.file}, line {line}, column {text.column(start)}"
+        where = f"{piece.place}, line {line}, column {text.column(start)}"
         try:
             fields, end = decode(text.all, start)
             text.at = end
-            checked(fields, text.all[start:end])
+            checked(fields, text.all, start, end)
             yield Record(key, where, fields)
         except json.JSONDecodeError as error:
             text.wrong(error.pos, error.msg)
         except (ValueError, RecursionError) as error:
             if text.at == start:
                 text.skip()
-            reason = error if isinstance(error, NotARow) else explained(error, text.all[start : text.at])
+            reason = error if isinstance(error, NotARow) else explained(error, "")
             yield Bad(key, where, str(reason))
 
 
@@ -47,10 +49,10 @@ class _Text:
     def __init__(self, piece: Piece) -> None:
         self.file, self.at = piece.file, 0
         with unpacked(piece.file) as stream:
-            raw = stream.read(LARGEST + 1)
+            raw = exactly(stream, LARGEST + 1)
         if len(raw) > LARGEST:
             raise DataError(
-                f"{self.file} is larger than {LARGEST / 2**30:g} GiB, and a JSON list is read whole; "
+                f"{self.file} is larger than {LARGEST / 2**20:g} MiB, and a JSON list is read whole; "
                 f"convert it to JSON lines, a row such as {EXAMPLE} on each"
             )
         if raw.startswith(b"\xef\xbb\xbf"):

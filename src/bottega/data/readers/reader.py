@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,14 @@ from typing import NamedTuple
 
 from bottega.data.record import Bad, Record
 from bottega.schema.data import Source
+
+# A file may have any bytes for a name. Python keeps those that are no UTF-8 as lone surrogates, which nothing can encode.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(name: str) -> str:
+    """A name in characters that can be shown on a line and encoded: b"caf\\xe9" is caf\\udce9."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], name)
 
 
 class Piece(NamedTuple):
@@ -22,6 +31,11 @@ class Piece(NamedTuple):
     """A range of the file, in bytes or rows as the format counts; None is its end."""
     line: int = 0
     """Lines before `start`, so that a bad one is named by its number in the file."""
+
+    @property
+    def place(self) -> str:
+        """The file, for people; `where` of its records begins with it."""
+        return printable(str(self.file))
 
 
 def whole(file: Path, name: str, source: Source, size: int) -> list[Piece]:

@@ -7,17 +7,15 @@ time), so another version is another copy. Addresses are shown without what may 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
 from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
-from bottega.data.cache import default_cache
+from bottega.data.cache import cached, default_cache
 from bottega.data.readers.files import expanded
 
 # Packages, by scheme; there is no other scheme, because some of fsspec's run commands or unpack archives.
@@ -48,6 +46,7 @@ VERSION = (
 )
 TIME = ("lastmodified", "last_modified", "mtime", "updated", "created")
 MAX_FILES = 1_000_000
+DATA = "data"
 
 
 def shown(address: str) -> str:
@@ -148,27 +147,8 @@ def _safe(name: str, address: str) -> str:
 def _copied(store: Any, files: dict[str, dict[str, Any]], address: str) -> Path:
     versions = {name: _version(store, info, address) for name, info in files.items()}
     key = hashlib.sha256(json.dumps([shown(address), versions], sort_keys=True).encode()).hexdigest()[:32]
-    entry = default_cache() / "remote" / key
-    if entry.is_dir():
-        return entry
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        lock = entry.with_name(f"{key}.lock").open("w")
-    except OSError as error:
-        raise _full(entry.parent, address, error) from error
-    # The kernel lets go of the lock when its holder dies, so no lock is ever stale.
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not entry.is_dir():
-            _copy(store, files, entry, address)
-    return entry
-
-
-def _full(folder: Path, address: str, error: OSError) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        f"{shown(address)} cannot be copied to {folder}: {error.strerror}; free some space, or set XDG_CACHE_HOME to a "
-        "folder that can be written"
-    )
+    # In a folder of its own: what the cache writes down about the entry is no data.
+    return cached(default_cache() / "remote", key, lambda folder: _copy(store, files, folder / DATA, address)) / DATA
 
 
 def _version(store: Any, info: dict[str, Any], address: str) -> list[str]:
@@ -181,25 +161,23 @@ def _version(store: Any, info: dict[str, Any], address: str) -> list[str]:
     return [f"size={said.get('size')}", *tags]
 
 
-def _copy(store: Any, files: dict[str, dict[str, Any]], entry: Path, address: str) -> None:
-    """Under the lock: what lies there under the temporary name was left by a process that died."""
-    temporary = entry.with_name(f"{entry.name}.tmp")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    try:
-        for name, info in files.items():
-            file = temporary / name
-            file.parent.mkdir(parents=True, exist_ok=True)
+def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: str) -> None:
+    # Half of a file may have its size already, so what a process left that was interrupted is not trusted.
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, info in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
             store.get_file(info["name"], str(file))
-            with file.open("rb+") as copy:
-                os.fsync(copy.fileno())
-            size, copied = info.get("size"), file.stat().st_size
-            if size is not None and copied != size:
-                raise DataError(f"{shown(address)}: {name} has {copied:,} of {size:,} bytes after copying; try again")
-        temporary.rename(entry)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise _full(entry.parent, address, error) from error
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        except FileNotFoundError as error:
+            raise DataError(f"{shown(address)}: {name} does not exist any more; try again") from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise EnvironmentProblem(
+                    f"{shown(address)} cannot be copied to {default_cache() / 'remote'}: {error.strerror}; free some "
+                    "space, or set XDG_CACHE_HOME to a folder that can be written"
+                ) from error
+            _unreachable(address, error)
+        size, copied = info.get("size"), file.stat().st_size
+        if size is not None and copied != size:
+            raise DataError(f"{shown(address)}: {name} has {copied:,} of {size:,} bytes after copying; try again")

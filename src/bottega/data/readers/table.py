@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, final
 
@@ -20,6 +20,9 @@ from bottega.schema.data import Source
 BY_SUFFIX = {".tsv": "\t", ".psv": "|"}
 CANDIDATES = ",\t;|"
 SAMPLE_ROWS = 100
+SAMPLE_BYTES = 1 << 20
+SAMPLE_CELL = 1 << 10
+"""Characters that are kept of a cell: enough to tell names, numbers and text apart."""
 LONGEST_NAME = 64
 """Of a column; a first row with a longer cell is data."""
 
@@ -36,13 +39,14 @@ class Layout(NamedTuple):
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
-    layout = layout_of(piece.file, source)
-    if layout is None:
-        return
+    return records(piece, layout_of(piece.file, source))
+
+
+def records(piece: Piece, layout: Layout) -> Iterator[Record | Bad]:
     with unpacked(piece.file) as stream:
         is_header = layout.has_header
         for line, cells in _rows(_Lines(stream, piece.file), layout.delimiter):
-            key, where = f"{piece.name}:{line}", f"{piece.file}, line {line}"
+            key, where = f"{piece.name}:{line}", f"{piece.place}, line {line}"
             if isinstance(cells, str):
                 yield Bad(key, where, cells)
             elif is_header:
@@ -53,26 +57,40 @@ def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
                 yield Record(key, where, dict(zip(layout.names, cells, strict=True)))
 
 
-def layout_of(file: Path, source: Source) -> Layout | None:
-    """How the cells of a table are divided and called; None where it is empty."""
-    if source.delimiter in ("\n", "\r", '"', "\0"):
-        raise UsageError(f"delimiter {source.delimiter!r} cannot divide the cells of a row")
-    delimiter = source.delimiter or BY_SUFFIX.get(_suffix(file)) or _delimiter(file)
+def layout_of(file: Path, source: Source) -> Layout:
+    """How the cells of a table are divided and called."""
+    delimiter = given_delimiter(file, source) or _delimiter(file)
     sample = _sample(file, delimiter)
     if not sample:
-        return None
+        return Layout(delimiter, [], has_header=False)
     if source.columns is not None:
         named = list(source.columns)
         return Layout(delimiter, named, has_header=[cell.strip() for cell in sample[0]] == named)
     if _is_data(sample):
         return Layout(delimiter, _invented(sample), has_header=False)
-    names = [cell.strip() or f"column_{at}" for at, cell in enumerate(sample[0])]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    return Layout(delimiter, names_in(sample[0], file), has_header=True)
+
+
+def names_in(header: list[str], file: Path) -> list[str]:
+    names = [cell.strip() or f"column_{at}" for at, cell in enumerate(header)]
+    if len(set(names)) < len(names):
+        (twice, _), *_ = Counter(names).most_common(1)
         raise DataError(
             f"{file}, line 1: two columns are called {twice!r}; name them with columns, or correct the header"
         )
-    return Layout(delimiter, names, has_header=True)
+    return names
+
+
+def first_row(file: Path, delimiter: str) -> list[str] | None:
+    """The cells of the first row that can be read, long ones cut."""
+    return next(iter(_sample(file, delimiter)), None)
+
+
+def given_delimiter(file: Path, source: Source) -> str | None:
+    """What the recipe or the suffix says."""
+    if source.delimiter in ("\n", "\r", '"', "\0"):
+        raise UsageError(f"delimiter {source.delimiter!r} cannot divide the cells of a row")
+    return source.delimiter or BY_SUFFIX.get(_suffix(file))
 
 
 def _suffix(file: Path) -> str:
@@ -93,9 +111,16 @@ def _delimiter(file: Path) -> str:
 
 
 def _sample(file: Path, delimiter: str) -> list[list[str]]:
+    """The first rows that can be read, at least one where there is one."""
+    sample: list[list[str]] = []
     with unpacked(file) as stream:
-        rows = islice(_rows(_Lines(stream, file), delimiter), SAMPLE_ROWS)
-        return [cells for _, cells in rows if not isinstance(cells, str)]
+        lines = _Lines(stream, file)
+        for count, (_, cells) in enumerate(_rows(lines, delimiter), start=1):
+            if not isinstance(cells, str):
+                sample.append([cell[:SAMPLE_CELL] for cell in cells])
+            if sample and (count >= SAMPLE_ROWS or lines.read >= SAMPLE_BYTES):
+                break
+    return sample
 
 
 def _is_data(sample: list[list[str]]) -> bool:
@@ -174,6 +199,8 @@ class _Lines:
         self._file = file
         self._lines = compressed.lines(stream)
         self._size = self._read_again = 0
+        self.read = 0
+        """Bytes so far."""
         self._taken: list[bytes] = []
         self._again: list[bytes] = []
         self.row = 1
@@ -185,6 +212,7 @@ class _Lines:
         raw = self._again.pop() if self._again else next(self._lines)
         self._taken.append(raw)
         self._size += len(raw)
+        self.read += len(raw)
         number = self.row + len(self._taken) - 1
         if self._size > compressed.LINE_LIMIT:
             raise _BadLine(f"longer than {compressed.LINE_LIMIT:,} bytes; is a quotation mark never closed?")

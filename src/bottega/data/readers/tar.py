@@ -25,6 +25,7 @@ MAX_EXTENSION = 1 << 16
 """Of a long name or a PAX header; tarfile has no limit."""
 BLOCK = 512
 END = bytes(BLOCK)
+WRAPPINGS = ("npy", "txt")
 
 FILE = frozenset((b"0", b"\0", b"7"))
 FOLDER = b"5"
@@ -121,10 +122,22 @@ class _Sample:
 
 def _record(sample: _Sample, piece: Piece) -> Record | Bad:
     key = sample.key if sample.key.isprintable() else ascii(sample.key)[1:-1]
-    where = f"{piece.file}, sample {key}"
+    where = f"{piece.place}, sample {key}"
     if sample.problem is not None:
         return Bad(f"{piece.name}:{key}", where, sample.problem, sample.is_refused)
-    return Record(f"{piece.name}:{key}", where, sample.fields)
+    return Record(f"{piece.name}:{key}", where, _unfolded(sample.fields))
+
+
+def _unfolded(members: dict[str, Any]) -> dict[str, Any]:
+    """The fields that were packed. An array or a text is a member video.npy or source.txt, so that its kind is told;
+    values without a suffix of their own stand together in .json. A member comes before what another one holds."""
+    fields: dict[str, Any] = {}
+    for name, found in members.items():
+        stem, _, suffix = name.rpartition(".")
+        is_taken = not stem or stem in members or stem in fields
+        fields[name if is_taken or suffix not in WRAPPINGS else stem] = found
+    together = members.get("json")
+    return {**together, **fields} if isinstance(together, dict) else fields
 
 
 def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
@@ -331,7 +344,7 @@ def _after(stream: BinaryIO, piece: Piece) -> Iterator[Bad]:
     while part := stream.read(CHUNK):
         if part.count(0) < len(part):
             reason = "further data after the end of the archive; join archives with tar --concatenate"
-            yield Bad(f"{piece.name}:(end)", str(piece.file), reason)
+            yield Bad(f"{piece.name}:(end)", piece.place, reason)
             return
 
 

@@ -50,7 +50,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
 
 
 def _document(piece: Piece, start: int, raw: bytes, continued: bool) -> Record | Bad:
-    key, where = piece.name, str(piece.file)
+    key, where = piece.name, piece.place
     if start:
         key, where = f"{key}@{start}", f"{where}, from byte {start} on"
     nul = raw.find(b"\0")
@@ -87,6 +87,8 @@ def _cut(stream: BinaryIO, position: int, total: int) -> int:
         # Four bytes of what stands before: the character a newline follows.
         stream.seek(at - 4)
         window = stream.read(4 + min(_WINDOW, last - at))
+        if len(window) <= 4:  # the file is shorter than when it was measured
+            return total
         newline = _safe_newline(window, 4, len(window))
         if newline is not None:
             return at - 4 + newline
@@ -94,7 +96,8 @@ def _cut(stream: BinaryIO, position: int, total: int) -> int:
     if last >= total:
         return total
     stream.seek(last - 4)
-    return last - 4 + _character_start(stream.read(8), 4)
+    around = stream.read(8)
+    return last - 4 + _character_start(around, 4) if len(around) > 4 else total
 
 
 def _safe_newline(raw: bytes, start: int, stop: int) -> int | None:

@@ -52,7 +52,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
             stream.seek(piece.start)
         for offset, data, problem in _records(stream, piece.start, piece.stop):
             number += 1
-            key, where = f"{piece.name}:{number}", f"{piece.file}, record {number} at byte {offset}"
+            key, where = f"{piece.name}:{number}", f"{piece.place}, record {number} at byte {offset}"
             try:
                 if problem is not None:
                     raise Unreadable(problem)

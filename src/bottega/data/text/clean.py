@@ -36,8 +36,10 @@ _EMPTY_LINES = re.compile("\n{3,}+")
 
 
 def clean(text: str, options: Cleaning, *, starts: bool = True, ends: bool = True) -> str:
-    """`starts` and `ends` say whether the text begins and ends here. Where it is a piece of a longer one, white space at
-    the cut stays, or the words on its two sides would become one."""
+    """`starts` and `ends` say whether the whole text does so here, or whether this is a piece of it.
+
+    White space at a cut stays: without it the words on its two sides would be one.
+    """
     before = text
     if options.html:
         text = strip_html(text)
@@ -63,7 +65,7 @@ def clean(text: str, options: Cleaning, *, starts: bool = True, ends: bool = Tru
 
 def _space(run: str) -> str:
     """What stands for a run of white space: a line break where it has one."""
-    return "\n" if len(run.splitlines()) > 1 or run.endswith("\n") else run and " "
+    return "\n" if "\n" in run or "\r" in run else run and " "
 
 
 def _with_plain_breaks(text: str) -> str:
