@@ -50,11 +50,11 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
     raise UsageError(f"task: the data of {recipe.task} cannot be prepared yet")
 
 
-def read_recipe(words: list[str]) -> Recipe:
+def read_recipe(words: list[str], *, verb: str = "prepare") -> Recipe:
     """A recipe whose data is complete; what only a training needs may be missing."""
     sources, overrides = parse_overrides(words)
     if not sources:
-        raise UsageError("say which recipe: bottega prepare RECIPE, such as bottega prepare language --data my.txt")
+        raise UsageError(f"say which recipe: bottega {verb} RECIPE, such as bottega {verb} language --data my.txt")
     recipe = check_recipe(sources, overrides).recipe
     problems = [(key, text) for key, text in recipe.missing() if key.startswith("data.")]
     if problems:
@@ -62,14 +62,15 @@ def read_recipe(words: list[str]) -> Recipe:
     return recipe
 
 
-def prepare_command(words: list[str], *, out: Path | None, to: tuple[str, str] | None) -> dict[str, Any]:
+def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, str]]) -> dict[str, Any]:
     """What `--json` prints."""
     from rich.console import Console
 
     from bottega.callbacks.bars import bars
 
-    if to is not None and to[0] not in FORMATS:
-        raise UsageError(f"--to {to[0]}: there is {', '.join(FORMATS)}")
+    for kind, _ in to:
+        if kind not in FORMATS:
+            raise UsageError(f"--to {kind}: there is {', '.join(FORMATS)}")
     recipe = read_recipe(words)
     if out is not None:
         _check_out(out)
@@ -78,13 +79,14 @@ def prepare_command(words: list[str], *, out: Path | None, to: tuple[str, str] |
         prepared = prepare_recipe(recipe, say)
         if out is not None:
             _copy(prepared, out)
-        exported = _export(prepared, to, say) if to is not None else []
+        exported = [path for one in to for path in _export(prepared, one, say)]
     meta = prepared.meta
     return {
         "task": recipe.task,
         "folder": str(out or prepared.folder),
         "fingerprint": prepared.fingerprint,
-        "tables": meta["tables"],
+        "tables": train_first(meta["tables"]),
+        "unread_parts": meta["unread_parts"],
         "records": meta["records"],
         "bad": meta["bad"],
         "bad_records": meta["named"],
@@ -92,6 +94,11 @@ def prepare_command(words: list[str], *, out: Path | None, to: tuple[str, str] |
         "exported": [str(path) for path in exported],
         "seconds": round(time.monotonic() - begun, 2),
     }
+
+
+def train_first(tables: dict[str, Any]) -> dict[str, Any]:
+    """As people expect them; prepared first is what is held out."""
+    return dict(sorted(tables.items(), key=lambda pair: (not pair[0].startswith("train"), pair[0] == "replay")))
 
 
 def counted(counts: dict[str, int]) -> list[str]:
@@ -103,6 +110,8 @@ def show(result: dict[str, Any]) -> str:
     lines = []
     for table, counts in result["tables"].items():
         lines.append(f"{table:<12}{', '.join(counted(counts))}")
+    if result["unread_parts"]:
+        lines.append(f"{'not read':<12}the parts {', '.join(result['unread_parts'])} of the same folder")
     if result["bad"]:
         lines.append(f"{'left out':<12}{result['bad']:,} bad of {result['records']:,} records")
         lines += [f"            {bad}" for bad in result["bad_records"][:5]]
@@ -110,8 +119,8 @@ def show(result: dict[str, Any]) -> str:
         lines.append(f"{'left out':<12}{count:,} {reason}")
     lines.append(f"{'shards':<12}{result['folder']}")
     if result["exported"]:
-        first, last = result["exported"][0], result["exported"][-1]
-        lines.append(f"{'exported':<12}{first}" + (f" to {Path(last).name}" if first != last else ""))
+        more = len(result["exported"]) - 1
+        lines.append(f"{'exported':<12}{result['exported'][0]}" + (f" and {more} more" if more else ""))
     lines.append(f"{'time':<12}{result['seconds']:.1f} s")
     return "\n".join(lines)
 

@@ -15,15 +15,17 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         nargs=2,
+        action="append",
+        default=[],
         metavar=("FORMAT", "FOLDER"),
-        help="also export as webdataset, tfrecord, parquet or jsonl",
+        help="also export as webdataset, tfrecord, parquet or jsonl; may be repeated",
     )
 
 
 def _prepare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.preparation import prepare_command, show
 
-    to = tuple(arguments.to) if arguments.to else None
+    to = [(kind, folder) for kind, folder in arguments.to]
     result = prepare_command(rest, out=Path(arguments.out) if arguments.out else None, to=to)
     if not arguments.json:
         print(show(result))

@@ -36,7 +36,7 @@ class Classes:
 
     def _problem(self, text: str, record: str) -> str:
         if not text:
-            return f"{record}: has no label, but others have; remove it or give it one"
+            return f"{record}: has no label, but others have; give it one, remove it, or set model.condition=none"
         if self.names == _numbered(len(self)) and is_whole(text):
             return f"{record}: label {text} is out of range: num_classes is {len(self)}, so 0 to {len(self) - 1} are"
         return f"{record}: label {text!r} is none of the {len(self)} classes ({', '.join(self.names[:5])}, ...)"

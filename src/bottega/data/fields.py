@@ -6,7 +6,6 @@ and a rare class had no row in validation.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -55,17 +54,15 @@ def label_name(fields: Mapping[str, Any], field: str | None, *, besides: str | N
     return found
 
 
-def label_of(record: Record, field: str | None, *, besides: str | None = None, several: bool = False) -> str:
+def label_of(record: Record, field: str | None, *, besides: str | None = None) -> str:
     """The class as it is stored; empty where no field is asked for and none is there.
 
-    `besides` is a field that is something else. With `several`, a list is a set of classes: a JSON list, sorted.
+    `besides` is a field that is something else.
     """
     name = label_name(record.fields, field, besides=besides)
     if name is None:
         return ""
     value = record.fields[name]
-    if several and isinstance(value, list):
-        return json.dumps(sorted(map(str, value)))
     text = text_of(value, name)
     if field is not None and not text:
         raise Unreadable(f"field {name!r} has no value, and it is the label")

@@ -17,7 +17,7 @@ from bottega.data.readers.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_S
 from bottega.data.record import Record
 from bottega.data.samples import picture
 from bottega.data.shards import Table
-from bottega.preparation import counted, prepare_recipe, read_recipe
+from bottega.preparation import counted, prepare_recipe, read_recipe, train_first
 from bottega.schema.data import Source
 from bottega.schema.recipe import Recipe
 
@@ -43,7 +43,7 @@ def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any
 
     from bottega.callbacks.bars import bars
 
-    recipe = read_recipe(_with_task(words))
+    recipe = read_recipe(_with_task(words), verb="data")
     with bars(Console(stderr=True)) as say:
         prepared = prepare_recipe(recipe, say)
         report = describe(prepared, recipe)
@@ -85,12 +85,13 @@ def describe(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
     """Everything but the examples, as plain values."""
     meta, task = prepared.meta, prepared.meta["task"]
     column, unit = CONTENT[task]
-    tables = {name: prepared.table(name) for name in prepared.tables}
+    tables = {name: prepared.table(name) for name in train_first(prepared.tables)}
     report: dict[str, Any] = {
         "task": task,
         "fingerprint": prepared.fingerprint,
         "folder": str(prepared.folder),
-        "tables": meta["tables"],
+        "tables": train_first(meta["tables"]),
+        "unread_parts": meta["unread_parts"],
         "records": meta["records"],
         "bad": meta["bad"],
         "bad_records": meta["named"],
@@ -157,8 +158,16 @@ def _example(prepared: Prepared, table: Table, number: int) -> dict[str, str]:
         text = str(row["text"])
     else:
         content = row[CONTENT[task][0]]
-        text = f"{len(content):,} bytes" if isinstance(content, bytes) else "x".join(map(str, content.shape))
+        text = f"{len(content):,} bytes" if isinstance(content, bytes) else _form(task, content, prepared)
     return {"key": str(row["key"]), "shows": text, **said}
+
+
+def _form(task: str, content: np.ndarray, prepared: Prepared) -> str:
+    if task == "audio":
+        return f"{len(content) / prepared.meta['sample_rate']:.2f} s at {prepared.meta['sample_rate']:,} Hz"
+    if task == "routing":
+        return f"{len(content)} numbers: {np.array2string(np.asarray(content), threshold=8, precision=4)}"
+    return " x ".join(map(str, content.shape))
 
 
 def _pictures(prepared: Prepared, count: int, out: Path) -> list[Path]:
@@ -204,6 +213,8 @@ def show(report: dict[str, Any]) -> str:
     lines = [f"task        {report['task']}"]
     for table, counts in report["tables"].items():
         lines.append(f"{table:<12}" + ", ".join(counted(counts)))
+    if report["unread_parts"]:
+        lines.append(f"{'not read':<12}the parts {', '.join(report['unread_parts'])} of the same folder")
     lengths = dict(report.get("lengths", {}))
     if lengths:
         unit = lengths.pop("unit")

@@ -180,6 +180,8 @@ class TextData(Data):
 def held_out_problems(data: Data) -> list[tuple[str, str]]:
     """Held-out data must be said: without that, nothing would tell it from the embedded one."""
     found: list[tuple[str, str]] = []
+    if data.replay is not None and data.replay.path is None and data.replay.kind != "embedded":
+        found.append(("data.replay.path", "missing; name the earlier data"))
     for key, part in (("data.validation", data.validation), ("data.test", data.test)):
         said = part is None or part.path is not None or part.kind == "embedded" or part.split is not None
         if not said and not (key == "data.validation" and data.split is not None and data.split.folds):

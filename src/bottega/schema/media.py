@@ -46,7 +46,7 @@ class ImageAugmentation(Section):
 
 
 class ImageData(MediaData):
-    image_size: Positive | None = Field(None, description="side in pixels; null is as in the data")
+    image_size: Positive | None = Field(None, le=8192, description="side in pixels; null is as in the data")
     channels: Literal[1, 3] | None = Field(None, description="1 grey, 3 colour; null is as in the data")
     resize: Literal["crop", "pad", "stretch"] = Field(
         "crop", description="to the wanted shape: cut what is over, fill what is missing, or distort"
@@ -72,8 +72,12 @@ class AudioAugmentation(Section):
 
 
 class AudioData(MediaData):
-    sample_rate: Positive | None = Field(None, description="samples a second; null is as in the data")
-    seconds: Number | None = Field(None, gt=0, description="length of an example; null is the longest in the data")
+    sample_rate: Positive | None = Field(
+        None, ge=1000, le=768_000, description="samples a second; null is as in the data"
+    )
+    seconds: Number | None = Field(
+        None, gt=0, le=3600, description="length of an example; null is the longest in the data"
+    )
     crop: Literal["random", "start", "centre"] = Field("random", description="which part of a longer sound is heard")
     normalise: Literal["none", "peak", "loudness"] = Field(
         "none", description="largest value 0.95, or loudness -23 LUFS (ITU-R BS.1770)"
@@ -85,9 +89,9 @@ class AudioData(MediaData):
 
 
 class VideoData(ImageData):
-    num_frames: Positive = Field(16, description="frames in an example")
+    num_frames: Positive = Field(16, le=10_000, description="frames in an example")
     fps: Number | None = Field(
-        None, gt=0, description="frames a second after temporal sampling; null is as in the data"
+        None, gt=0, le=240, description="frames a second after temporal sampling; null is as in the data"
     )
     stride: Positive = Field(1, description="take every so many frames, after fps")
     clip: Literal["random", "start", "centre"] = Field("random", description="which frames of a longer video are seen")

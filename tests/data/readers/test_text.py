@@ -25,11 +25,11 @@ def read(path: Path, **options: str) -> list[Record | Bad]:
     return [record for piece in found.pieces(1) for record in found.read(piece)]
 
 
-def test_text_is_kept_as_it_is(tmp_path: Path) -> None:
-    raw = "\ufeffa\r\nb\rc\n\n e\u0301\u2028".encode()
+def test_text_is_kept_as_it_is_but_for_the_mark_of_its_encoding(tmp_path: Path) -> None:
+    raw = "\ufeffa\ufeff\r\nb\rc\n\n e\u0301\u2028".encode()
     file = tmp_path / "a.txt"
     file.write_bytes(raw)
-    assert read(file) == [Record("a.txt", str(file), {"text": raw.decode(), "continued": False})]
+    assert read(file) == [Record("a.txt", str(file), {"text": raw.decode("utf-8-sig"), "continued": False})]
     (tmp_path / "empty.txt").write_bytes(b"")
     assert read(tmp_path / "empty.txt") == []
 

@@ -142,7 +142,7 @@ def test_bands_fit_the_threshold() -> None:
 def test_short_and_wordless_texts() -> None:
     assert similarity(signature("A good film!"), signature("a  good film")) == 1
     assert similarity(signature("a good film"), signature("quite another thing")) < 0.1
-    assert 0.2 < similarity(signature("a really good film"), signature("a really bad film")) < 0.6
+    assert similarity(signature("a really good film"), signature("a really bad film")) < 0.1
     assert similarity(signature("good not bad"), signature("bad not good")) < 0.8
     assert similarity(signature("!!!"), signature("???")) < 0.1
     assert similarity(signature(""), signature(" \n")) == 1

@@ -110,7 +110,7 @@ class LabelledEncoder(Encoder):
 
     def _texts(self, record: Record, *, is_training: bool) -> Iterator[Row | Bad]:
         try:
-            label = label_of(record, self.label_field, several=True)
+            label = label_of(record, self.label_field)
             if not label:
                 raise Unreadable("it has no label")
         except Unreadable as error:

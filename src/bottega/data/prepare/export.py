@@ -70,7 +70,8 @@ def _said(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:
-    return {name: np.asarray(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
+    plain = {name: np.asarray(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
+    return {**{name: value for name, value in plain.items() if name != "key"}, "source": row["key"]}
 
 
 _CONVERTERS = {

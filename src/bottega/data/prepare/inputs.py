@@ -109,7 +109,7 @@ def _find(source: Source, key: str) -> Found:
     found = find(source)
     if found.kind == "shards":
         raise UsageError(f"{key}: {source.path} holds shards, which are prepared already and stand alone as data.train")
-    if source.split is not None and found.kind not in NAMED_PARTS:
+    if source.split is not None and found.part is None and found.kind not in NAMED_PARTS:
         raise UsageError(f"{key}.split: {found.kind} has no part named {source.split!r}; leave it out")
     is_packed_text = found.kind == "text" and len(found.files) == 1 and compressed.is_packed(found.files[0])
     return _unpacked(found) if is_packed_text else found

@@ -62,7 +62,11 @@ class Prepared:
     def notes(self) -> list[str]:
         """What was left out, in words."""
         meta = self.meta
-        lines = [f"{count:,} records left out: {reason}" for reason, count in sorted(meta["dropped"].items())]
+        lines = []
+        if meta["unread_parts"]:
+            names, one = ", ".join(meta["unread_parts"]), meta["unread_parts"][0]
+            lines.append(f"only the part train is read, not {names}; data.{one}.split={one} would read that")
+        lines += [f"{count:,} records left out: {reason}" for reason, count in sorted(meta["dropped"].items())]
         if meta["bad"]:
             lines.append(
                 f"{meta['bad']:,} of {meta['records']:,} records left out as bad; the first: {meta['named'][0]}"
@@ -229,6 +233,7 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
         "task": plan.task,
         "key": plan.key,
         **known,
+        "unread_parts": _unread_parts(plan.inputs),
         "classes": classes,
         **plan.facts,
         **encoder.facts,
@@ -240,6 +245,12 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
     temporary.write_text(json.dumps(meta, indent=1))
     flush(temporary)
     temporary.rename(folder / META)
+
+
+def _unread_parts(inputs: tuple[Input, ...]) -> list[str]:
+    """Parts of the data set that train is a part of, and that nothing reads."""
+    read = {input.found.part for input in inputs}
+    return sorted({part for input in inputs for part in input.found.other_parts} - read)
 
 
 def _check_unchanged(plan: Plan) -> None:
@@ -284,5 +295,6 @@ def _decisions(
         plan.label_field,
         plan.deduplicate,
         stop=plan.stop,
+        by_length=plan.task == "language",
     )
     return decide(scan, plan.shares, plan.tables, max_bad=plan.data.max_bad, progress=progress)

@@ -67,6 +67,8 @@ class Scan(Jobs):
     duplicates: Duplicates | None
     stop: bool
     """Whether a bad record ends it all."""
+    by_length: bool = False
+    """Whether a share is one of the text rather than of the records."""
     stage: str = "scan"
 
     def work(self, number: int, out: Path) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class Scan(Jobs):
         text = str(record.fields.get("text", "")) if self.rules.is_text else ""
         return Seen(
             keys=hash_key(record.key),
-            sizes=len(text) if self.rules.is_text else 1,
+            sizes=len(text) if self.by_length else 1,
             labels=hash_key(self._label(record)) if is_split and self.split.by == "stratified" else 0,
             groups=group,
             contents=content_key(text) if self.duplicates is not None else 0,
@@ -118,7 +120,7 @@ class Scan(Jobs):
     def _label(self, record: Record) -> str:
         """As the encoder stores it. Where there is none to be found, the encoder will find the record bad and say so."""
         try:
-            return label_of(record, self.label_field, several=self.rules.is_text)
+            return label_of(record, self.label_field)
         except Unreadable as error:
             if self.stop:
                 raise DataError(f"{record.where}: {error}") from error

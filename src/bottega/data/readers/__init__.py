@@ -17,6 +17,7 @@ from typing import Any
 from bottega.core.errors import DataError, UsageError
 from bottega.data.readers import compressed, files
 from bottega.data.readers.fingerprint import content_hashes
+from bottega.data.readers.parts import meaning, parts_of, root_of
 from bottega.data.readers.reader import Format, Piece
 from bottega.data.record import Bad, Record
 from bottega.schema.data import Source
@@ -67,6 +68,9 @@ class Found:
     """Never auto. `shards` are ours, and are opened, not read."""
     root: Path
     files: list[Path] = field(compare=False, repr=False)
+    part: str | None = None
+    """Which of the named parts of a folder this is."""
+    other_parts: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "files"}
@@ -160,7 +164,16 @@ def find(source: Source) -> Found:
         raise DataError(f"{root} is no prepared data: a folder with meta.json is expected")
     listing = files.listed(path)
     kind, chosen = _recognised(listing) if source.kind == "auto" else (source.kind, _of_kind(listing, source.kind))
-    return Found(source, kind, listing.root, chosen)
+    named = parts_of(chosen) if listing.is_folder and kind != "idx" else {}
+    if not named:
+        return Found(source, kind, listing.root, chosen)
+    wanted = meaning(source.split) if source.split is not None else "train"
+    if wanted not in named:
+        raise DataError(f"{root} has no part {source.split!r}; there is {', '.join(named)}")
+    own = named[wanted]
+    root = root_of(own, listing.root)
+    others = tuple(sorted(set(named) - {wanted}))
+    return Found(source.model_copy(update={"path": str(root)}), kind, root, own, part=wanted, other_parts=others)
 
 
 def kind_of(source: Source) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,8 @@ def _document(piece: Piece, start: int, raw: bytes, continued: bool) -> Record |
     key, where = piece.name, piece.place
     if start:
         key, where = f"{key}@{start}", f"{where}, from byte {start} on"
+    else:
+        raw = raw.removeprefix(codecs.BOM_UTF8)  # a mark of the encoding, not text
     nul = raw.find(b"\0")
     if nul != -1:
         return Bad(key, where, f"no text: it has a NUL byte at offset {start + nul}")

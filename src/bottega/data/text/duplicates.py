@@ -17,7 +17,7 @@ import numpy as np
 from bottega.core.noise import generator
 
 PERMUTATIONS = 128
-RUN = 5  # Words in a shingle; texts of fewer than twice as many are compared by single words and pairs.
+RUN = 5  # Words in a shingle; texts of fewer than twice as many are compared as a whole.
 
 # h -> (a h + b) mod 2^64, of which the high 32 bits are kept: pairwise independent for h < 2^32 (Dietzfelbinger, 1996),
 # as is the usual (a h + b) mod a prime, and three passes of numpy in place of seven.
@@ -70,7 +70,8 @@ def _shingles(text: str) -> np.ndarray:
         return np.array([content_key(text) >> 32], dtype=np.uint64)
     if len(words) >= 2 * RUN:
         return np.unique(_runs(words, RUN))
-    return np.unique(np.concatenate([_runs(words, length) for length in (1, 2) if length <= len(words)]))
+    # "One of the best movies" and "one of the worst movies" share most words: what is that short must agree in all.
+    return _runs(words, len(words))
 
 
 def _word_hashes(text: str) -> np.ndarray:
