@@ -26,7 +26,11 @@ def make(folder: Path) -> None:
     random = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
     rows = [review(n, random) for n in range(240)]
-    (folder / "reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "reviews.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "parted").mkdir(parents=True, exist_ok=True)
+    for name, part in {"train": lines[:200], "dev": lines[200:220], "test": lines[220:]}.items():
+        (folder / "parted" / f"{name}.jsonl").write_text("".join(part), encoding="utf-8")
     notes = [{"body": note(n, random), "difficulty": n % 10} for n in range(120)]
     (folder / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in notes), encoding="utf-8")
     found = [{"text": text} for text in pages([str(row["text"]) for row in rows])]

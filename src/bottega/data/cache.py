@@ -84,16 +84,22 @@ def seal(folder: Path) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether nothing in the folder changed since. A file of the same size and time is not read again.
+    return damage(folder) is None
+
+
+def damage(folder: Path) -> str | None:
+    """What changed in the folder since it was sealed; None is nothing. A file of the same size and time is not read.
 
     (A copy that lost its times, as on another machine, is read in full at every start.)
     """
     try:
         rows = json.loads((folder / MANIFEST).read_bytes())
         files = {path.relative_to(folder).as_posix(): path for path in _files(folder) if path.name != MANIFEST}
-        return rows.keys() == files.keys() and all(_matches(path, rows[name]) for name, path in files.items())
+        for name in sorted(rows.keys() ^ files.keys()):
+            return f"{name} is missing" if name in rows else f"{name} does not belong there"
+        return next((f"{name} has changed" for name, path in files.items() if not _matches(path, rows[name])), None)
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, AttributeError):
-        return False
+        return f"its {MANIFEST} cannot be read"
 
 
 def _matches(path: Path, row: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.cache import cached, is_whole
+from bottega.data.cache import cached, damage
 from bottega.data.classes import Classes, classes_of
 from bottega.data.durable import flush, flush_all
 from bottega.data.encoder import Encoder
@@ -169,10 +169,12 @@ def opened(folder: Path, *, task: str) -> Prepared:
         raise DataError(f"{folder} is no prepared data: {META} cannot be read") from error
     if (made_for, version) != (task, FORMAT):
         raise DataError(
-            f"{folder} was prepared for {made_for} in form {version}; {task} in form {FORMAT} was asked for"
+            f"{folder} was prepared for {made_for} in form {version}; {task} in form {FORMAT} was asked for: prepare the "
+            "data again"
         )
-    if not is_whole(folder):
-        raise DataError(f"{folder} is damaged: its files are not those of its MANIFEST.json; copy or prepare it again")
+    problem = damage(folder)
+    if problem is not None:
+        raise DataError(f"{folder} is damaged: {problem}; copy or prepare it again")
     return Prepared(folder, key)
 
 
