@@ -25,8 +25,9 @@ class Crops(Source):
         for place, number in enumerate(index.tolist()):
             stored = self.table.row("image", number)
             pixels = decode(stored, channels=3) if isinstance(stored, bytes) else stored
-            np.multiply(pixels[16:240, 16:240], np.float32(1 / 64), out=images[place])
-        images -= np.float32(127.5 / 64)
+            # One picture after the other, while it is in the processor's cache.
+            np.subtract(pixels[16:240, 16:240], np.float32(127.5), out=images[place])
+            images[place] /= np.float32(64)
         return {"image": images, "label": np.array([int(self.table.row("label", n)) for n in index.tolist()])}
 
     @property

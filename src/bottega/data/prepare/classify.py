@@ -12,7 +12,8 @@ from bottega.data.encoder import Encoder, Row
 from bottega.data.fields import label_of
 from bottega.data.prepare.inputs import check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
-from bottega.data.prepare.language import BYTE_LENGTHS, GROUP, opened_tokenizer, tokenizer_options
+from bottega.data.prepare.language import BYTE_LENGTHS, GROUP, given_tokenizer, tokenizer_options
+from bottega.data.prepare.learn import opened_tokenizer
 from bottega.data.prepare.learn import tokenizer as learn
 from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Rules
@@ -44,8 +45,10 @@ def prepare_classify(
     # Another thesaurus gives other copies.
     thesaurus = synonyms.source() if changes and "synonym_replacement" in changes.techniques else None
 
+    given = given_tokenizer(spec)
+
     def encoder(texts: Texts, folder: Path, progress: Progress) -> LabelledEncoder:
-        tokenizer = learn(spec, texts, folder / "tokenizer", progress)
+        tokenizer = learn(spec, given, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
         return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, data.label_field, changes, seed)
 
@@ -56,7 +59,7 @@ def prepare_classify(
         data=data,
         rules=Rules.of_text(data, label=data.label_field),
         encoder=encoder,
-        options=(*tokenizer_options(spec), changes, thesaurus, seed if changes else None),
+        options=(*tokenizer_options(spec, given), changes, thesaurus, seed if changes else None),
         label_field=data.label_field,
         needs_classes=True,
         num_classes=num_classes,
@@ -81,7 +84,7 @@ class LabelledEncoder(Encoder):
 
     @property
     def facts(self) -> dict[str, Any]:
-        tokenizer = Tokenizer.load(self.folder)
+        tokenizer = opened_tokenizer(self.folder)
         return {
             "dtype": self.dtype,
             "end_of_text": tokenizer.end_of_text,

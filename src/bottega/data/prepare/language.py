@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from bottega.data.cache import default_cache
 from bottega.data.encoder import Encoder, Row
 from bottega.data.prepare.inputs import Input, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.learn import opened_tokenizer
 from bottega.data.prepare.learn import tokenizer as learn
 from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
 from bottega.data.prepare.rules import GOES_ON, Rules
@@ -46,8 +46,10 @@ def plan_language(data: TextData, spec: TokenizerSpec) -> Plan:
     inputs, shares = inputs_of(data)
     check_medium(inputs, "text")
 
+    given = given_tokenizer(spec)
+
     def encoder(texts: Texts, folder: Path, progress: Progress) -> TokenEncoder:
-        tokenizer = learn(spec, texts, folder / "tokenizer", progress)
+        tokenizer = learn(spec, given, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
         ends = not (tokenizer.kind == "characters" and _is_one_text(inputs))
         return TokenEncoder(folder / "tokenizer", tokenizer.dtype.str, ends=ends)
@@ -59,27 +61,26 @@ def plan_language(data: TextData, spec: TokenizerSpec) -> Plan:
         data=data,
         rules=rules,
         encoder=encoder,
-        options=tokenizer_options(spec),
+        options=tokenizer_options(spec, given),
         deduplicate=data.deduplicate,
     )
 
 
-def tokenizer_options(spec: TokenizerSpec) -> tuple[Any, ...]:
+def given_tokenizer(spec: TokenizerSpec) -> Tokenizer | None:
+    """The one that needs no texts to be made; a large vocabulary takes a tenth of a second to open, so once."""
+    return build_tokenizer(spec, ()) if spec.kind == "pretrained" else None
+
+
+def tokenizer_options(spec: TokenizerSpec, given: Tokenizer | None) -> tuple[Any, ...]:
     """What of a tokenizer's description changes the tokens."""
-    pretrained = build_tokenizer(spec, ()).fingerprint if spec.kind == "pretrained" else None
-    return (spec.kind, spec.vocab_size if spec.kind == "bpe" else None, pretrained)
+    fingerprint = given.fingerprint if given is not None else None
+    return (spec.kind, spec.vocab_size if spec.kind == "bpe" else None, fingerprint)
 
 
 def _is_one_text(inputs: tuple[Input, ...]) -> bool:
     """One text by characters has no end within: its loss can then be compared with that of other character models."""
     train = [input.found for input in inputs if input.table.startswith("train")]
     return len(train) == 1 and train[0].kind == "text" and len(train[0].files) == 1
-
-
-@lru_cache(maxsize=2)
-def opened_tokenizer(folder: Path) -> Tokenizer:
-    """Once in a process: a large vocabulary takes a quarter of a second to load, and a process does many jobs."""
-    return Tokenizer.load(folder)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class TokenEncoder(Encoder):
 
     @property
     def facts(self) -> dict[str, Any]:
-        tokenizer = Tokenizer.load(self.folder)
+        tokenizer = opened_tokenizer(self.folder)
         return {
             "dtype": self.dtype,
             "end_of_text": tokenizer.end_of_text,

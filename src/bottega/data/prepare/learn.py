@@ -18,15 +18,31 @@ from bottega.data.vocabulary import TokenizerSpec, build_tokenizer
 ENOUGH = 64 << 20
 
 
-def tokenizer(spec: TokenizerSpec, texts: Texts, folder: Path, progress: Progress) -> Tokenizer:
-    """The one a killed process had finished, or a new one; saved in `folder`."""
+_OPEN: dict[Path, Tokenizer] = {}
+"""The last one used in this process: a large vocabulary takes a tenth of a second to open, and a process does many jobs."""
+
+
+def tokenizer(
+    spec: TokenizerSpec, given: Tokenizer | None, texts: Texts, folder: Path, progress: Progress
+) -> Tokenizer:
+    """The one a killed process had finished, the given one, or one that is learned now; saved in `folder`."""
     if (folder / "tokenizer_config.json").is_file():  # written last
-        return Tokenizer.load(folder)
+        return opened_tokenizer(folder)
     # Characters are taken from all parts, so that validation has no unknown one; all else is learned from train alone.
     everything = spec.kind == "characters"
-    learned = build_tokenizer(spec, _texts(texts, progress, everything=everything))
+    learned = given or build_tokenizer(spec, _texts(texts, progress, everything=everything))
     learned.save(folder)
+    _OPEN.clear()
+    _OPEN[folder] = learned
     return learned
+
+
+def opened_tokenizer(folder: Path) -> Tokenizer:
+    """From the folder, or as it was saved there."""
+    if folder not in _OPEN:
+        _OPEN.clear()
+        _OPEN[folder] = Tokenizer.load(folder)
+    return _OPEN[folder]
 
 
 def _texts(texts: Texts, progress: Progress, *, everything: bool) -> Iterator[str]:
