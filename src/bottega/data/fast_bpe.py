@@ -1,6 +1,6 @@
 """The same ids, sooner: gigatoken in place of `tokenizers` where it is installed and agrees.
 
-On two cores it encodes 12 to 50 times as fast (docs/benchmarks.md). It is young, so it is trusted with nothing: it is
+On two cores it prepares text 7 times as fast (docs/benchmarks.md). It is young, so it is trusted with nothing: it is
 asked for the ids of every token of the vocabulary and of awkward texts first, and one difference rules it out. Texts that
 spell a special token, which it would not take for text, stay with `tokenizers`.
 """
