@@ -13,7 +13,7 @@ from bottega.data.fields import label_of
 from bottega.data.prepare.inputs import check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.language import BYTE_LENGTHS, GROUP, given_tokenizer, tokenizer_options
-from bottega.data.prepare.learn import opened_tokenizer
+from bottega.data.prepare.learn import opened_tokenizer, tokenizer_facts
 from bottega.data.prepare.learn import tokenizer as learn
 from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Rules
@@ -84,13 +84,7 @@ class LabelledEncoder(Encoder):
 
     @property
     def facts(self) -> dict[str, Any]:
-        tokenizer = opened_tokenizer(self.folder)
-        return {
-            "dtype": self.dtype,
-            "end_of_text": tokenizer.end_of_text,
-            "vocab_size": tokenizer.vocab_size,
-            "tokenizer": tokenizer.fingerprint,
-        }
+        return tokenizer_facts(self.folder)
 
     def rows(self, record: Record) -> Iterator[Row]:
         for _, row in self.encode([("", record)]):

@@ -14,7 +14,7 @@ from bottega.data.cache import default_cache
 from bottega.data.encoder import Encoder, Row
 from bottega.data.prepare.inputs import Input, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
-from bottega.data.prepare.learn import opened_tokenizer
+from bottega.data.prepare.learn import opened_tokenizer, tokenizer_facts
 from bottega.data.prepare.learn import tokenizer as learn
 from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
 from bottega.data.prepare.rules import GOES_ON, Rules
@@ -98,13 +98,7 @@ class TokenEncoder(Encoder):
 
     @property
     def facts(self) -> dict[str, Any]:
-        tokenizer = opened_tokenizer(self.folder)
-        return {
-            "dtype": self.dtype,
-            "end_of_text": tokenizer.end_of_text,
-            "vocab_size": tokenizer.vocab_size,
-            "tokenizer": tokenizer.fingerprint,
-        }
+        return tokenizer_facts(self.folder)
 
     def rows(self, record: Record) -> Iterator[Row]:
         for _, row in self.encode([("", record)]):

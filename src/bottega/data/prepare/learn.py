@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,17 @@ def opened_tokenizer(folder: Path) -> Tokenizer:
         _OPEN.clear()
         _OPEN[folder] = Tokenizer.load(folder)
     return _OPEN[folder]
+
+
+def tokenizer_facts(folder: Path) -> dict[str, Any]:
+    """What a reader of its tokens must know."""
+    tokenizer = opened_tokenizer(folder)
+    return {
+        "dtype": tokenizer.dtype.str,
+        "end_of_text": tokenizer.end_of_text,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.fingerprint,
+    }
 
 
 def _texts(texts: Texts, progress: Progress, *, everything: bool) -> Iterator[str]:
