@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "train"]
+__all__ = ["__version__", "load", "prepare", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """`train` and `load` come from run.py on first use: importing bottega must not import torch."""
+    """Fetched on first use: importing bottega must not import torch, and preparing data never does."""
+    if name == "prepare":
+        from bottega import preparation
+
+        return preparation.prepare
     if name in ("load", "train"):
         from bottega import run
 

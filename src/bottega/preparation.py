@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,17 @@ from bottega.schema.routing import RoutingRecipe
 
 Progress = Callable[[str, int, int], None]
 FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
+
+
+def prepare(
+    recipe: str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    progress: Progress = lambda stage, done, total: None,
+) -> Prepared:
+    """`bottega.prepare`: the data of a recipe by name, file or dict, ready on disk; later ones and overrides win."""
+    sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
+    return prepare_recipe(_complete([*sources, overrides or {}], ()), progress)
 
 
 def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
@@ -55,6 +66,10 @@ def read_recipe(words: list[str], *, verb: str = "prepare") -> Recipe:
     sources, overrides = parse_overrides(words)
     if not sources:
         raise UsageError(f"say which recipe: bottega {verb} RECIPE, such as bottega {verb} language --data my.txt")
+    return _complete(sources, overrides)
+
+
+def _complete(sources: list[Any], overrides: Any) -> Recipe:
     recipe = check_recipe(sources, overrides).recipe
     problems = [(key, text) for key, text in recipe.missing() if key.startswith("data.")]
     if problems:
@@ -80,10 +95,20 @@ def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, s
         if out is not None:
             _copy(prepared, out)
         exported = [path for one in to for path in _export(prepared, one, say)]
+    return {
+        **summary(prepared),
+        "folder": str(out or prepared.folder),
+        "exported": [str(path) for path in exported],
+        "seconds": round(time.monotonic() - begun, 2),
+    }
+
+
+def summary(prepared: Prepared) -> dict[str, Any]:
+    """What is known without looking at a row, as plain values."""
     meta = prepared.meta
     return {
-        "task": recipe.task,
-        "folder": str(out or prepared.folder),
+        "task": meta["task"],
+        "folder": str(prepared.folder),
         "fingerprint": prepared.fingerprint,
         "tables": train_first(meta["tables"]),
         "unread_parts": meta["unread_parts"],
@@ -91,8 +116,6 @@ def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, s
         "bad": meta["bad"],
         "bad_records": meta["named"],
         "dropped": meta["dropped"],
-        "exported": [str(path) for path in exported],
-        "seconds": round(time.monotonic() - begun, 2),
     }
 
 

@@ -287,6 +287,15 @@ def test_text_with_a_nul_and_names_that_meet(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("label", "member"), [("7", "cls"), ("cat", "label.txt"), ("07", "label.txt"), (7, "cls")])
+def test_a_class_is_a_number_or_a_text(tmp_path: Path, label: object, member: str) -> None:
+    files = write(rows({"png": PNG, "label": label}), tmp_path / "out", to="webdataset")
+    with tarfile.open(files[0]) as archive:
+        assert {name.partition(".")[2] for name in archive.getnames()} == {"png", member}
+    (found,) = read_back(files, tar.FORMAT)
+    assert found.fields["cls" if member == "cls" else "label"] == (7 if member == "cls" else label)
+
+
 def test_shards_are_cut_at_their_size(tmp_path: Path) -> None:
     many = rows(*({"png": PNG + bytes(4000)} for _ in range(100)))
     files = write(many, tmp_path / "out", to="webdataset", split="train", shard_bytes=100_000)

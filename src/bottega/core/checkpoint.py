@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from bottega.core.durable import flush
 from bottega.core.errors import CheckpointError
 from bottega.core.types import Tensors
 
@@ -77,13 +78,13 @@ def write(
             "fingerprint": dict(fingerprint),
         }
         _write_bytes(temporary / "MANIFEST.json", _sealed(manifest))
-        _sync_folder(temporary)
+        flush(temporary)
         final = folder / step_name(step)
         if final.exists():
             # Reached again after a fallback or a rollback. The old one stays a candidate until the new one is in place.
             os.rename(final, folder / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
         os.rename(temporary, final)
-        _sync_folder(folder)
+        flush(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -272,11 +273,3 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
 def _hash_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from bottega.core.errors import UsageError
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers import find
 from bottega.data.readers.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from bottega.data.record import Record
 from bottega.data.samples import picture
 from bottega.data.shards import Table
-from bottega.preparation import counted, prepare_recipe, read_recipe, train_first
+from bottega.preparation import counted, prepare_recipe, read_recipe, summary, train_first
 from bottega.schema.data import Source
-from bottega.schema.recipe import Recipe
 
 # What a sample is and how long it is, by task: the column, and its unit.
 CONTENT = {
@@ -46,7 +44,7 @@ def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any
     recipe = read_recipe(_with_task(words), verb="data")
     with bars(Console(stderr=True)) as say:
         prepared = prepare_recipe(recipe, say)
-        report = describe(prepared, recipe)
+        report = describe(prepared)
         report["examples"] = _examples(prepared, examples)
         report["pictures"] = [str(path) for path in _pictures(prepared, max(examples, 12), out)] if examples else []
     return report
@@ -81,23 +79,12 @@ def _task_of(path: str) -> str:
     return "classify" if {"text", "label"} <= names else "language"
 
 
-def describe(prepared: Prepared, recipe: Recipe) -> dict[str, Any]:
+def describe(prepared: Prepared) -> dict[str, Any]:
     """Everything but the examples, as plain values."""
     meta, task = prepared.meta, prepared.meta["task"]
     column, unit = CONTENT[task]
     tables = {name: prepared.table(name) for name in train_first(prepared.tables)}
-    report: dict[str, Any] = {
-        "task": task,
-        "fingerprint": prepared.fingerprint,
-        "folder": str(prepared.folder),
-        "tables": train_first(meta["tables"]),
-        "unread_parts": meta["unread_parts"],
-        "records": meta["records"],
-        "bad": meta["bad"],
-        "bad_records": meta["named"],
-        "dropped": meta["dropped"],
-        "duplicates": _duplicates(tables, column),
-    }
+    report: dict[str, Any] = {**summary(prepared), "duplicates": _duplicates(tables, column)}
     if unit is not None:
         scale = meta["sample_rate"] if unit == "seconds" else 1
         report["lengths"] = {
@@ -142,8 +129,6 @@ def _hashes(table: Table, column: str) -> np.ndarray:
 
 def _examples(prepared: Prepared, count: int) -> list[dict[str, str]]:
     """The first few rows of train in words."""
-    if not prepared.training_tables:
-        raise UsageError(f"{prepared.folder} has no training table")
     table = prepared.table(prepared.training_tables[0])
     return [_example(prepared, table, number) for number in range(min(count, len(table)))]
 

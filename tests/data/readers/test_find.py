@@ -10,9 +10,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from source_files import names, write
 
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.readers import FORMATS, files, find, fingerprint, format_of, kind_of
+from bottega.data.readers import FORMATS, files, find, fingerprint, format_of
 from bottega.data.record import Bad
 from bottega.schema.data import Source
 
@@ -26,16 +27,8 @@ def real(name: str = "") -> Path:
     return Path(os.environ["BOTTEGA_DATA"], name)
 
 
-def write(folder: Path, contents: dict[str, bytes]) -> Path:
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
-
-
-def names(source: Source) -> list[str]:
-    found = find(source)
-    return [found.name(file) for file in found.files]
+def kind_of(source: Source) -> str:
+    return find(source).kind
 
 
 REAL_KINDS = {

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from source_files import names, write
 
 from bottega.core.errors import DataError
 from bottega.data.readers import find
@@ -14,18 +15,6 @@ from bottega.schema.data import Source
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(16)
 ROW = b'{"text": "fine"}\n'
-
-
-def write(folder: Path, contents: dict[str, bytes]) -> Path:
-    for name, content in contents.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
-
-
-def names(source: Source) -> list[str]:
-    found = find(source)
-    return [found.name(file) for file in found.files]
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "csv", "images", "webdataset", "auto"])

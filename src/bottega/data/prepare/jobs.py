@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bottega.core.durable import flush_all
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.durable import flush_all
 from bottega.data.prefetch import prefetch
 
 SUMMARY = "summary.json"

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from bottega.core.durable import flush, flush_all
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import cached, damage
 from bottega.data.classes import Classes, classes_of
-from bottega.data.durable import flush, flush_all
 from bottega.data.encoder import Encoder
 from bottega.data.prepare.encode import Encode, encode
 from bottega.data.prepare.inputs import Input, Item, Shares, items_of, jobs_of
@@ -119,7 +119,8 @@ class Plan:
     def key(self) -> str:
         inputs = [(*_named(input), input.table, input.is_split) for input in self.inputs]
         parts = (FORMAT, self.task, inputs, self.shares, self.data.split, self.rules, self.deduplicate)
-        policy = (self.stop, self.data.max_bad, self.label_field, self.score_field, self.num_classes)
+        labels = (self.label_field, self.num_classes, self.needs_classes)
+        policy = (self.stop, self.data.max_bad, *labels, self.score_field)
         # Another Python may know other characters.
         is_ruled = self.rules.clean or self.rules.filter or self.deduplicate
         tables = unicodedata.unidata_version if is_ruled else None
@@ -215,8 +216,7 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
 
 def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
     # The end of a single text is a cut of its bytes, which nobody has to scan for.
-    single = plan.data.split is None and plan.deduplicate is None
-    items = items_of(plan.inputs, plan.shares, cut_single_text=single)
+    items = items_of(plan.inputs, plan.shares, cut_single_text=plan.data.split is None)
     jobs = jobs_of(items, plan.inputs)
     sizes = tuple(sum(item.bytes for item in job) for job in jobs)
     decisions = _decisions(plan, jobs, sizes, folder, progress)

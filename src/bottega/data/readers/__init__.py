@@ -176,11 +176,6 @@ def find(source: Source) -> Found:
     return Found(source.model_copy(update={"path": str(root)}), kind, root, own, part=wanted, other_parts=others)
 
 
-def kind_of(source: Source) -> str:
-    """What a source is; `shards` are opened, everything else is read through `find`."""
-    return find(source).kind
-
-
 @cache
 def format_of(kind: str) -> Format:
     module, _, name = FORMATS[kind].partition(".")

@@ -24,11 +24,6 @@ NAME = re.compile(r"(?P<part>.*?)[-_.]?(?P<what>images|labels)[-_.]idx(?P<dimens
 PARTS = {"train": "train", "t10k": "test", "test": "test", "valid": "validation", "validation": "validation"}
 
 
-def is_idx(name: str) -> bool:
-    """train-images-idx3-ubyte.gz, train-images.idx3-ubyte, t10k-labels-idx1-ubyte."""
-    return NAME.fullmatch(name) is not None
-
-
 def images_in(folder: Path, split: str | None) -> Path:
     """The file of images of one part; without a split that is train, or the only one there is."""
     files = [file for file in sorted(folder.iterdir()) if _what(file) == "images"]

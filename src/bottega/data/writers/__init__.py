@@ -20,8 +20,8 @@ from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 
+from bottega.core.durable import flush
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.durable import flush
 from bottega.data.members import MEDIA, MEMBER_BYTES, medium
 from bottega.data.record import Record
 

@@ -85,9 +85,8 @@ def _member(field: str, value: Any, record: Record) -> tuple[tuple[str, ...], by
         stream = io.BytesIO()
         np.lib.format.write_array(stream, value, allow_pickle=False)
         return (name if last == "npy" else f"{name}.npy",), stream.getvalue()
-    if isinstance(value, str) and name in LABELS:
-        # .cls is a number to every reader; the name of a class stands with the other plain values.
-        return (("cls", f"{name}.cls"), value.encode()) if re.fullmatch("0|[1-9][0-9]{0,17}", value) else None
+    if isinstance(value, str) and name in LABELS and re.fullmatch("0|[1-9][0-9]{0,17}", value):
+        return ("cls", f"{name}.cls"), value.encode()  # a number to every reader; the name of a class is a text
     # Text with a NUL is refused when it is read, and JSON can hold it.
     if isinstance(value, str) and "\0" not in value:
         try:

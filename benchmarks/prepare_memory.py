@@ -1,0 +1,67 @@
+"""What preparing a large text takes: the private memory of all processes together at its peak, and the time.
+
+  python benchmarks/prepare_memory.py            # 2 GB of shuffled lines of the standard library's sources
+  python benchmarks/prepare_memory.py --gb 0.2
+
+Memory is looked at every 50 ms. Printed: one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from bottega.data.readers.embedded import listed
+
+
+def write_text(path: Path, size: float) -> None:
+    lines = [line for file in listed().files for line in file.read_text(encoding="utf-8").splitlines()]
+    shuffle = random.Random(0)
+    written = 0
+    with path.open("w", encoding="utf-8") as out:
+        while written < size:
+            shuffle.shuffle(lines)
+            written += out.write("\n".join(lines) + "\n")
+
+
+def private(process: psutil.Process) -> int:
+    total = 0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            total += one.memory_full_info().uss
+        except psutil.Error:  # it ended meanwhile
+            continue
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=2.0)
+    size = parser.parse_args().gb * 1e9
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "big.txt")
+        write_text(path, size)
+        command = [sys.executable, "-m", "bottega", "prepare", "language", "--data", str(path), "--json"]
+        begun, peak = time.monotonic(), 0
+        process = psutil.Popen(command, env={**os.environ, "XDG_CACHE_HOME": folder}, stdout=-3)
+        while process.poll() is None:
+            try:
+                peak = max(peak, private(process))
+            except psutil.Error:
+                break
+            time.sleep(0.05)
+        seconds, code = time.monotonic() - begun, process.wait()
+        result = {"gb": path.stat().st_size / 1e9, "peak_mb": peak / 1e6, "seconds": seconds, "exit": code}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""`bottega prepare` and `bottega data` as people use them, and the same from Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import bottega
+from bottega import cli
+from small_run import train
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    written = [{"text": f"text number {n}", "label": ("good", "bad")[n % 2], "user": n % 5} for n in range(60)]
+    path.write_text("\n".join(map(json.dumps, [*written, written[0]])) + "\n")
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    assert cli.main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_prepare_counts_keeps_and_exports_to_several_formats(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["prepare", "classify", "--data", rows, "--out", tmp_path / "kept"]
+    result = said(capsys, *words, "--to", "jsonl", tmp_path / "j", "--to", "webdataset", tmp_path / "w")
+    assert list(result["tables"]) == ["train", "validation"]
+    assert sum(table["rows"] for table in result["tables"].values()) == result["records"] == 61
+    assert {Path(path).parent.name for path in result["exported"]} == {"j", "w"}
+    # The names of classes come back, also from a tar.
+    for folder in ("j", "w"):
+        again = said(capsys, "data", "classify", "--data", tmp_path / folder, "data.validation=null")
+        assert set(again["labels"]["train"]) == {"good", "bad"}
+        assert again["unread_parts"] == ["validation"]
+    assert said(capsys, "data", tmp_path / "kept")["fingerprint"] == result["fingerprint"]
+
+
+def test_data_finds_what_is_repeated_within_and_across_parts(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = said(capsys, "data", rows, "data.validation=null", "--examples", 2)
+    assert report["task"] == "classify"
+    assert report["duplicates"] == {"train": 1}
+    assert report["labels"] == {"train": {"good": 31, "bad": 30}}
+    assert len(report["examples"]) == 2
+    held_out = said(capsys, "data", rows, f"data.validation.path={rows}")
+    assert held_out["duplicates"]["train and validation"] == 61
+
+
+def test_a_sheet_of_images_in_buckets_and_of_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for n in range(6):
+        Image.new("RGB", ((16, 16), (24, 12))[n % 2], (40 * n, 0, 0)).save(tmp_path / f"{n}.png")
+    words = ["data", tmp_path, "data.image_size=16", "data.buckets=3", "--out", tmp_path / "report"]
+    [sheet] = said(capsys, *words)["pictures"]
+    with Image.open(sheet) as drawn:
+        assert drawn.width > 16
+    frames = np.zeros((3, 5, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "clips.npz", video=frames, fps=np.full(3, 8.0))
+    report = said(capsys, "data", tmp_path / "clips.npz", "--out", tmp_path / "report")
+    assert (report["task"], report["lengths"]["train"]["max"]) == ("video", 5)
+
+
+def test_the_same_from_python(rows: Path) -> None:
+    prepared = bottega.prepare("language", {"data.train.path": str(rows), "data.train.kind": "auto"})
+    assert sum(table["documents"] for table in prepared.tables.values()) == 61
+    assert prepared.table("train").row("key", 0).startswith("rows.jsonl:")
+
+
+def test_the_log_of_a_run_counts_and_names_what_was_left_out(rows: Path, tmp_path: Path) -> None:
+    rows.write_text(rows.read_text() + '{"text": \n')
+    changes = {"data.bad_records": "skip", "data.max_bad": 0.05, "data.tokenizer.kind": "bytes"}
+    run = train(tmp_path / "runs", rows, **changes)
+    log = (run.path / "log.txt").read_text()
+    assert "1 of 62 records left out as bad" in log
+    assert "rows.jsonl, line 62" in log
+
+
+def test_one_text_can_be_cut_and_looked_through_for_duplicates_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("one line of a single text\n" * 40)
+    words = ["prepare", "language", "--data", tmp_path / "a.txt", "--tokenizer", "bytes"]
+    result = said(capsys, *words, "data.deduplicate.method=exact")
+    assert sum(table["bytes"] for table in result["tables"].values()) == 1040
+
+
+def test_another_condition_is_another_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some pictures have a class and some have none: fine where nobody asks, an error where somebody does."""
+    for name in ("0.png", "cat/1.png", "cat/2.png"):
+        (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "p" / name)
+    words = ["prepare", "image", "--data", str(tmp_path / "p")]
+    assert said(capsys, *words, "model.condition=none")["tables"]["train"]["rows"] == 3
+    assert cli.main(words) == 3
+    assert "has no label, but others have" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["language", "data.replay.share=0.5"], "data.replay.path"),
+        (["audio", "data.sample_rate=10"], "sample_rate"),
+        (["image", "data.image_size=100000"], "image_size"),
+        (["classify", "data.temperature=2"], "temperature"),
+        (["classify", "--to", "zip", "out"], "--to zip"),
+    ],
+)
+def test_what_cannot_be_meant_is_answered_in_one_line(
+    rows: Path, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["prepare", *words, "--data", str(rows)]) == 2
+    err = capsys.readouterr().err
+    assert part in err
+    assert err.count("\n") == 1
