@@ -143,6 +143,17 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
         Table(folder / "train")
 
 
+def test_a_table_is_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text to prepare\n" * 50)
+    folder = prepared(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt"))).folder
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["tables"]["train/../../elsewhere"] = meta["tables"]["train"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    seal(folder)
+    with pytest.raises(DataError, match=r"'train/\.\./\.\./elsewhere' is no table"):
+        prepared(tmp_path / "other", train=Source(path=str(folder)))
+
+
 def test_a_folder_of_texts_may_hold_a_file_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"title": "mine"}')
     (tmp_path / "a.txt").write_text("some text\n" * 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,8 @@ from bottega.schema.data import Data, Duplicates, Splitting
 META = "meta.json"
 WORK = ("scan", "decisions", "parts")
 """Folders of a preparation under way."""
+# The folder may come from anywhere, and its tables are opened by these names.
+_TABLE = re.compile(r"train(\.\d+)?|validation|test|replay").fullmatch
 # Raised when the same inputs would give other files, so that old entries are left alone.
 FORMAT = 4
 
@@ -173,7 +176,7 @@ def opened(folder: Path, *, task: str) -> Prepared:
             f"{folder} was prepared for {made_for} in form {version}; {task} in form {FORMAT} was asked for: prepare the "
             "data again"
         )
-    problem = damage(folder)
+    problem = damage(folder) or next((f"{name!r} is no table" for name in meta["tables"] if not _TABLE(name)), None)
     if problem is not None:
         raise DataError(f"{folder} is damaged: {problem}; copy or prepare it again")
     return Prepared(folder, key)
