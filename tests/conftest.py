@@ -52,9 +52,11 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> P
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     """What two processes left, started by torchrun on gloo; see two_ranks.py."""
+    from small_media import pictures
     from small_run import environment
 
     out = tmp_path_factory.mktemp("two-ranks")
+    pictures(out)  # before both processes would write them at once
     launch = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = Path(__file__).parent / "two_ranks.py"
     done = subprocess.run(

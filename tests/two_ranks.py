@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import save_file
 
+import small_media
 from bottega import cli
 from bottega.callbacks.jsonl import JsonLines
 from bottega.core.callback import Progress
@@ -30,6 +31,7 @@ from toy_task import Toy, advance, engine, loader, source, state, training
 
 RANK = int(os.environ.get("RANK", 0))
 BAD = 11
+IMAGE = {"training.max_steps": 4, "training.ema": 0.9, "evaluation.every": 2, "samples.every": 4, "samples.count": 2}
 
 
 def keep(folder: Path, name: str, tensors: dict[str, np.ndarray]) -> None:
@@ -149,6 +151,11 @@ def language(folder: Path, text: Path) -> None:
         assert code == 0, code
 
 
+def image(folder: Path) -> None:
+    """27 samples to learn from and 9 held out, of which the second batch is a single one."""
+    assert cli.main(small_media.words(folder, "--quiet", name="image", **IMAGE)) == 0
+
+
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     # Each engine would leave the group, and a launcher lets nobody join twice; so it lasts until the end.
@@ -159,4 +166,5 @@ if __name__ == "__main__":
     disagreement(out)
     rollback(out)
     language(out, Path(sys.argv[2]))
+    image(out)
     leave()

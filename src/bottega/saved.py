@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from bottega import branches
 from bottega.branches.branch import Branch
@@ -50,33 +50,36 @@ class SavedRun:
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
         return self.branch.summarise(evaluate(self.engine, evaluate_batches(source, size)))
 
-    def generate(
-        self, prompts: str | list[str], *, count: int = 1, stream: TextIO | None = None, **options: Any
-    ) -> list[str]:
-        """Texts that go on from the prompts; options as `bottega generate --help` lists them."""
-        wanted = [prompts] if isinstance(prompts, str) else prompts
-        rows = [prompt for prompt in wanted for _ in range(count)]
-        options = {"temperature": 0.8, "max_new_tokens": options.pop("max_tokens", 200), **options}
-        with self.engine.sampling() as model:
-            return self.branch.generate(model, rows, device=self.engine.device, stream=stream, **options)
+    def generate(self, prompt: str | list[str] | None = None, **asked: Any) -> Any:
+        """Texts that go on from the prompts, or an array of samples; options as `bottega generate --help` lists them."""
+        stream = asked.pop("stream", None)
+        if prompt is not None:
+            asked["prompt"] = prompt
+        self.branch.check_asked(asked)
+        if stream is not None:
+            asked["stream"] = stream
+        with self.engine.sampling() as models:
+            return self.branch.generate(models, device=self.engine.device, **asked)
 
     def export(self, folder: Path | None = None) -> Path:
         """The model in the layout of its ecosystem, with a card that says where it comes from."""
         target = folder or self.directory.final
         target.mkdir(parents=True, exist_ok=True)
-        self.branch.export(self.engine.model.state_dict(), target)
-        (target / "README.md").write_text(self._card(), encoding="utf-8")
+        with self.engine.sampling() as models:
+            facts = self.branch.export(models, target)
+        (target / "README.md").write_text(self._card(facts), encoding="utf-8")
         return target
 
-    def _card(self) -> str:
+    def _card(self, facts: dict[str, Any]) -> str:
         progress = checkpoints.read_progress(self.checkpoint)
         parameters = sum(p.numel() for p in self.model.parameters())
         best = progress.get("best")
         measured = (
             f"- best {self.recipe.evaluation.metric} {best:.4f} at step {progress['best_step']}\n" if best else ""
         )
+        head = "".join(f"{name}: {value}\n" for name, value in facts.items())
         return (
-            f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [bottega]\n---\n\n"
+            f"---\n{head}tags: [bottega]\n---\n\n"
             f"# {self.directory.path.name}\n\n"
             f"Trained with Bottega, task `{self.recipe.task}`.\n\n"
             f"- {parameters:,} parameters, checkpoint at step {progress['step']}\n{measured}"

@@ -96,7 +96,7 @@ def test_another_condition_is_another_preparation(tmp_path: Path, capsys: pytest
     for name in ("0.png", "cat/1.png", "cat/2.png"):
         (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "p" / name)
-    words = ["prepare", "image", "--data", str(tmp_path / "p")]
+    words = ["prepare", "image", "--data", str(tmp_path / "p"), "data.validation=null"]
     assert said(capsys, *words, "model.condition=none")["tables"]["train"]["rows"] == 3
     assert cli.main(words) == 3
     assert "has no label, but others have" in capsys.readouterr().err

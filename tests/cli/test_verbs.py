@@ -132,5 +132,5 @@ def test_as_a_library(tmp_path: Path, text_file: Path) -> None:
     assert [row["step"] for row in history if row["kind"] == "train"] == list(range(1, 9))
     assert run.metrics["loss"] == history[-1]["loss"]
     saved = bottega.load(run.path)
-    assert saved.generate("alpha", max_new_tokens=4)[0].startswith("alpha")
+    assert saved.generate("alpha", max_tokens=4)[0].startswith("alpha")
     assert saved.task is saved.branch.task

@@ -18,6 +18,7 @@ from bottega.compose import build_engine, build_loader, plan_rates
 from bottega.core import checkpoint
 from bottega.data.loader import Loader
 from bottega.schema.load import load_recipe
+from small_media import audio, image, video
 from small_run import settings, write_text
 
 
@@ -37,7 +38,12 @@ class Case:
         return f"{self.engine}-{self.task}"
 
 
-CASES = [Case("torch", "language", "language/shakespeare", language)]
+CASES = [
+    Case("torch", "language", "language/shakespeare", language),
+    Case("torch", "image", "image", image),
+    Case("torch", "audio", "audio", audio),
+    Case("torch", "video", "video", video),
+]
 
 
 @dataclass

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from cases import CASES, Case, build
 
+import small_media
+import two_ranks as script
 from bottega.core import checkpoint
 from bottega.core.loop import evaluate
+from bottega.core.rundir import read_metrics
 from bottega.data.loader import evaluate_batches
 from small_run import different, steps_logged, tensors, train
 
@@ -67,7 +70,10 @@ def test_the_order_of_samples_is_free_of_the_world_size(case: Case, tmp_path: Pa
     for step in (0, 1, 17, 1000):
         ranks = [replace(loader, rank=rank, world=world).batch(step) for rank in range(world)]
         for name, whole in loader.batch(step).items():
-            np.testing.assert_array_equal(np.concatenate([batch[name] for batch in ranks]), whole)
+            parts = [batch[name] for batch in ranks]
+            # What is one number for all, such as the frames of a second, is the same number on every rank.
+            together = np.concatenate(parts) if np.ndim(whole) else np.unique(parts).squeeze()
+            np.testing.assert_array_equal(together, whole)
 
 
 def test_an_evaluation_is_free_of_the_batch_size(case: Case, tmp_path: Path) -> None:
@@ -102,6 +108,31 @@ def test_it_learns(case: Case, tmp_path: Path) -> None:
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_frozen_row_does_not_move_and_has_no_state(case: Case, tmp_path: Path, optimizer: str) -> None:
+    subject = build(case, tmp_path)
+    first = next(name for name, p in subject.engine.model.named_parameters() if p.dim() > 1)
+    rows = [{"pattern": first.replace(".", r"\."), "scale": "none"}, {"pattern": ".*"}]
+    frozen = build(case, tmp_path, **EVERYTHING, **{"training.groups": rows, "training.optimizer.name": optimizer})
+    before = frozen.state()
+    frozen.advance(0, 4)
+    after = frozen.state()
+    model = {name for name in after if name.startswith("model.safetensors/")}
+    assert {name for name in model if np.array_equal(before[name], after[name])} == {f"model.safetensors/{first}"}
+    assert [name for name in after if first in name and name not in model] == []
+
+
+def test_the_average_is_what_is_evaluated(case: Case, tmp_path: Path) -> None:
+    averaged, plain = build(case, tmp_path, **{"training.ema": 0.5}), build(case, tmp_path)
+    averaged.advance(0, 3)
+    weights = averaged.engine.state()["ema.safetensors"]
+    plain.engine.model.load_state_dict(weights, strict=False)
+    source = averaged.branch.validation()
+    assert source is not None
+    a, b = (evaluate(one.engine, evaluate_batches(source, 4)) for one in (averaged, plain))
+    assert a == b
+
+
 def test_initial_weights_are_a_function_of_the_seed(case: Case, tmp_path: Path) -> None:
     a, b, c = (build(case, tmp_path, seed=seed).state() for seed in (0, 0, 1))
     assert different(a, b) == []
@@ -121,6 +152,19 @@ def test_two_ranks_write_the_checkpoint_of_one(two_ranks: Path, tmp_path: Path, 
     assert [r["loss"] for r in rows[1]] == pytest.approx([r["loss"] for r in rows[0]], rel=1e-5)
     manifest = checkpoint.verify(together / "checkpoints" / "last")
     assert manifest.fingerprint["world"] == 2
+
+
+def test_two_ranks_draw_the_noise_of_one(two_ranks: Path, tmp_path: Path) -> None:
+    """Noise belongs to a sample's place in the whole batch, and in an evaluation to the sample."""
+    alone = small_media.train(tmp_path, name="image", **script.IMAGE).path
+    together = two_ranks / "image"
+    close(tensors(alone), tensors(together), atol=2e-6)
+    a, b = (read_metrics(run / "metrics.jsonl") for run in (alone, together))
+    assert [r["kind"] for r in a] == [r["kind"] for r in b]
+    assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=1e-5)
+    drawn = [(run / "samples" / "step-00000004" / "00.png").read_bytes() for run in (alone, together)]
+    assert drawn[0].startswith(b"\x89PNG")
+    assert drawn[1].startswith(b"\x89PNG")
 
 
 def test_two_ranks_resume_together(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:

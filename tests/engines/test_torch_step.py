@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from bottega.core.errors import OutOfMemory, UsageError
+from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
+from bottega.data.loader import evaluate_batches
 from bottega.engines.devices import put
-from bottega.engines.torch import sum_terms
+from bottega.engines.sums import sum_terms
 from toy_task import Toy, advance, engine, loader, source, state, training
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
@@ -119,9 +121,9 @@ def test_evaluation_and_samples_see_the_averaged_weights_and_give_the_others_bac
     batches = loader(of=one)
     advance(one, batches, 0, 4)
     before = state(one)
-    with one.sampling() as model:
-        assert not model.training
-        for name, p in model.named_parameters():
+    with one.sampling() as models:
+        assert not models["model"].training
+        for name, p in models["model"].named_parameters():
             assert torch.equal(p, one.state()["ema.safetensors"][name])
     plain = engine()
     plain.model.load_state_dict(one.state()["ema.safetensors"])
@@ -135,6 +137,19 @@ def test_evaluation_and_samples_see_the_averaged_weights_and_give_the_others_bac
     with pytest.raises(RuntimeError), one.sampling():
         raise RuntimeError
     assert all(np.array_equal(before[name], array) for name, array in state(one).items()), "after an error as well"
+
+
+def test_an_evaluation_draws_its_noise_for_the_sample_and_not_for_its_place() -> None:
+    """And never what training draws: the noise of step 0 would be known already."""
+    one = engine()
+    usual = evaluate(one, evaluate_batches(source(), 8))
+    for size in (1, 7, 40):
+        assert evaluate(one, evaluate_batches(source(), size)) == pytest.approx(usual, rel=1e-6)
+    batch = source().rows(np.arange(8), np.zeros(8, np.int64))
+    trained = one.fetch(engine().train_step(0, batch))
+    sums = one.eval_step(batch)
+    measured = sum(weight * float(sums[name][0]) / sums[name][1] for name, weight in {"error": 1, "mean": 0.25}.items())
+    assert abs(measured - trained["loss"]) > 1e-5
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

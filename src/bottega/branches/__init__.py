@@ -13,7 +13,15 @@ from bottega.branches.branch import Branch
 from bottega.core.errors import UsageError
 from bottega.schema.recipe import BUILT_TASKS, Recipe
 
-MODULES = {"language": "bottega.branches.language"}
+MODULES = {
+    "language": "bottega.branches.language",
+    "classify": "bottega.branches.classify",
+    "image": "bottega.branches.image",
+    "audio": "bottega.branches.audio",
+    "video": "bottega.branches.video",
+    "image_vae": "bottega.branches.vae",
+    "image_tokens": "bottega.branches.tokens",
+}
 
 
 def prepare(recipe: Recipe, *, say: Any) -> Branch:

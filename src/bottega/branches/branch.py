@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from bottega.core.errors import UsageError
 from bottega.core.task import Task
+from bottega.core.types import Models
 from bottega.data.orders import Order
 from bottega.data.source import Source
 
@@ -20,6 +22,8 @@ class Branch(ABC):
     """What an evaluation measures."""
     unit: str = "samples"
     """What a second's work is counted in."""
+    requests: tuple[str, ...] = ()
+    """What `generate` can be told, by the names of its flags."""
 
     @property
     @abstractmethod
@@ -54,17 +58,27 @@ class Branch(ABC):
     def save_codec(self, folder: Path) -> None: ...
 
     @abstractmethod
-    def sample(self, model: Any, folder: Path, *, device: Any) -> None:
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Draw what the recipe asks for and write it where a person would look."""
 
     @abstractmethod
-    def generate(
-        self, model: Any, prompts: list[str], *, device: Any, stream: TextIO | None, **options: Any
-    ) -> list[str]: ...
+    def generate(self, models: Models, *, device: Any, **asked: Any) -> Any:
+        """What was asked for, as this medium holds it: texts, or an array."""
 
     @abstractmethod
-    def export(self, state: Mapping[str, Any], folder: Path) -> None:
-        """The model in the layout of the ecosystem."""
+    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
+        """Show or write what `generate` made; gives what --json prints."""
+
+    @abstractmethod
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """The model in the layout of the ecosystem. Gives what its card says: library, pipeline tag."""
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics
+
+    def check_asked(self, asked: Mapping[str, Any]) -> None:
+        """A flag that this task has no use for is an error, not a silence."""
+        unknown = [name for name in asked if name not in self.requests]
+        if unknown:
+            named = ", ".join(f"--{name}" for name in self.requests) or "nothing"
+            raise UsageError(f"--{unknown[0]}: this run cannot be told that; it takes {named}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from bottega.branches.branch import Branch
 from bottega.branches.start import start_folder, tokenizer_of
 from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.types import Models
 from bottega.data import combine
 from bottega.data.first import First
 from bottega.data.orders import Order
@@ -59,6 +60,7 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> LanguageBranch:
 class LanguageBranch(Branch):
     unit = "tokens"
     metrics = ("loss", "perplexity", "bits_per_byte")
+    requests = ("prompt", "count", "max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
     def __init__(
         self,
@@ -173,15 +175,13 @@ class LanguageBranch(Branch):
             return ("",)
         return prompts
 
-    def sample(self, model: Any, folder: Path, *, device: Any) -> None:
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         options, beginnings = self.recipe.samples, self.prompts()
-        prompts = [beginnings[i % len(beginnings)] for i in range(options.count)]
         texts = self.generate(
-            model,
-            prompts,
+            models,
             device=device,
-            stream=None,
-            max_new_tokens=options.max_new_tokens,
+            prompt=[beginnings[i % len(beginnings)] for i in range(options.count)],
+            max_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
@@ -192,34 +192,52 @@ class LanguageBranch(Branch):
             (folder / f"{i:02d}.txt").write_text(text + "\n", encoding="utf-8")
 
     def generate(
-        self, model: Any, prompts: list[str], *, device: Any, stream: TextIO | None, **options: Any
+        self,
+        models: Models,
+        *,
+        device: Any,
+        prompt: str | list[str] = "",
+        count: int = 1,
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        stream: TextIO | None = None,
+        **options: Any,
     ) -> list[str]:
         """Each text with its prompt. One prompt streams token by token; a batch is printed when it is whole."""
-        rows = [list(map(int, self.tokenizer.encode(prompt))) or [self.tokenizer.end_of_text] for prompt in prompts]
+        prompts = [text for text in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(count)]
+        rows = [list(map(int, self.tokenizer.encode(text))) or [self.tokenizer.end_of_text] for text in prompts]
         end = self.tokenizer.end_of_text
         live = stream if len(rows) == 1 else None
         decoder = self.tokenizer.stream_decoder()
         if live:
             live.write(prompts[0])
         written: list[list[int]] = [[] for _ in rows]
-        for tokens in generate(model, rows, device=device, stop_token=end, **options):
+        options = {"max_new_tokens": max_tokens, "temperature": temperature, **options}
+        for tokens in generate(models["model"], rows, device=device, stop_token=end, **options):
             for i, token in enumerate(tokens):
                 if token is not None and token != end:
                     written[i].append(token)
                     if live:
                         live.write(decoder.push(token))
                         live.flush()
-        texts = [prompt + self.tokenizer.decode(new) for prompt, new in zip(prompts, written, strict=True)]
+        texts = [text + self.tokenizer.decode(new) for text, new in zip(prompts, written, strict=True)]
         if live:
             live.write(decoder.finish() + "\n")
         elif stream:
             stream.write(("\n" + "-" * 40 + "\n").join(texts) + "\n")
         return texts
 
-    def export(self, state: Mapping[str, Any], folder: Path) -> None:
+    def present(self, made: list[str], out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
+        """Texts are shown while they are made."""
+        if out is not None:
+            out.write_text("\n\n".join(made) + "\n", encoding="utf-8")
+        return {"texts": made}
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
         end = self.tokenizer.end_of_text
-        export_transformers(state, self.shape, folder, bos_token_id=end, eos_token_id=end)
+        export_transformers(models["model"].state_dict(), self.shape, folder, bos_token_id=end, eos_token_id=end)
         self.tokenizer.save(folder)
+        return {"library_name": "transformers", "pipeline_tag": "text-generation"}
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return self.task.summary(metrics)

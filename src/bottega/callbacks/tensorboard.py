@@ -2,12 +2,61 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bottega.core.callback import Callback, Progress
+
+SHEETS = ("sheet", "spectrograms")
+MOST = 16
+"""Single files of a kind that are shown of one step; an event file of a long run is large enough with them."""
+PNG, GIF = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a")
+
+
+def media(folder: Path, suffix: str) -> list[Path]:
+    """The files of one kind that are shown: the sheet of all where there is one, else the first single ones."""
+    found = sorted(path for path in folder.glob(f"*{suffix}") if not path.name.startswith("."))
+    return [path for path in found if path.stem in SHEETS] or found[:MOST]
+
+
+def summary(path: Path, tag: str) -> Any:
+    """A .png, .gif or .wav as it is, for the event file; None where it is not what its ending says.
+
+    `add_image` would decode and compress it again, `add_audio` would rescale it, and neither keeps a GIF moving.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    data = path.read_bytes()
+    if data[:8] == PNG:
+        width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    elif data[:6] in GIF:
+        width, height = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
+    else:
+        return _sound(data, tag)
+    image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=data)
+    return Summary(value=[Summary.Value(tag=tag, image=image)])
+
+
+def _sound(data: bytes, tag: str) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    try:
+        with wave.open(io.BytesIO(data)) as file:
+            about = file.getparams()
+    except (wave.Error, EOFError):
+        return None
+    audio = Summary.Audio(
+        sample_rate=about.framerate,
+        num_channels=about.nchannels,
+        length_frames=about.nframes,
+        encoded_audio_string=data,
+        content_type="audio/wav",
+    )
+    return Summary(value=[Summary.Value(tag=tag, audio=audio)])
 
 
 class TensorBoard(Callback):
@@ -43,6 +92,11 @@ class TensorBoard(Callback):
             for path in sorted(folder.glob("*.txt")):
                 text = "    " + path.read_text(encoding="utf-8").replace("\n", "\n    ")
                 self._writer.add_text(f"samples/{path.stem}", text, progress.step)
+            for path in [path for suffix in (".png", ".gif", ".wav") for path in media(folder, suffix)]:
+                # With the ending: TensorBoard shows one kind under a name, and there may be sheet.png and sheet.gif.
+                made = summary(path, f"samples/{path.name}")
+                if made is not None:
+                    self._writer.file_writer.add_summary(made, progress.step)
 
         if self._writer is not None:
             self._try(add)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bottega.callbacks.tensorboard import media
 from bottega.core.callback import Callback, Progress
 from bottega.core.errors import EnvironmentProblem
 
@@ -63,11 +66,30 @@ class WandB(Callback):
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         self._log("validation", progress, metrics)
 
+    def after_sample(self, progress: Progress, folder: Path) -> None:
+        if self._run is None:
+            return
+        import wandb
+
+        makers: dict[str, Callable[[str], Any]] = {
+            ".png": wandb.Image,
+            ".gif": partial(wandb.Video, format="gif"),
+            ".wav": wandb.Audio,
+        }
+        shown = {}
+        for suffix, make in makers.items():
+            for path in media(folder, suffix):
+                # A damaged picture, or no Pillow to look into it, is no reason to lose the curves.
+                with suppress(Exception):
+                    shown[path.name] = make(str(path))
+        if shown:
+            self._log("samples", progress, shown)
+
     def finish(self, progress: Progress, error: BaseException | None) -> None:
         if self._run is not None:
             self._run.finish(exit_code=0 if error is None else 1)
 
-    def _log(self, group: str, progress: Progress, metrics: dict[str, float]) -> None:
+    def _log(self, group: str, progress: Progress, metrics: Mapping[str, Any]) -> None:
         if self._run is None:
             return
         try:

@@ -52,22 +52,33 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data_config", "--data-config", metavar="FILE", help="a recipe file whose data is meant")
     parser.add_argument("--split", choices=("validation", "test"), default="validation", help="which of the run's own")
     parser.add_argument("--output_dir", "--output-dir", "--out", metavar="DIR", help="write metrics.json there")
+    parser.add_argument(
+        "--count", type=int, help="samples a generator draws to be judged (default: 1,000 or more; 0: none)"
+    )
+    parser.add_argument("--inception", metavar="FILE", help="Inception weights (safetensors), for FID as well")
 
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.saved import open_run
+    from bottega.insight.evaluate import evaluate, show
 
     no_more(rest)
-    saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
-    metrics = saved.evaluate(arguments.data or _data_of(arguments.data_config), split=arguments.split)
+    result = evaluate(
+        _the_run(arguments),
+        data=arguments.data or _data_of(arguments.data_config),
+        split=arguments.split,
+        checkpoint=arguments.checkpoint,
+        device=arguments.device,
+        count=arguments.count,
+        inception=arguments.inception,
+        quiet=arguments.json,
+    )
     if arguments.output_dir:
         folder = Path(arguments.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.json").write_text(json.dumps(finite(metrics), indent=1) + "\n")
+        (folder / "metrics.json").write_text(json.dumps(finite(result["metrics"]), indent=1) + "\n")
     if not arguments.json:
-        for name, value in metrics.items():
-            print(f"{name:<16}{value:.4f}")
-    return {"metrics": metrics, "checkpoint": str(saved.checkpoint)}
+        print(show(result))
+    return result
 
 
 def _data_of(recipe: str | None) -> str | None:
@@ -85,38 +96,43 @@ def _data_of(recipe: str | None) -> str | None:
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
-    parser.add_argument("--prompt", action="append", help="how the text begins; repeat for a batch")
-    parser.add_argument("--count", type=int, default=1, help="samples for each prompt")
-    parser.add_argument("--max_tokens", "--max-tokens", type=int, default=200, help="tokens to add (default: 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    parser.add_argument("--top_k", "--top-k", type=int, help="sample among the k likeliest tokens")
-    parser.add_argument("--top_p", "--top-p", type=float, help="sample among the likeliest tokens that hold this mass")
-    parser.add_argument(
-        "--repetition_penalty", "--repetition-penalty", type=float, default=1.0, help="above 1 repeats less"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
-    parser.add_argument("--out", help="write the text to this file too")
+    parser.add_argument("--prompt", action="append", help="how a text begins, or what a picture shows; repeat for more")
+    parser.add_argument("--class", action="append", dest="class_", metavar="NAME", help="a class by name or number")
+    parser.add_argument("--vector", action="append", metavar="X,Y,...", help="numbers of a vector condition")
+    parser.add_argument("--count", type=int, help="samples for each of them (default: 1 text, 16 of all else)")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same samples (default: 0)")
+    parser.add_argument("--out", help="write them there: a file, or a folder")
+    text = parser.add_argument_group("text")
+    text.add_argument("--max_tokens", "--max-tokens", type=int, help="tokens to add (default: 200)")
+    text.add_argument("--temperature", type=float, help="0 is greedy (default: 0.8)")
+    text.add_argument("--top_k", "--top-k", type=int, help="sample among the k likeliest tokens")
+    text.add_argument("--top_p", "--top-p", type=float, help="sample among the likeliest tokens that hold this mass")
+    text.add_argument("--repetition_penalty", "--repetition-penalty", type=float, help="above 1 repeats less")
+    media = parser.add_argument_group("images, sound, video")
+    media.add_argument("--steps", type=int, help="steps of the sampler (default: the recipe's)")
+    media.add_argument("--sampler", help="euler, heun or dpm (default: the recipe's)")
+    media.add_argument("--guidance", type=float, help="how strongly the condition is followed; 1 is plain")
+
+
+ASKED = (
+    *("prompt", "class_", "vector", "count", "seed", "max_tokens", "temperature", "top_k", "top_p"),
+    *("repetition_penalty", "steps", "sampler", "guidance"),
+)
 
 
 def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.saved import open_run
 
     no_more(rest)
+    asked = {name.removesuffix("_"): getattr(arguments, name) for name in ASKED if getattr(arguments, name) is not None}
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
-    texts = saved.generate(
-        arguments.prompt or [""],
-        count=arguments.count,
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        repetition_penalty=arguments.repetition_penalty,
-        seed=arguments.seed,
-        stream=None if arguments.json else sys.stdout,
-    )
-    if arguments.out:
-        Path(arguments.out).write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-    return {"texts": texts}
+    made = saved.generate(**asked, stream=None if arguments.json else sys.stdout)
+    out = Path(arguments.out) if arguments.out else None
+    result = saved.branch.present(made, out, run=saved.directory.path, **asked)
+    if not arguments.json:
+        for file in result.get("files", ()):
+            print(file)
+    return result
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:

@@ -60,22 +60,29 @@ class Noise:
     positions: Any
     xp: Any = np
 
-    def bits(self, name: str, count: int) -> tuple[Any, Any]:
-        """Two words for each example and each of `count` draws: shapes [examples, count]."""
-        device = {} if self.xp is np else {"device": self.positions.device}
-        draws = self.xp.arange(count, dtype=self.xp.int64, **device)
-        return threefry(key_of(self.seed, self.step, name), (self.positions[:, None] + 0 * draws, draws[None, :]))
-
     def uniform(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         """In (0, 1), float32, shape [examples, *shape]."""
-        words, _ = self.bits(name, math.prod(shape))
-        return self._shaped(self._unit(words), shape)
+        return self._shaped(self.uniform_of(self.bits(name, math.prod(shape))), shape)
 
     def normal(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         """Standard normal by Box-Muller, float32, shape [examples, *shape]."""
-        first, second = self.bits(name, math.prod(shape))
-        radius = self.xp.sqrt(-2 * self.xp.log(self._unit(first)))
-        return self._shaped(radius * self.xp.cos(2 * math.pi * self._unit(second)), shape)
+        return self._shaped(self.normal_of(self.bits(name, math.prod(shape))), shape)
+
+    def bits(self, name: str, count: int) -> tuple[Any, Any]:
+        """Two words for each example and each of `count` draws: shapes [examples, count]."""
+        return self.words(key_of(self.seed, self.step, name), count)
+
+    def words(self, key: tuple[Any, Any], count: int) -> tuple[Any, Any]:
+        device = {} if self.xp is np else {"device": self.positions.device}
+        draws = self.xp.arange(count, dtype=self.xp.int64, **device)
+        return threefry(key, (self.positions[:, None] + 0 * draws, draws[None, :]))
+
+    def uniform_of(self, words: tuple[Any, Any]) -> Any:
+        return self._unit(words[0])
+
+    def normal_of(self, words: tuple[Any, Any]) -> Any:
+        radius = self.xp.sqrt(-2 * self.xp.log(self._unit(words[0])))
+        return radius * self.xp.cos(2 * math.pi * self._unit(words[1]))
 
     def _unit(self, words: Any) -> Any:
         # The top 23 bits and a half: every value is exact in float32 and neither 0 nor 1 can occur.

@@ -126,13 +126,12 @@ def evaluate_batches(
     rank: int = 0,
     world: int = 1,
     limit: int | None = None,
-    with_index: bool = False,
 ) -> Iterator[Batch]:
     """This rank's share of every sample exactly once, in order; `limit` keeps only the first ones.
 
     A batch that the ranks cannot share equally is filled up with its last row. It then has a "weight" [b] that is 0 for
-    what was filled up and 1 for the rest, on every rank. `with_index` adds "index" [b], the number of each sample: noise
-    that is drawn from it does not depend on the batch size.
+    what was filled up and 1 for the rest, on every rank. "index" [b] is the number of each sample: noise that is drawn
+    for it does not depend on the batch.
     """
     size = len(source) if limit is None else min(limit, len(source))
     if size < 1:
@@ -146,6 +145,4 @@ def evaluate_batches(
         if share * world != count:
             weight = (places < count).astype(np.float32)
             batch["weight"] = batch["weight"] * weight if "weight" in batch else weight
-        if with_index:
-            batch["index"] = index
-        yield batch
+        yield {**batch, "index": index}

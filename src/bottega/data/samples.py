@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bottega.data.classes import Conditions
+from bottega.data.classes import Classes, Conditions
+from bottega.data.combine import Concat
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.source import Source
-from bottega.schema.media import AudioRecipe, MediaRecipe, VideoRecipe
+from bottega.schema.media import AudioData, MediaRecipe, VideoData
 from bottega.schema.recipe import Recipe
 from bottega.schema.routing import RoutingRecipe
 
 if TYPE_CHECKING:
     from bottega.data.image.encoder import ImageEncoder
+    from bottega.data.mel import MelCodec
+
+R = TypeVar("R", bound=Recipe)
 
 
-def media_samples(recipe: Recipe, prepared: Prepared, table: str, *, is_training: bool) -> Source:
-    """The samples of one table. Held-out ones are never changed, and their clips are always the same."""
+def media_samples(
+    recipe: Recipe, prepared: Prepared, table: str, *, is_training: bool, classes: Classes | None = None
+) -> Source:
+    """The samples of one table. Held-out ones are never changed, and their clips are always the same.
+
+    `classes` are those that a model knows already, where the data is not its own.
+    """
     data: Any = recipe.data
     changes = data.augmentation if is_training and data.augmentation is not None and data.augmentation.enabled else None
-    rows, classes = prepared.table(table), prepared.classes
+    rows = prepared.table(table)
+    classes = prepared.classes if classes is None else classes
     common: dict[str, Any] = {
         "content": f"{prepared.fingerprint} {table}",
         "augmentation": changes,
@@ -33,7 +43,7 @@ def media_samples(recipe: Recipe, prepared: Prepared, table: str, *, is_training
         return VectorRows(rows, labels=prepared.labels(table), **common)
     assert isinstance(recipe, MediaRecipe), "text has sources of its own"
     condition: Any = getattr(recipe.model, "condition", "none")
-    if isinstance(recipe, AudioRecipe):
+    if isinstance(data, AudioData):
         from bottega.data.audio.source import AudioRows
 
         return AudioRows(
@@ -46,7 +56,7 @@ def media_samples(recipe: Recipe, prepared: Prepared, table: str, *, is_training
             **common,
         )
     seen: dict[str, Any] = {"classes": classes, "condition": condition, "normalise": data.normalise, **common}
-    if isinstance(recipe, VideoRecipe):
+    if isinstance(data, VideoData):
         from bottega.data.video.source import VideoRows
 
         clip: Any = data.clip if is_training or data.clip != "random" else "centre"
@@ -54,6 +64,31 @@ def media_samples(recipe: Recipe, prepared: Prepared, table: str, *, is_training
     from bottega.data.image.source import ImageRows
 
     return ImageRows(rows, image_encoder(prepared), **seen)
+
+
+def mel_codec(recipe: Recipe, prepared: Prepared, *, multiple: int = 1) -> MelCodec:
+    """How the sounds of a recipe are seen as spectrograms, by the training sounds as they are before any change."""
+    from bottega.data.audio.spectrogram import Mel
+    from bottega.data.mel import fit
+
+    data: Any = recipe.data
+    rate, tables = int(prepared.meta["sample_rate"]), prepared.training_tables
+    mel = Mel(sample_rate=rate, fft_size=data.fft_size, hop_size=data.hop_size, num_mels=data.num_mels)
+
+    def sounds(recipe: Recipe) -> list[Any]:
+        return [media_samples(recipe, prepared, table, is_training=False) for table in tables]
+
+    longest = max(rows.num_samples for rows in sounds(recipe))
+    return fit(Concat(sounds(_with_length(recipe, longest / rate))), mel, num_samples=longest, multiple=multiple)
+
+
+def with_codec(recipe: R, codec: MelCodec) -> R:
+    """The recipe with its sounds as long as the codec's: where that is not said, held-out ones would be as they are."""
+    return _with_length(recipe, codec.num_samples / codec.mel.sample_rate)
+
+
+def _with_length(recipe: R, seconds: float) -> R:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"seconds": seconds})})
 
 
 def image_encoder(prepared: Prepared) -> ImageEncoder:

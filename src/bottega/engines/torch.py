@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,14 @@ from bottega.engines.devices import (
     seed_dropout,
     slice_batch,
 )
+from bottega.engines.noise import draw
+from bottega.engines.sums import Local, sum_terms
 from bottega.engines.tensors import TorchSnapshot, compare, read_tensors
 from bottega.engines.wrapping import compiled, replicated, require
 from bottega.schema.recipe import Training
 
-
-@dataclass(frozen=True)
-class Local:
-    """This rank's part of a sum, or of a mean where there is a count; `fetch` adds the ranks up."""
-
-    value: Tensor
-    count: Any = None
+EVALUATION = -1
+"""The step that evaluations draw their noise for."""
 
 
 class TorchEngine(Engine):
@@ -85,8 +81,11 @@ class TorchEngine(Engine):
             self.model.checkpoint_blocks = True
 
         called: Any = self.model
-        if training.compile is True or (training.compile == "auto" and self.device.type == "cuda"):
-            called = compiled(self.model)
+        self._fused = self.device.type == "cuda" and training.compile is not False
+        if training.compile is True or self._fused:
+            # What is recorded holds one forward and its backward: several in a step would each want a copy.
+            whole = self.micro_batch_size is None and training.micro_batch_size is None
+            called = compiled(self.model, graphs=self._fused and self.world == 1 and whole)
         if self.world > 1:
             called = replicated(called, self.device)
         self._train_models = {**frozen, "model": called}
@@ -102,6 +101,8 @@ class TorchEngine(Engine):
     # One step
 
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
+        if self._fused:
+            torch.compiler.cudagraph_mark_step_begin()
         size = batch_length(batch)
         rate = self.rate(step) * self.rate_scale
         optimizers.set_rate(self.optimizers, rate)
@@ -141,7 +142,7 @@ class TorchEngine(Engine):
             # Dropout is the one draw that knows about ranks and splits; everything else asks `Noise`.
             seed_dropout(seed_of(self.seed, step, number, self.rank), self.device)
             positions = torch.arange(first + at, first + min(at + micro, size), device=self.device)
-            rng = Noise(self.seed, step, positions, torch)
+            rng = draw(self.seed, step, positions, fused=self._fused)
             with self._sync(last=at + micro >= size), self._autocast():
                 out = self.task.loss(self._train_models, part, rng)
                 loss = sum_terms(out.terms, counts)
@@ -242,10 +243,15 @@ class TorchEngine(Engine):
     def eval_step(self, batch: Batch) -> Sums:
         self.model.eval()
         counts = self.task.counts(batch)
-        rng = Noise(self.seed, 0, torch.arange(batch_length(batch), device=self.device), torch)
+        on_device = put(batch, self.device, pin=self.pin_memory)
+        # The same noise for a sample in every evaluation, whatever batch it comes in, and none that training draws.
+        positions = on_device.pop("index", None)
+        if positions is None:
+            positions = torch.arange(batch_length(batch), device=self.device)
+        rng = Noise(self.seed, EVALUATION, positions, torch)
         try:
             with self._averaged(), self._autocast():
-                out = self.task.loss(self._eval_models, put(batch, self.device, pin=self.pin_memory), rng)
+                out = self.task.loss(self._eval_models, on_device, rng)
         except torch.OutOfMemoryError as error:
             size = batch_length(batch)
             raise OutOfMemory(
@@ -320,12 +326,12 @@ class TorchEngine(Engine):
 
     @contextlib.contextmanager
     def sampling(self) -> Any:
-        """The eager model in evaluation mode with the weights that count, for samples and export."""
+        """The eager models in evaluation mode with the weights that count, for samples and export."""
         was = self.model.training
         self.model.eval()
         try:
             with torch.no_grad(), self._averaged():
-                yield self.model
+                yield self._eval_models
         finally:
             self.model.train(was)
 
@@ -393,8 +399,3 @@ class TorchEngine(Engine):
             # The wrapper keeps the group alive; freed after it, the group would join threads that want the interpreter.
             self._called, self._train_models = None, {}
             dist.destroy_process_group()
-
-
-def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> Tensor:
-    parts = [total * (weight / max(counts[name], 1e-12)) for name, (total, weight) in terms.items()]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()

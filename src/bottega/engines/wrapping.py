@@ -23,8 +23,12 @@ def replicated(model: Any, device: torch.device) -> Any:
     )
 
 
-def compiled(model: torch.nn.Module) -> Any:
-    """One graph for all equal blocks where the model offers it: a cold start costs one layer, not all of them."""
+def compiled(model: torch.nn.Module, *, graphs: bool) -> Any:
+    """As the model offers it: one graph for all equal blocks, so that a cold start costs one layer, or one for all of it,
+    whose kernels `graphs` lets the device replay by itself."""
+    if hasattr(model, "compile_whole"):
+        model.compile_whole(graphs=graphs)  # type: ignore[operator]
+        return model
     if hasattr(model, "compile_blocks"):
         model.compile_blocks()  # type: ignore[operator]
         return model

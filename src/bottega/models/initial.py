@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -36,14 +37,18 @@ def initial_value(
 
 def initialise(module: nn.Module, seed: int, *, std: float = 0.02, residual_layers: int) -> None:
     """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
+    fill(module, lambda name, shape: initial_value(name, shape, seed, std=std, residual_layers=residual_layers))
+
+
+def fill(module: nn.Module, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
+    """Every parameter as a function of its name and shape."""
     import torch
 
-    def fill(name: str, parameter: torch.nn.Parameter) -> None:
-        value = initial_value(name, tuple(parameter.shape), seed, std=std, residual_layers=residual_layers)
+    def set_one(name: str, parameter: torch.nn.Parameter) -> None:
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(value))
+            parameter.copy_(torch.from_numpy(value(name, tuple(parameter.shape))))
 
     # numpy lets go of the interpreter while it draws, so threads across parameters use all cores.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for done in [pool.submit(fill, name, parameter) for name, parameter in module.named_parameters()]:
+        for done in [pool.submit(set_one, name, parameter) for name, parameter in module.named_parameters()]:
             done.result()

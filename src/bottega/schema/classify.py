@@ -1,14 +1,18 @@
-"""The recipe of a text classifier: a transformer, pretrained or not, or Kim's convolutional network."""
+"""The recipes of classifiers: of text by a transformer or Kim's network, of images, sound and video by a convolutional one.
+
+Which of the four a recipe is, `data.input` says; text where it does not.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bottega.schema.data import HeldOut, TextData
 from bottega.schema.language import Tokenizer
-from bottega.schema.recipe import Model, Recipe, path_problems
+from bottega.schema.media import AudioData, ImageData, MediaRecipe, VideoData
+from bottega.schema.recipe import Model, Recipe, Samples, path_problems
 from bottega.schema.section import Dropout, Positive, Probability, Section
 
 
@@ -36,14 +40,26 @@ class TextAugmentation(Section):
     augmentation_factor: Positive = Field(1, description="changed copies made of each training text")
 
 
+_INPUT = "what is classified: text, image, audio or video"
+_VALIDATION = "what measures progress: {split: 0.1} or a source"
+
+
 class ClassifyData(TextData):
-    validation: HeldOut | None = Field(
-        HeldOut(split=0.1), description="what measures progress: {split: 0.1} or a source"
+    # All four, though only text fits here, so that a mistyped one is told what there is.
+    input: Literal["text", "image", "audio", "video"] = Field(
+        "text", description=_INPUT, json_schema_extra={"enum": ["text"]}
     )
+    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
     label_field: str = Field("label", description="which field of a row is the class")
     tokenizer: Tokenizer = Field(Tokenizer(), description="how text becomes numbers")
     sequence_length: Positive | None = Field(None, description="texts are cut at so many tokens; null is the model's")
     augmentation: TextAugmentation | None = Field(None, description="changed copies of the training texts")
+
+    @model_validator(mode="after")
+    def _is_text(self) -> ClassifyData:
+        if self.input != "text":
+            raise ValueError(f"input: {self.input} has a schema of its own")
+        return self
 
 
 class ClassifyRecipe(Recipe):
@@ -53,3 +69,55 @@ class ClassifyRecipe(Recipe):
 
     def missing(self) -> list[tuple[str, str]]:
         return super().missing() + path_problems(self.data)
+
+
+class MediaClassifier(Model):
+    kind: Literal["convnet"] = Field("convnet", description="the architecture")
+    from_: str | None = Field(None, alias="from", description="weights to start from: an exported run or its folder")
+    num_labels: Positive | None = Field(None, description="classes; null counts them in the data")
+    hidden_size: Positive = Field(32, description="channels of the first stage; the last has up to 4 times as many")
+    num_layers: Positive = Field(1, description="residual blocks of each stage")
+
+    @property
+    def condition(self) -> Literal["class"]:
+        """As of a generator that is asked for classes: each sample has one, and the same data serves both."""
+        return "class"
+
+    @property
+    def num_classes(self) -> int | None:
+        return self.num_labels
+
+
+class ImageClassifyData(ImageData):
+    input: Literal["image"] = Field("image", description=_INPUT)
+    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+
+
+class AudioClassifyData(AudioData):
+    input: Literal["audio"] = Field("audio", description=_INPUT)
+    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+
+
+class VideoClassifyData(VideoData):
+    input: Literal["video"] = Field("video", description=_INPUT)
+    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+
+
+class MediaClassifyRecipe(MediaRecipe):
+    """What the three have in common. Nothing is drawn from a classifier, so it has no samples to look at."""
+
+    task: Literal["classify"] = Field("classify", description="a class for each image, sound or video")
+    model: MediaClassifier = Field(MediaClassifier(), description="the model")
+    samples: Samples = Field(Samples(every=None), description="a classifier draws none")
+
+
+class ImageClassifyRecipe(MediaClassifyRecipe):
+    data: ImageClassifyData = Field(ImageClassifyData(), description="the data")
+
+
+class AudioClassifyRecipe(MediaClassifyRecipe):
+    data: AudioClassifyData = Field(AudioClassifyData(), description="the data")
+
+
+class VideoClassifyRecipe(MediaClassifyRecipe):
+    data: VideoClassifyData = Field(VideoClassifyData(), description="the data")

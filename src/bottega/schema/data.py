@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from bottega.schema.section import Number, Positive, Probability, Section, Whole
+from bottega.schema.section import Number, Pattern, Positive, Probability, Section, Whole
 from bottega.schema.units import Duration
 
 Kind = Literal[
@@ -44,6 +44,9 @@ class Source(Section):
     delimiter: str | None = Field(None, min_length=1, max_length=1, description="of a table; null finds it")
     metadata: str | None = Field(
         None, description="table beside a media folder, one row a file; null takes metadata.* or the sub-folders"
+    )
+    pattern: Pattern | None = Field(
+        None, description="fields in a record's name, as named groups: '(?P<label>[0-9])_(?P<speaker>[a-z]+)_'"
     )
     weight: Number | None = Field(None, gt=0, description="share in a weighted mixture; null is 1")
     limit: Positive | None = Field(None, description="at most so many examples of this source")

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from bottega.core.errors import UsageError
 from bottega.schema.fields import block_of
-from bottega.schema.registry import RECIPES
+from bottega.schema.registry import FORMS, RECIPES, SCHEMAS
 from bottega.schema.section import Section
 from bottega.schema.yamlfile import write_yaml
 
 
 def json_schema() -> dict[str, Any]:
     """Of a whole recipe, one branch a task; for completion and checks in an editor."""
-    union: Any = Annotated[_any_of(tuple(RECIPES.values())), Field(discriminator="task")]
+    kinds = [_one_of(FORMS[task]) if task in FORMS else recipe for task, recipe in RECIPES.items()]
+    union: Any = Annotated[_any_of(kinds), Field(discriminator="task")]
     schema = TypeAdapter(union).json_schema(by_alias=True)
-    for recipe in RECIPES.values():
+    for recipe in SCHEMAS:
         schema["$defs"][recipe.__name__]["properties"]["extends"] = {
             "type": "string",
             "description": "a parent recipe: a bundled name, or a path relative to this file",
         }
+    for number, task in enumerate(RECIPES):
+        if task in FORMS:
+            # Any: what does not say data.input may fit several, and a discriminator points to one place.
+            refs = [{"$ref": f"#/$defs/{form.__name__}"} for form in FORMS[task].values()]
+            schema["$defs"][task] = {"anyOf": refs}
+            schema["oneOf"][number] = {"$ref": f"#/$defs/{task}"}
+            schema["discriminator"]["mapping"][task] = f"#/$defs/{task}"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Bottega recipe", **schema}
 
 
-def _any_of(kinds: tuple[type[Section], ...]) -> Any:
-    union: Any = kinds[0]
-    for kind in kinds[1:]:
-        union = union | kind
-    return union
+def _one_of(forms: Mapping[str, type[Section]]) -> Any:
+    """The forms of a task as one kind; nothing is ever validated by it, so nothing has to choose."""
+    tagged = [Annotated[form, Tag(name)] for name, form in forms.items()]
+    return Annotated[_any_of(tagged), Discriminator(lambda value: None)]
+
+
+def _any_of(kinds: Sequence[Any]) -> Any:
+    return functools.reduce(operator.or_, kinds[1:], kinds[0])
 
 
 _STARTS: dict[str, dict[str, Any]] = {
@@ -47,12 +61,14 @@ _STARTS: dict[str, dict[str, Any]] = {
 
 
 def commented_recipe(task: str) -> str:
-    """A recipe to start from: every key with its default, and what it means."""
-    if task not in RECIPES:
-        raise UsageError(f"task: expected one of {', '.join(RECIPES)}, got {task!r}")
+    """A recipe to start from: every key with its default, and what it means. A task with forms is also task/form."""
+    forms = {f"{name}/{input}": form for name, inputs in FORMS.items() for input, form in inputs.items()}
+    schemas = {**RECIPES, **forms}
+    if task not in schemas:
+        raise UsageError(f"task: expected one of {', '.join(schemas)}, got {task!r}")
     starts = {"training.max_steps": 1000, **_STARTS.get(task, {"data.train.path": "data/train"})}
     lines = [f"# A recipe for the task {task}; every key is here with its default, and can be left out.", ""]
-    return "\n".join(lines + _block(RECIPES[task], RECIPES[task].model_validate({}), "", starts)) + "\n"
+    return "\n".join(lines + _block(schemas[task], schemas[task].model_validate({}), "", starts)) + "\n"
 
 
 def _block(schema: type[Section], values: Section, prefix: str, starts: dict[str, Any]) -> list[str]:

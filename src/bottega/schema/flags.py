@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bottega.core.errors import UsageError
 from bottega.schema.fields import is_flag, nearest_flag
-from bottega.schema.registry import RECIPES
+from bottega.schema.registry import SCHEMAS
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
 """Flags whose value is one more recipe file."""
@@ -60,20 +60,20 @@ def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
 def _place(key: str, text: str, typed: str, sources: list[str], overrides: list[Override], problems: list[str]) -> None:
     if key in CONFIG_FLAGS:
         sources.append(text)
-    elif is_flag(key, RECIPES.values()):
+    elif is_flag(key, SCHEMAS):
         overrides.append(Override(key, text))
     else:
         problems.append(f"{typed}: {_unknown(key, typed)}")
 
 
 def _unknown(key: str, typed: str) -> str:
-    near = nearest_flag(key, RECIPES.values())
+    near = nearest_flag(key, SCHEMAS)
     dashes = "--" if typed.startswith("--") else ""
     return f"unknown {'flag' if dashes else 'key'}" + (f"; did you mean {dashes}{near}?" if near else "")
 
 
 def _missing_value(name: str) -> str:
     key = name.replace("-", "_")
-    if is_flag(key, RECIPES.values()) or key in CONFIG_FLAGS:
+    if is_flag(key, SCHEMAS) or key in CONFIG_FLAGS:
         return f"needs a value: --{name} VALUE"
     return _unknown(key, f"--{name}")

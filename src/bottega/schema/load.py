@@ -13,13 +13,13 @@ from pydantic import ValidationError
 
 from bottega.core.errors import UsageError
 from bottega.schema import accelerate, bundled
-from bottega.schema.aliases import Bare, canonical
+from bottega.schema.aliases import Bare, canonical, spell
 from bottega.schema.describe import commented_recipe, json_schema
 from bottega.schema.fields import has_key
 from bottega.schema.flags import Override, parse_overrides
 from bottega.schema.flat import EITHER_OR, Entry, Flat, Layer, Problem, Where, flatten, merge, nest
 from bottega.schema.recipe import Recipe
-from bottega.schema.registry import RECIPES
+from bottega.schema.registry import RECIPES, other_form, schema_of
 from bottega.schema.wording import locate, problems_of, shown
 from bottega.schema.yamlfile import parse_value, read_yaml, write_yaml
 
@@ -208,12 +208,24 @@ class _Trial:
 
 def _validate(task: str, flat: Flat, lines: Mapping[str, Where]) -> _Trial:
     """Hold the flat map against one task's schema."""
-    schema = RECIPES[task]
+    schema = schema_of(task, flat)
     try:
         return _Trial(task, schema.model_validate(nest(flat)), [])
     except ValidationError as error:
         problems = problems_of(error, schema=schema, flat=flat, lines=lines)
+        problems = [_of_another_form(problem, task, schema) for problem in problems]
         return _Trial(task, _without(problems, schema, flat), problems)
+
+
+def _of_another_form(problem: Problem, task: str, schema: type[Recipe]) -> Problem:
+    """Who writes image_size into a classifier of text has not mistyped it."""
+    if not problem.message.startswith("unknown key"):
+        return problem
+    key = next(iter(spell(problem.typed, 0)))
+    other = other_form(task, schema, key)
+    return (
+        problem if other is None else replace(problem, message=f"is a key of data.input={other}; say that too", key=key)
+    )
 
 
 def _without(problems: list[Problem], schema: type[Recipe], flat: Flat) -> Recipe | None:

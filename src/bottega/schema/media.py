@@ -7,31 +7,17 @@ from typing import Literal
 from pydantic import Field
 
 from bottega.schema.data import Data
+from bottega.schema.generator import AudioGenerator, Generator, VideoGenerator
 from bottega.schema.recipe import Model, Recipe, Samples, path_problems
 from bottega.schema.section import Number, Positive, Probability, Section
 
 
-class Generator(Model):
-    """A diffusion transformer over patches of whatever the medium is."""
-
-    from_: str | None = Field(None, alias="from", description="weights to start from: a run or a folder")
-    objective: Literal["flow", "noise"] = Field("flow", description="flow matching, or noise prediction")
-    hidden_size: Positive = Field(256, description="width")
-    num_layers: Positive = Field(6, description="blocks")
-    num_heads: Positive = Field(4, description="attention heads")
-    patch_size: Positive = Field(2, description="side of a patch")
-    condition: Literal["none", "class", "vector"] = Field("class", description="what a sample can be asked for")
-    num_classes: Positive | None = Field(None, description="condition class: how many; null counts them in the data")
-    condition_size: Positive | None = Field(None, description="condition vector: its width; null finds it in the data")
-    condition_dropout: Probability = Field(0.1, description="share trained without the condition, for guidance")
-    vae: str | None = Field(
-        None, description="train in the latents of this run, such as needs.vae; null is plain values"
-    )
-
-
 class GeneratorSamples(Samples):
-    steps: Positive = Field(50, description="steps of the sampler")
+    count: Positive = Field(16, description="how many")
+    steps: Positive = Field(30, description="steps of the sampler")
+    sampler: Literal["euler", "heun", "dpm"] = Field("heun", description="how the steps are taken; heun costs twice")
     guidance: Number = Field(1.0, ge=0, description="how strongly the condition is followed; 1 is plain")
+    prompts: tuple[str, ...] = Field((), description="condition text: what is asked for; empty takes captions")
 
 
 class MediaData(Data):
@@ -130,14 +116,14 @@ class ImageRecipe(MediaRecipe):
 
 class AudioRecipe(MediaRecipe):
     task: Literal["audio"] = Field("audio", description="sound from noise, over mel spectrograms")
-    model: Generator = Field(Generator(), description="the model")
+    model: AudioGenerator = Field(AudioGenerator(), description="the model")
     data: AudioData = Field(AudioData(), description="the data")
     samples: GeneratorSamples = Field(GeneratorSamples(), description="what the model sounds like while it learns")
 
 
 class VideoRecipe(MediaRecipe):
     task: Literal["video"] = Field("video", description="video from noise")
-    model: Generator = Field(Generator(), description="the model")
+    model: VideoGenerator = Field(VideoGenerator(), description="the model")
     data: VideoData = Field(VideoData(), description="the data")
     samples: GeneratorSamples = Field(GeneratorSamples(), description="what the model shows while it learns")
 

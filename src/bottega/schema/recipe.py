@@ -27,7 +27,7 @@ from bottega.schema.section import (
 )
 from bottega.schema.units import Cadence, Duration, Every, EveryOrTime
 
-BUILT_TASKS = ("language",)
+BUILT_TASKS = ("language", "classify", "image", "audio", "video")
 """The tasks that can be trained; the schemas of the others are here so that their recipes can be checked."""
 
 
@@ -175,6 +175,8 @@ class Technique(Section):
 class Need(Section):
     recipe: str | None = Field(None, description="the recipe that is trained first")
     run: str | None = Field(None, description="a finished run's folder, in place of recipe")
+    settings: dict[str, Any] = Field(default_factory=dict, description="dotted keys that differ from that recipe")
+    own_data: bool = Field(False, description="learn from its own data and not from this recipe's")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Need:
@@ -300,6 +302,7 @@ def path_problems(data: Data) -> list[tuple[str, str]]:
 NEUTRAL = (
     "name",
     "origin",
+    "needs.judge",
     "output_dir",
     "device",
     "deterministic",

@@ -1,8 +1,10 @@
-"""Every task and the schema of its recipe."""
+"""Every task and the schema of its recipe. A task may have several forms, told apart by what it reads."""
 
 from __future__ import annotations
 
-from bottega.schema.classify import ClassifyRecipe
+from bottega.schema.classify import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
+from bottega.schema.fields import has_key
+from bottega.schema.flat import Flat
 from bottega.schema.language import LanguageRecipe
 from bottega.schema.media import AudioRecipe, ImageRecipe, ImageTokensRecipe, ImageVaeRecipe, VideoRecipe
 from bottega.schema.multitask import MultitaskRecipe
@@ -22,3 +24,30 @@ RECIPES: dict[str, type[Recipe]] = {
     "routing": RoutingRecipe,
     "multitask": MultitaskRecipe,
 }
+
+FORMS: dict[str, dict[str, type[Recipe]]] = {
+    "classify": {
+        "text": ClassifyRecipe,
+        "image": ImageClassifyRecipe,
+        "audio": AudioClassifyRecipe,
+        "video": VideoClassifyRecipe,
+    }
+}
+"""Task -> data.input -> schema. The one in RECIPES is for recipes that do not say."""
+
+SCHEMAS: tuple[type[Recipe], ...] = tuple(
+    schema for task, usual in RECIPES.items() for schema in FORMS.get(task, {"": usual}).values()
+)
+"""All forms of all tasks."""
+
+
+def schema_of(task: str, flat: Flat) -> type[Recipe]:
+    """The schema of a recipe of this task that says what `flat` does."""
+    said = flat["data.input"].value if "data.input" in flat else None
+    return FORMS.get(task, {}).get(str(said), RECIPES[task])
+
+
+def other_form(task: str, schema: type[Recipe], key: str) -> str | None:
+    """The data.input with which the task has a key that it does not have in this form."""
+    forms = FORMS.get(task, {}).items()
+    return next((input for input, form in forms if form is not schema and has_key(key, form)), None)

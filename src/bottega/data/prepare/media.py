@@ -9,14 +9,15 @@ from typing import Any, Literal, TypeVar
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import default_cache
+from bottega.data.embedded import Medium, materialise
 from bottega.data.encoder import Encoder
 from bottega.data.prepare.inputs import Input, Shares, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Dropped, Rules
 from bottega.data.record import Bad, Record, Unreadable
-from bottega.schema.data import Data
-from bottega.schema.media import AudioData, AudioRecipe, ImageData, MediaRecipe, VideoData, VideoRecipe
+from bottega.schema.data import Data, Source
+from bottega.schema.media import AudioData, ImageData, MediaRecipe, VideoData
 from bottega.schema.routing import RoutingData
 
 # Pictures are kept as pixels up to so many bytes in all, else as files.
@@ -29,19 +30,21 @@ T = TypeVar("T")
 
 def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None = None) -> Prepared:
     """Tables of a medium with key, label and caption."""
-    ready = opened_where_prepared(recipe.data, task=recipe.task)
+    medium: Medium = (
+        "audio" if isinstance(recipe.data, AudioData) else "video" if isinstance(recipe.data, VideoData) else "image"
+    )
+    # What a classifier learns from is what a generator of the same medium and classes does, so they share it.
+    task = medium if recipe.task == "classify" else recipe.task
+    ready = opened_where_prepared(recipe.data, task=task)
     if ready is not None:
         return ready
-    medium: Literal["image", "audio", "video"] = (
-        "audio" if isinstance(recipe, AudioRecipe) else "video" if isinstance(recipe, VideoRecipe) else "image"
-    )
     inputs, shares = _inputs(recipe.data, medium)
     rules = Rules(medium)
     condition = getattr(recipe.model, "condition", "none")
     data: Any = recipe.data  # the schema of each medium adds condition_field
     encoder, facts = _encoder(data, condition, _first(inputs, rules), inputs)
     plan = Plan(
-        task=recipe.task,
+        task=task,
         inputs=inputs,
         shares=shares,
         data=recipe.data,
@@ -78,15 +81,29 @@ def prepare_vectors(data: RoutingData, *, progress: Progress, cache: Path | None
     return prepare(plan, cache=cache or default_cache(), progress=progress)
 
 
-def _inputs(data: Data, medium: str) -> tuple[tuple[Input, ...], Shares]:
+def _inputs(data: Data, medium: Medium | Literal["x"]) -> tuple[tuple[Input, ...], Shares]:
     for source in (*(data.sources or (data.train,)), data.validation, data.test):
-        if source is not None and source.kind in ("embedded", "synthetic"):
+        if source is not None and (source.kind == "synthetic" or (source.kind == "embedded" and medium == "x")):
             raise UsageError(
                 f"data.train.kind: {source.kind} data of this task is not built yet; give a path with --data"
             )
-    inputs, shares = inputs_of(data)
+    inputs, shares = inputs_of(data if medium == "x" else _on_disk(data, medium))
     check_medium(inputs, medium)
     return inputs, shares
+
+
+def _on_disk(data: Data, medium: Medium) -> Data:
+    """With what is embedded as a source like any other."""
+
+    def found(source: Source | None) -> Source | None:
+        if source is None or source.kind != "embedded":
+            return source
+        return source.model_copy(update={"kind": "numpy", "path": str(materialise(medium))})
+
+    changes: dict[str, Any] = {name: found(getattr(data, name)) for name in ("train", "validation", "test", "replay")}
+    if data.sources is not None:
+        changes["sources"] = tuple(map(found, data.sources))
+    return data.model_copy(update=changes)
 
 
 def _first(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Record], T]], T]:

@@ -6,6 +6,7 @@ Each kind is one module with a FORMAT; it is imported when a source is of that k
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -87,6 +88,8 @@ class Found:
     def fingerprint(self) -> str:
         """A hash of everything the records depend on, wherever the files lie."""
         options = [(name, getattr(self.source, name)) for name in OPTIONS.get(self.kind, ())]
+        if self.source.pattern is not None:
+            options.append(("pattern", self.source.pattern))
         digest = hashlib.sha256(f"{self.kind}\0{options}\0".encode())
         if self.kind == "huggingface":
             from bottega.data.readers.hub import fingerprint
@@ -115,7 +118,8 @@ class Found:
         return [piece for file in self.files for piece in cut(file, self.name(file), self.source, size)]
 
     def read(self, piece: Piece) -> Iterator[Record | Bad]:
-        return self.format.read(piece, self.source)
+        records = self.format.read(piece, self.source)
+        return records if self.source.pattern is None else named(records, re.compile(self.source.pattern))
 
     def name(self, file: Path) -> str:
         """What the keys of its records begin with."""
@@ -174,6 +178,18 @@ def find(source: Source) -> Found:
     root = root_of(own, listing.root)
     others = tuple(sorted(set(named) - {wanted}))
     return Found(source.model_copy(update={"path": str(root)}), kind, root, own, part=wanted, other_parts=others)
+
+
+def named(records: Iterator[Record | Bad], pattern: re.Pattern[str]) -> Iterator[Record | Bad]:
+    """Records with the fields that their names hold: 3_anna_12.wav says digit, speaker and take."""
+    for record in records:
+        found = pattern.search(record.key) if isinstance(record, Record) else None
+        if isinstance(record, Bad):
+            yield record
+        elif found is None:
+            yield Bad(record.key, record.where, f"its name {record.key!r} does not fit the pattern {pattern.pattern!r}")
+        else:
+            yield record._replace(fields={**record.fields, **found.groupdict(default="")})
 
 
 @cache

@@ -1,0 +1,216 @@
+"""The classifying branch: images, sound or video with a class each, and a convolutional network that tells it.
+
+A trained one is also a judge of what others generate: `read` says what it takes samples for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NoReturn, final
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from bottega.branches.media import MediaBranch
+from bottega.branches.start import start_folder
+from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.types import Models
+from bottega.data.classes import Classes
+from bottega.data.mel import MelCodec
+from bottega.data.prepare.media import prepare_media
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.samples import image_encoder, mel_codec
+from bottega.schema.classify import AudioClassifyRecipe, ImageClassifyRecipe, MediaClassifyRecipe, VideoClassifyRecipe
+from bottega.schema.convnet import ConvNetShape
+from bottega.schema.recipe import Recipe
+from bottega.tasks.classify import Classification
+
+CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
+MODEL_TYPE = "bottega-convnet"
+MediaRecipe = ImageClassifyRecipe | AudioClassifyRecipe | VideoClassifyRecipe
+
+
+def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> ClassifyBranch:
+    checked = _checked(recipe)
+    prepared = prepare_media(checked, progress=say)
+    classes = Classes(prepared.classes.names)
+    if len(classes) < 2:
+        named = f"only the class {classes.names[0]}" if len(classes) else "no classes"
+        raise DataError(f"data.train: has {named}; a classifier needs two or more, so name data.condition_field")
+    mel = mel_codec(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None
+    return ClassifyBranch(checked, _shape_of(checked, prepared, len(classes), mel), classes, mel, prepared=prepared)
+
+
+def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> ClassifyBranch:
+    checked = _checked(recipe)
+    mel = MelCodec.load(codec) if isinstance(checked, AudioClassifyRecipe) else None
+    return ClassifyBranch(checked, _read_shape(codec), _read_classes(codec), mel, expected=fingerprint)
+
+
+def _checked(recipe: Recipe) -> MediaRecipe:
+    if not isinstance(recipe, MediaClassifyRecipe):
+        raise UsageError("data.input: text cannot be classified yet; there is image, audio and video")
+    assert isinstance(recipe, MediaRecipe)
+    if not isinstance(recipe, AudioClassifyRecipe) and recipe.data.buckets is not None:
+        raise UsageError("data.buckets: a classifier sees pictures of one shape; leave it out")
+    return recipe
+
+
+@final
+class ClassifyBranch(MediaBranch):
+    metrics = ("loss", "accuracy")
+
+    def __init__(
+        self,
+        recipe: MediaRecipe,
+        shape: ConvNetShape,
+        classes: Classes,
+        mel: MelCodec | None,
+        *,
+        prepared: Prepared | None = None,
+        expected: str | None = None,
+    ) -> None:
+        """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
+        super().__init__(recipe, prepared, expected=expected)
+        self.shape, self.classes, self.mel = shape, classes, mel
+        self.key: Literal["image", "mel", "video"] = "mel" if recipe.data.input == "audio" else recipe.data.input
+        start = recipe.model.from_ if prepared is not None else None
+        self.task: Classification = Classification(
+            key=self.key,
+            shape=shape,
+            label_smoothing=recipe.training.label_smoothing,
+            pretrained=str(_start(start, shape)) if start is not None else None,
+        )
+
+    def form(self) -> dict[str, Any]:
+        if self.mel is not None:
+            return {"sample_rate": self.mel.mel.sample_rate}
+        height, width = self.shape.grid[-2:]
+        return {"channels": self.shape.channels, **({"image_size": height} if height == width else {})}
+
+    def known_classes(self) -> Classes:
+        return self.classes
+
+    def has_codec(self, folder: Path) -> bool:
+        if not (folder / SHAPE).is_file():
+            return False
+        known = (_read_shape(folder), _read_classes(folder), MelCodec.load(folder) if self.mel else None)
+        if known != (self.shape, self.classes, self.mel):
+            raise DataError("the data gives other sizes or classes than this run has; start over with --fresh")
+        return True
+
+    def write_codec(self, folder: Path) -> None:
+        (folder / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
+        if self.mel is not None:
+            self.mel.save(folder)
+        (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+
+    @torch.no_grad()
+    def read(
+        self, models: Models, samples: np.ndarray, *, device: Any, batch_size: int = 256
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What samples are taken for: probabilities [n, k], and features [n, d] in which the likes of them are near.
+
+        Images [n, h, w, c] and videos [n, f, h, w, c] are floats as `data.normalise` makes them, sounds are [n, samples]
+        at the sample rate of this run.
+        """
+        model, rank = models["model"], 2 if self.mel is not None else len(self.shape.grid) + 2
+        wanted = (*self.shape.grid, self.shape.channels)
+        if samples.ndim != rank or (self.mel is None and samples.shape[1:] != wanted):
+            form = "[n, samples]" if self.mel is not None else str(["n", *wanted]).replace("'", "")
+            raise UsageError(f"this classifier reads {self.recipe.data.input} {form}, not {list(samples.shape)}")
+        was, chances, features = model.training, [], []
+        model.eval()
+        try:
+            for first in range(0, len(samples), batch_size):
+                part = samples[first : first + batch_size]
+                x = np.ascontiguousarray(part if self.mel is None else self.mel.encode(part), np.float32)
+                found = model.features(torch.from_numpy(x).to(device))
+                chances.append(model.head(found).float().softmax(dim=1).cpu().numpy())
+                features.append(found.float().cpu().numpy())
+        finally:
+            model.train(was)
+        none = np.zeros((0, self.shape.num_labels), np.float32), np.zeros((0, self.shape.num_features), np.float32)
+        return np.concatenate([none[0], *chances]), np.concatenate([none[1], *features])
+
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        """Nothing can be drawn from a classifier."""
+
+    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
+        raise UsageError("a classifier does not generate; bottega evaluate says how well it tells its classes")
+
+    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
+        raise AssertionError("nothing was generated")
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "model_type": MODEL_TYPE,
+            "input": self.recipe.data.input,
+            "shape": self.shape.model_dump(),
+            "classes": self.classes.names,
+            "normalise": self.recipe.data.normalise,
+            "mel": self.mel.model_dump() if self.mel is not None else None,
+        }
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return {"library_name": "bottega", "pipeline_tag": f"{self.recipe.data.input}-classification"}
+
+
+def _shape_of(recipe: MediaRecipe, prepared: Prepared, num_labels: int, mel: MelCodec | None) -> ConvNetShape:
+    if mel is not None:
+        *grid, channels = mel.shape
+    elif isinstance(recipe, VideoClassifyRecipe):
+        height, width, channels = prepared.table(prepared.training_tables[0]).columns["video"].shape
+        grid = [recipe.data.num_frames, height, width]
+    else:
+        *grid, channels = image_encoder(prepared).shape(0)
+    model = recipe.model
+    own = {"dropout": model.dropout} if model.dropout is not None else {}
+    return ConvNetShape(
+        grid=tuple(grid),
+        channels=channels,
+        num_labels=num_labels,
+        hidden_size=model.hidden_size,
+        num_layers=model.num_layers,
+        **own,
+    )
+
+
+def _start(name: str, shape: ConvNetShape) -> Path:
+    """The folder to start from, refused by name where its network is another one."""
+    folder = start_folder(name)
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        found = ConvNetShape.model_validate(config["shape"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"model.from: {folder} is no exported classifier of images, sound or video") from None
+    for key in ("hidden_size", "num_layers", "num_labels", "channels", "grid"):
+        asked, has = getattr(shape, key), getattr(found, key)
+        if asked != has:
+            raise UsageError(f"model.from: {name} has {key} {has}, and {asked} is needed here")
+    return folder
+
+
+def _read_shape(codec: Path) -> ConvNetShape:
+    try:
+        return ConvNetShape.model_validate_json((codec / SHAPE).read_bytes())
+    except (OSError, ValidationError):
+        raise _unreadable(codec / SHAPE) from None
+
+
+def _read_classes(codec: Path) -> Classes:
+    try:
+        return Classes(tuple(map(str, json.loads((codec / CLASSES).read_bytes()))))
+    except (OSError, ValueError, TypeError):
+        raise _unreadable(codec / CLASSES) from None
+
+
+def _unreadable(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read; start the same training again to have it written")

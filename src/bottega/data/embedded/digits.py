@@ -1,0 +1,32 @@
+"""Pictures of handwritten digits: 1,797 of 8 x 8 pixels, in 10 classes.
+
+digits.npz beside this file holds the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and
+C. Kaynak, UCI Machine Learning Repository, 1998 (https://doi.org/10.24432/C50P49), under CC BY 4.0
+(https://creativecommons.org/licenses/by/4.0/): the values and their order are unchanged, only packed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+FILE = Path(__file__).with_name("digits.npz")
+INK = 16
+"""The largest value: so many of the 4 x 4 pixels that one of these stands for were black."""
+
+
+def fields() -> dict[str, np.ndarray]:
+    pixels, labels = digits()
+    return {"image": pixels, "label": labels}
+
+
+@cache
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """White on black, uint8 [n, 8, 8] from 0 to 255, and which digit each is, uint8 [n]."""
+    with np.load(FILE, allow_pickle=False) as stored:
+        counts, labels = stored["image"], stored["label"]
+    pixels = np.rint(np.arange(INK + 1) * (255 / INK)).astype(np.uint8)[counts]
+    pixels.flags.writeable = labels.flags.writeable = False
+    return pixels, labels

@@ -1,0 +1,173 @@
+"""Sounds as standardised mel spectrograms of one length, and back: what a model of sound reads and writes.
+
+b sounds   n samples   T frames   M mel bands
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bottega.core.errors import DataError
+from bottega.data.audio.source import AudioRows
+from bottega.data.audio.spectrogram import Mel
+from bottega.data.source import Source
+
+FILE = "mel.json"
+MEASURED = 512
+"""Sounds that the scale is measured on."""
+KEPT_BYTES = 256 << 20
+# Spectra of so many sounds are in memory at once while the scale is measured.
+CHUNK = 32
+
+
+@final
+class MelScale(BaseModel):
+    """x = (log_mel - mean) / (2 std): most values are then between -1 and 1, where noise of deviation 1 covers them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mean: float
+    std: float = Field(gt=0)
+
+    def apply(self, log_mel: np.ndarray) -> np.ndarray:
+        return ((log_mel - self.mean) / (2 * self.std)).astype(np.float32)
+
+    def undo(self, x: np.ndarray) -> np.ndarray:
+        return (x.astype(np.float32) * (2 * self.std) + self.mean).astype(np.float32)
+
+
+@final
+class MelCodec(BaseModel):
+    """Between sounds [b, num_samples] and [b, T, M, 1]. Saved with a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mel: Mel
+    scale: MelScale
+    frames: int = Field(gt=0)
+    """T, and at least as many as the samples need; the rest is silence."""
+    num_samples: int = Field(gt=0)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.frames, self.mel.num_mels, 1
+
+    def encode(self, audio: np.ndarray) -> np.ndarray:
+        """Sounds [b, n] of any length, cut or filled up with silence, to float32 [b, T, M, 1]."""
+        return self.scale.apply(self.log_mel(audio))[..., None]
+
+    def decode(self, x: np.ndarray, *, num_samples: int | None = None, seed: int = 0) -> np.ndarray:
+        """[b, T, M, 1] to float32 [b, n], with n as encoded unless given; the phase is looked for by Griffin-Lim."""
+        wanted = self.num_samples if num_samples is None else num_samples
+        return self.mel.decode(self.scale.undo(x[..., 0]), num_samples=self._whole, seed=seed)[:, :wanted]
+
+    def log_mel(self, audio: np.ndarray) -> np.ndarray:
+        """[b, T, M] before it is scaled. The silence is added to the sound, so that each frame is one of a sound."""
+        whole = np.zeros((len(audio), self._whole), np.float32)
+        length = min(audio.shape[1], self.num_samples)
+        whole[:, :length] = audio[:, :length]
+        return self.mel.encode(whole)
+
+    @property
+    def _whole(self) -> int:
+        """Samples that give exactly T frames."""
+        return max(1, (self.frames - 1) * self.mel.hop_size)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> MelCodec:
+        path = folder / FILE
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "its content"
+            raise DataError(f"{path} holds no mel codec: {where}: {first['msg']}") from error
+
+
+def fit(source: Source, mel: Mel, *, num_samples: int, multiple: int = 1) -> MelCodec:
+    """The codec of these sounds; `multiple` is what T has to be one of, such as the side of a patch."""
+    frames = -(-mel.num_frames(num_samples) // multiple) * multiple
+    plain = MelCodec(mel=mel, scale=MelScale(mean=0, std=0.5), frames=frames, num_samples=num_samples)
+    return plain.model_copy(update={"scale": measure(source, plain)})
+
+
+def measure(source: Source, codec: MelCodec) -> MelScale:
+    """Mean and deviation over the first time that up to 512 sounds are heard, evenly spaced; a function of the data."""
+    count = min(MEASURED, len(source))
+    index = np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64))
+    number, total, squares = 0, 0.0, 0.0
+    for first in range(0, len(index), CHUNK):
+        part = index[first : first + CHUNK]
+        values = codec.log_mel(source.rows(part, np.zeros_like(part))["audio"]).astype(np.float64)
+        number += values.size
+        total += float(values.sum())
+        squares += float((values**2).sum())
+    mean = total / number
+    deviation = max(squares / number - mean**2, 0.0) ** 0.5
+    # Rounded, so that a processor that adds in another order measures the same; silence alone has no deviation.
+    return MelScale(mean=round(mean, 4), std=max(round(deviation, 4), 1e-3))
+
+
+@final
+class MelRows(Source):
+    """mel float32 [b, T, M, 1] in place of the audio of the rows it is made from; all their other fields stay.
+
+    Where an epoch hears what the one before did, and all of it fits into 256 MB, a spectrogram is made only once.
+    """
+
+    def __init__(self, source: AudioRows, codec: MelCodec, *, with_audio: bool = False) -> None:
+        self.source, self.codec, self.with_audio = source, codec, with_audio
+        size = len(source) * 4 * codec.frames * codec.mel.num_mels
+        self.is_kept = is_fixed(source) and size <= KEPT_BYTES
+        self._mels: np.ndarray | None = None
+        self._has = np.zeros(0, np.bool_)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        rows = self.source.rows(index, epoch)
+        audio = rows["audio"] if self.with_audio else rows.pop("audio")
+        mel = self._remembered(index, audio) if self.is_kept else self.codec.encode(audio)
+        return {"mel": mel, **rows}
+
+    def _remembered(self, index: np.ndarray, audio: np.ndarray) -> np.ndarray:
+        if self._mels is None:
+            self._mels = np.empty((len(self), *self.codec.shape), np.float32)
+            self._has = np.zeros(len(self), np.bool_)
+        new = np.flatnonzero(~self._has[index])
+        if len(new):
+            self._mels[index[new]] = self.codec.encode(audio[new])
+            self._has[index[new]] = True
+        return self._mels[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process makes its own rather than being sent these.
+        return {**self.__dict__, "_mels": None}
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self.source.fingerprint, self.codec.model_dump_json(), self.with_audio)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def describe(self, index: int, epoch: int) -> str:
+        frames, bands, _ = self.codec.shape
+        return f"{self.source.describe(index, epoch)}\nseen as {frames} frames of {bands} mel bands"
+
+
+def is_fixed(source: AudioRows) -> bool:
+    """Whether a sound is the same in every epoch: nothing is added to it, and no part of it is chosen at random."""
+    if source.augmentation is not None:
+        return False
+    return source.crop != "random" or int(source.table.lengths("audio").max()) <= source.num_samples

@@ -1,0 +1,243 @@
+"""What generated samples are worth: a judge that saw only real data reads them, beside real data held out from training.
+
+All numbers come from the same samples, drawn without guidance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.branches.classify import ClassifyBranch
+from bottega.branches.generation import GenerationBranch
+from bottega.core.errors import UsageError
+from bottega.data.image.augment import normalise
+from bottega.data.source import Source
+from bottega.run import load, part
+from bottega.saved import SavedRun
+from bottega.tasks.measures.attributes import attributes, conditional_accuracy
+from bottega.tasks.measures.frechet import frechet_distance
+from bottega.tasks.measures.motion import DIRECTIONS, direction
+from bottega.tasks.measures.pitch import note_frequency, pitch, semitones
+from bottega.tasks.measures.spread import nearest_ratio, variance_ratio
+
+COUNT = 1000
+"""Samples drawn where nobody says how many, unless more are held out."""
+MOST_REFERENCES = 60_000
+CHUNK = 256
+ASKED = {"label", "condition", "input_ids", "attention_mask"}
+HALF_A_SEMITONE = 0.5
+
+Say = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The same measures of generated samples, of real held-out ones, and of real ones through a codec that loses some."""
+
+    generated: dict[str, float]
+    real: dict[str, float]
+    through_codec: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Samples as people know the medium, and what each is or was asked to be: fields of a batch."""
+
+    samples: np.ndarray
+    asked: dict[str, np.ndarray]
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        return self.asked.get("label")
+
+
+def score(
+    saved: SavedRun,
+    *,
+    split: str = "validation",
+    data: str | None = None,
+    count: int | None = None,
+    inception: Path | None = None,
+    seed: int = 0,
+    say: Say = lambda stage, done, total: None,
+    quiet: bool = True,
+) -> Scores:
+    """Draw, read and compare. Without a judge among the recipe's needs there is nothing to read with."""
+    branch = saved.branch
+    assert isinstance(branch, GenerationBranch)
+    if data is None and split not in branch.prepared.tables:
+        raise UsageError(f"this run has no {split} data; give some with --data")
+    held_out = _collected(branch, [branch.raw_other(data) if data is not None else branch.raw(split)])
+    training = _collected(branch, [branch.raw(table) for table in branch.prepared.training_tables])
+    count = max(COUNT, len(held_out.samples)) if count is None else count
+    generated = _generated(saved, branch, held_out, count, seed, say)
+    judge = _Judge.of(saved, branch, quiet=quiet)
+    known = judge.features(training) if judge is not None else None
+    several = {"generated": generated, "real": held_out}
+    if branch.medium == "audio" or branch.task.latents is not None:
+        several["through_codec"] = Collection(_through_codec(saved, branch, held_out.samples), held_out.asked)
+    found = {name: _measures(branch, judge, one, held_out, training, known) for name, one in several.items()}
+    if inception is not None:
+        fid = _fid(inception, branch, saved.engine.device)
+        for name, one in several.items():
+            found[name]["fid"] = fid(one.samples, training.samples)
+    counts = {"generated": len(generated.samples), "real": len(held_out.samples), "training": len(training.samples)}
+    return Scores(**found, counts=counts)
+
+
+def _measures(
+    branch: GenerationBranch,
+    judge: _Judge | None,
+    one: Collection,
+    held_out: Collection,
+    training: Collection,
+    known: np.ndarray | None,
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    names = branch.facts.classes
+    if judge is not None:
+        chances, features = judge.read(one.samples)
+        if one.labels is not None:
+            found |= conditional_accuracy(judge.to_ours(chances.argmax(1), names), one.labels, names)
+        # More samples are nearer to any distribution, so both sides are compared at the same number of them.
+        equal = min(len(features), len(held_out.samples))
+        assert known is not None
+        found["frechet_distance"] = frechet_distance(features[:equal], known)
+    if one.labels is not None:
+        found |= _medium_measures(branch, one)
+    flat, real, seen = (_comparable(branch, c.samples) for c in (one, held_out, training))
+    if one.labels is not None and held_out.labels is not None:
+        found["variance_ratio"] = variance_ratio(flat, one.labels, real, held_out.labels)
+    found["nearest_ratio"] = nearest_ratio(flat, real, seen)
+    return found
+
+
+def _medium_measures(branch: GenerationBranch, one: Collection) -> dict[str, float]:
+    """What can be measured in the samples themselves, without anybody's judgement."""
+    names = branch.facts.classes
+    assert one.labels is not None
+    if branch.medium == "audio":
+        notes = [note_frequency(name) for name in names]
+        if names and all(note is not None for note in notes):
+            wanted = np.array(notes, np.float64)[one.labels]
+            assert branch.mel is not None
+            apart = np.abs(semitones(pitch(one.samples, branch.mel.mel.sample_rate), wanted))
+            return {"pitch_accuracy": float((apart <= HALF_A_SEMITONE).mean())}
+    if branch.medium == "video":
+        ways = attributes(names).get("direction", list(names))
+        if ways and all(way in DIRECTIONS for way in ways):
+            went = [direction(video) for video in one.samples.astype(np.float32)]
+            return {
+                "motion_accuracy": float(np.mean([way == ways[i] for way, i in zip(went, one.labels, strict=True)]))
+            }
+    return {}
+
+
+class _Judge:
+    """The part that reads, with its classes in the order of the generator's."""
+
+    def __init__(self, saved: SavedRun, how: Any) -> None:
+        self.saved, self.how = saved, how
+        assert isinstance(saved.branch, ClassifyBranch)
+        self.branch = saved.branch
+
+    @classmethod
+    def of(cls, saved: SavedRun, branch: GenerationBranch, *, quiet: bool) -> _Judge | None:
+        if "judge" not in branch.recipe.needs or not branch.facts.classes:
+            return None
+        path = part(branch.recipe, "judge", quiet=quiet, beside=saved.directory.path.parent)
+        opened = load(path, device=str(saved.engine.device))
+        if not isinstance(opened.branch, ClassifyBranch):
+            raise UsageError(f"needs.judge: {path} is no classifier")
+        return cls(opened, getattr(opened.recipe.data, "normalise", None))
+
+    def read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values = normalise(samples, how=self.how) if samples.dtype == np.uint8 else samples
+        with self.saved.engine.sampling() as models:
+            return self.branch.read(models, values, device=self.saved.engine.device)
+
+    def features(self, one: Collection) -> np.ndarray:
+        return self.read(one.samples)[1]
+
+    def to_ours(self, predicted: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+        places = {name: number for number, name in enumerate(names)}
+        return np.array([places.get(name, -1) for name in self.branch.classes.names])[predicted]
+
+
+def _generated(
+    saved: SavedRun, branch: GenerationBranch, held_out: Collection, count: int, seed: int, say: Say
+) -> Collection:
+    """Asked for what the held-out samples are, over and over, so that both have the same classes."""
+    places = np.arange(count) % len(held_out.samples)
+    asked = {name: value[places] for name, value in held_out.asked.items()}
+    with saved.engine.sampling() as models:
+        rows = {**asked, "number": np.arange(count)}
+        x = branch.draw(models, rows, device=saved.engine.device, seed=seed, guidance=1.0, say=say)
+    return Collection(branch.medium_of(x), asked)
+
+
+def _collected(branch: GenerationBranch, sources: list[Source]) -> Collection:
+    """All of it in memory, evenly thinned where it is more than `MOST`."""
+    samples: list[np.ndarray] = []
+    asked: dict[str, list[np.ndarray]] = {}
+    total = sum(map(len, sources))
+    for source in sources:
+        places = np.arange(len(source))[:: max(1, -(-total // MOST_REFERENCES))]
+        for first in range(0, len(places), CHUNK):
+            index = places[first : first + CHUNK]
+            rows = source.rows(index, np.zeros_like(index))
+            samples.append(rows["audio"] if branch.medium == "audio" else branch.medium_of(rows[branch.medium]))
+            for name in ASKED & rows.keys():
+                asked.setdefault(name, []).append(rows[name])
+    return Collection(np.concatenate(samples), {name: np.concatenate(parts) for name, parts in asked.items()})
+
+
+def _comparable(branch: GenerationBranch, samples: np.ndarray) -> np.ndarray:
+    """In which distances and variances mean something: pixels from 0 to 1, and the logarithm of a sound's bands."""
+    if branch.mel is not None:
+        return np.concatenate([branch.mel.encode(samples[i : i + CHUNK]) for i in range(0, len(samples), CHUNK)])
+    return samples.astype(np.float32) / 255
+
+
+def _through_codec(saved: SavedRun, branch: GenerationBranch, samples: np.ndarray) -> np.ndarray:
+    """Real samples as a perfect model would give them back: encoded and decoded."""
+    with saved.engine.sampling() as models:
+        parts = [
+            branch.round_trip(models, samples[i : i + CHUNK], saved.engine.device)
+            for i in range(0, len(samples), CHUNK)
+        ]
+    return np.concatenate(parts)
+
+
+def _fid(weights: Path, branch: GenerationBranch, device: Any) -> Callable[[np.ndarray, np.ndarray], float]:
+    """The usual FID, for pictures; clips are read frame by frame."""
+    if branch.medium == "audio":
+        raise UsageError("--inception: sounds are no pictures; leave it out")
+    import torch
+
+    from bottega.models.inception import load_inception
+
+    network = load_inception(weights, device=device)
+
+    def read(samples: np.ndarray) -> np.ndarray:
+        frames = samples.reshape(-1, *samples.shape[-3:])
+        return np.concatenate(
+            [
+                network(torch.from_numpy(frames[i : i + CHUNK]).to(device)).cpu().numpy()
+                for i in range(0, len(frames), CHUNK)
+            ]
+        )
+
+    known: list[np.ndarray] = []
+
+    def distance(samples: np.ndarray, training: np.ndarray) -> float:
+        known[:] = known or [read(training)]
+        return frechet_distance(read(samples), known[0])
+
+    return distance

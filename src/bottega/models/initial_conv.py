@@ -1,0 +1,35 @@
+"""Initial weights of convolutional models as a function of the seed and the parameter's name, drawn in numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import nn
+
+from bottega.core.noise import generator
+from bottega.models.initial import fill
+
+RESIDUAL_OUTPUTS = ("conv2", "to_out.0")
+
+
+def initial_convolution(name: str, shape: tuple[int, ...], seed: int, *, residual_layers: int) -> np.ndarray:
+    """One parameter: ones for a norm, zeros for a bias, else normal with variance 1 / fan-in.
+
+    Fan-in rather than one deviation for all: a 1 x 1 kernel over 4 channels and a 3 x 3 x 3 kernel over 512 sum over
+    numbers that differ by 3,000. What writes into the residual stream is scaled so that its additions keep the variance.
+    """
+    owner, _, kind = name.rpartition(".")
+    if kind == "bias":
+        return np.zeros(shape, np.float32)
+    if "norm" in owner.rpartition(".")[2]:
+        return np.ones(shape, np.float32)
+    value = generator(seed, name).standard_normal(shape, dtype=np.float32)
+    std = 1.0 / math.sqrt(math.prod(shape[1:]))
+    value *= std / math.sqrt(residual_layers) if owner.endswith(RESIDUAL_OUTPUTS) else std
+    return value
+
+
+def initialise_convolutional(module: nn.Module, seed: int, *, residual_layers: int) -> None:
+    """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
+    fill(module, lambda name, shape: initial_convolution(name, shape, seed, residual_layers=residual_layers))

@@ -1,0 +1,221 @@
+"""diffusers' UNet as a backbone: by our own sizes, or by the configuration of a folder.
+
+The model is diffusers' own class, so that what is trained here opens there: UNet2DModel, or where text is looked at
+UNet2DConditionModel.
+
+B batch   h w sides   C channels   D width of the embedded time   L text tokens   W width of a text token
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.models.component import class_of, read_config
+from bottega.models.initial_conv import initial_convolution
+from bottega.schema.generator import UNetShape
+
+PLAIN, WITH_TEXT = "UNet2DModel", "UNet2DConditionModel"
+ATTENTION_SIDE = 32
+"""At most so long a side is attended over: 32 x 32 places look at a million pairs, 64 x 64 at sixteen."""
+WIDEST = 4
+"""A stage has twice the channels of the one before, up to so many times the first."""
+MOST_GROUPS = 32
+UNSUPPORTED = ("addition_embed_type", "encoder_hid_dim_type", "num_class_embeds", "time_cond_proj_dim")
+"""What asks for more inputs than time, one vector and text."""
+
+
+class UNet(nn.Module):
+    """Called as the diffusion transformer is; `unet` is diffusers' model."""
+
+    def __init__(self, shape: UNetShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.reads_text = shape.context_size is not None
+        self.unet: Any = _build(unet_config(shape))
+        self._compiled: Callable[..., Any] | None = None
+
+    def forward(
+        self,
+        x: Tensor,
+        time: Tensor,
+        *,
+        vector: Tensor | None = None,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, h, w, C], time [B] from 0 to 1,000, vector [B, D], context [B, L, W] with mask [B, L] of what is text."""
+        asked: dict[str, Any] = {"class_labels": vector} if vector is not None else {}
+        if self.reads_text:
+            asked |= {"encoder_hidden_states": context, "encoder_attention_mask": mask}
+        run = self._compiled if self._compiled is not None and self.training else self.unet
+        # Contiguous, because a channels-last view gives 1 x 1 kernels gradients in a layout that replicas cannot share.
+        (found,) = run(x.movedim(-1, 1).contiguous(), time, **asked, return_dict=False)
+        return found.movedim(1, -1)
+
+    @property
+    def checkpoint_blocks(self) -> bool:
+        return bool(self.unet.is_gradient_checkpointing)
+
+    @checkpoint_blocks.setter
+    def checkpoint_blocks(self, value: bool) -> None:
+        if value:
+            self.unet.enable_gradient_checkpointing()
+        else:
+            self.unet.disable_gradient_checkpointing()
+
+    def compile_whole(self, *, graphs: bool) -> None:
+        # Its forward rather than the module, which would be a second name for every weight.
+        self._compiled = torch.compile(self.unet.forward, dynamic=False)
+
+
+def choose_unet(start: Path | None, *, grid: tuple[int, ...], **sizes: Any) -> UNetShape:
+    """Of the recipe's sizes, or of the folder it starts from; refused where that does not fit the samples."""
+    if len(grid) != 2:
+        raise UsageError("model.backbone: unet is for pictures and mel spectrograms; for other samples say dit")
+    config = read_unet_config(start) if start is not None else None
+    shape = UNetShape(grid=(grid[0], grid[1]), config=config, **sizes)
+    unet_config(shape)
+    return shape
+
+
+def unet_config(shape: UNetShape) -> dict[str, Any]:
+    """What diffusers' class is built with, `_class_name` among it; refused where it does not fit the samples."""
+    config = _own_config(shape) if shape.config is None else _given_config(shape)
+    halvings = len(config["block_out_channels"]) - 1
+    wrong = [side for side in shape.grid if side % 2**halvings]
+    if wrong:
+        most = min(_halvings(side) for side in shape.grid) + 1
+        key = "stages" if shape.config is None else "from"
+        raise UsageError(
+            f"model.{key}: {halvings + 1} stages halve the sides {halvings} times, and {wrong[0]} (of "
+            f"{shape.grid[0]} x {shape.grid[1]}) cannot be; at most {most} stages fit"
+        )
+    return config
+
+
+def vector_size(shape: UNetShape) -> int:
+    """Width of the vector that is added to the embedded time."""
+    config = unet_config(shape)
+    return int(config.get("time_embedding_dim") or 4 * config["block_out_channels"][0])
+
+
+def unet_folder(folder: Path) -> Path | None:
+    """Where in a folder a diffusers UNet lies: itself, or as a part of a pipeline."""
+    return next((place for place in (folder, folder / "unet") if class_of(place) in (PLAIN, WITH_TEXT)), None)
+
+
+def read_unet_config(folder: Path) -> str:
+    """The JSON of a folder's own configuration, for `UNetShape.config`."""
+    found = unet_folder(folder)
+    if found is None:
+        raise UsageError(
+            f"model.from: {folder} holds no diffusers UNet; expected config.json of a {PLAIN} or {WITH_TEXT}"
+        )
+    return json.dumps(read_config(found), sort_keys=True)
+
+
+def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """As our other convolutions begin, with a last one of zeros: the first prediction is 0."""
+    if name.endswith("conv_out.weight"):
+        return np.zeros(shape, np.float32)
+    # Up and down, a stage adds to its stream a few times only; between stages a norm and a new width begin another.
+    return initial_convolution(name, shape, seed, residual_layers=4)
+
+
+def _own_config(shape: UNetShape) -> dict[str, Any]:
+    widths = [shape.hidden_size * min(2**i, WIDEST) for i in range(shape.stages)]
+    attends = [
+        i > 0 and (max(shape.grid) / 2**i <= ATTENTION_SIDE or i == shape.stages - 1) for i in range(shape.stages)
+    ]
+    first = next((width for width, has in zip(widths, attends, strict=True) if has), widths[-1])
+    if first % shape.num_heads:
+        raise UsageError(
+            f"model.num_heads: {shape.num_heads} does not divide {first}, the channels of the first stage with attention"
+        )
+    head = first // shape.num_heads
+    text = shape.context_size is not None
+    kind = "CrossAttn" if text else "Attn"
+    down = [f"{kind}DownBlock2D" if has else "DownBlock2D" for has in attends]
+    up = [f"{kind}UpBlock2D" if has else "UpBlock2D" for has in reversed(attends)]
+    config: dict[str, Any] = {
+        "_class_name": WITH_TEXT if text else PLAIN,
+        "in_channels": shape.channels,
+        "out_channels": shape.channels,
+        "block_out_channels": widths,
+        "down_block_types": down,
+        "up_block_types": up,
+        "layers_per_block": shape.num_layers,
+        "norm_num_groups": max(n for n in range(1, MOST_GROUPS + 1) if shape.hidden_size % n == 0),
+        **_sample(shape),
+    }
+    if text:
+        # With text diffusers takes this for the number of heads of each stage, without for the size of a head.
+        heads = [max(1, width // head) for width in widths]
+        return config | {"cross_attention_dim": shape.context_size, "attention_head_dim": heads}
+    return config | {"attention_head_dim": head}
+
+
+def _given_config(shape: UNetShape) -> dict[str, Any]:
+    """A folder's configuration, refused where its model takes other inputs than ours has."""
+    assert shape.config is not None
+    config: dict[str, Any] = json.loads(shape.config)
+    text = config["_class_name"] == WITH_TEXT
+    given = next((key for key in UNSUPPORTED if config.get(key) is not None), None)
+    channels = (config.get("in_channels", 4 if text else 3), config.get("out_channels", 4 if text else 3))
+    if given is not None:
+        raise UsageError(f"model.from: that UNet has {given} {config[given]!r}, which is not supported")
+    if config.get("time_embedding_type", "positional") != "positional":
+        raise UsageError(
+            f"model.from: that UNet has time_embedding_type {config['time_embedding_type']}, not supported"
+        )
+    if config.get("class_embed_type") not in (None, "identity"):
+        raise UsageError(f"model.from: that UNet has class_embed_type {config['class_embed_type']!r}, not supported")
+    if channels != (shape.channels, shape.channels):
+        raise UsageError(
+            f"model.from: that UNet takes {channels[0]} channels and gives {channels[1]}; here are {shape.channels}"
+        )
+    if text != (shape.context_size is not None):
+        takes = "text" if text else "none, class or vector"
+        raise UsageError(f"model.condition: the UNet of model.from is a {config['_class_name']}; it takes {takes}")
+    width = config.get("cross_attention_dim", 1280)
+    if text and width != shape.context_size:
+        raise UsageError(
+            f"model.text: its tokens have width {shape.context_size}; the UNet of model.from takes {width}"
+        )
+    return config | _sample(shape)
+
+
+def _sample(shape: UNetShape) -> dict[str, Any]:
+    """What the samples decide. diffusers' pipelines draw noise of the size that stands here."""
+    height, width = shape.grid
+    size = height if height == width else [height, width]
+    return {"sample_size": size, "class_embed_type": "identity" if shape.has_vector else None}
+
+
+def _build(config: dict[str, Any]) -> Any:
+    try:
+        import diffusers
+    except ImportError as error:
+        raise EnvironmentProblem("model.backbone: unet needs diffusers; pip install 'bottega[hub]'") from error
+    kind = getattr(diffusers, config["_class_name"])
+    options = {name: value for name, value in config.items() if not name.startswith("_")}
+    known = inspect.signature(kind.__init__).parameters
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise UsageError(
+            f"model.from: that UNet has {unknown[0]}, which diffusers {diffusers.__version__} does not know; update it"
+        )
+    return kind(**options)
+
+
+def _halvings(side: int) -> int:
+    return (side & -side).bit_length() - 1

@@ -1,0 +1,267 @@
+"""One process's part in one training: everything between a recipe and the end of its run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bottega import environment, resume
+from bottega.branches.branch import Branch
+from bottega.callbacks.console import Console
+from bottega.compose import (
+    build_engine,
+    build_loader,
+    cadences,
+    check_metrics,
+    plan_rates,
+    prepare,
+    total_steps,
+    validation_batches,
+    watchers,
+)
+from bottega.core import checkpoint
+from bottega.core.callback import Callback, Progress
+from bottega.core.errors import CheckpointError, PeerLost
+from bottega.core.loop import Fit, Goal
+from bottega.core.rundir import RunDirectory, read_metrics
+from bottega.core.saver import Saver, explain, preflight
+from bottega.data.loader import Loader
+from bottega.schema.load import to_yaml
+from bottega.schema.recipe import Recipe
+
+if TYPE_CHECKING:
+    from bottega.engines.torch import TorchEngine
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `bottega.train` gives back."""
+
+    path: Path
+    step: int
+    metrics: dict[str, float]
+    """The last evaluation, or the last training step where there was none."""
+
+    def history(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl."""
+        return read_metrics(RunDirectory(self.path).metrics)
+
+
+class Session:
+    """One process's part in one training."""
+
+    def __init__(
+        self, recipe: Recipe, directory: RunDirectory, *, quiet: bool, resume_from: Path | None, allow: bool
+    ) -> None:
+        self.recipe, self.directory, self.resume_from, self.allow = recipe, directory, resume_from, allow
+        is_main = int(os.environ.get("RANK", 0)) == 0
+        level = recipe.logging.level
+        self.console = Console(
+            unit="samples",
+            log=directory.log if is_main else None,
+            quiet=quiet or level in ("WARNING", "ERROR"),
+            warnings=not quiet and level != "ERROR",
+        )
+
+    def run(self) -> Run:
+        recipe, directory, console = self.recipe, self.directory, self.console
+        is_main = int(os.environ.get("RANK", 0)) == 0  # the others might look before --fresh has set the old run aside
+        changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
+        branch = prepare(recipe, console)
+        console.unit = branch.unit
+        engine: TorchEngine | None = None
+        try:
+            engine = build_engine(recipe, branch)
+            return self._run(branch, engine, changes)
+        except RuntimeError as error:
+            from bottega.engines.ranks import is_lost_peer
+
+            world = int(os.environ.get("WORLD_SIZE", 1))
+            if world > 1 and is_lost_peer(error):
+                rank = os.environ.get("RANK")
+                raise PeerLost(f"rank {rank} of {world} lost another rank; start the same command again") from error
+            raise
+        finally:
+            if engine is not None:
+                engine.close()
+
+    def _run(self, branch: Branch, engine: TorchEngine, changes: list[str]) -> Run:
+        recipe, directory, console = self.recipe, self.directory, self.console
+        validation = branch.validation()
+        check_metrics(recipe, branch, has_validation=validation is not None)
+        loader = build_loader(recipe, branch.training(), engine, branch.order)
+        total = total_steps(recipe, loader)
+        plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
+        fingerprint = environment.fingerprint(str(engine.device), engine.world, branch.fingerprint)
+        found, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
+        if not engine.same(f"{progress.step} {branch.fingerprint}"):
+            raise CheckpointError(
+                f"rank {engine.rank} would go on from step {progress.step}, and another rank from elsewhere or with other "
+                f"data; {directory.path} and the data must be the same files for all ranks"
+            )
+        for change in changes:
+            console.say(change)
+        if engine.rank == 0:
+            self._write_down(branch, engine, progress)
+        for note in branch.notes:
+            console.say(note)
+        self._introduce(branch, engine, progress)
+
+        def announce(p: Progress, folder: Path) -> None:
+            for callback in callbacks:
+                callback.after_save(p, folder)
+
+        saver = Saver(
+            directory.checkpoints,
+            keep=recipe.checkpoint.keep,
+            fingerprint=fingerprint,
+            announce=announce,
+            warn=console.warn,
+        )
+        saver.resumed_from = found
+        callbacks = watchers(recipe, directory, console, is_main=engine.rank == 0)
+        fit = Fit(
+            engine=engine,
+            batches=loader,
+            progress=progress,
+            every=cadences(recipe, total, loader, has_validation=validation is not None),
+            goal=Goal(recipe.evaluation.metric, recipe.evaluation.mode == "max"),
+            validation=validation_batches(recipe, validation, loader) if validation is not None else None,
+            summarise=branch.summarise,
+            sample=lambda p: self._sample(branch, engine, p),
+            saver=saver,
+            callbacks=callbacks,
+            recover=self._recovery(engine, loader, saver),
+        )
+        began = time.monotonic()
+        last = _Last()
+        fit.callbacks = [*callbacks, last]
+        fit.run()
+        if progress.stop:
+            console.say(f"stopped early: {progress.stop}")
+        self._farewell(progress, time.monotonic() - began)
+        return Run(directory.path, progress.step, last.metrics or _last_metrics(directory))
+
+    def _start(
+        self, engine: TorchEngine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]
+    ) -> tuple[Path | None, Progress]:
+        """Fresh, or where the newest good checkpoint stood; and that checkpoint."""
+        if engine.rank == 0:
+            checkpoint.sweep(self.directory.checkpoints)
+        engine.agree(False)  # nobody looks at checkpoints before they are in order
+        found = resume.find(self.directory, self.resume_from, self.console.warn)
+        if found is None:
+            return None, Progress(total=total)
+        path, manifest = found
+        resume.check_data_unchanged(manifest, fingerprint, allow=self.allow, say=self.console.warn)
+        progress = resume.progress_at(path, loader=loader, total=total, say=self.console.say)
+        engine.load(path)
+        engine.skip_steps = frozenset(progress.skip_steps)
+        if engine.training.micro_batch_size == "auto":
+            engine.micro_batch_size = progress.micro_batch_size
+        done = " (already finished)" if progress.step >= total else ""
+        self.console.say(f"resumed {path} at step {progress.step} of {total}{done}")
+        return path, progress
+
+    def _write_down(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:
+        """What this run is, before its first step."""
+        directory = self.directory
+        directory.truncate_metrics(progress)
+        directory.write(directory.recipe, to_yaml(self.recipe))
+        facts = environment.describe(str(engine.device), engine.world)
+        directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
+        directory.checkpoints.mkdir(exist_ok=True)
+        try:
+            branch.save_codec(directory.codec)
+        except OSError as error:
+            raise explain(error, directory.codec) from None
+        copies = 3 if self.recipe.training.ema is None else 4  # the weights, two moments of each, and their average
+        preflight(directory.checkpoints, size=copies * _bytes(engine), keep=self.recipe.checkpoint.keep)
+
+    def _introduce(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:
+        parameters = sum(p.numel() for p in engine.model.parameters())
+        precision = str(engine.precision).removeprefix("torch.")
+        self.console.say(
+            f"{self.directory.path}: {self.recipe.task}, {parameters:,} parameters, {engine.device} {precision}, "
+            f"{engine.world} process{'es' if engine.world > 1 else ''}, {progress.total} steps"
+        )
+
+    def _sample(self, branch: Branch, engine: TorchEngine, progress: Progress) -> Path:
+        folder = self.directory.samples / f"step-{progress.step:08d}"
+        if engine.rank == 0:
+            try:
+                with engine.sampling() as models:
+                    branch.sample(models, folder, device=engine.device)
+            except OSError as error:
+                self.console.warn(f"no samples in {folder}: {error.strerror}; training goes on without them")
+        return folder
+
+    def _recovery(self, engine: TorchEngine, loader: Loader, saver: Saver) -> Any:
+        from bottega.engines.nonfinite import Recovery
+
+        return Recovery(
+            engine=engine,
+            loader=loader,
+            saver=saver,
+            policy=self.recipe.training.on_nonfinite,
+            folder=self.directory.path / "nonfinite",
+            warn=self.console.warn,
+        )
+
+    def _farewell(self, progress: Progress, seconds: float) -> None:
+        """The end of the story: a sample to look at, where everything is, and what to try next."""
+        console, path = self.console, self.directory.path
+        newest = max(self.directory.samples.glob("step-*/00.txt"), default=None)
+        if newest is not None:
+            console.say(f"\na sample ({newest}):\n", style="bold")
+            console.say(newest.read_text(encoding="utf-8").strip())
+        best = (
+            f", best {self.recipe.evaluation.metric} {progress.best:.4f} at step {progress.best_step}"
+            if progress.best_step
+            else ""
+        )
+        console.say(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
+        console.say(
+            f"next:  bottega generate {path}{_prompt(self.recipe)}\n"
+            f"       bottega evaluate {path}\n"
+            f"       bottega export {path}"
+        )
+
+
+class _Last(Callback):
+    """Remembers what `train` returns: the last evaluation, else the last step."""
+
+    name = "last"
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self._evaluated = False
+
+    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
+        if not self._evaluated:
+            self.metrics = dict(metrics)
+
+    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
+        self.metrics, self._evaluated = dict(metrics), True
+
+
+def _prompt(recipe: Recipe) -> str:
+    """What the run's own samples start from, as an example to type."""
+    first = next(iter(getattr(recipe.samples, "prompts", ())), "")
+    return f" --prompt {shlex.quote(first)}" if first.strip() else ""
+
+
+def _bytes(engine: TorchEngine) -> int:
+    return sum(p.numel() * p.element_size() for p in engine.model.parameters())
+
+
+def _last_metrics(directory: RunDirectory) -> dict[str, float]:
+    rows = read_metrics(directory.metrics)
+    chosen = next((r for r in reversed(rows) if r.get("kind") == "eval"), rows[-1] if rows else {})
+    return {k: v for k, v in chosen.items() if isinstance(v, float)}

@@ -1,0 +1,79 @@
+"""Where things move in a video: the velocity at which later frames agree with earlier ones and not the other way round.
+
+F: frames, H W: size of a frame, C: channels, K: how many frames apart are compared.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+DIRECTIONS = ("left", "right", "up", "down")
+
+APART = 4
+"""Frames compared: further apart, half a pixel a frame is a clear shift; much further, the object has left or turned."""
+STEP = 0.25
+"""Pixels a frame between the velocities tried."""
+FASTEST = 0.25
+"""Of a frame's side in one frame: beyond, an object is seen too few times to tell."""
+CLEAR = 0.05
+"""Of the video's energy that agrees one way only. A blob that moves in noise of a tenth of its brightness has 0.1."""
+DEVIATIONS = 5
+"""Of what noise alone would have; the best of the thousand velocities tried on it lies at 3 to 4."""
+
+
+def direction(video: np.ndarray) -> str:
+    """left, right, up or down for a video [F, H, W] or [F, H, W, C], by the larger part of its velocity; else none."""
+    assert video.ndim in (3, 4), "a video is [frames, height, width] or [frames, height, width, channels]"
+    if len(video) < 2 or not np.isfinite(video).all():
+        return "none"
+    moving = video.astype(np.float64).reshape(*video.shape[:3], -1)
+    # The colour of the background, which would otherwise end in a step at the border of each frame.
+    agreement = _agreement(moving - np.median(moving, axis=(0, 1, 2)))
+    downs, rights = (_speeds(side) for side in video.shape[1:3])
+    scores = np.zeros((len(downs), len(rights)))
+    for apart, shifts in enumerate(agreement, 1):
+        scores += _between(shifts, apart * downs, apart * rights) / len(agreement)
+    noise = math.sqrt(2 / (video.size * len(agreement)))
+    if scores.max() < max(CLEAR, DEVIATIONS * noise):
+        return "none"
+    i, j = np.unravel_index(scores.argmax(), scores.shape)
+    if abs(rights[j]) >= abs(downs[i]):
+        return "right" if rights[j] > 0 else "left"
+    return "down" if downs[i] > 0 else "up"
+
+
+def _agreement(video: np.ndarray) -> np.ndarray:
+    """[K, 2 H, 2 W]: how much better frames 1 to K apart correlate at a shift than at its opposite, in video energies.
+
+    What stands still correlates alike at both, however bright it is, so the difference is left to what moves. Frames
+    are padded to twice their size: what leaves on one side does not meet what is on the other.
+    """
+    size = (2 * video.shape[1], 2 * video.shape[2])
+    spectra = np.fft.rfft2(video, size, axes=(1, 2))
+    apart = range(1, min(APART, len(video) - 1) + 1)
+    products = np.stack([(np.conj(spectra[:-k]) * spectra[k:]).sum(-1).mean(0) for k in apart])
+    # The opposite shift is the conjugate of a spectrum, so twice the imaginary part is the difference.
+    energy = (video**2).sum() / len(video)
+    return np.fft.irfft2(2j * products.imag, size) / (energy if energy > 0 else 1)
+
+
+def _speeds(side: int) -> np.ndarray:
+    steps = max(1, math.floor(side * FASTEST / STEP))
+    return STEP * np.arange(-steps, steps + 1)
+
+
+def _between(shifts: np.ndarray, downs: np.ndarray, rights: np.ndarray) -> np.ndarray:
+    """Values at fractions of a pixel, bilinear; 0 where the frames no longer meet. Negative shifts stand at the end."""
+    rows, columns = shifts.shape
+    top, left = np.floor(downs).astype(int), np.floor(rights).astype(int)
+    part, along = (downs - top)[:, None], (rights - left)[None, :]
+    meet = (np.abs(downs) < rows // 2)[:, None] & (np.abs(rights) < columns // 2)[None, :]
+
+    def at(i: int, j: int) -> np.ndarray:
+        return shifts[((top + i) % rows)[:, None], ((left + j) % columns)[None, :]]
+
+    upper = (1 - along) * at(0, 0) + along * at(0, 1)
+    lower = (1 - along) * at(1, 0) + along * at(1, 1)
+    return meet * ((1 - part) * upper + part * lower)

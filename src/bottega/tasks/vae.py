@@ -1,0 +1,109 @@
+"""Reconstruction through latents: data to a small continuous grid and back, with a pull towards a unit normal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from bottega.core.errors import UsageError
+from bottega.core.noise import Noise
+from bottega.core.task import Task
+from bottega.core.types import Batch, Loss, Models
+from bottega.models.vae import Autoencoder, load_autoencoder
+from bottega.schema.vae import AutoencoderShape
+
+Distance = Literal["l1", "l2"]
+
+
+class Reconstruction(Task):
+    """A batch holds `key` [b, *grid, C]. Optional: `weight` [b], where 0 marks a padding row that counts nowhere."""
+
+    key: str
+    """The field with the data, such as image, mel or video."""
+    shape: AutoencoderShape
+    kl_weight: float = Field(default=1e-6, ge=0.0)
+    """The weight of the divergence, in nats for each value of the data: that of latent diffusion, which has both the
+    error and the divergence as sums."""
+    distance: Distance = "l1"
+    value_range: float = Field(default=2.0, gt=0.0)
+    """The largest value of the data less the smallest: what PSNR is relative to."""
+    pretrained: str | None = None
+    """A folder of a saved autoencoder whose weights the training starts from."""
+
+    def build(self, seed: int) -> dict[str, Any]:
+        if self.pretrained is not None:
+            return {"model": self._started(self.pretrained)}
+        # Without memory first: torch's own initial values would be drawn only to be overwritten.
+        with torch.device("meta"):
+            model = Autoencoder(self.shape)
+        model.to_empty(device="cpu")
+        model.initialise(seed)
+        return {"model": model}
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        return dict.fromkeys(("loss", "kl"), num_examples(batch, self.key))
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        x = batch[self.key]
+        noise = rng.normal("latent", self.shape.latent_shape(x.shape[1:-1]))
+        found, mean, log_variance = models["model"](x, noise)
+        kept = examples(batch, x)
+        error = (errors(found, x, self.distance) * kept).sum()
+        divergence = 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance).flatten(1).sum(1)
+        kl = (divergence / x[0].numel() * kept).sum()
+        squared = (errors(found.detach(), x, "l2") * kept).sum()
+        size = kept.sum()
+        return Loss(
+            terms={"loss": (error, 1.0), "kl": (kl, self.kl_weight)},
+            metrics={"mse": (squared, size), "kl": (kl.detach(), size)},
+        )
+
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What people read off the means."""
+        return with_psnr(metrics, self.value_range)
+
+    def _started(self, folder: str) -> Autoencoder:
+        model = load_autoencoder(folder)
+        asked, found = _architecture(self.shape), _architecture(model.shape)
+        for name, value in asked.items():
+            if value != found[name]:
+                raise UsageError(f"model.from: {folder} has {name} {found[name]}, the recipe asks for {value}")
+        return model
+
+
+def _architecture(shape: AutoencoderShape) -> dict[str, Any]:
+    """What two models must have in common; the factors are advice for those who use the latents."""
+    fields = shape.model_dump(exclude={"norm_groups", "scaling_factor", "shift_factor"})
+    return {**fields, "groups": shape.groups}
+
+
+def num_examples(batch: Batch, key: str) -> float:
+    """Of a host batch, those that count."""
+    return float((np.asarray(batch["weight"]) > 0).sum()) if "weight" in batch else float(len(batch[key]))
+
+
+def examples(batch: Batch, x: Tensor) -> Tensor:
+    """float32 [b]: 1 for a row that counts, else 0."""
+    if "weight" in batch:
+        return (batch["weight"] > 0).float()
+    return torch.ones(len(x), device=x.device)
+
+
+def errors(found: Tensor, x: Tensor, distance: Distance) -> Tensor:
+    """The mean over the values of each example, [b]."""
+    difference = found.float() - x.float()
+    return (difference.abs() if distance == "l1" else difference.square()).flatten(1).mean(1)
+
+
+def with_psnr(metrics: Mapping[str, float], value_range: float) -> dict[str, float]:
+    """Adds the PSNR of the mean squared error over all data, which is below the mean of the PSNR of each example."""
+    if "mse" not in metrics:
+        return dict(metrics)
+    mse = metrics["mse"]
+    return {**metrics, "psnr": 10.0 * math.log10(value_range**2 / mse) if mse > 0 else math.inf}

@@ -1,0 +1,166 @@
+"""Samples of every medium in TensorBoard and Weights & Biases, as the files have them."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+import wave
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.callbacks.tensorboard import MOST, TensorBoard, media
+from bottega.callbacks.wandb import WandB
+from bottega.core.callback import Progress
+
+
+def png(width: int = 3, height: int = 2) -> bytes:
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\x00\x00\x00"
+    return b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\x0dIHDR" + header + b"the rest"
+
+
+def gif(width: int = 300, height: int = 200) -> bytes:
+    return b"GIF89a" + width.to_bytes(2, "little") + height.to_bytes(2, "little") + b"the rest"
+
+
+def wav(frames: int = 80) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setparams((1, 2, 8000, frames, "NONE", ""))
+        out.writeframes(b"\x01\x02" * frames)
+    return file.getvalue()
+
+
+def filled(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def shown(events: Path, folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(events, pytest.fail)
+    board.start(Progress())
+    board.after_sample(Progress(step=7), folder)
+    board.finish(Progress(), None)
+    read = EventAccumulator(str(events), size_guidance={"images": 0, "audio": 0})
+    read.Reload()
+    return read
+
+
+def test_a_sheet_is_shown_in_place_of_single_files(tmp_path: Path) -> None:
+    files = {f"{number:02d}{suffix}": b"" for number in range(20) for suffix in (".png", ".wav")}
+    folder = filled(tmp_path / "a", {**files, ".tmp-1-a.png": b""})
+    assert [path.name for path in media(folder, ".png")] == [f"{number:02d}.png" for number in range(MOST)]
+    assert len(media(folder, ".wav")) == MOST
+    (folder / "spectrograms.png").touch()
+    assert [path.name for path in media(folder, ".png")] == ["spectrograms.png"]
+    assert media(tmp_path / "nothing", ".png") == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_has_the_files_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)  # nothing is decoded
+    files = {"00.png": png(1, 1), "sheet.png": png(), "sheet.gif": gif(), "00.wav": wav(80), "01.wav": wav(40)}
+    read = shown(tmp_path / "events", filled(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
+    assert sorted(read.Tags()["images"]) == ["samples/sheet.gif", "samples/sheet.png"]
+    assert sorted(read.Tags()["audio"]) == ["samples/00.wav", "samples/01.wav"]
+    assert read.Tags()["tensors"] == ["samples/00/text_summary"]
+    for name, size in (("sheet.png", (3, 2)), ("sheet.gif", (300, 200))):
+        [image] = read.Images(f"samples/{name}")
+        assert (image.step, image.width, image.height) == (7, *size)
+        assert image.encoded_image_string == files[name]
+    [sound] = read.Audio("samples/01.wav")
+    assert (sound.step, sound.sample_rate, sound.length_frames) == (7, 8000, 40)
+    assert sound.encoded_audio_string == files["01.wav"]
+    assert sound.content_type == "audio/wav"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
+    files = {"00.png": b"", "01.png": b"no picture", "00.wav": b"RIFF", "01.wav": wav()[:30], "02.wav": wav()}
+    read = shown(tmp_path / "events", filled(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
+    assert read.Tags()["images"] == []
+    assert read.Tags()["audio"] == ["samples/02.wav"]
+    assert read.Tags()["tensors"] == ["samples/00/text_summary"]
+
+
+def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+    class Full:
+        def add_summary(self, *_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    said: list[str] = []
+    board = TensorBoard(tmp_path, said.append)
+    board._writer = types.SimpleNamespace(file_writer=Full())
+    for step in (1, 2):
+        board.after_sample(Progress(step=step), filled(tmp_path / str(step), {"00.png": png()}))
+    assert len(said) == 1
+    assert "No space left on device; training goes on" in said[0]
+
+
+class Service:
+    """As much of the wandb package as samples take: what they are made with is kept as (kind, file, options)."""
+
+    def __init__(self, *, broken: str = "") -> None:
+        self.broken, self.rows, self.id = broken, [], "abc"
+        self.Settings = dict
+
+    def init(self, **_: Any) -> Service:
+        return self
+
+    def log(self, row: dict[str, Any], *, step: int) -> None:
+        if self.broken == "log":
+            raise ConnectionError
+        self.rows.append((step, row))
+
+    def __getattr__(self, kind: str) -> Any:
+        def make(path: str, **options: str) -> tuple[str, str, dict[str, str]]:
+            if self.broken == kind:
+                raise ValueError("no Pillow")
+            return kind, Path(path).name, options
+
+        return make
+
+
+def tracked(monkeypatch: pytest.MonkeyPatch, service: Service, folder: Path, said: list[str]) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", service)  # type: ignore[arg-type]
+    watcher = WandB(folder=folder, project="p", options={}, config={}, warn=said.append)
+    watcher.after_sample(Progress(step=1), folder)  # not started: nothing to tell
+    watcher.start(Progress())
+    watcher.after_sample(Progress(step=7), folder)
+
+
+FILES = {"00.png": png(), "sheet.png": png(), "sheet.gif": gif(), "00.wav": wav(), "00.txt": b"words"}
+
+
+def test_wandb_is_told_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, said = Service(), []
+    tracked(monkeypatch, service, filled(tmp_path / "samples", FILES), said)
+    expected = {
+        "samples/sheet.png": ("Image", "sheet.png", {}),
+        "samples/sheet.gif": ("Video", "sheet.gif", {"format": "gif"}),
+        "samples/00.wav": ("Audio", "00.wav", {}),
+    }
+    assert service.rows == [(7, expected)]
+    tracked(monkeypatch, service, filled(tmp_path / "words", {"00.txt": b"words"}), said)
+    assert len(service.rows) == 1
+    assert said == []
+
+
+def test_wandb_without_pillow_still_has_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, said = Service(broken="Image"), []
+    tracked(monkeypatch, service, filled(tmp_path / "samples", FILES), said)
+    assert sorted(service.rows[0][1]) == ["samples/00.wav", "samples/sheet.gif"]
+    assert said == []
+
+
+def test_wandb_that_is_down_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    tracked(monkeypatch, Service(broken="log"), filled(tmp_path / "samples", FILES), said)
+    assert len(said) == 1
+    assert "training goes on" in said[0]

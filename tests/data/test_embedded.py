@@ -1,0 +1,211 @@
+"""Data that come with the program: what they are by their sources and by measuring them, and that a recipe reads them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from bottega.core.errors import UsageError
+from bottega.core.noise import generator
+from bottega.data.embedded import NAMES, Medium, digits, materialise, moving, tones
+from bottega.data.prepare.media import prepare_media, prepare_vectors
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.samples import media_samples
+from bottega.schema import media
+from bottega.schema.data import HeldOut, Replay, Source
+from bottega.schema.routing import RoutingData
+
+SORTED = ("down", "left", "right", "up")
+EMBEDDED = Source(kind="embedded")
+TENTH = HeldOut(split=0.1)
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """No bar."""
+
+
+def recipe(medium: str, **data: Any) -> media.MediaRecipe:
+    data = {"train": EMBEDDED, "validation": TENTH, **data}
+    if medium == "audio":
+        return media.AudioRecipe(data=media.AudioData(**data))
+    if medium == "video":
+        return media.VideoRecipe(data=media.VideoData(**{"num_frames": 8, "channels": 1, **data}))
+    return media.ImageRecipe(data=media.ImageData(**data))
+
+
+def prepared(medium: str, cache: Path, **data: Any) -> Prepared:
+    return prepare_media(recipe(medium, **data), progress=quiet, cache=cache)
+
+
+def written(medium: Medium) -> dict[str, np.ndarray]:
+    return {file.stem: np.load(file) for file in materialise(medium).iterdir()}
+
+
+@pytest.fixture(scope="module")
+def sounds() -> dict[str, np.ndarray]:
+    return written("audio")
+
+
+@pytest.fixture(scope="module")
+def clips() -> dict[str, np.ndarray]:
+    return written("video")
+
+
+def test_the_digits_are_those_of_scikit_learn() -> None:
+    datasets = pytest.importorskip("sklearn.datasets")
+    theirs = datasets.load_digits()
+    pixels, labels = digits.digits()
+    assert pixels.shape == (1797, 8, 8)
+    np.testing.assert_array_equal(labels, theirs.target)
+    np.testing.assert_array_equal(pixels, np.rint(theirs.images * 255 / 16))
+    np.testing.assert_array_equal(np.rint(pixels * (16 / 255)), theirs.images)
+
+
+@pytest.mark.parametrize("medium", get_args(Medium))
+def test_what_is_written_is_the_same_everywhere(medium: Medium) -> None:
+    """The name holds the hash of the content: another one of either means another name."""
+    folder = materialise(medium)
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    assert NAMES[medium] == f"{folder.name}-{digest.hexdigest()[:16]}"
+    assert folder.parent.name == NAMES[medium]
+
+
+@pytest.mark.parametrize("medium", get_args(Medium))
+def test_a_fingerprint_knows_no_paths(
+    medium: Medium, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = prepared(medium, tmp_path / "a")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    there = prepared(medium, tmp_path / "b")
+    assert (tmp_path / "elsewhere/bottega/embedded").is_dir()
+    assert here.fingerprint == there.fingerprint
+    assert here.meta == there.meta
+
+
+@pytest.mark.parametrize(
+    ("medium", "shape", "rows", "names"),
+    [
+        ("image", (8, 8, 1), (1618, 179), list("0123456789")),
+        ("audio", (8064,), (1755, 195), sorted(tones.NOTES)),
+        ("video", (8, 16, 16, 1), (3600, 400), [f"digit={n} direction={d}" for n in range(10) for d in SORTED]),
+    ],
+)
+def test_a_recipe_reads_them_with_classes(
+    medium: Medium, shape: tuple[int, ...], rows: tuple[int, int], names: list[str], tmp_path: Path
+) -> None:
+    ready = prepared(medium, tmp_path)
+    assert list(ready.classes.names) == names
+    assert (ready.meta["bad"], ready.meta["dropped"]) == (0, {})
+    for table, count in zip(("train", "validation"), rows, strict=True):
+        source = media_samples(recipe(medium), ready, table, is_training=False)
+        assert len(source) == count
+        index = np.arange(count)
+        batch = source.rows(index, np.zeros(count, dtype=int))
+        assert batch[medium].shape == (count, *shape)
+        assert set(batch["label"].tolist()) == set(range(len(names)))
+        np.testing.assert_array_equal(batch["condition"].argmax(1), batch["label"])
+    assert batch.get("sample_rate", 8000) == 8000
+    assert batch.get("fps", 8) == 8
+
+
+@pytest.mark.parametrize("medium", get_args(Medium))
+def test_no_two_are_alike(medium: Medium) -> None:
+    """Else one could stand on both sides of a split."""
+    values = written(medium)[medium]
+    assert len(np.unique(values.reshape(len(values), -1), axis=0)) == len(values)
+
+
+@pytest.mark.parametrize("part", ["sources", "validation", "test", "replay"])
+def test_every_source_of_a_recipe_may_be_embedded(part: str, tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "own.npz", image=np.arange(40 * 64).reshape(40, 8, 8).astype(np.uint8), label=np.arange(40) % 10
+    )
+    own = Source(path=str(tmp_path / "own.npz"))
+    given: dict[str, dict[str, Any]] = {
+        "sources": {"train": Source(), "sources": (own, EMBEDDED), "validation": None},
+        "validation": {"train": own, "validation": HeldOut(kind="embedded")},
+        "test": {"train": own, "test": HeldOut(kind="embedded")},
+        "replay": {"train": own, "replay": Replay(kind="embedded")},
+    }
+    ready = prepared("image", tmp_path / "cache", **given[part])
+    table = {"sources": "train.1"}.get(part, part)
+    assert len(ready.table(table)) == 1797
+    assert ready.table(table).row("key", 5) == "digits:5"
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="synthetic data of this task is not built yet"):
+        prepared("image", tmp_path, train=Source(kind="synthetic"))
+    with pytest.raises(UsageError, match="embedded data of this task is not built yet"):
+        prepare_vectors(RoutingData(train=EMBEDDED), progress=quiet, cache=tmp_path)
+
+
+def test_image_tasks_share_the_digits(tmp_path: Path) -> None:
+    data = media.ImageData(train=EMBEDDED, validation=TENTH)
+    ready = prepare_media(media.ImageVaeRecipe(data=data), progress=quiet, cache=tmp_path)
+    assert [len(ready.table(name)) for name in ("train", "validation")] == [1618, 179]
+
+
+def test_sounds_are_in_tune(sounds: dict[str, np.ndarray]) -> None:
+    """The largest peak near the note, measured to 0.03 Hz; a whole number of samples a period would be 33 cents off."""
+    detuned = tones.pitches(np.array([generator("tones", i).random() for i in range(tones.COUNT)]))
+    semitones = np.arange(tones.COUNT) % 13
+    equal = 440 * 2 ** ((semitones - 9) / 12)
+    np.testing.assert_allclose(1200 * np.log2(detuned / equal), 0, atol=10)
+    assert np.ptp(1200 * np.log2(detuned / equal)) > 19.9
+    np.testing.assert_array_equal(sounds["label"], np.array(tones.NOTES)[semitones])
+
+    some = np.arange(0, tones.COUNT, 7)  # every note, both kinds
+    size = 1 << 18
+    for i in some.tolist():
+        windowed = sounds["audio"][i] / 32768 * np.hanning(tones.NUM_SAMPLES)
+        low, high = (np.array([0.95, 1.05]) * detuned[i] * size / tones.RATE).astype(int)
+        found = (low + np.abs(np.fft.rfft(windowed, size))[low:high].argmax()) * tones.RATE / size
+        assert abs(1200 * np.log2(found / detuned[i])) < 0.5, i
+
+
+def test_sounds_vary_and_fade(sounds: dict[str, np.ndarray]) -> None:
+    audio = sounds["audio"] / 32768
+    peak = np.abs(audio).max(axis=1)
+    assert 0.09 < peak.min() < 0.12
+    assert 0.78 < peak.max() < 0.81
+    assert (audio[:, -1000:].std(axis=1) < 0.5 * audio[:, :1000].std(axis=1)).all()
+    assert np.abs(audio.mean(axis=1)).max() < 1e-3
+
+
+def test_the_sine_is_one() -> None:
+    turns = np.linspace(-3, 3, 10_001)
+    np.testing.assert_allclose(tones._sine(turns), np.sin(2 * np.pi * turns), rtol=0, atol=1e-13)
+
+
+def test_digits_move_as_they_are_called(clips: dict[str, np.ndarray]) -> None:
+    """The centre of a digit goes its way at each frame or rests, 4 to 8 pixels in all, and straight."""
+    video = clips["video"].astype(float)
+    rows, columns = (np.arange(16) @ video.sum(axis).transpose(0, 2, 1) / video.sum((2, 3)) for axis in (3, 2))
+    for direction, (down, right) in moving.DIRECTIONS.items():
+        chosen = np.char.endswith(clips["label"], f" direction={direction}")
+        along, across = (rows, columns) if down else (columns, rows)
+        steps = (down + right) * np.diff(along[chosen], axis=1)
+        assert chosen.sum() == 1000
+        assert set(np.round(steps, 6).ravel().tolist()) == {0.0, 1.0, 2.0}
+        assert set(np.round(steps.sum(1), 6).tolist()) == {4.0, 5.0, 6.0, 7.0, 8.0}
+        assert np.abs(np.diff(across[chosen], axis=1)).max() < 1e-9
+
+
+def test_digits_that_move_are_what_they_are_called(clips: dict[str, np.ndarray]) -> None:
+    """Always in full view: every frame is one of the digits, on black."""
+    pixels, labels = digits.digits()
+    known = {_inked(picture).tobytes(): str(label) for picture, label in zip(pixels, labels, strict=True)}
+    for video, label in zip(clips["video"][::9], clips["label"][::9], strict=True):
+        for frame in video:
+            assert label.startswith(f"digit={known[_inked(frame).tobytes()]} ")
+
+
+def _inked(picture: np.ndarray) -> np.ndarray:
+    return picture[picture.any(1)][:, picture.any(0)]

@@ -1,0 +1,337 @@
+"""What the autoencoder promises: the published model's numbers and names, causal time, and sides that fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.initial_conv import initial_convolution
+from bottega.models.pretrained_vae import WEIGHTS, export_autoencoder, read_autoencoder_shape
+from bottega.models.vae import Autoencoder, load_autoencoder, load_autoencoder_kl
+from bottega.schema.vae import AutoencoderShape, sized_autoencoder, stage_widths
+
+GRIDS = {1: (24,), 2: (16, 24), 3: (5, 8, 12)}
+
+
+def small_shape(**changes: Any) -> AutoencoderShape:
+    fields: dict[str, Any] = {
+        "channels": 3,
+        "latent_channels": 4,
+        "widths": (16, 24, 32),
+        "layers_per_block": 1,
+        "norm_groups": 8,
+    }
+    return AutoencoderShape(**{**fields, **changes})
+
+
+def small_model(*, seed: int = 0, **changes: Any) -> Autoencoder:
+    model = Autoencoder(small_shape(**changes))
+    model.initialise(seed)
+    return model.eval()
+
+
+def some(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def channels_first(x: Tensor) -> Tensor:
+    return x.movedim(-1, 1)
+
+
+@pytest.fixture(scope="module")
+def diffusers() -> Any:
+    return pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+
+PUBLISHED = [{}, {"layers_per_block": 2, "channels": 1}, {"quant_conv": False, "mid_attention": False}]
+
+
+@pytest.mark.parametrize("changes", PUBLISHED)
+@torch.no_grad()
+def test_the_published_model_takes_our_weights_and_gives_our_numbers(diffusers: Any, changes: dict[str, Any]) -> None:
+    ours = small_model(**changes)
+    theirs = diffusers.AutoencoderKL(**ours.diffusers_config(sample_size=16)).eval()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    x = some(2, 16, 24, ours.shape.channels)
+    mean, log_variance = ours.encode(x)
+    posterior = theirs.encode(channels_first(x)).latent_dist
+    torch.testing.assert_close(channels_first(mean), posterior.mean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(channels_first(log_variance), posterior.logvar, atol=1e-5, rtol=1e-5)
+    decoded = theirs.decode(posterior.mean).sample
+    torch.testing.assert_close(channels_first(ours.decode(mean)), decoded, atol=1e-5, rtol=1e-5)
+    assert decoded.std() > 0.1
+
+
+@torch.no_grad()
+def test_a_folder_of_diffusers_opens_and_ours_opens_there(diffusers: Any, tmp_path: Path) -> None:
+    config = small_model().diffusers_config() | {"scaling_factor": 0.5, "shift_factor": 0.1}
+    theirs = diffusers.AutoencoderKL(**config).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_autoencoder_kl(tmp_path / "theirs").eval()
+    assert (ours.shape.scaling_factor, ours.shape.shift_factor) == (0.5, 0.1)
+    x = some(1, 16, 16, 3)
+    mean, _ = ours.encode(x)
+    posterior = theirs.encode(channels_first(x)).latent_dist
+    torch.testing.assert_close(channels_first(mean), posterior.mean, atol=1e-5, rtol=1e-5)
+
+    export_autoencoder(ours.state_dict(), ours.shape, tmp_path / "ours", sample_size=16)
+    again = diffusers.AutoencoderKL.from_pretrained(tmp_path / "ours")
+    assert again.config.scaling_factor == 0.5
+    assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+def test_stable_diffusions_autoencoder_has_its_published_size() -> None:
+    with torch.device("meta"):
+        counted = sum(p.numel() for p in Autoencoder(sized_autoencoder("base", channels=3)).parameters())
+    assert counted == 83_653_863
+    assert stage_widths(128, 8) == (128, 256, 512, 512)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_folder_of_ours_opens_whatever_the_axes(dims: Any, tmp_path: Path) -> None:
+    model = small_model(dims=dims)
+    export_autoencoder(model.state_dict(), model.shape, tmp_path)
+    again = load_autoencoder(tmp_path)
+    assert again.shape.model_dump(exclude={"norm_groups"}) == model.shape.model_dump(exclude={"norm_groups"})
+    assert again.shape.groups == model.shape.groups
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+def test_weights_under_their_names_of_before_2023_open(tmp_path: Path) -> None:
+    model = small_model()
+    old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    export_autoencoder(model.state_dict(), model.shape, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    for name in list(tensors):
+        for new, before in old.items():
+            if f".{new}." in name:
+                value = tensors.pop(name)
+                is_matrix = name.endswith("weight")
+                tensors[name.replace(new, before)] = value[..., None, None].contiguous() if is_matrix else value
+    assert any("proj_attn" in name for name in tensors)
+    save_file(tensors, tmp_path / WEIGHTS)
+    again = load_autoencoder_kl(tmp_path).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+
+
+def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
+    model = small_model()
+    export_autoencoder(model.state_dict(), model.shape, tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "diffusion_pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"diffusion_pytorch_model\.bin is a pickle"):
+        load_autoencoder_kl(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="give the folder of a saved"):
+        load_autoencoder_kl(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_class_name": "VQModel"}, "VQModel is not supported"),
+        ({"act_fn": "relu"}, "act_fn 'relu' is not supported"),
+        ({"down_block_types": ["AttnDownEncoderBlock2D"] * 3}, "AttnDownEncoderBlock2D"),
+        ({"use_post_quant_conv": False}, "use_post_quant_conv"),
+        ({"latents_mean": [0.0] * 4}, "latents_mean"),
+        ({"norm_num_groups": 5}, "norm_num_groups 5 does not divide"),
+        ({"latent_channels": -1}, "is no config of an autoencoder"),
+        ({"block_out_channels": None}, "is no config of an autoencoder"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    model = small_model()
+    export_autoencoder(model.state_dict(), model.shape, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises((UsageError, CheckpointError), match=message) as caught:
+        read_autoencoder_shape(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_config_are_refused(tmp_path: Path) -> None:
+    model = small_model()
+    export_autoencoder(model.state_dict(), model.shape, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes, message in (({"layers_per_block": 2}, "lacks decoder"), ({"latent_channels": 8}, "has shape")):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(CheckpointError, match=message):
+            load_autoencoder(tmp_path)
+    (tmp_path / WEIGHTS).write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_autoencoder(tmp_path)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_latents_are_smaller_and_data_comes_back_in_its_shape(dims: Any) -> None:
+    model, grid = small_model(dims=dims), GRIDS[dims]
+    x = some(2, *grid, 3)
+    shape = model.shape_of(grid)
+    assert shape == (*((5,) if dims == 3 else ()), *(side // 4 for side in grid[dims == 3 :]), 4)
+    noise = some(2, *shape, seed=1)
+    found, mean, log_variance = model(x, noise)
+    assert found.shape == x.shape
+    assert mean.shape == log_variance.shape == noise.shape
+    torch.testing.assert_close(found, model.decode(mean + (log_variance / 2).exp() * noise))
+    assert not torch.allclose(found, model(x, 0 * noise)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize(("times", "frames"), [(1, 5), (2, 7), (4, 9)])
+@torch.no_grad()
+def test_in_causal_time_later_frames_change_nothing_before(times: int, frames: int) -> None:
+    model = small_model(dims=3, causal_time=True, temporal_downsample=times, widths=(16, 16, 16))
+    x = some(1, frames, 8, 8, 3)
+    mean, log_variance = model.encode(x)
+    assert mean.shape[1] == 1 + (frames - 1) // times
+    decoded = model.decode(mean)
+    assert decoded.shape == x.shape
+    for first_changed in range(1, frames):
+        other = x.clone()
+        other[:, first_changed:] = some(1, frames - first_changed, 8, 8, 3, seed=2)
+        # Latent 0 stands for frame 0, latent i for the frames up to times * i.
+        same = 1 + (first_changed - 1) // times
+        for before, after in zip((mean, log_variance), model.encode(other), strict=True):
+            torch.testing.assert_close(after[:, :same], before[:, :same], atol=1e-6, rtol=1e-5)
+            assert not torch.allclose(after[:, same:], before[:, same:], atol=1e-3)
+    for first_changed in range(1, mean.shape[1]):
+        latents = mean.clone()
+        latents[:, first_changed:] += 1
+        same = 1 + (first_changed - 1) * times
+        torch.testing.assert_close(model.decode(latents)[:, :same], decoded[:, :same], atol=1e-6, rtol=1e-5)
+        assert not torch.allclose(model.decode(latents)[:, same], decoded[:, same], atol=1e-3)
+
+
+@torch.no_grad()
+def test_an_image_is_a_causal_video_of_one_frame() -> None:
+    model = small_model(dims=3, causal_time=True, temporal_downsample=4)
+    video = some(1, 9, 8, 8, 3)
+    torch.testing.assert_close(model.encode(video[:, :1])[0], model.encode(video)[0][:, :1], atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_without_causal_time_the_end_is_seen_from_the_start() -> None:
+    model = small_model(dims=3, temporal_downsample=2)
+    x = some(1, 4, 8, 8, 3)
+    other = x.clone()
+    other[:, 1:] += 1
+    assert model.encode(x)[0].shape[1] == 2
+    assert not torch.allclose(model.encode(x)[0][:, :1], model.encode(other)[0][:, :1], atol=1e-3)
+
+
+def test_sides_that_cannot_be_halved_are_named_with_ones_that_can() -> None:
+    model = small_model()
+    with pytest.raises(UsageError, match=r"height 18 \(a multiple of 4, such as 20\)") as caught:
+        model.encode(some(1, 18, 16, 3))
+    assert "width" not in str(caught.value)
+    with pytest.raises(UsageError, match=r"height 0 .* such as 4\), width 3"):
+        model.shape_of((0, 3))
+    with pytest.raises(UsageError, match="over height, width got data with the sides"):
+        model.encode(some(1, 16, 3))
+    video = small_shape(dims=3, causal_time=True, temporal_downsample=4)
+    with pytest.raises(UsageError, match=r"frames 16 \(1 more than a multiple of 4, such as 17\)"):
+        video.latent_grid((16, 8, 8))
+    assert video.latent_grid((17, 8, 8)) == (5, 2, 2)
+
+
+@pytest.mark.parametrize(("widths", "asked", "groups"), [((48, 96), 32, 24), ((6, 9), 32, 3), ((7, 11), 4, 1)])
+def test_group_counts_divide_every_width(widths: tuple[int, ...], asked: int, groups: int) -> None:
+    shape = small_shape(widths=widths, norm_groups=asked)
+    assert shape.groups == groups
+    assert Autoencoder(shape).diffusers_config()["norm_num_groups"] == groups
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"causal_time": True}, "dims 2 has none"),
+        ({"dims": 3, "temporal_downsample": 3}, "power of two up to 4"),
+        ({"dims": 3, "temporal_downsample": 8}, "power of two up to 4"),
+        ({"widths": (16, 0)}, "at least one channel"),
+        ({"widths": ()}, "at least 1 item"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        small_shape(**changes)
+
+
+def test_names_people_mistype() -> None:
+    with pytest.raises(UsageError, match="did you mean 'small'"):
+        sized_autoencoder("smal", channels=3)
+    with pytest.raises(UsageError, match="6 is no power of two"):
+        stage_widths(64, 6)
+    with pytest.raises(UsageError, match="only images have"):
+        small_model(dims=1).diffusers_config()
+
+
+def test_initial_weights_are_a_function_of_seed_and_name_and_keep_the_scale() -> None:
+    with torch.device("meta"):
+        model = Autoencoder(small_shape())
+    model.to_empty(device="cpu")
+    model.initialise(3)
+    other = small_model(seed=3, layers_per_block=1).state_dict()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in model.state_dict().items())
+    assert not torch.equal(small_model(seed=4).state_dict()["encoder.conv_in.weight"], other["encoder.conv_in.weight"])
+    value = initial_convolution("conv_in.weight", (64, 32, 3, 3), 0, residual_layers=4)
+    assert value.std() == pytest.approx(1 / math.sqrt(288), rel=0.03)
+    assert initial_convolution("conv2.weight", (64, 32, 3, 3), 0, residual_layers=4).std() == pytest.approx(
+        value.std() / 2, rel=0.03
+    )
+    found, mean, _ = small_model()(some(2, 16, 24, 3), some(2, 4, 6, 4))
+    assert 0.2 < mean.std() < 2
+    assert 0.2 < found.std() < 2
+
+
+def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bottega.models import resnet
+
+    gradients, calls = [], []
+    original = resnet.checkpoint
+    monkeypatch.setattr(resnet, "checkpoint", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
+    for checkpointed in (False, True):
+        model = small_model().train()
+        model.checkpoint_blocks = checkpointed
+        model(some(2, 8, 8, 3), some(2, 2, 2, 4, seed=1))[0].square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        assert bool(calls) is checkpointed
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@torch.no_grad()
+def test_log_variances_have_the_published_bounds() -> None:
+    model = small_model()
+    for bias, bound in ((100.0, 20.0), (-100.0, -30.0)):
+        model.quant_conv.bias.fill_(bias)  # type: ignore[union-attr, operator]
+        assert (model.encode(some(1, 8, 8, 3))[1] == bound).all()
+
+
+def test_latents_stay_float32_in_half_precision() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, mean, log_variance = small_model()(some(1, 8, 8, 3), some(1, 2, 2, 4))
+    assert mean.dtype == log_variance.dtype == torch.float32
+    assert found.dtype == torch.bfloat16
+
+
+def test_the_last_stages_are_those_that_shrink_time() -> None:
+    """Motion is merged where a place stands for much of the picture already, as the published video models do."""
+    shape = small_shape(dims=3, temporal_downsample=2)
+    assert [shape.strides(stage) for stage in range(3)] == [(1, 2, 2), (2, 2, 2), (1, 1, 1)]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_gradients_lie_in_memory_as_their_weights_do(dims: Any) -> None:
+    """Replicas share one buffer by the strides of the weights, and warn about gradients that differ."""
+    model = small_model(dims=dims, channels=1).train()
+    found, mean, log_variance = model(some(2, *GRIDS[dims], 1), some(2, *model.shape_of(GRIDS[dims])))
+    (found.square().sum() + mean.sum() + log_variance.sum()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride(), name

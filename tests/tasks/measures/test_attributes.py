@@ -1,0 +1,33 @@
+"""Attributes are read off the names of classes only where all classes have them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bottega.tasks.measures.attributes import attributes, conditional_accuracy
+
+NAMES = ["digit=0 direction=left", "digit=0 direction=up", "digit=1 direction=left", "direction=up digit=1"]
+
+
+def test_attributes_of_classes() -> None:
+    assert attributes(NAMES) == {"digit": ["0", "0", "1", "1"], "direction": ["left", "up", "left", "up"]}
+    assert attributes(["pitch=A4"]) == {"pitch": ["A4"]}
+    assert attributes(["sum=a=b", "sum=c"]) == {"sum": ["a=b", "c"]}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[], [""], ["cat", "dog"], ["digit=0", "dog"], ["digit=0", "colour=red"], ["digit=0 digit=1"], ["digit="], ["=3"]],
+)
+def test_other_names_have_none(names: list[str]) -> None:
+    assert attributes(names) == {}
+
+
+def test_accuracy_as_a_whole_and_by_attribute() -> None:
+    predicted, asked = np.array([0, 1, 3, 2, -1]), np.array([0, 0, 2, 2, 3])
+    # Right: 1st and 4th. The digit also of 2nd and 3rd. The last is seen as no class at all.
+    found = conditional_accuracy(predicted, asked, NAMES)
+    assert found == {"conditional_accuracy": 0.4, "digit_accuracy": 0.8, "direction_accuracy": 0.4}
+    assert conditional_accuracy(predicted, asked, ["a", "b", "c", "d"]) == {"conditional_accuracy": 0.4}
+    assert conditional_accuracy(predicted[:0], asked[:0], NAMES) == {}

@@ -1,0 +1,139 @@
+"""The network of the FID: its size and names are those of the published weights, and only safetensors opens."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bottega.core.errors import CheckpointError
+from bottega.core.noise import generator
+from bottega.models.inception import Inception, Mixed, features, load_inception
+
+
+def random_state() -> dict[str, Tensor]:
+    """Weights under which the features stay finite and depend on the picture."""
+    with torch.device("meta"):
+        state = Inception().state_dict()
+    result = {}
+    for name, tensor in state.items():
+        if name.endswith("num_batches_tracked"):
+            continue
+        drawn = torch.from_numpy(generator(0, name).standard_normal(tuple(tensor.shape), dtype="float32"))
+        if name.endswith("conv.weight"):
+            result[name] = drawn * math.sqrt(2 / drawn[0].numel())
+        else:
+            result[name] = 1 + 0.1 * drawn.clamp(-3, 3) if name.endswith(("running_var", "bn.weight")) else 0.1 * drawn
+    return result
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As a converted file of pytorch-fid has them: with the classifier of 1,008 classes."""
+    path = tmp_path_factory.mktemp("inception") / "inception.safetensors"
+    save_file({**random_state(), "fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(weights: Path) -> Inception:
+    return load_inception(weights)
+
+
+def pictures(size: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(generator(1, "pictures", size).uniform(-1, 1, size).astype("float32"))
+
+
+def test_it_has_the_published_number_of_parameters() -> None:
+    """torchvision's 27,161,264 less 3,326,696 of its second classifier and 2,049,000 of its first."""
+    with torch.device("meta"):
+        model = Inception()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 21_785_568
+    names = model.state_dict().keys()
+    for name in (
+        "Conv2d_1a_3x3.conv.weight",
+        "Conv2d_4a_3x3.bn.running_var",
+        "Mixed_5b.branch1x1.conv.weight",
+        "Mixed_5d.branch_pool.bn.bias",
+        "Mixed_6a.branch3x3.conv.weight",
+        "Mixed_6e.branch7x7dbl_5.conv.weight",
+        "Mixed_7a.branch7x7x3_4.bn.weight",
+        "Mixed_7c.branch3x3_2b.conv.weight",
+        "Mixed_7b.branch3x3dbl_3a.conv.weight",
+    ):
+        assert name in names
+    # 94 convolutions, each with a weight and the five tensors of its BatchNorm.
+    assert len(names) == 94 * 6
+
+
+def test_features_are_finite_and_a_function_of_the_picture(model: Inception) -> None:
+    images = pictures((2, 3, 40, 56))
+    images[1] *= 0.1
+    found = model(images)
+    assert found.shape == (2, 2048)
+    assert torch.isfinite(found).all()
+    assert found.std(0).mean() > 0.05
+    assert not found.requires_grad
+    assert torch.equal(model(images), found)
+
+
+def test_bytes_stand_for_minus_one_to_one(model: Inception) -> None:
+    images = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8).expand(1, 9, 9, 3)
+    assert torch.equal(features(model, images), model(torch.tensor([-1, -0.6, 1]).view(1, 3, 1, 1).expand(1, 3, 9, 9)))
+
+
+def test_pictures_are_brought_to_299_without_antialiasing(model: Inception) -> None:
+    grey = pictures((1, 1, 28, 28))
+    ready = F.interpolate(grey, size=(299, 299), mode="bilinear", align_corners=False).repeat(1, 3, 1, 1)
+    torch.testing.assert_close(model(grey), model(ready), rtol=1e-4, atol=1e-4)
+
+
+def test_pools_are_those_of_the_graph() -> None:
+    """Averages of a constant picture stay constant up to the border; the last block takes maxima."""
+    with torch.device("meta"):
+        model = Inception()
+    ones, rising = torch.ones(1, 1, 8, 8), torch.arange(64.0).reshape(1, 1, 8, 8)
+    blocks = {name: module for name, module in model.named_children() if isinstance(module, Mixed)}
+    for name, block in blocks.items():
+        if name in ("Mixed_6a", "Mixed_7a"):
+            assert block.pool(rising)[0, 0, 0].tolist() == [18, 20, 22]
+        elif name == "Mixed_7c":
+            assert block.pool(rising)[0, 0, 0].tolist() == [9, 10, 11, 12, 13, 14, 15, 15]
+        else:
+            assert torch.equal(block.pool(ones), ones)
+            assert block.pool(rising)[0, 0, 0, 0] == 4.5
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".pkl", ""])
+def test_pickles_are_refused_unopened(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(CheckpointError, match=r"only safetensors is read.*save_file") as caught:
+        load_inception(tmp_path / f"absent{suffix}")
+    assert "\n" not in str(caught.value)
+
+
+def test_other_names_shapes_and_damage_are_refused(tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in random_state().items() if tensor.numel() < 5000}
+    path = tmp_path / "weights.safetensors"
+    save_file(state, path)
+    with pytest.raises(CheckpointError, match=r"weights.safetensors: lacks Conv2d_2a_3x3.conv.weight \(\d+ missing, 0"):
+        load_inception(path)
+    path.write_bytes(b"\x80\x04 no tensors")
+    with pytest.raises(CheckpointError, match="is damaged or no safetensors file"):
+        load_inception(path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_inception(tmp_path / "absent.safetensors")
+
+
+def test_one_tensor_too_many_or_of_another_shape_is_refused(tmp_path: Path) -> None:
+    state, path = random_state(), tmp_path / "weights.safetensors"
+    save_file({**state, "AuxLogits.fc.bias": torch.zeros(1000)}, path)
+    with pytest.raises(CheckpointError, match=r"holds AuxLogits.fc.bias \(0 missing, 1 unexpected.*torchvision's own"):
+        load_inception(path)
+    save_file({**state, "Mixed_7c.branch1x1.bn.bias": torch.zeros(319)}, path)
+    with pytest.raises(CheckpointError, match=r"Mixed_7c.branch1x1.bn.bias has shape \[319\], where \[320\]"):
+        load_inception(path)

@@ -1,0 +1,87 @@
+"""Means are told by their variance, copies by their distance to the training data, and real data by neither."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bottega.core.noise import generator
+from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, variance_ratio, within_class_variance
+
+
+def dataset(name: str, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Five classes of 6 x 6 pictures, each with a mean of its own and four ways to differ from it."""
+    labels = np.arange(n) % 5
+    means = generator(0, "means").standard_normal((5, 36))
+    ways = generator(0, "ways").standard_normal((5, 4, 36))
+    amounts = generator(0, name).standard_normal((n, 4))
+    return (means[labels] + np.einsum("nk,nkd->nd", amounts, ways[labels])).reshape(n, 6, 6), labels
+
+
+def test_real_data_beside_real_data_are_about_one() -> None:
+    (x, x_labels), (y, y_labels), (held, _) = dataset("x", 2000), dataset("y", 2000), dataset("held", 1000)
+    assert variance_ratio(x, x_labels, y, y_labels) == pytest.approx(1, abs=0.05)
+    assert nearest_ratio(x, held, y) == pytest.approx(1, abs=0.1)
+
+
+def test_a_model_of_class_means_has_no_variance() -> None:
+    real, labels = dataset("x", 500)
+    means = np.stack([real[labels == label].mean(0) for label in range(5)])[labels]
+    blurred = means + 0.01 * (real - means)
+    assert variance_ratio(means, labels, real, labels) < 1e-12
+    assert variance_ratio(blurred, labels, real, labels) == pytest.approx(1e-4)
+
+
+def test_a_model_that_copies_is_at_distance_zero() -> None:
+    (train, labels), (held, _) = dataset("x", 500), dataset("held", 200)
+    assert nearest_ratio(train[::-1][:100], held, train) == 0
+    # It is told by the distance alone: its variance is that of the data.
+    assert variance_ratio(train[:250], labels[:250], train, labels) == pytest.approx(1, abs=0.2)
+
+
+def test_variance_by_hand() -> None:
+    x, labels = np.array([[0.0, 0], [2, 0], [5, 5], [5, 9], [7, 7]]), np.array([3, 3, 1, 1, 0])
+    # Class 3: 2 + 0; class 1: 0 + 8; class 0 has one sample, which says nothing.
+    assert within_class_variance(x, labels) == 5
+    # Classes 3 and 1 are in both; 4 is not.
+    assert variance_ratio(np.concatenate([x, x[:2] + 100]), np.append(labels, [4, 4]), 2 * x, labels) == 0.25
+    assert math.isnan(within_class_variance(x[:1], labels[:1]))
+    assert math.isnan(variance_ratio(x, labels, x, labels + 10))
+    assert math.isnan(variance_ratio(x, labels, 0 * x, labels))
+
+
+def test_bytes_are_no_overflow() -> None:
+    x = np.array([[0], [255], [10]], np.uint8)
+    assert within_class_variance(x, np.array([0, 0, 1])) == 255**2 / 2
+    np.testing.assert_array_equal(nearest_distances(x, np.array([[250]], np.uint8)), [250, 5, 240])
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 7), st.integers(1, 50), st.floats(-1e3, 1e3))
+def test_the_nearest_is_the_nearest_whatever_the_chunks(n: int, m: int, chunk: int, d: int, offset: float) -> None:
+    x, reference = (generator(1, name, size).standard_normal((size, d)) + offset for name, size in (("x", n), ("r", m)))
+    brute = np.sqrt(((x[:, None] - reference[None]) ** 2).sum(-1)).min(1)
+    np.testing.assert_allclose(nearest_distances(x, reference, chunk=chunk), brute, rtol=1e-4, atol=1e-9)
+    assert (nearest_distances(reference, reference, chunk=chunk) == 0).all()
+
+
+def test_memory_is_that_of_a_few_chunks() -> None:
+    """All distances would be 128 MB, and the differences of all pairs 2 GB."""
+    reference = generator(2, "reference").random((8000, 16), dtype=np.float32)
+    tracemalloc.start()
+    found = nearest_distances(reference[:4000] + np.float32(0.5), reference, chunk=500)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found.shape == (4000,)
+    assert peak < 4e6
+
+
+def test_samples_that_are_not_finite_have_no_distance() -> None:
+    x = np.zeros((3, 4))
+    x[1, 2] = np.nan
+    assert np.isnan(nearest_distances(x, np.ones((5, 4)))).tolist() == [False, True, False]
+    assert math.isnan(nearest_ratio(np.ones((2, 4)), np.zeros((2, 4)), np.zeros((2, 4))))

@@ -1,0 +1,118 @@
+"""The classifying task: sums agree under any split, padding counts nowhere, the loss is a known number, and it learns."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bottega.core.noise import Noise
+from bottega.schema.convnet import ConvNetShape
+from bottega.tasks.classify import Classification
+
+SHAPE = ConvNetShape(grid=(8, 8), channels=1, num_labels=4, hidden_size=8, dropout=0.0)
+TASK = Classification(key="image", shape=SHAPE)
+RNG = Noise(0, 0, np.arange(4))
+
+
+def host_batch(rows: int = 4, **more: Any) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    images = draw.standard_normal((rows, 8, 8, 1)).astype(np.float32)
+    return {"image": images, "label": (np.arange(rows) % 4).astype(np.int32), **more}
+
+
+def on_device(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def loss(models: dict[str, Any], batch: dict[str, np.ndarray], task: Classification = TASK) -> Any:
+    return task.loss(models, on_device(batch), RNG)
+
+
+def test_the_mean_does_not_depend_on_the_split() -> None:
+    models, batch = TASK.build(0), host_batch()
+    parts = [{name: array[i : i + 1] for name, array in batch.items()} for i in range(4)]
+    assert sum(TASK.counts(part)["loss"] for part in parts) == TASK.counts(batch)["loss"] == 4
+    whole = loss(models, batch)
+    split = [loss(models, part) for part in parts]
+    assert sum(s.terms["loss"][0].item() for s in split) == pytest.approx(whole.terms["loss"][0].item(), rel=1e-6)
+    assert sum(s.metrics["accuracy"][0].item() for s in split) == whole.metrics["accuracy"][0].item()
+
+
+def test_padding_rows_count_nowhere_even_where_they_are_no_numbers() -> None:
+    models, batch = TASK.build(0), host_batch(2)
+    alone = {name: array[:1] for name, array in batch.items()}
+    padded = {**batch, "weight": np.array([1.0, 0.0], np.float32)}
+    padded["image"] = np.concatenate([batch["image"][:1], np.full_like(batch["image"][1:], np.nan)])
+    assert TASK.counts(padded) == TASK.counts(alone) == {"loss": 1.0}
+    found, wanted = loss(models, padded), loss(models, alone)
+    assert found.terms["loss"][0].item() == pytest.approx(wanted.terms["loss"][0].item(), rel=1e-6)
+    assert found.metrics["accuracy"][1].item() == 1
+
+
+def test_a_head_that_knows_nothing_costs_the_logarithm_of_the_classes() -> None:
+    models = TASK.build(0)
+    torch.nn.init.zeros_(models["model"].head.weight)
+    assert loss(models, host_batch()).terms["loss"][0].item() == pytest.approx(4 * math.log(4), rel=1e-6)
+
+
+def test_accuracy_counts_the_largest_logit() -> None:
+    models, batch = TASK.build(0), host_batch()
+    logits = TASK.predict(models, on_device(batch))
+    batch["label"] = logits.argmax(dim=1).numpy().astype(np.int32)
+    right, count = loss(models, batch).metrics["accuracy"]
+    assert (right.item(), count.item()) == (4, 4)
+    batch["label"] = logits.argmin(dim=1).numpy().astype(np.int32)
+    assert loss(models, batch).metrics["accuracy"][0].item() == 0
+    assert not right.requires_grad
+
+
+def test_smoothing_gives_its_share_to_all_classes() -> None:
+    """Szegedy et al. (2016): (1 - e) H(onehot, p) + e H(uniform, p)."""
+    models, batch = TASK.build(0), host_batch()
+    smooth = loss(models, batch, Classification(key="image", shape=SHAPE, label_smoothing=0.2)).terms["loss"][0]
+    uniform = -TASK.predict(models, on_device(batch)).log_softmax(1).mean(1).sum()
+    assert smooth.item() == pytest.approx((0.8 * loss(models, batch).terms["loss"][0] + 0.2 * uniform).item(), rel=1e-5)
+
+
+def test_under_autocast_the_loss_is_float32_and_near() -> None:
+    models, batch = TASK.build(0), host_batch()
+    plain = loss(models, batch).terms["loss"][0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total = loss(models, batch).terms["loss"][0]
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(plain.item(), rel=0.05)
+    total.backward()
+    assert all(torch.isfinite(p.grad).all() for p in models["model"].parameters() if p.grad is not None)
+
+
+def test_build_is_a_function_of_the_seed_and_can_start_from_a_folder(tmp_path: Any) -> None:
+    from safetensors.torch import save_file
+
+    first, again, other = (TASK.build(seed)["model"].state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["stem.weight"], other["stem.weight"])
+    save_file(other, tmp_path / "model.safetensors")
+    started = Classification(key="image", shape=SHAPE, pretrained=str(tmp_path)).build(0)["model"].state_dict()
+    assert all(torch.equal(started[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize(("key", "grid"), [("image", (8, 8)), ("mel", (16, 8)), ("video", (4, 8, 8))])
+def test_it_learns_where_the_bright_part_is(key: Any, grid: tuple[int, ...]) -> None:
+    shape = ConvNetShape(grid=grid, channels=1, num_labels=4, hidden_size=8)
+    task = Classification(key=key, shape=shape)
+    models, draw = task.build(0), np.random.default_rng(0)
+    optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
+    for _ in range(40):
+        x = draw.standard_normal((16, *grid, 1)).astype(np.float32)
+        label = draw.integers(0, 4, 16).astype(np.int32)
+        for row, quarter in enumerate(label):
+            x[row, ..., 2 * quarter : 2 * quarter + 2, :] += 2
+        found = task.loss(models, on_device({key: x, "label": label}), RNG)
+        optimizer.zero_grad()
+        (found.terms["loss"][0] / 16).backward()
+        optimizer.step()
+    assert found.metrics["accuracy"][0].item() >= 15

@@ -1,0 +1,147 @@
+"""The autoencoder tasks: sums and counts agree under any split, padding counts nowhere, and both learn."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bottega.core.errors import UsageError
+from bottega.core.noise import Noise
+from bottega.core.task import Task
+from bottega.models.pretrained_vae import export_autoencoder
+from bottega.schema.vae import AutoencoderShape, CodesShape
+from bottega.tasks.codes import Codes, usage
+from bottega.tasks.vae import Reconstruction
+
+FIELDS: dict[str, Any] = {"channels": 3, "latent_channels": 4, "widths": (16, 32), "layers_per_block": 1}
+SHAPE = AutoencoderShape(**FIELDS, norm_groups=8)
+VAE = Reconstruction(key="image", shape=SHAPE)
+TASKS: dict[str, Task] = {
+    "kl": VAE,
+    "levels": Codes(key="image", shape=CodesShape(autoencoder=SHAPE, levels=(8, 5, 5, 5))),
+    "codebook": Codes(key="image", shape=CodesShape(autoencoder=SHAPE, codebook_size=64)),
+}
+TERMS = {"kl": {"loss", "kl"}, "levels": {"loss"}, "codebook": {"loss", "codebook", "commitment"}}
+Host = dict[str, np.ndarray]
+
+
+def smooth_images(count: int = 8, side: int = 16) -> np.ndarray:
+    """A wave of its own direction, length and phase in each channel."""
+    draw = np.random.default_rng(0)
+    y, x = np.mgrid[:side, :side] / side
+    waves = draw.uniform(0.5, 2.0, (2, count, 1, 1, 3))
+    phase = draw.uniform(0, 2 * math.pi, (count, 1, 1, 3))
+    return (0.8 * np.sin(2 * math.pi * (waves[0] * x[..., None] + waves[1] * y[..., None]) + phase)).astype(np.float32)
+
+
+def on_device(batch: Host) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def loss_of(task: Task, models: dict[str, Any], batch: Host, *, first: int = 0, step: int = 0) -> Any:
+    positions = torch.arange(first, first + len(batch["image"]))
+    return task.loss(models, on_device(batch), Noise(0, step, positions, torch))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_sums_and_counts_do_not_depend_on_the_split(name: str) -> None:
+    task, batch = TASKS[name], {"image": smooth_images(4)}
+    models = task.build(0)
+    whole = loss_of(task, models, batch)
+    parts = [loss_of(task, models, {"image": batch["image"][i : i + 1]}, first=i) for i in range(4)]
+    assert task.counts(batch) == dict.fromkeys(TERMS[name], 4.0)
+    assert set(whole.terms) == TERMS[name]
+    for term, (total, _) in whole.terms.items():
+        assert sum(part.terms[term][0].item() for part in parts) == pytest.approx(total.item(), rel=1e-6)
+    for metric, (total, count) in whole.metrics.items():
+        assert sum(part.metrics[metric][0].item() for part in parts) == pytest.approx(total.item(), rel=1e-6)
+        assert count.item() == 4
+        assert not total.requires_grad
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_padding_rows_count_nowhere(name: str) -> None:
+    task, images = TASKS[name], smooth_images(3)
+    models = task.build(0)
+    alone = {"image": images[:2]}
+    padded = {"image": images, "weight": np.array([1, 1, 0], np.float32)}
+    assert task.counts(padded) == task.counts(alone)
+    one, other = loss_of(task, models, padded), loss_of(task, models, alone)
+    for term in one.terms:
+        assert one.terms[term][0].item() == pytest.approx(other.terms[term][0].item(), rel=1e-6)
+    for metric in one.metrics:
+        assert one.metrics[metric][0].item() == pytest.approx(other.metrics[metric][0].item(), rel=1e-6)
+        assert one.metrics[metric][1].item() == 2
+
+
+@pytest.mark.parametrize("distance", ["l1", "l2"])
+def test_the_terms_are_what_they_are_called(distance: Any) -> None:
+    task, images = Reconstruction(key="image", shape=SHAPE, distance=distance, kl_weight=0.5), smooth_images(2)
+    mean, log_variance = np.full((2, 8, 8, 4), 0.5, np.float32), np.full((2, 8, 8, 4), -1.0, np.float32)
+    shown = torch.from_numpy(images) + 0.25
+    model = lambda x, noise: (shown, torch.from_numpy(mean), torch.from_numpy(log_variance))  # noqa: E731
+    found = loss_of(task, {"model": model}, {"image": images})
+    assert found.terms["loss"][0].item() / 2 == pytest.approx(0.25 if distance == "l1" else 0.0625, rel=1e-5)
+    assert found.metrics["mse"][0].item() / 2 == pytest.approx(0.0625, rel=1e-5)
+    # The divergence of N(0.5, 1/e) from N(0, 1) is ln(1/sigma) + (sigma^2 + mu^2 - 1) / 2; 256 of them to 768 values.
+    nats = 0.5 + (math.exp(-1) + 0.25 - 1) / 2
+    assert found.terms["kl"][0].item() / 2 == pytest.approx(nats * 256 / 768, rel=1e-5)
+    assert found.terms["kl"][1] == 0.5
+
+
+def test_noise_reaches_the_latents_and_is_that_of_the_position() -> None:
+    models, batch = VAE.build(0), {"image": np.repeat(smooth_images(1), 2, axis=0)}
+    total = loss_of(VAE, models, batch).terms["loss"][0].item()
+    twice = 2 * loss_of(VAE, models, {"image": batch["image"][:1]}).terms["loss"][0].item()
+    assert total != pytest.approx(twice, rel=1e-6)
+    assert total != loss_of(VAE, models, batch, step=1).terms["loss"][0].item()
+
+
+def test_summary_adds_the_signal_to_noise_ratio() -> None:
+    # A mean squared error of 0.04 on values from -1 to 1: 10 log10(4 / 0.04).
+    assert VAE.summary({"mse": 0.04})["psnr"] == pytest.approx(20.0)
+    assert VAE.summary({"mse": 0.0})["psnr"] == math.inf
+    assert VAE.summary({"loss": 1.0}) == {"loss": 1.0}
+    unit = Reconstruction(key="image", shape=SHAPE, value_range=1.0)
+    assert unit.summary({"mse": 0.01})["psnr"] == pytest.approx(20.0)
+
+
+def test_usage_counts_codes() -> None:
+    assert usage(np.arange(8).reshape(2, 2, 2), 8) == {"codes_used": 1.0, "code_perplexity": pytest.approx(8.0)}
+    assert usage(np.zeros((2, 4), np.int64), 8) == {"codes_used": 1 / 8, "code_perplexity": 1.0}
+
+
+def test_build_is_a_function_of_the_seed() -> None:
+    first, again, other = (VAE.build(seed)["model"].state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["encoder.conv_in.weight"], other["encoder.conv_in.weight"])
+
+
+def test_build_can_start_from_a_folder(tmp_path: Path) -> None:
+    source = VAE.build(5)["model"]
+    export_autoencoder(source.state_dict(), SHAPE, tmp_path, sample_size=16)
+    started = Reconstruction(key="image", shape=SHAPE, pretrained=str(tmp_path)).build(0)["model"].state_dict()
+    assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in started.items())
+    wider = AutoencoderShape(**{**FIELDS, "latent_channels": 8}, norm_groups=8)
+    with pytest.raises(UsageError, match="has latent_channels 4, the recipe asks for 8"):
+        Reconstruction(key="image", shape=wider, pretrained=str(tmp_path)).build(0)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_it_learns_eight_images(name: str) -> None:
+    task, batch = TASKS[name], {"image": smooth_images(8, side=8)}
+    models, counts = task.build(0), task.counts(batch)
+    optimizer = torch.optim.AdamW(models["model"].parameters(), lr=2e-3)
+    history = []
+    for step in range(60):
+        found = loss_of(task, models, batch, step=step)
+        optimizer.zero_grad()
+        sum(weight * total / counts[term] for term, (total, weight) in found.terms.items()).backward()
+        optimizer.step()
+        history.append(found.terms["loss"][0].item() / counts["loss"])
+    assert history[-1] < history[0] / 5
