@@ -53,7 +53,13 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
     if isinstance(recipe, MediaRecipe):
         from bottega.data.prepare.media import prepare_media
 
-        return prepare_media(recipe, progress=progress)
+        prepared = prepare_media(recipe, progress=progress)
+        if getattr(recipe.data, "latents", False):
+            # With an autoencoder, and so with a framework; training finds them in the cache.
+            from bottega import branches
+
+            branches.prepare(recipe, say=progress)
+        return prepared
     if isinstance(recipe, RoutingRecipe):
         from bottega.data.prepare.media import prepare_vectors
 

@@ -121,7 +121,9 @@ def _train_apart(recipe: Recipe, run: Path) -> None:
     file = run.parent / f"{run.name}.yaml"
     file.write_text(to_yaml(recipe), encoding="utf-8")
     grouped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-    alone = {key: value for key, value in os.environ.items() if key not in grouped and not key.startswith("TORCHELASTIC")}
+    alone = {
+        key: value for key, value in os.environ.items() if key not in grouped and not key.startswith("TORCHELASTIC")
+    }
     for words in (["train", str(file), f"name={run.name}"], ["export", str(run)]):
         done = subprocess.run([sys.executable, "-m", "bottega", *words], env=alone, check=False)
         if done.returncode:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,6 +59,7 @@ class Session:
         self, recipe: Recipe, directory: RunDirectory, *, quiet: bool, resume_from: Path | None, allow: bool
     ) -> None:
         self.recipe, self.directory, self.resume_from, self.allow = recipe, directory, resume_from, allow
+        self.branch: Branch
         is_main = int(os.environ.get("RANK", 0)) == 0
         level = recipe.logging.level
         self.console = Console(
@@ -73,7 +73,7 @@ class Session:
         recipe, directory, console = self.recipe, self.directory, self.console
         is_main = int(os.environ.get("RANK", 0)) == 0  # the others might look before --fresh has set the old run aside
         changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
-        branch = prepare(recipe, console)
+        self.branch = branch = prepare(recipe, console)
         console.unit = branch.unit
         engine: TorchEngine | None = None
         try:
@@ -217,21 +217,19 @@ class Session:
     def _farewell(self, progress: Progress, seconds: float) -> None:
         """The end of the story: a sample to look at, where everything is, and what to try next."""
         console, path = self.console, self.directory.path
-        newest = max(self.directory.samples.glob("step-*/00.txt"), default=None)
+        newest = max(self.directory.samples.glob("step-*"), default=None)
         if newest is not None:
-            console.say(f"\na sample ({newest}):\n", style="bold")
-            console.say(newest.read_text(encoding="utf-8").strip())
+            _show_samples(console, newest)
         best = (
             f", best {self.recipe.evaluation.metric} {progress.best:.4f} at step {progress.best_step}"
             if progress.best_step
             else ""
         )
         console.say(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
-        console.say(
-            f"next:  bottega generate {path}{_prompt(self.recipe)}\n"
-            f"       bottega evaluate {path}\n"
-            f"       bottega export {path}"
-        )
+        verbs = [f"generate {path}{example}"] if (example := self.branch.example()) is not None else []
+        verbs += [f"evaluate {path}", f"export {path}"]
+        for number, verb in enumerate(verbs):
+            console.say(f"{'next:' if not number else '':<7}bottega {verb}")
 
 
 class _Last(Callback):
@@ -251,10 +249,18 @@ class _Last(Callback):
         self.metrics, self._evaluated = dict(metrics), True
 
 
-def _prompt(recipe: Recipe) -> str:
-    """What the run's own samples start from, as an example to type."""
-    first = next(iter(getattr(recipe.samples, "prompts", ())), "")
-    return f" --prompt {shlex.quote(first)}" if first.strip() else ""
+def _show_samples(console: Console, folder: Path) -> None:
+    """A text is read here and now; of everything else one is told where it is."""
+    text = folder / "00.txt"
+    if text.is_file():
+        console.say(f"\na sample ({text}):\n", style="bold")
+        console.say(text.read_text(encoding="utf-8").strip())
+        return
+    shown = [
+        path for name in ("sheet.png", "sheet.gif", "spectrograms.png", "00.wav") if (path := folder / name).is_file()
+    ]
+    if shown:
+        console.say(f"\nsamples: {', '.join(map(str, shown))}", style="bold")
 
 
 def _bytes(engine: TorchEngine) -> int:

@@ -15,7 +15,7 @@ from bottega.data.embedded import NAMES, Medium, digits, materialise, moving, to
 from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.samples import media_samples
-from bottega.schema import media
+from bottega.schema import autoencode, media
 from bottega.schema.data import HeldOut, Replay, Source
 from bottega.schema.routing import RoutingData
 
@@ -147,8 +147,8 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_image_tasks_share_the_digits(tmp_path: Path) -> None:
-    data = media.ImageData(train=EMBEDDED, validation=TENTH)
-    ready = prepare_media(media.ImageVaeRecipe(data=data), progress=quiet, cache=tmp_path)
+    data = autoencode.ImageVaeData(train=EMBEDDED, validation=TENTH)
+    ready = prepare_media(autoencode.ImageVaeRecipe(data=data), progress=quiet, cache=tmp_path)
     assert [len(ready.table(name)) for name in ("train", "validation")] == [1618, 179]
 
 

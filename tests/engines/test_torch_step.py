@@ -114,6 +114,7 @@ def test_the_average_follows_its_formula() -> None:
         average = {name: 0.9 * average[name] + 0.1 * p.detach() for name, p in one.model.named_parameters()}
     for name, tensor in one.state()["ema.safetensors"].items():
         torch.testing.assert_close(tensor, average[name], rtol=1e-5, atol=1e-7)
+        assert tensor.grad_fn is None, "an average that remembers its making grows by a model a step"
 
 
 def test_evaluation_and_samples_see_the_averaged_weights_and_give_the_others_back() -> None:

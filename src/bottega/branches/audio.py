@@ -8,20 +8,28 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+import torch
 
 from bottega.branches.generation import GenerationBranch, Say
-from bottega.core.types import Models
+from bottega.branches.latent_space import codec_of
+from bottega.core.errors import BottegaError, CheckpointError, DataError
+from bottega.core.types import Batch, Models
 from bottega.data.audio.write import write_sounds
 from bottega.data.mel import MelCodec
 from bottega.data.prepare.media import prepare_media
 from bottega.data.samples import mel_codec
+from bottega.models.vocoder import Vocoder, load_vocoder
 from bottega.schema.media import AudioRecipe
 from bottega.schema.recipe import Recipe
+
+VOCODER = "vocoder"
+# Samples that become sound at once: a minute at 22 kHz. Griffin-Lim holds some 20 complex numbers for each.
+AT_ONCE = 1 << 20
 
 
 def prepare(recipe: Recipe, *, say: Say) -> AudioBranch:
     assert isinstance(recipe, AudioRecipe)
-    return AudioBranch(recipe, prepare_media(recipe, progress=say))
+    return AudioBranch(recipe, prepare_media(recipe, progress=say)).keep_latents(say)
 
 
 def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> AudioBranch:
@@ -34,13 +42,42 @@ class AudioBranch(GenerationBranch):
     key, medium = "mel", "audio"
     recipe: AudioRecipe
     unit = "sounds"
+    _device: Any = "cpu"
+    """Where samples were drawn last, and the vocoder works."""
 
     @cached_property
     def mel(self) -> MelCodec:  # type: ignore[override]
-        """Measured on the training data, or as the run has kept it."""
+        """Measured on the training data, or as the run has kept it; in the bands of the vocoder, where there is one."""
         if self._codec is not None:
             return MelCodec.load(self._codec)
-        return mel_codec(self.recipe, self.prepared, multiple=self._multiple())
+        vocoder, data = self.vocoder, self.recipe.data
+        band: dict[str, Any] = {}
+        if vocoder is not None:
+            rate = int(self.prepared.meta["sample_rate"])
+            vocoder.check(sample_rate=rate, num_mels=data.num_mels, hop_size=data.hop_size)
+            band = {"low": vocoder.low, "high": vocoder.high}
+        if self.space is not None:
+            return codec_of(self.space.folder, self.recipe, self.prepared, **band)
+        own = mel_codec(self.recipe, self.prepared, multiple=self._multiple(), **band)
+        return own if self.codes is None else self.codes.mel(own)
+
+    @cached_property
+    def vocoder(self) -> Vocoder | None:
+        """That of the recipe; a run keeps a copy, so that it can be heard where the folder is not."""
+        if self.recipe.model.vocoder is None:
+            return None
+        if self._codec is None:
+            return load_vocoder(self.recipe.model.vocoder)
+        folder = self._codec / VOCODER
+        try:
+            found = load_vocoder(folder)
+            mel = self.mel.mel
+            found.check(sample_rate=mel.sample_rate, num_mels=mel.num_mels, hop_size=mel.hop_size)
+        except BottegaError as error:
+            raise CheckpointError(
+                f"the vocoder of this run: {error}; copy {self.recipe.model.vocoder} to {folder}"
+            ) from error
+        return found
 
     @property
     def sample_rate(self) -> int:
@@ -56,13 +93,27 @@ class AudioBranch(GenerationBranch):
     def patch(self) -> tuple[int, ...]:
         return (self.recipe.model.patch_size,) * self.recipe.model.axes
 
+    def draw(self, models: Models, rows: Batch, *, device: Any, **options: Any) -> np.ndarray:
+        self._device = device
+        return super().draw(models, rows, device=device, **options)
+
     def medium_of(self, x: np.ndarray) -> np.ndarray:
-        return self.mel.decode(x.reshape(len(x), *self.mel.shape))
+        x = x.reshape(len(x), *self.mel.shape)
+        step = max(1, AT_ONCE // self.mel.num_samples)
+        return np.concatenate([self._heard(x[i : i + step]) for i in range(0, len(x), step)])
+
+    def _heard(self, x: np.ndarray) -> np.ndarray:
+        if self.vocoder is None:
+            return self.mel.decode(x)
+        log_mel = torch.from_numpy(self.mel.scale.undo(x[..., 0])).to(self._device)
+        return self.vocoder(log_mel)[:, : self.mel.num_samples].cpu().numpy()
 
     def values_of(self, samples: np.ndarray) -> np.ndarray:
-        return self.mel.encode(samples).reshape(len(samples), *self.facts.shape.sample)
+        values = self.mel.encode(samples)
+        return values if self.facts.latents is not None else values.reshape(-1, *self.facts.shape.sample)
 
     def round_trip(self, models: Models, samples: np.ndarray, device: Any) -> np.ndarray:
+        self._device = device
         if self.task.latents is not None:
             return super().round_trip(models, samples, device)
         return self.medium_of(self.values_of(samples))
@@ -70,11 +121,31 @@ class AudioBranch(GenerationBranch):
     def write(self, made: np.ndarray, path: Path, captions: Sequence[str] | None) -> list[Path]:
         return write_sounds(made, self.sample_rate, path, captions=captions)
 
+    def has_codec(self, folder: Path) -> bool:
+        if not super().has_codec(folder):
+            return False
+        try:
+            before = MelCodec.load(folder)
+        except CheckpointError:
+            return False  # it is written again
+        now = self.mel
+        # Another processor may add up in another order; what is kept has four digits.
+        near = np.allclose((before.scale.mean, before.scale.std), (now.scale.mean, now.scale.std), rtol=0, atol=1e-3)
+        if before.model_copy(update={"scale": now.scale}) != now or not near:
+            raise DataError(
+                "the data gives spectrograms of another form or loudness than this run has; start over with --fresh"
+            )
+        return self.vocoder is None or (folder / VOCODER).is_dir()
+
     def write_codec(self, folder: Path) -> None:
         super().write_codec(folder)
         self.mel.save(folder)
+        if self.vocoder is not None:
+            self.vocoder.save(folder / VOCODER)
 
     def _multiple(self) -> int:
         """What the number of frames has to be divisible by."""
+        if self.codes is not None:
+            return self.codes.downsample
         model = self.recipe.model
         return model.patch_size if model.backbone == "dit" else 2 ** (model.stages - 1)

@@ -65,6 +65,10 @@ class Branch(ABC):
     def generate(self, models: Models, *, device: Any, **asked: Any) -> Any:
         """What was asked for, as this medium holds it: texts, or an array."""
 
+    def example(self) -> str | None:
+        """What a person could add to `bottega generate RUN`; None where nothing can be generated."""
+        return ""
+
     @abstractmethod
     def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
         """Show or write what `generate` made; gives what --json prints."""

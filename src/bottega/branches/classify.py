@@ -96,9 +96,10 @@ class ClassifyBranch(MediaBranch):
         return self.classes
 
     def has_codec(self, folder: Path) -> bool:
-        if not (folder / SHAPE).is_file():
-            return False
-        known = (_read_shape(folder), _read_classes(folder), MelCodec.load(folder) if self.mel else None)
+        try:
+            known = (_read_shape(folder), _read_classes(folder), MelCodec.load(folder) if self.mel else None)
+        except CheckpointError:
+            return False  # it is written again
         if known != (self.shape, self.classes, self.mel):
             raise DataError("the data gives other sizes or classes than this run has; start over with --fresh")
         return True
@@ -139,6 +140,9 @@ class ClassifyBranch(MediaBranch):
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Nothing can be drawn from a classifier."""
+
+    def example(self) -> None:
+        return None
 
     def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
         raise UsageError("a classifier does not generate; bottega evaluate says how well it tells its classes")

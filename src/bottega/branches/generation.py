@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from bottega.branches.asked import Asks
+from bottega.branches.codes import prepare_codes, reopen_codes
+from bottega.branches.drawing import drawing, options_of
+from bottega.branches.latent_space import LatentFacts, compute, open_space
 from bottega.branches.media import MediaBranch
 from bottega.branches.start import start_folder
 from bottega.branches.text_condition import prepare_text, reopen_text
@@ -19,13 +23,17 @@ from bottega.core.noise import Noise
 from bottega.core.types import Batch, Models
 from bottega.data.captions import CaptionRows
 from bottega.data.classes import Classes
+from bottega.data.latents import LatentRows
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.samples import media_samples
+from bottega.data.shards import Table
 from bottega.data.source import Source
+from bottega.engines.devices import choose_device
 from bottega.models.unet import choose_unet, vector_size
-from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape, UNetShape
+from bottega.schema.generator import CodeGeneratorShape, ConditionShape, DiTShape, GeneratorShape, UNetShape
 from bottega.schema.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.generation import Generation
+from bottega.tasks.latents import round_trip
 from bottega.tasks.paths import Path as NoisePath
 
 FACTS = "generator.json"
@@ -38,9 +46,16 @@ class Facts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shape: GeneratorShape
+    shape: GeneratorShape | CodeGeneratorShape
     classes: tuple[str, ...] = ()
     fps: int | None = None
+    latents: LatentFacts | None = None
+    """None where plain values are generated."""
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """Sides and channels of the data, which are those of what is generated where nothing lies between."""
+        return self.shape.sample if self.latents is None else self.latents.sample
 
 
 class GenerationBranch(MediaBranch):
@@ -48,7 +63,8 @@ class GenerationBranch(MediaBranch):
 
     key: str
     medium: Literal["image", "audio", "video"]
-    requests = ("prompt", "class", "vector", "count", "seed", "steps", "sampler", "guidance")
+    task: Any
+    """Generation, or CodeLanguage over codes."""
 
     def __init__(
         self,
@@ -60,36 +76,29 @@ class GenerationBranch(MediaBranch):
     ) -> None:
         """Either with prepared data, or again from the codec of a finished run."""
         super().__init__(recipe, prepared, expected=expected)
-        self._codec = codec
+        self._codec, self._kept = codec, dict[str, Table]()
+        self.requests = ("prompt", "class", "vector", "count", "seed", *options_of(recipe.model))
+        self.codes = None
+        if recipe.model.backbone == "tokens":
+            self.codes = prepare_codes(recipe) if codec is None else reopen_codes(recipe, codec)
+            self.metrics = self.codes.metrics
+        self.space = open_space(recipe, self.medium) if codec is None else None
         self.text = None
         if recipe.model.condition == "text":
             self.text = prepare_text(recipe, self.prepared) if codec is None else reopen_text(recipe, codec)
         # A finished run has its own weights, and where it started from may be gone.
         start = recipe.model.from_ if codec is None else None
         self._start = start_folder(start) if start is not None else None
-        self.facts = self._measure() if codec is None else _read_facts(codec)
-        self.task: Generation = Generation(
-            key=self.key,
-            shape=self.facts.shape,
-            path=NoisePath(
-                objective=recipe.model.objective,
-                times=recipe.model.times,
-                schedule=recipe.model.noise_schedule,
-                min_snr=recipe.model.min_snr,
-            ),
-            condition_dropout=recipe.model.condition_dropout if recipe.model.condition != "none" else 0.0,
-            pretrained=str(self._start) if self._start is not None else None,
-            **(self.text.of_task if self.text is not None else {}),
-        )
+        self.facts = self._measure() if codec is None else self._known(codec)
+        self.task = self._task()
         if codec is None:  # hours before the first sample is drawn
-            options = recipe.samples
-            self._check(options.steps, options.sampler, options.guidance, prefix="samples.")
+            drawing(recipe, self.task, {}, prefix="samples.")
 
     # What a medium says
 
     @abstractmethod
     def sides(self) -> tuple[tuple[int, ...], int]:
-        """(grid, channels) of what is generated, read off the prepared data."""
+        """(grid, channels) of the data as a model of them sees it, read off what is prepared."""
 
     def patch(self) -> tuple[int, ...]:
         return (self.recipe.model.patch_size,) * 2
@@ -108,8 +117,8 @@ class GenerationBranch(MediaBranch):
     # Data
 
     def form(self) -> dict[str, Any]:
-        height, width = self.facts.shape.sample[-3:-1]
-        return {"channels": self.facts.shape.sample[-1], **({"image_size": height} if height == width else {})}
+        height, width, channels = self.facts.sample[-3:]
+        return {"channels": channels, **({"image_size": height} if height == width else {})}
 
     def known_classes(self) -> Classes:
         return Classes(self.facts.classes) if hasattr(self, "facts") else self.prepared.classes
@@ -117,6 +126,24 @@ class GenerationBranch(MediaBranch):
     def served(self, rows: Any) -> Source:
         """As this task's batches, with the tokens of captions where they are asked for."""
         return self._captioned(super().served(rows), rows)
+
+    def table(self, name: str, *, is_training: bool) -> Source:
+        if name not in self._kept:
+            return super().table(name, is_training=is_training)
+        rows: Any = self._rows(self.recipe, self.prepared, name, is_training=is_training)
+        return self._captioned(LatentRows(rows, self._kept[name]), rows)
+
+    def keep_latents(self, say: Say) -> Self:
+        """Computes the latents of what is learned from and of what measures it, where the recipe asks for that."""
+        latents = self.facts.latents
+        if self.recipe.data.latents and latents is not None:
+            names = [name for name in self.prepared.tables if name != "test"]
+            is_training = {name: name not in ("validation", "test") for name in names}
+            rows = {n: self._rows(self.recipe, self.prepared, n, is_training=is_training[n]) for n in names}
+            seen = {name: (one, super(GenerationBranch, self).served(one)) for name, one in rows.items()}
+            device = choose_device(self.recipe.device)
+            self._kept = compute(latents, self.facts.shape.sample, seen, key=self.key, device=device, say=say)
+        return self
 
     def raw(self, name: str) -> Source:
         rows = super().raw(name)
@@ -133,16 +160,28 @@ class GenerationBranch(MediaBranch):
         """Real samples as a perfect model would give them back: through all that loses something on the way."""
         assert self.task.latents is not None, "nothing is lost"
         x = torch.from_numpy(self.values_of(samples)).to(device)
-        return self.medium_of(self.task.latents.round_trip(models["vae"], x).cpu().numpy())
+        found = (
+            round_trip(models["vae"], x) if self.codes is None else self.task.latents.round_trip(models["tokenizer"], x)
+        )
+        return self.medium_of(found.cpu().numpy())
 
     # The model
 
     def _measure(self) -> Facts:
         classes = tuple(self.prepared.classes.names)
-        return Facts(shape=self._shape(classes), classes=classes)
+        latents = self.space.facts(*self.sides()) if self.space is not None else None
+        return Facts(shape=self._shape(classes), classes=classes, latents=latents)
 
-    def _shape(self, classes: tuple[str, ...]) -> GeneratorShape:
+    def _known(self, codec: Path) -> Facts:
+        facts = _read_facts(codec)
+        if facts.latents is None:
+            return facts
+        return facts.model_copy(update={"latents": facts.latents.again(self.recipe, codec)})
+
+    def _shape(self, classes: tuple[str, ...]) -> GeneratorShape | CodeGeneratorShape:
         model, (grid, channels) = self.recipe.model, self.sides()
+        if self.space is not None:
+            grid, channels = self.space.sides(grid, channels)
         common: dict[str, Any] = {
             "grid": grid,
             "channels": channels,
@@ -152,6 +191,8 @@ class GenerationBranch(MediaBranch):
         }
         size = {"class": len(classes), "vector": self._vector_size()}.get(model.condition, 0)
         condition = ConditionShape(kind=model.condition, size=size, hidden_size=model.hidden_size)
+        if self.codes is not None:
+            return self.codes.generator(model, grid=grid, channels=channels, condition=condition)
         if self.text is not None:
             condition = self.text.shape(model.hidden_size)
             common["context_size"] = condition.text_size
@@ -171,6 +212,27 @@ class GenerationBranch(MediaBranch):
             raise UsageError(f"model.{error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
         return GeneratorShape(backbone=backbone, condition=condition)
 
+    def _task(self) -> Any:
+        model, shape = self.recipe.model, self.facts.shape
+        dropout = model.condition_dropout if model.condition != "none" else 0.0
+        if isinstance(shape, CodeGeneratorShape):
+            assert self.codes is not None
+            return self.codes.task(self.key, shape, condition_dropout=dropout, start=self._start)
+        return Generation(
+            key=self.key,
+            shape=shape,
+            path=NoisePath(
+                objective=model.objective,
+                times=model.times,
+                schedule=model.noise_schedule,
+                min_snr=model.min_snr,
+            ),
+            condition_dropout=dropout,
+            pretrained=str(self._start) if self._start is not None else None,
+            latents=self.facts.latents.of_task() if self.facts.latents is not None else None,
+            **(self.text.of_task if self.text is not None else {}),
+        )
+
     def _vector_size(self) -> int:
         return len(self._vectors_of_data(1)[0]) if self.recipe.model.condition == "vector" else 0
 
@@ -182,11 +244,19 @@ class GenerationBranch(MediaBranch):
         return vectors
 
     def has_codec(self, folder: Path) -> bool:
-        if not (folder / FACTS).is_file():
-            return False
+        try:
+            before = _read_facts(folder)
+        except CheckpointError:
+            return False  # it is written again
         if self.text is not None:
             self.text.check(folder)
-        if _read_facts(folder) != self.facts:
+        if self.codes is not None:
+            self.codes.check(folder)
+        latents = self.facts.latents
+        if latents is not None:
+            latents.check(before.latents)
+            before = before.model_copy(update={"latents": latents})  # the same one, which may have been moved
+        if before != self.facts:
             raise DataError("the data gives other sizes or classes than this run has; start over with --fresh")
         return True
 
@@ -194,6 +264,8 @@ class GenerationBranch(MediaBranch):
         (folder / FACTS).write_text(self.facts.model_dump_json(indent=1) + "\n")
         if self.text is not None:
             self.text.save(folder)
+        if self.codes is not None:
+            self.codes.save(folder)
 
     # Samples
 
@@ -207,7 +279,7 @@ class GenerationBranch(MediaBranch):
         elif self.recipe.model.condition == "vector":
             asked = {"vector": self._vectors_of_data(options.count)}
         made = self.generate(models, device=device, **asked, count=1 if asked else options.count, seed=self.recipe.seed)
-        self.write(made, folder, self._captions(count=1 if asked else options.count, **asked))
+        self.write(made, folder, self.asks.captions(asked, 1 if asked else options.count))
 
     def generate(
         self,
@@ -216,28 +288,15 @@ class GenerationBranch(MediaBranch):
         device: Any,
         count: int = 16,
         seed: int = 0,
-        steps: int | None = None,
-        sampler: Any = None,
-        guidance: float | None = None,
         stream: Any = None,
         batch_size: int = 256,
         say: Say = lambda stage, done, total: None,
         **asked: Any,
     ) -> np.ndarray:
         """As people know the medium: pixels uint8 [n, h, w, c], sounds float32 [n, samples], clips [n, f, h, w, c]."""
+        how = {name: asked.pop(name) for name in options_of(self.recipe.model) if name in asked}
         rows = self.rows_asked(asked, count)
-        x = self.draw(
-            models,
-            rows,
-            device=device,
-            seed=seed,
-            steps=steps,
-            sampler=sampler,
-            guidance=guidance,
-            batch_size=batch_size,
-            say=say,
-        )
-        return self.medium_of(x)
+        return self.medium_of(self.draw(models, rows, device=device, seed=seed, batch_size=batch_size, say=say, **how))
 
     def draw(
         self,
@@ -246,17 +305,12 @@ class GenerationBranch(MediaBranch):
         *,
         device: Any,
         seed: int,
-        steps: int | None = None,
-        sampler: Any = None,
-        guidance: float | None = None,
         batch_size: int = 256,
         say: Say = lambda stage, done, total: None,
+        **how: Any,
     ) -> np.ndarray:
         """One sample for each row, as the model holds it. A sample is a function of its number and the seed alone."""
-        options = self.recipe.samples
-        steps, method = options.steps if steps is None else steps, options.sampler if sampler is None else sampler
-        guidance = options.guidance if guidance is None else guidance
-        self._check(steps, method, guidance)
+        options = drawing(self.recipe, self.task, how)
         total, made = int(rows["number"].shape[0]), []
         for start in range(0, total, batch_size):
             part = {
@@ -268,102 +322,33 @@ class GenerationBranch(MediaBranch):
             def tell(done: int, of: int, before: int = start, size: int = batch_size) -> None:
                 say("samples", before * of + done * min(size, total - before), total * of)
 
-            x = self.task.draw(models, part, rng, steps=steps, method=method, guidance=guidance, progress=tell)
+            x = self.task.draw(models, part, rng, **options, progress=tell)
             made.append(x.float().cpu().numpy())
         return np.concatenate(made)
 
-    def _check(self, steps: int, method: str, guidance: float, *, prefix: str = "--") -> None:
-        most = self.task.path.most_steps
-        if steps < 1:
-            raise UsageError(f"{prefix}steps {steps}: at least one step is needed")
-        if most is not None and steps > most:
-            raise UsageError(
-                f"{prefix}steps {steps}: noise and v have {most} steps that can be taken; only flow has more"
-            )
-        if method not in ("euler", "heun", "dpm"):
-            raise UsageError(f"{prefix}sampler {method}: expected euler, heun or dpm")
-        if not 0 <= guidance < 1e4:
-            raise UsageError(f"{prefix}guidance {guidance:g}: expected a number from 0; 1 is plain")
-        if guidance != 1 and self.recipe.model.condition == "none":
-            raise UsageError(f"{prefix}guidance {guidance:g}: this run has no condition to be guided by; leave it out")
-        if guidance != 1 and self.recipe.model.condition_dropout == 0:
-            raise UsageError(
-                f"{prefix}guidance {guidance:g}: this run never learnt to go without a condition "
-                "(model.condition_dropout is 0); use 1, or train with 0.1"
-            )
+    @property
+    def asks(self) -> Asks:
+        return Asks(self.facts.shape.condition.kind, self.facts.classes, self.facts.shape.condition.size, self.text)
 
     def rows_asked(self, asked: dict[str, Any], count: int) -> dict[str, np.ndarray]:
-        """What was asked for as rows of a batch, each `count` times; "number" is the place that noise is drawn for."""
         self.check_asked({name: value for name, value in asked.items() if value is not None})
-        if count < 1:
-            raise UsageError(f"--count {count}: at least one sample is asked for")
-        kind = self.recipe.model.condition
-        wrong = {"prompt": "text", "class": "class", "vector": "vector"}
-        for flag, needed in wrong.items():
-            if asked.get(flag) is not None and kind != needed:
-                takes = {"none": "nothing", "class": "--class", "vector": "--vector", "text": "--prompt"}[kind]
-                raise UsageError(f"--{flag}: this run was trained with condition {kind}; it takes {takes}")
-        rows: dict[str, np.ndarray] = {}
-        if kind == "class":
-            rows["label"] = np.repeat(self._labels(asked.get("class")), count)
-        elif kind == "vector":
-            rows["condition"] = np.repeat(self._vectors(asked.get("vector")), count, axis=0)
-        elif kind == "text":
-            rows |= {name: np.repeat(value, count, axis=0) for name, value in self._texts(asked.get("prompt")).items()}
-        total = len(next(iter(rows.values()))) if rows else count
-        return {**rows, "number": np.arange(total)}
+        return self.asks.rows(asked, count)
 
-    def _labels(self, wanted: Any) -> np.ndarray:
-        names = self.facts.classes
-        if wanted is None:
-            return np.arange(len(names), dtype=np.int32)
-        found = []
-        for text in [wanted] if isinstance(wanted, str | int) else wanted:
-            text = str(text)
-            number = names.index(text) if text in names else int(text) if text.isdecimal() else -1
-            if not 0 <= number < len(names):
-                shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-                raise UsageError(f"--class {text}: the run has {len(names)} classes: {shown}")
-            found.append(number)
-        return np.array(found, np.int32)
-
-    def _vectors(self, wanted: Any) -> np.ndarray:
-        size = self.facts.shape.condition.size
-        if wanted is None:
-            raise UsageError(f"--vector: this run was trained with vectors; give one of {size} numbers, such as 0.5,1")
-        rows = []
-        for one in [wanted] if isinstance(wanted, str) else wanted:
-            try:
-                values = [float(x) for x in (one.split(",") if isinstance(one, str) else one)]
-            except ValueError:
-                raise UsageError(f"--vector {one}: expected {size} numbers between commas") from None
-            if len(values) != size or not np.isfinite(values).all():
-                raise UsageError(f"--vector {one}: expected {size} finite numbers, got {len(values)}")
-            rows.append(values)
-        return np.array(rows, np.float32)
-
-    def _texts(self, wanted: Any) -> dict[str, np.ndarray]:
-        assert self.text is not None
-        return self.text.rows(self.text.asked(wanted))
-
-    def _captions(self, *, count: int, **asked: Any) -> list[str] | None:
-        kind = self.recipe.model.condition
-        if kind == "class":
-            return [self.facts.classes[i] for i in self._labels(asked.get("class")) for _ in range(count)]
-        given = self.text.asked(asked.get("prompt")) if self.text is not None else []
-        return [text for text in given for _ in range(count)] or None
+    def example(self) -> str:
+        return self.asks.example()
 
     def present(
         self, made: np.ndarray, out: Path | None, *, run: Path, count: int = 16, **asked: Any
     ) -> dict[str, Any]:
         target = out or run / "generated"
-        captions = self._captions(count=count, **{k: v for k, v in asked.items() if k in ("class", "prompt")})
+        captions = self.asks.captions(asked, count)
         return {"files": [str(path) for path in self.write(made, target, captions)], "count": len(made)}
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         from bottega.branches.publish import publish
+        from bottega.branches.publish_codes import publish_codes
 
-        return publish(self, models, folder)
+        return (publish if self.codes is None else publish_codes)(self, models, folder)
 
 
 def _read_facts(codec: Path) -> Facts:

@@ -22,7 +22,7 @@ def prepare(recipe: Recipe, *, say: Say) -> ImageBranch:
     assert isinstance(recipe, ImageRecipe)
     if recipe.data.buckets is not None:
         raise UsageError("data.buckets: a generator makes pictures of one shape; leave it out")
-    return ImageBranch(recipe, prepare_media(recipe, progress=say))
+    return ImageBranch(recipe, prepare_media(recipe, progress=say)).keep_latents(say)
 
 
 def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> ImageBranch:

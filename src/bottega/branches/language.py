@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -226,6 +227,10 @@ class LanguageBranch(Branch):
         elif stream:
             stream.write(("\n" + "-" * 40 + "\n").join(texts) + "\n")
         return texts
+
+    def example(self) -> str:
+        first = next(iter(self.recipe.samples.prompts), "")
+        return f" --prompt {shlex.quote(first)}" if first.strip() else ""
 
     def present(self, made: list[str], out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
         """Texts are shown while they are made."""

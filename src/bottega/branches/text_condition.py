@@ -11,7 +11,8 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
+from bottega.branches.frozen import check_same, content_of, found_again
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.data.cache import cached, default_cache
 from bottega.data.captions import CaptionTokens, first_captions, learn_tokens
 from bottega.data.prepare.prepared import Prepared
@@ -90,11 +91,8 @@ class TextCondition:
     def check(self, codec: Path) -> None:
         """A run goes on with the encoder and the tokens it began with, or not at all."""
         before = _read(codec)
-        if before.content != self.facts.content:
-            raise CheckpointError(
-                f"{self.facts.encoder or 'model.text'}: is another text encoder than this run began with "
-                f"({before.encoder or 'its own'}); put that one back, or start over with --fresh"
-            )
+        named, was = self.facts.encoder or "model.text", before.encoder or "its own"
+        check_same("text encoder", now=self.facts.content, before=before.content, named=named, was=was)
         if CaptionTokens(codec / FOLDER, before.max_tokens).fingerprint != self.tokens.fingerprint:
             raise CheckpointError(f"{codec / FOLDER}: the captions give other tokens than this run began with")
 
@@ -160,18 +158,11 @@ def _frozen_facts(encoder: Path, options: TextEncoderOptions, prompts: tuple[str
         max_tokens=options.max_tokens or min(MOST_TOKENS, most or MOST_TOKENS),
         prompts=prompts,
         encoder=str(encoder),
-        content=_content(encoder),
+        content=content_of(encoder),
         width=known.width,
         vocab_size=known.vocab_size,
         is_masked=not known.is_clip,
     )
-
-
-def _content(encoder: Path) -> str:
-    """A hash of all that decides what it computes."""
-    files = [encoder / "config.json", *sorted(encoder.glob("*.safetensors"))]
-    named = [(file.name, found) for file, found in zip(files, content_hashes(files), strict=True)]
-    return hashlib.sha256(repr(named).encode()).hexdigest()
 
 
 def _tokenizer_folder(folder: Path) -> Path:
@@ -205,12 +196,6 @@ def _read(codec: Path) -> TextFacts:
 
 
 def _found(facts: TextFacts, name: str) -> Path:
-    folder = Path(facts.encoder or name)
-    try:
-        folder = folder if folder.is_dir() else encoder_folders(name)[0]
-        content = _content(folder)
-    except BottegaError as error:
-        raise CheckpointError(f"the text encoder of this run is gone: {error}; put it back") from error
-    if content != facts.content:
-        raise CheckpointError(f"{folder}: is another text encoder than this run was trained with; put that one back")
-    return folder
+    assert facts.encoder is not None
+    known = Path(facts.encoder)
+    return found_again("text encoder", facts.content, (lambda: known, lambda: encoder_folders(name)[0]))

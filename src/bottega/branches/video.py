@@ -23,7 +23,7 @@ def prepare(recipe: Recipe, *, say: Say) -> VideoBranch:
     assert isinstance(recipe, VideoRecipe)
     if recipe.model.backbone == "unet":
         raise UsageError("model.backbone: unet is for pictures and mel spectrograms; video takes dit")
-    return VideoBranch(recipe, prepare_media(recipe, progress=say))
+    return VideoBranch(recipe, prepare_media(recipe, progress=say)).keep_latents(say)
 
 
 def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> VideoBranch:

@@ -12,12 +12,13 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bottega.core.errors import DataError
+from bottega.core.errors import CheckpointError, UsageError
 from bottega.data.audio.source import AudioRows
 from bottega.data.audio.spectrogram import Mel
 from bottega.data.source import Source
 
 FILE = "mel.json"
+REMEDY = "start the same training again to have it written"
 MEASURED = 512
 """Sounds that the scale is measured on."""
 KEPT_BYTES = 256 << 20
@@ -88,11 +89,13 @@ class MelCodec(BaseModel):
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "its content"
-            raise DataError(f"{path} holds no mel codec: {where}: {first['msg']}") from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
+        except (ValidationError, UsageError) as error:
+            reason = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                reason = f"{'.'.join(map(str, first['loc'])) or 'its content'}: {first['msg']}"
+            raise CheckpointError(f"{path} holds no mel codec: {reason}; {REMEDY}") from error
 
 
 def fit(source: Source, mel: Mel, *, num_samples: int, multiple: int = 1) -> MelCodec:

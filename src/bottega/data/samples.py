@@ -66,14 +66,20 @@ def media_samples(
     return ImageRows(rows, image_encoder(prepared), **seen)
 
 
-def mel_codec(recipe: Recipe, prepared: Prepared, *, multiple: int = 1) -> MelCodec:
-    """How the sounds of a recipe are seen as spectrograms, by the training sounds as they are before any change."""
+def mel_codec(
+    recipe: Recipe, prepared: Prepared, *, multiple: int = 1, low: float = 0.0, high: float | None = None
+) -> MelCodec:
+    """How the sounds of a recipe are seen as spectrograms, by the training sounds as they are before any change.
+
+    The bands reach from `low` to `high` hertz; None is half the sample rate.
+    """
     from bottega.data.audio.spectrogram import Mel
     from bottega.data.mel import fit
 
     data: Any = recipe.data
     rate, tables = int(prepared.meta["sample_rate"]), prepared.training_tables
-    mel = Mel(sample_rate=rate, fft_size=data.fft_size, hop_size=data.hop_size, num_mels=data.num_mels)
+    sizes = {"fft_size": data.fft_size, "hop_size": data.hop_size, "num_mels": data.num_mels}
+    mel = Mel(sample_rate=rate, **sizes, low=low, high=high)
 
     def sounds(recipe: Recipe) -> list[Any]:
         return [media_samples(recipe, prepared, table, is_training=False) for table in tables]

@@ -21,3 +21,9 @@ class Local:
 def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> Tensor:
     parts = [total * (weight / max(counts[name], 1e-12)) for name, (total, weight) in terms.items()]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
+def pair_of(m: Local, device: torch.device) -> Tensor:
+    """[value, count], for a sum over ranks."""
+    count = 0.0 if m.count is None else m.count
+    return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (m.value, count)])

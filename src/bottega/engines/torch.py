@@ -32,7 +32,7 @@ from bottega.engines.devices import (
     slice_batch,
 )
 from bottega.engines.noise import draw
-from bottega.engines.sums import Local, sum_terms
+from bottega.engines.sums import Local, pair_of, sum_terms
 from bottega.engines.tensors import TorchSnapshot, compare, read_tensors
 from bottega.engines.wrapping import compiled, replicated, require
 from bottega.schema.recipe import Training
@@ -91,8 +91,7 @@ class TorchEngine(Engine):
         self._train_models = {**frozen, "model": called}
         self._eval_models = {**frozen, "model": self.model}
         self._called = called
-        self._poison = torch.zeros((), device=self.device)
-        self._bad_steps = torch.zeros((), device=self.device)
+        self._poison, self._bad_steps = (torch.zeros((), device=self.device) for _ in range(2))
         self._scale = torch.full((), 2.0**16, device=self.device) if self.precision is torch.float16 else None
         self._growth = torch.zeros((), dtype=torch.int32, device=self.device)
         self._buffers: dict[str, dict[str, Tensor]] = {}
@@ -186,7 +185,8 @@ class TorchEngine(Engine):
         for p in self._params:
             p.grad = None
         if self._ema:
-            torch._foreach_lerp_(list(self._ema.values()), self._params, 1 - float(self.training.ema or 0))
+            with torch.no_grad():  # or each average would remember all the weights it was made of
+                torch._foreach_lerp_(list(self._ema.values()), self._params, 1 - float(self.training.ema or 0))
         return norm
 
     def _ensure_state(self) -> None:
@@ -271,7 +271,7 @@ class TorchEngine(Engine):
         found = dict(metrics)
         local = {name: m for name, m in metrics.items() if isinstance(m, Local)}
         if local:
-            pairs = torch.stack([self._pair(m) for m in local.values()])
+            pairs = torch.stack([pair_of(m, self.device) for m in local.values()])
             if self.world > 1:
                 dist.all_reduce(pairs)
             found |= {
@@ -282,14 +282,6 @@ class TorchEngine(Engine):
         values = torch.stack([t.double() for t in tensors.values()]).tolist() if tensors else []
         return {name: float(m) for name, m in found.items() if name not in tensors} | dict(
             zip(tensors, values, strict=True)
-        )
-
-    def _pair(self, m: Local) -> Tensor:
-        return torch.stack(
-            [
-                torch.as_tensor(x, dtype=torch.float64, device=self.device)
-                for x in (m.value, 0.0 if m.count is None else m.count)
-            ]
         )
 
     def agree(self, flag: bool) -> bool:

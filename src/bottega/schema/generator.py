@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bottega.schema.recipe import Model
 from bottega.schema.section import Number, Positive, Probability, Section
+from bottega.schema.transformer import TransformerShape
 
 Objective = Literal["flow", "noise", "v"]
 Condition = Literal["none", "class", "vector", "text"]
@@ -26,20 +28,25 @@ class TextEncoderOptions(Section):
 
 
 class Generator(Model):
-    """A diffusion model over patches of whatever the medium is, or diffusers' UNet."""
+    """A diffusion model over patches of whatever the medium is, diffusers' UNet, or a language model over its codes."""
 
     from_: str | None = Field(
         None, alias="from", description="weights to start from: a run, or a diffusers UNet folder"
     )
-    backbone: Literal["dit", "unet"] = Field("dit", description="a diffusion transformer, or diffusers' UNet (images)")
+    backbone: Literal["dit", "unet", "tokens"] = Field(
+        "dit", description="a diffusion transformer, diffusers' UNet (images), or a language model over codes"
+    )
+    tokenizer: str | None = Field(
+        None, description="tokens: whose codes, such as needs.tokens, or an image_tokens run or its exported folder"
+    )
     objective: Objective = Field("flow", description="flow matching, noise prediction (DDPM), or v-prediction")
     times: Literal["logit_normal", "uniform"] = Field("logit_normal", description="flow: how training times are drawn")
     noise_schedule: Literal["cosine", "linear", "scaled_linear"] = Field(
         "cosine", description="noise and v: how noise grows over 1,000 steps"
     )
     min_snr: Number | None = Field(None, gt=0, description="noise and v: cap on the weight of clean times, such as 5")
-    hidden_size: Positive = Field(256, description="dit: width; unet: channels of the first stage")
-    num_layers: Positive = Field(6, description="dit: blocks; unet: residual blocks of each stage")
+    hidden_size: Positive = Field(256, description="dit, tokens: width; unet: channels of the first stage")
+    num_layers: Positive = Field(6, description="dit, tokens: blocks; unet: residual blocks of each stage")
     num_heads: Positive = Field(4, description="attention heads")
     patch_size: Positive = Field(2, description="dit: side of a patch")
     stages: Positive = Field(3, description="unet: how many, each of half the side")
@@ -125,6 +132,25 @@ class UNetShape(BaseModel):
     """The JSON of a folder's own configuration, in place of the above."""
 
 
+class CodesBackbone(BaseModel):
+    """A language model over the codes of samples with these sides; its vocabulary is the codes, the classes, and one
+    token for none of them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    grid: tuple[int, ...]
+    channels: int = Field(gt=0)
+    codes: tuple[int, ...]
+    """Sides of the grid of codes."""
+    num_codes: int = Field(gt=1)
+    transformer: TransformerShape
+
+    @property
+    def length(self) -> int:
+        """Codes of a sample."""
+        return math.prod(self.codes)
+
+
 class ConditionShape(BaseModel):
     """What a sample may be asked for, and how wide the answer is."""
 
@@ -151,6 +177,20 @@ class GeneratorShape(BaseModel):
     @property
     def sample(self) -> tuple[int, ...]:
         """Sides and channels of what is generated."""
+        return (*self.backbone.grid, self.backbone.channels)
+
+
+class CodeGeneratorShape(BaseModel):
+    """A language model over codes, and what it may be asked for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backbone: CodesBackbone
+    condition: ConditionShape
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """Sides and channels of the data, which codes are decoded to."""
         return (*self.backbone.grid, self.backbone.channels)
 
 

@@ -1,14 +1,14 @@
-"""The recipes that generate images, sound and video, and the two that prepare images for them."""
+"""The recipes that generate images, sound and video."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from bottega.schema.data import Data
 from bottega.schema.generator import AudioGenerator, Generator, VideoGenerator
-from bottega.schema.recipe import Model, Recipe, Samples, path_problems
+from bottega.schema.recipe import Recipe, Samples, path_problems
 from bottega.schema.section import Number, Positive, Probability, Section
 
 
@@ -17,11 +17,15 @@ class GeneratorSamples(Samples):
     steps: Positive = Field(30, description="steps of the sampler")
     sampler: Literal["euler", "heun", "dpm"] = Field("heun", description="how the steps are taken; heun costs twice")
     guidance: Number = Field(1.0, ge=0, description="how strongly the condition is followed; 1 is plain")
+    temperature: Number = Field(1.0, ge=0, description="tokens: below 1 is more likely, 0 always takes the likeliest")
+    top_k: Positive | None = Field(None, description="tokens: only the likeliest k; null is all")
+    top_p: Probability | None = Field(None, gt=0, description="tokens: only the likeliest that sum to p; null is all")
     prompts: tuple[str, ...] = Field((), description="condition text: what is asked for; empty takes captions")
 
 
 class MediaData(Data):
     condition_field: str | None = Field(None, description="which field of a row is the condition; null finds it")
+    latents: bool = Field(False, description="with model.vae: compute all latents once, before training, and keep them")
 
 
 class ImageAugmentation(Section):
@@ -83,28 +87,22 @@ class VideoData(ImageData):
     clip: Literal["random", "start", "centre"] = Field("random", description="which frames of a longer video are seen")
 
 
-class VaeModel(Model):
-    from_: str | None = Field(None, alias="from", description="weights to start from: a run or a folder")
-    hidden_size: Positive = Field(64, description="channels of the first stage")
-    latent_channels: Positive = Field(4, description="channels of the latents")
-    downsample: Literal[2, 4, 8, 16] = Field(4, description="how much smaller the latents' side is")
-    kl_weight: Number = Field(1e-6, ge=0, description="pull of the latents towards a unit normal")
-
-
-class TokensModel(Model):
-    from_: str | None = Field(None, alias="from", description="weights to start from: a run or a folder")
-    hidden_size: Positive = Field(64, description="channels of the first stage")
-    codebook_size: Positive = Field(1024, description="how many tokens there are")
-    code_size: Positive = Field(64, description="channels of a token's vector")
-    downsample: Literal[2, 4, 8, 16] = Field(8, description="how much smaller the grid of tokens is")
-    commitment_weight: Number = Field(0.25, ge=0, description="pull of the encoder towards its token")
-
-
 class MediaRecipe(Recipe):
-    """What the five have in common: they need a source."""
+    """What they have in common: they need a source."""
 
     def missing(self) -> list[tuple[str, str]]:
-        return super().missing() + path_problems(self.data)
+        return super().missing() + path_problems(self.data) + _latents_problems(self)
+
+
+def _latents_problems(recipe: Recipe) -> list[tuple[str, str]]:
+    data: Any = recipe.data
+    if not data.latents:
+        return []
+    if getattr(recipe.model, "vae", None) is None:
+        return [("data.latents", "true, and there is no model.vae to compute them with; leave it out")]
+    if data.augmentation is not None and data.augmentation.enabled:
+        return [("data.augmentation", "changes samples each time, and data.latents computes them once; keep one")]
+    return []
 
 
 class ImageRecipe(MediaRecipe):
@@ -126,15 +124,3 @@ class VideoRecipe(MediaRecipe):
     model: VideoGenerator = Field(VideoGenerator(), description="the model")
     data: VideoData = Field(VideoData(), description="the data")
     samples: GeneratorSamples = Field(GeneratorSamples(), description="what the model shows while it learns")
-
-
-class ImageVaeRecipe(MediaRecipe):
-    task: Literal["image_vae"] = Field("image_vae", description="images to smooth latents and back")
-    model: VaeModel = Field(VaeModel(), description="the model")
-    data: ImageData = Field(ImageData(), description="the data")
-
-
-class ImageTokensRecipe(MediaRecipe):
-    task: Literal["image_tokens"] = Field("image_tokens", description="images to tokens and back")
-    model: TokensModel = Field(TokensModel(), description="the model")
-    data: ImageData = Field(ImageData(), description="the data")

@@ -27,7 +27,7 @@ from bottega.schema.section import (
 )
 from bottega.schema.units import Cadence, Duration, Every, EveryOrTime
 
-BUILT_TASKS = ("language", "classify", "image", "audio", "video")
+BUILT_TASKS = ("language", "classify", "image", "audio", "video", "image_vae", "image_tokens")
 """The tasks that can be trained; the schemas of the others are here so that their recipes can be checked."""
 
 
@@ -310,6 +310,7 @@ NEUTRAL = (
     "samples",
     "checkpoint",
     "logging",
+    "data.latents",
     "data.workers",
     "data.prefetch",
     "data.pin_memory",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bottega.schema.autoencode import AudioVaeRecipe, ImageVaeRecipe, VideoVaeRecipe
 from bottega.schema.classify import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
 from bottega.schema.fields import has_key
 from bottega.schema.flat import Flat
 from bottega.schema.language import LanguageRecipe
-from bottega.schema.media import AudioRecipe, ImageRecipe, ImageTokensRecipe, ImageVaeRecipe, VideoRecipe
+from bottega.schema.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.schema.multitask import MultitaskRecipe
 from bottega.schema.personalize import PersonalizeRecipe
 from bottega.schema.recipe import Recipe
 from bottega.schema.routing import RoutingRecipe
+from bottega.schema.tokens import AudioTokensRecipe, ImageTokensRecipe
 
 RECIPES: dict[str, type[Recipe]] = {
     "language": LanguageRecipe,
@@ -31,7 +33,9 @@ FORMS: dict[str, dict[str, type[Recipe]]] = {
         "image": ImageClassifyRecipe,
         "audio": AudioClassifyRecipe,
         "video": VideoClassifyRecipe,
-    }
+    },
+    "image_vae": {"image": ImageVaeRecipe, "audio": AudioVaeRecipe, "video": VideoVaeRecipe},
+    "image_tokens": {"image": ImageTokensRecipe, "audio": AudioTokensRecipe},
 }
 """Task -> data.input -> schema. The one in RECIPES is for recipes that do not say."""
 

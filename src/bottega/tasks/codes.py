@@ -13,6 +13,7 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.codes import CodeAutoencoder
+from bottega.models.pretrained import load_weights
 from bottega.schema.vae import CodesShape
 from bottega.tasks.vae import Distance, errors, examples, num_examples, with_psnr
 
@@ -27,13 +28,18 @@ class Codes(Task):
     """The pull of the encoder towards its code; finite scalars have no codebook and need none."""
     value_range: float = Field(default=2.0, gt=0.0)
     """The largest value of the data less the smallest: what PSNR is relative to."""
+    pretrained: str | None = None
+    """A folder of a saved tokenizer whose weights the training starts from."""
 
     def build(self, seed: int) -> dict[str, Any]:
         # Without memory first: torch's own initial values would be drawn only to be overwritten.
         with torch.device("meta"):
             model = CodeAutoencoder(self.shape)
         model.to_empty(device="cpu")
-        model.initialise(seed)
+        if self.pretrained is None:
+            model.initialise(seed)
+        else:
+            load_weights(model, self.pretrained)
         return {"model": model}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:

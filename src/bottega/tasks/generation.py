@@ -15,7 +15,7 @@ from bottega.core.types import Batch, Loss, Models
 from bottega.models.generator import build_generator
 from bottega.schema.generator import GeneratorShape
 from bottega.tasks import samplers
-from bottega.tasks.latents import Latents
+from bottega.tasks.latents import PREPARED, Latents
 from bottega.tasks.paths import Path
 from bottega.tasks.text import FrozenText
 
@@ -49,7 +49,7 @@ class Generation(Task):
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if "weight" in batch:
             return {"loss": float((np.asarray(batch["weight"]) > 0).sum())}
-        return {"loss": float(len(batch[self.key]))}
+        return {"loss": float(len(batch[PREPARED if PREPARED in batch else self.key]))}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         clean = self._clean(models, batch, rng)

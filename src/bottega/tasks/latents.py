@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -11,9 +12,13 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
+from bottega.models.vae import Autoencoder, load_autoencoder
+from bottega.tasks.vae import along_axes
 
 PREPARED = "latent"
 """A batch's field of latents that were computed beforehand: mean and log variance, one after the other [b, g..., 2c]."""
+AT_ONCE = 1 << 22
+"""Places of the data in one piece: 64 pictures of 256 x 256, whose widest layer then holds 2 GiB."""
 
 
 class Latents(BaseModel):
@@ -25,24 +30,51 @@ class Latents(BaseModel):
     scale: float = 1.0
     shift: float = 0.0
 
-    def build(self) -> Any:
-        from bottega.models.vae import load_autoencoder
-
+    def build(self) -> Autoencoder:
         return load_autoencoder(Path(self.folder))
 
     @torch.no_grad()
-    def encode(self, vae: Any, batch: Batch, key: str, rng: Noise) -> Tensor:
-        if PREPARED in batch:
-            mean, log_variance = batch[PREPARED].float().chunk(2, dim=-1)
-        else:
-            mean, log_variance = vae.encode(batch[key])
+    def encode(self, vae: Autoencoder, batch: Batch, key: str, rng: Noise) -> Tensor:
+        """One draw of the latents of each sample, as the generator is meant to see them."""
+        both = batch[PREPARED].float() if PREPARED in batch else moments(vae, batch[key])
+        mean, log_variance = both.chunk(2, dim=-1)
         noise = rng.normal("latent", tuple(mean.shape[1:]))
-        return (mean.float() + (log_variance.float() / 2).exp() * noise - self.shift) * self.scale
+        return (mean + (log_variance / 2).exp() * noise - self.shift) * self.scale
 
     @torch.no_grad()
-    def round_trip(self, vae: Any, x: Tensor) -> Tensor:
-        return vae.decode(vae.encode(x)[0]).float()
+    def decode(self, vae: Autoencoder, latent: Tensor) -> Tensor:
+        return _in_pieces(_decoded(vae), latent / self.scale + self.shift, places=_places(vae, latent))
 
-    @torch.no_grad()
-    def decode(self, vae: Any, latent: Tensor) -> Tensor:
-        return vae.decode(latent / self.scale + self.shift).float()
+
+@torch.no_grad()
+def moments(vae: Autoencoder, x: Tensor) -> Tensor:
+    """Mean and log variance, one after the other [b, g..., 2c]; in float32 also where training is not, so that what is
+    computed beforehand is what would have been computed on the way."""
+    x = along_axes(x, vae.shape).float()
+    return _in_pieces(lambda part: torch.cat(vae.encode(part), dim=-1), x, places=math.prod(x.shape[1:-1]))
+
+
+@torch.no_grad()
+def round_trip(vae: Autoencoder, x: Tensor) -> Tensor:
+    """Data as they come back, without the noise of a draw."""
+    mean = moments(vae, x).chunk(2, dim=-1)[0]
+    return _in_pieces(_decoded(vae), mean, places=_places(vae, mean))
+
+
+def _decoded(vae: Autoencoder) -> Callable[[Tensor], Tensor]:
+    return lambda latent: vae.decode(latent).float()
+
+
+def _places(vae: Autoencoder, latent: Tensor) -> int:
+    """Of what a latent stands for."""
+    factors = [vae.shape.downsample] * len(latent.shape[1:-1])
+    if vae.shape.dims == 3:
+        factors[0] = vae.shape.temporal_downsample
+    return math.prod(latent.shape[1:-1]) * math.prod(factors)
+
+
+def _in_pieces(compute: Callable[[Tensor], Tensor], x: Tensor, *, places: int) -> Tensor:
+    """All rows, as many at once as memory is likely to hold: a batch of small latents may be one of large pictures."""
+    size = max(1, AT_ONCE // places)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.cat([compute(part) for part in x.split(size)])

@@ -50,7 +50,7 @@ class Reconstruction(Task):
         return dict.fromkeys(("loss", "kl"), num_examples(batch, self.key))
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        x = batch[self.key]
+        x = along_axes(batch[self.key], self.shape)
         noise = rng.normal("latent", self.shape.latent_shape(x.shape[1:-1]))
         found, mean, log_variance = models["model"](x, noise)
         kept = examples(batch, x)
@@ -81,6 +81,11 @@ def _architecture(shape: AutoencoderShape) -> dict[str, Any]:
     """What two models must have in common; the factors are advice for those who use the latents."""
     fields = shape.model_dump(exclude={"norm_groups", "scaling_factor", "shift_factor"})
     return {**fields, "groups": shape.groups}
+
+
+def along_axes(x: Tensor, shape: AutoencoderShape) -> Tensor:
+    """Data as a model over these axes reads them: to one over time alone, bands [b, T, M, 1] are channels [b, T, M]."""
+    return x.flatten(1 + shape.dims)
 
 
 def num_examples(batch: Batch, key: str) -> float:

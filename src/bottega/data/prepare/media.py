@@ -33,9 +33,8 @@ def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None
     medium: Medium = (
         "audio" if isinstance(recipe.data, AudioData) else "video" if isinstance(recipe.data, VideoData) else "image"
     )
-    # What a classifier learns from is what a generator of the same medium and classes does, so they share it.
-    task = medium if recipe.task == "classify" else recipe.task
-    ready = opened_where_prepared(recipe.data, task=task)
+    # What a classifier or an autoencoder learns from is what a generator of the same medium does, so they share it.
+    ready = opened_where_prepared(recipe.data, task=medium)
     if ready is not None:
         return ready
     inputs, shares = _inputs(recipe.data, medium)
@@ -44,7 +43,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None
     data: Any = recipe.data  # the schema of each medium adds condition_field
     encoder, facts = _encoder(data, condition, _first(inputs, rules), inputs)
     plan = Plan(
-        task=task,
+        task=medium,
         inputs=inputs,
         shares=shares,
         data=recipe.data,

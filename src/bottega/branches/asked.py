@@ -1,0 +1,90 @@
+"""What a person asks a generator for, as rows of a batch: classes, vectors or texts, each so many times."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bottega.branches.text_condition import TextCondition
+from bottega.core.errors import UsageError
+from bottega.schema.generator import Condition
+
+FLAGS = {"prompt": "text", "class": "class", "vector": "vector"}
+"""Flag -> the condition that a run must have been trained with."""
+TAKES = {"none": "nothing", **{condition: f"--{flag}" for flag, condition in FLAGS.items()}}
+
+
+@dataclass(frozen=True)
+class Asks:
+    """What one run can be asked for. `size` is the width of its vectors."""
+
+    kind: Condition
+    classes: tuple[str, ...]
+    size: int
+    text: TextCondition | None
+
+    def rows(self, asked: dict[str, Any], count: int) -> dict[str, np.ndarray]:
+        """ "number" is the place that noise is drawn for."""
+        if count < 1:
+            raise UsageError(f"--count {count}: at least one sample is asked for")
+        for flag, needed in FLAGS.items():
+            if asked.get(flag) is not None and self.kind != needed:
+                raise UsageError(
+                    f"--{flag}: this run was trained with condition {self.kind}; it takes {TAKES[self.kind]}"
+                )
+        rows: dict[str, np.ndarray] = {}
+        if self.kind == "class":
+            rows["label"] = self._labels(asked.get("class"))
+        elif self.kind == "vector":
+            rows["condition"] = self._vectors(asked.get("vector"))
+        elif self.text is not None:
+            rows |= self.text.rows(self.text.asked(asked.get("prompt")))
+        rows = {name: np.repeat(value, count, axis=0) for name, value in rows.items()}
+        total = len(next(iter(rows.values()))) if rows else count
+        return {**rows, "number": np.arange(total)}
+
+    def captions(self, asked: dict[str, Any], count: int) -> list[str] | None:
+        """What stands below each sample."""
+        if self.kind == "class":
+            return [self.classes[label] for label in self._labels(asked.get("class")) for _ in range(count)]
+        given = self.text.asked(asked.get("prompt")) if self.text is not None else []
+        return [text for text in given for _ in range(count)] or None
+
+    def example(self) -> str:
+        """Flags to try."""
+        if self.kind == "class":
+            return f" --class {shlex.quote(self.classes[-1])}"
+        return f" --prompt {shlex.quote(self.text.prompts[0])}" if self.text is not None else ""
+
+    def _labels(self, wanted: Any) -> np.ndarray:
+        names = self.classes
+        if wanted is None:
+            return np.arange(len(names), dtype=np.int32)
+        found = []
+        for one in [wanted] if isinstance(wanted, str | int) else wanted:
+            text = str(one)
+            number = names.index(text) if text in names else int(text) if text.isdecimal() else -1
+            if not 0 <= number < len(names):
+                shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+                raise UsageError(f"--class {text}: the run has {len(names)} classes: {shown}")
+            found.append(number)
+        return np.array(found, np.int32)
+
+    def _vectors(self, wanted: Any) -> np.ndarray:
+        if wanted is None:
+            raise UsageError(
+                f"--vector: this run was trained with vectors; give one of {self.size} numbers, such as 0.5,1"
+            )
+        rows = []
+        for one in [wanted] if isinstance(wanted, str) else wanted:
+            try:
+                values = [float(x) for x in (one.split(",") if isinstance(one, str) else one)]
+            except ValueError:
+                raise UsageError(f"--vector {one}: expected {self.size} numbers between commas") from None
+            if len(values) != self.size or not np.isfinite(values).all():
+                raise UsageError(f"--vector {one}: expected {self.size} finite numbers, got {len(values)}")
+            rows.append(values)
+        return np.array(rows, np.float32)
