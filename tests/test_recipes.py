@@ -39,6 +39,13 @@ GENERATOR: dict[str, Any] = {
     "samples.steps": 2,
     "samples.every": 3,
 }
+AUTOENCODER: dict[str, Any] = {
+    **TRAINING,
+    "model.hidden_size": 8,
+    "model.layers_per_block": 1,
+    "samples.count": 2,
+    "samples.every": 3,
+}
 SMALL: dict[str, Any] = {
     "language": {
         **TRAINING,
@@ -56,12 +63,20 @@ SMALL: dict[str, Any] = {
     "image": GENERATOR,
     "audio": GENERATOR,
     "video": GENERATOR,
+    "image_vae": AUTOENCODER,
+    "image_tokens": AUTOENCODER,
 }
 """The settings that make any recipe of a task fit into a test; everything else stays as the recipe says."""
 
 OWN: dict[str, dict[str, Any]] = {
     # The file of clothes says itself which part is for the test; what a test makes does not.
     "image/fashion": {"data.test": None},
+    "image/photos": {
+        "data.image_size": 16,
+        "needs.vae": {"recipe": "image_vae/photos", "settings": AUTOENCODER},
+    },
+    "image_vae/photos": {"data.image_size": 16},
+    "image/tokens": {"needs.tokens": {"recipe": "image_tokens/digits", "settings": AUTOENCODER}},
     "image/text": {"model.text.hidden_size": 16, "model.text.num_layers": 1},
 }
 """What the data of a test ask of one recipe, or what it alone has."""
@@ -91,7 +106,8 @@ def mine(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, Path
         with wave.open(str(folder / "recordings" / f"{number % 3}_anna_{number}.wav"), "wb") as file:
             file.setparams((1, 2, 8000, 0, "NONE", ""))
             file.writeframes(draw.integers(-9000, 9000, 3000).astype("<i2").tobytes())
-    return {"language": text, "image": folder / "photos", "audio": folder / "recordings"}
+    photos = folder / "photos"
+    return {"language": text, "image": photos, "image_vae": photos, "audio": folder / "recordings"}
 
 
 def header_of(name: str) -> str:

@@ -17,7 +17,10 @@ from bottega.branches.branch import Branch
 from bottega.compose import build_engine, build_loader, plan_rates
 from bottega.core import checkpoint
 from bottega.data.loader import Loader
+from bottega.models.codes import CodeAutoencoder
+from bottega.models.codes_folder import write_codes
 from bottega.schema.load import load_recipe
+from bottega.schema.vae import AutoencoderShape, CodesShape
 from small_media import audio, image, video
 from small_run import settings, write_text
 
@@ -27,15 +30,36 @@ def language(folder: Path) -> dict[str, Any]:
     return {**settings(folder, write_text(folder / "text.txt")), "model.num_layers": 3}
 
 
+def image_vae(folder: Path) -> dict[str, Any]:
+    shared = {key: value for key, value in image(folder).items() if not key.startswith(("model.", "samples."))}
+    return {**shared, "model.hidden_size": 8, "model.latent_channels": 2, "samples.every": None}
+
+
+def image_tokens(folder: Path) -> dict[str, Any]:
+    shared = {key: value for key, value in image(folder).items() if not key.startswith(("model.", "samples."))}
+    return {**shared, "model.hidden_size": 8, "model.levels": [4, 4], "samples.every": None}
+
+
+def over_codes(folder: Path) -> dict[str, Any]:
+    """With a tokenizer that has learnt nothing, which is as frozen as any."""
+    inner = AutoencoderShape(channels=1, latent_channels=2, widths=(4, 8), layers_per_block=1)
+    tokenizer = CodeAutoencoder(CodesShape(autoencoder=inner, levels=(4, 4)))
+    tokenizer.initialise(0)
+    write_codes(tokenizer, folder / "codes", input="image", normalise="symmetric")
+    return {**image(folder), "model.tokenizer": str(folder / "codes")}
+
+
 @dataclass(frozen=True)
 class Case:
     engine: str
     task: str
     recipe: str
     settings: Callable[[Path], dict[str, Any]]
+    lacks: tuple[str, ...] = ()
+    """Keys that the other tasks have in common and this one has no use for."""
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.task}"
+        return f"{self.engine}-{self.recipe}"
 
 
 CASES = [
@@ -43,6 +67,9 @@ CASES = [
     Case("torch", "image", "image", image),
     Case("torch", "audio", "audio", audio),
     Case("torch", "video", "video", video),
+    Case("torch", "image_vae", "image_vae/digits", image_vae, lacks=("model.dropout",)),
+    Case("torch", "image_tokens", "image_tokens/digits", image_tokens, lacks=("model.dropout",)),
+    Case("torch", "image", "image/tokens", over_codes),
 ]
 
 
@@ -71,6 +98,7 @@ class Subject:
 
 def build(case: Case, folder: Path, **changes: Any) -> Subject:
     values = {**case.settings(folder), "engine": case.engine, **changes}
+    values = {key: value for key, value in values.items() if key not in case.lacks}
     recipe = load_recipe([case.recipe, values]).recipe
     assert recipe.task == case.task
     branch = branches.prepare(recipe, say=lambda stage, done, total: None)

@@ -106,12 +106,12 @@ def test_without_clipping_the_gradient_is_taken_as_it_is() -> None:
 
 
 def test_the_average_follows_its_formula() -> None:
-    one = engine(training(ema=0.9))
+    one = engine(training(ema=0.25))
     average = {name: p.detach().clone() for name, p in one.model.named_parameters()}
     batches = loader(of=one)
-    for step in range(4):
+    for step, kept in enumerate((1 / 10, 2 / 11, 3 / 12, 0.25, 0.25)):
         advance(one, batches, step, step + 1)
-        average = {name: 0.9 * average[name] + 0.1 * p.detach() for name, p in one.model.named_parameters()}
+        average = {n: kept * average[n] + (1 - kept) * p.detach() for n, p in one.model.named_parameters()}
     for name, tensor in one.state()["ema.safetensors"].items():
         torch.testing.assert_close(tensor, average[name], rtol=1e-5, atol=1e-7)
         assert tensor.grad_fn is None, "an average that remembers its making grows by a model a step"

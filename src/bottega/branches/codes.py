@@ -130,7 +130,7 @@ def prepare_codes(recipe: ImageRecipe | AudioRecipe | VideoRecipe) -> CodeGenera
     if model.vae is not None:
         raise UsageError("model.vae: backbone tokens has a tokenizer in its place; leave it out")
     if isinstance(recipe, AudioRecipe) and model.axes == 1:  # type: ignore[attr-defined]
-        raise UsageError("model.axes: 1 with backbone tokens, whose codes are of time and frequency; leave it out")
+        raise UsageError("model.axes: 1 with backbone tokens, whose codes are of time and frequency; set model.axes=2")
     folder = tokenizer_folder(recipe, model.tokenizer)
     shape, said = read_codes(folder)
     medium = "audio" if isinstance(recipe, AudioRecipe) else "image"

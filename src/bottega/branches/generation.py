@@ -81,7 +81,7 @@ class GenerationBranch(MediaBranch):
         self.codes = None
         if recipe.model.backbone == "tokens":
             self.codes = prepare_codes(recipe) if codec is None else reopen_codes(recipe, codec)
-            self.metrics = self.codes.metrics
+            self.metrics, self.unit = self.codes.metrics, "codes"
         self.space = open_space(recipe, self.medium) if codec is None else None
         self.text = None
         if recipe.model.condition == "text":
@@ -168,7 +168,9 @@ class GenerationBranch(MediaBranch):
     # The model
 
     def _measure(self) -> Facts:
-        classes = tuple(self.prepared.classes.names)
+        classes, asked = tuple(self.prepared.classes.names), self.recipe.model.num_classes
+        if self.recipe.model.condition == "class" and asked is not None and len(classes) != asked:
+            raise DataError(f"model.num_classes: {asked} were asked for, and the data has {len(classes)}; leave it out")
         latents = self.space.facts(*self.sides()) if self.space is not None else None
         return Facts(shape=self._shape(classes), classes=classes, latents=latents)
 

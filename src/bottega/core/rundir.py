@@ -130,6 +130,6 @@ def _nearest(path: Path) -> str:
     import difflib
 
     near = difflib.get_close_matches(
-        path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1
+        path.name, [p.name for p in path.parent.iterdir() if p != path] if path.parent.is_dir() else [], 1
     )
     return f"; did you mean {path.parent / near[0]}?" if near else "; `bottega train` makes one"

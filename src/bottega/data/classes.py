@@ -102,8 +102,8 @@ class Conditions:
                 self.labels = classes.ids(texts, keys=_Keys(table))
         if kind == "class" and self.labels is None:
             raise DataError(
-                f"{table.folder}: the samples have no labels, and condition is class; name the field with "
-                "data.train.label, sort the files into a folder for each class, or set model.condition=none"
+                f"{table.row('key', 0)} has no label, nor has any other sample, and condition is class; name the field "
+                "with data.train.label, sort the files into a folder for each class, or set model.condition=none"
             )
         self.size = {"none": 0, "class": len(classes or ())}.get(kind, 0)
         self.vectors = _vectors(table) if kind == "vector" else None

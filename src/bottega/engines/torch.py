@@ -19,6 +19,7 @@ from bottega.core.engine import Engine
 from bottega.core.errors import OutOfMemory
 from bottega.core.groups import Row
 from bottega.core.noise import Noise, seed_of
+from bottega.core.schedule import decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Sums
 from bottega.engines import optimizers, ranks
@@ -186,7 +187,7 @@ class TorchEngine(Engine):
             p.grad = None
         if self._ema:
             with torch.no_grad():  # or each average would remember all the weights it was made of
-                torch._foreach_lerp_(list(self._ema.values()), self._params, 1 - float(self.training.ema or 0))
+                torch._foreach_lerp_(list(self._ema.values()), self._params, 1 - decay_at(step, self.training.ema))
         return norm
 
     def _ensure_state(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bottega.core.errors import UsageError
 from bottega.saved import SavedRun, open_run
 
 TITLES = {"generated": "generated", "real": "real, held out", "through_codec": "real, through codec"}
@@ -25,6 +26,8 @@ def evaluate(
 
     `count` samples are drawn for that; 0 measures the loss alone.
     """
+    if count is not None and count < 0:
+        raise UsageError(f"--count {count}: expected 0, for the loss alone, or more")
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     metrics = saved.evaluate(data, split=split)
     result: dict[str, Any] = {"metrics": metrics, "checkpoint": str(saved.checkpoint)}

@@ -14,7 +14,7 @@ import numpy as np
 
 from bottega.branches.classify import ClassifyBranch
 from bottega.branches.generation import GenerationBranch
-from bottega.core.errors import UsageError
+from bottega.core.errors import CheckpointError, UsageError
 from bottega.data.image.augment import normalise
 from bottega.data.source import Source
 from bottega.run import load, part
@@ -73,6 +73,7 @@ def score(
     assert isinstance(branch, GenerationBranch)
     if data is None and split not in branch.prepared.tables:
         raise UsageError(f"this run has no {split} data; give some with --data")
+    fid = _fid(inception, branch, saved.engine.device) if inception is not None else None
     held_out = _collected(branch, [branch.raw_other(data) if data is not None else branch.raw(split)])
     training = _collected(branch, [branch.raw(table) for table in branch.prepared.training_tables])
     count = max(COUNT, len(held_out.samples)) if count is None else count
@@ -83,8 +84,7 @@ def score(
     if branch.medium == "audio" or branch.task.latents is not None:
         several["through_codec"] = Collection(_through_codec(saved, branch, held_out.samples), held_out.asked)
     found = {name: _measures(branch, judge, one, held_out, training, known) for name, one in several.items()}
-    if inception is not None:
-        fid = _fid(inception, branch, saved.engine.device)
+    if fid is not None:
         for name, one in several.items():
             found[name]["fid"] = fid(one.samples, training.samples)
     counts = {"generated": len(generated.samples), "real": len(held_out.samples), "training": len(training.samples)}
@@ -152,7 +152,10 @@ class _Judge:
         if "judge" not in branch.recipe.needs or not branch.facts.classes:
             return None
         path = part(branch.recipe, "judge", quiet=quiet, beside=saved.directory.path.parent)
-        opened = load(path, device=str(saved.engine.device))
+        try:
+            opened = load(path, device=str(saved.engine.device))
+        except CheckpointError as error:
+            raise CheckpointError(f"needs.judge: {path}: {error}; delete it to have it trained again") from error
         if not isinstance(opened.branch, ClassifyBranch):
             raise UsageError(f"needs.judge: {path} is no classifier")
         return cls(opened, getattr(opened.recipe.data, "normalise", None))

@@ -98,7 +98,8 @@ def _network(folder: Path) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        network, seen = SpeechT5HifiGan.from_pretrained(
+        loader: Any = SpeechT5HifiGan.from_pretrained
+        network, seen = loader(
             folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:  # a damaged config or file reaches most of the library, which raises what happens there

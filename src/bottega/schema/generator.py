@@ -11,6 +11,8 @@ from bottega.schema.recipe import Model
 from bottega.schema.section import Number, Positive, Probability, Section
 from bottega.schema.transformer import TransformerShape
 
+MOST_TOKENS = 1 << 18
+"""Patches of one sample: a minute of large video has about as many. More is a slip, and would compute for days."""
 Objective = Literal["flow", "noise", "v"]
 Condition = Literal["none", "class", "vector", "text"]
 
@@ -97,12 +99,18 @@ class DiTShape(BaseModel):
     def _fits(self) -> DiTShape:
         if len(self.patch) != len(self.grid):
             raise ValueError(f"a patch of {len(self.patch)} sides for a sample of {len(self.grid)}")
-        wrong = [(side, part) for side, part in zip(self.grid, self.patch, strict=True) if side % part]
+        wrong = [axis for axis, (side, part) in enumerate(zip(self.grid, self.patch, strict=True)) if side % part]
         if wrong:
-            side, part = wrong[0]
+            side, part = self.grid[wrong[0]], self.patch[wrong[0]]
+            key = "temporal_patch_size" if len(self.grid) == 3 and wrong[0] == 0 else "patch_size"
             fits = ", ".join(str(n) for n in range(1, side + 1) if side % n == 0)
             raise ValueError(
-                f"patch_size: patches of {part} do not divide a side of {side} (of {_sides(self.grid)}); {fits} do"
+                f"{key}: patches of {part} do not divide a side of {side} (of {_sides(self.grid)}); {fits} do"
+            )
+        if math.prod(self.tokens) > MOST_TOKENS:
+            raise ValueError(
+                f"patch_size: a sample of {_sides(self.grid)} is {math.prod(self.tokens):,} patches, and {MOST_TOKENS:,} "
+                "is the most; make the sample smaller, or the patches larger"
             )
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size: {self.hidden_size} is no multiple of num_heads {self.num_heads}")

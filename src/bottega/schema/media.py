@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bottega.schema.data import Data
 from bottega.schema.generator import AudioGenerator, Generator, VideoGenerator
@@ -72,10 +72,19 @@ class AudioData(MediaData):
     normalise: Literal["none", "peak", "loudness"] = Field(
         "none", description="largest value 0.95, or loudness -23 LUFS (ITU-R BS.1770)"
     )
-    num_mels: Positive = Field(64, description="bands of the mel spectrogram")
-    fft_size: Positive = Field(1024, description="samples in a window")
+    num_mels: Positive = Field(64, le=2048, description="bands of the mel spectrogram")
+    fft_size: Positive = Field(1024, ge=2, le=1 << 16, description="samples in a window")
     hop_size: Positive = Field(256, description="samples between windows")
     augmentation: AudioAugmentation | None = Field(None, description="changed copies of the training sounds")
+
+    @model_validator(mode="after")
+    def _overlaps(self) -> Self:
+        if self.hop_size > self.fft_size // 2:
+            raise ValueError(
+                f"hop_size: {self.hop_size} is more than half of fft_size {self.fft_size}, so windows would lose sound "
+                f"between them; {max(1, self.fft_size // 4)} is usual"
+            )
+        return self
 
 
 class VideoData(ImageData):

@@ -19,7 +19,7 @@ def part_recipe(recipe: Recipe, name: str) -> Recipe:
     """The whole recipe of one need that is trained: its own, over this recipe's data."""
     need = recipe.needs[name]
     assert need.recipe is not None, "a finished run has no recipe to resolve"
-    schema = type(check_recipe([need.recipe]).recipe.data)
+    schema = type(check_recipe([need.recipe, need.settings]).recipe.data)
     data = recipe.data.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude=set(OWN))
     same = {key: value for key, value in data.items() if key in schema.model_fields and value is not None}
     if "sources" in same:

@@ -105,10 +105,15 @@ class CodeLanguage(Task):
         none = torch.full(drop.shape, codes + condition.size, device=drop.device)
         return torch.where(drop, none, batch["label"].long() + codes) if condition.kind == "class" else none
 
+    def draw(self, models: Models, batch: Batch, rng: Noise, **how: Any) -> Tensor:
+        """One sample for each row of what is asked for; options as `draw_codes` has them."""
+        codes = self.draw_codes(models["model"], batch, rng, **how)
+        return self.latents.decode(models["tokenizer"], codes.view(-1, *self.backbone.codes))
+
     @torch.no_grad()
-    def draw(
+    def draw_codes(
         self,
-        models: Models,
+        model: Transformer,
         batch: Batch,
         rng: Noise,
         *,
@@ -118,7 +123,7 @@ class CodeLanguage(Task):
         guidance: float = 1.0,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Tensor:
-        """One sample for each row of what is asked for. Guidance 1 is the model as it is, 0 asks for nothing.
+        """int64 [b, n]. Guidance 1 is the model as it is, 0 asks for nothing.
 
         The noise of a code is f(seed, its index, number of the sample), so a sample does not depend on its batch.
         """
@@ -128,7 +133,7 @@ class CodeLanguage(Task):
         if is_guided:
             # Both readings of a sample in one batch: its codes are the same, and only their first token differs.
             first = torch.cat([first, self.asked(batch, drop=none)])
-        model, length = models["model"], self.backbone.length
+        length = self.backbone.length
         cache = Cache.empty(model.shape, batch=len(first), length=length, device=first.device, dtype=_dtype(model))
         token, made = first, []
         for index in range(length):
@@ -142,8 +147,7 @@ class CodeLanguage(Task):
             made.append(choose(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p))
             token = made[-1].repeat(2) if is_guided else made[-1]
             progress(index + 1, length)
-        codes = torch.stack(made, dim=1).view(-1, *self.backbone.codes)
-        return self.latents.decode(models["tokenizer"], codes)
+        return torch.stack(made, dim=1)
 
 
 def _dtype(model: Transformer) -> torch.dtype:

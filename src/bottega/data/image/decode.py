@@ -178,6 +178,8 @@ def _from_array(array: np.ndarray) -> np.ndarray:
         return _eight_bits(pixels.astype(np.int64))
     if pixels.dtype.kind not in "iuf":
         raise Unreadable(f"an array of {pixels.dtype} is no image: expected whole numbers or fractions")
+    if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
+        raise Unreadable(f"{int((~np.isfinite(pixels)).sum()):,} of its pixels are not finite")
     least, most = pixels.min(), pixels.max()
     if not (least >= 0 and most <= 255):
         raise Unreadable(f"pixels from {least} to {most}: expected 0 to 255, or fractions from 0 to 1")

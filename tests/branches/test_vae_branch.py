@@ -111,7 +111,12 @@ def test_diffusers_opens_an_autoencoder_of_images(digits: Any, exported: Path) -
 
 
 def test_training_starts_from_an_exported_run(digits: Any, exported: Path, tmp_path: Path) -> None:
-    same = {"model.hidden_size": 16, "model.latent_channels": 4, "training.max_steps": 1, "training.learning_rate": 1e-9}
+    same = {
+        "model.hidden_size": 16,
+        "model.latent_channels": 4,
+        "training.max_steps": 1,
+        "training.learning_rate": 1e-9,
+    }
     data = small_media.pictures(tmp_path)
     path = train(tmp_path, data, **same, **{"model.from": str(digits.path), "name": "more"}).path
     found, before = bottega.load(path).model.state_dict(), load_autoencoder(exported).state_dict()
@@ -138,8 +143,13 @@ def test_sound(tmp_path: Path, axes: int) -> None:
 
 
 def test_video_is_causal(tmp_path: Path) -> None:
-    options = {"data.input": "video", "data.num_frames": 3, "model.temporal_downsample": 2, "training.max_steps": 3}
-    run = train(tmp_path, small_media.clips(tmp_path), **options, **{"samples.every": 3, "samples.count": 2})
+    options = {"data.input": "video", "data.num_frames": 3, "data.channels": 1, "model.temporal_downsample": 2}
+    run = train(
+        tmp_path,
+        small_media.clips(tmp_path),
+        **options,
+        **{"training.max_steps": 3, "samples.every": 3, "samples.count": 2},
+    )
     assert (run.path / "samples" / "step-00000003" / "sheet.gif").is_file()
     vae = load_autoencoder(bottega.load(run.path).export())
     assert vae.shape.causal_time

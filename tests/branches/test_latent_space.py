@@ -1,0 +1,273 @@
+"""Generators in the latents of a frozen autoencoder: trained first, found again, and never taken for another one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+import bottega
+import small_media
+from bottega.branches.publish import open_folder
+from bottega.cli import main
+from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.pretrained_vae import WEIGHTS, export_autoencoder
+from bottega.models.vae import Autoencoder
+from bottega.schema.vae import sized_autoencoder
+from small_run import different, tensors
+
+TINY: dict[str, Any] = {
+    "training.max_steps": 3,
+    "training.batch_size": 8,
+    "model.hidden_size": 8,
+    "model.latent_channels": 2,
+    "model.downsample": 2,
+    "samples.every": None,
+    "logging.tensorboard": False,
+    "logging.resources": False,
+}
+IN_LATENTS: dict[str, Any] = {"model.vae": "needs.vae", "model.patch_size": 1}
+PART: dict[str, Any] = {"needs.vae": {"recipe": "image_vae/digits", "settings": TINY}, **IN_LATENTS}
+FIVE: dict[str, Any] = {"training.max_steps": 5, "evaluation.every": 5, "checkpoint.every": 5}
+
+
+def train(folder: Path, **changes: Any) -> Any:
+    """Pictures of three classes in latents of 4 x 4 x 2."""
+    return bottega.train({"task": "image"}, {**small_media.image(folder), **FIVE, **changes})
+
+
+def losses(run: Any) -> list[float]:
+    return [row["loss"] for row in run.history()]
+
+
+def tiny_vae(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    shape = sized_autoencoder("nano", **{"channels": 1, "scaling_factor": 0.5, "shift_factor": 0.1, **changes})
+    model = Autoencoder(shape)
+    model.initialise(seed)
+    return export_autoencoder(model.state_dict(), shape, folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(tmp_path_factory.mktemp("runs"), name="pictures", **PART)
+
+
+def vae_of(run: Any) -> Path:
+    (part,) = (run.path.parent / "parts").glob("*/final")
+    return part
+
+
+def test_the_part_is_trained_once(run: Any) -> None:
+    before = (vae_of(run) / "README.md").stat().st_mtime_ns
+    again = train(run.path.parent, name="again", **PART, **{"training.max_steps": 1})
+    assert (vae_of(again) / "README.md").stat().st_mtime_ns == before
+    assert losses(again)[0] == losses(run)[0]
+
+
+def test_the_generator_works_in_latents_of_variance_1(run: Any) -> None:
+    saved, config = bottega.load(run.path), json.loads((vae_of(run) / "config.json").read_text())
+    task, branch = saved.task, saved.branch
+    assert task.shape.sample == (4, 4, 2)
+    assert branch.facts.sample == (8, 8, 1)
+    assert (task.latents.scale, task.latents.shift) == (config["scaling_factor"], config["shift_factor"])
+    assert task.latents.scale != 1
+    assert not [name for name in saved.model.state_dict() if "encoder" in name or "decoder" in name]
+
+
+def test_it_draws_evaluates_and_exports(run: Any, tmp_path: Path) -> None:
+    saved = bottega.load(run.path)
+    made = saved.generate(count=2, steps=2)
+    assert (made.shape, made.dtype) == ((6, 8, 8, 1), np.uint8)
+    result = bottega.evaluate(run.path, count=20)
+    assert result["counts"]["generated"] == 20
+    assert set(result["through_codec"]) == set(result["real"])
+    assert result["through_codec"] != result["real"]
+    assert result["metrics"]["loss"] == pytest.approx(losses(run)[-1], rel=1e-5)
+    saved.export(tmp_path / "out")
+    task, models = open_folder(tmp_path / "out")
+    assert task.latents is not None
+    assert task.latents.folder == str(tmp_path / "out" / "vae")
+    with saved.engine.sampling() as own:
+        for name, value in own["vae"].state_dict().items():
+            torch.testing.assert_close(models["vae"].state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_other_data_is_measured_in_the_same_latents(run: Any, tmp_path: Path) -> None:
+    np.savez(tmp_path / "large.npz", image=np.full((6, 32, 32), 230, np.uint8), label=np.array(["bright"] * 6))
+    assert np.isfinite(bottega.load(run.path).evaluate(tmp_path / "large.npz")["loss"])
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(run: Any, tmp_path: Path) -> None:
+    options = {**PART, "model.vae": str(vae_of(run)), "training.scheduler.name": "constant", "checkpoint.every": 2}
+    straight = train(tmp_path / "a", name="x", **options, **{"training.max_steps": 4})
+    train(tmp_path / "b", name="x", **options, **{"training.max_steps": 2})
+    resumed = train(tmp_path / "b", name="x", **options, **{"training.max_steps": 4})
+    assert different(tensors(straight.path), tensors(resumed.path)) == []
+    assert "resumed" in (resumed.path / "log.txt").read_text()
+
+
+def test_a_run_that_was_moved_finds_its_part_beside_it(run: Any, tmp_path: Path) -> None:
+    before = bottega.load(run.path).generate(count=1, steps=1)
+    original, moved = tmp_path / "original", tmp_path / "moved"
+    shutil.copytree(run.path.parent, original, symlinks=True)
+    recipe = original / "pictures" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(run.path.parent), str(original)))
+    facts = original / "pictures" / "codec" / "generator.json"
+    facts.write_text(facts.read_text().replace(str(run.path.parent), str(original)))
+    original.rename(moved)
+    found = bottega.load(moved / "pictures")
+    assert found.task.latents.folder.startswith(str(moved))
+    np.testing.assert_array_equal(found.generate(count=1, steps=1), before)
+    shutil.rmtree(moved / "parts")
+    with pytest.raises(CheckpointError, match="the autoencoder of this run is gone"):
+        bottega.load(moved / "pictures")
+
+
+def test_another_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_vae(tmp_path / "vae")
+    options = {**IN_LATENTS, "model.vae": str(folder), "training.scheduler.name": "constant", "name": "x"}
+    path = train(tmp_path, **options, **{"training.max_steps": 1}).path
+    tiny_vae(folder, seed=1)
+    assert main(["generate", str(path)]) == 4
+    said = capsys.readouterr().err
+    assert "another autoencoder than this run was trained with" in said
+    assert said.count("\n") == 1
+    with pytest.raises(CheckpointError, match="another autoencoder than this run began with") as caught:
+        train(tmp_path, **options, **{"training.max_steps": 2})
+    assert caught.value.code == 4
+    tiny_vae(folder)
+    assert train(tmp_path, **options, **{"training.max_steps": 2}).step == 2
+
+
+def test_an_autoencoder_of_diffusers_works_and_stays_as_it_is(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    theirs = diffusers.AutoencoderKL(
+        in_channels=1,
+        out_channels=1,
+        block_out_channels=(8, 16),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=3,
+        norm_num_groups=4,
+    )
+    theirs.save_pretrained(tmp_path / "pipeline" / "vae")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "pipeline" / "vae").iterdir()}
+    path = train(tmp_path, **{**IN_LATENTS, "model.vae": str(tmp_path / "pipeline"), "name": "x"}).path
+    saved = bottega.load(path)
+    assert saved.task.shape.sample == (4, 4, 3)
+    assert saved.task.latents.scale == 0.18215
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "pipeline" / "vae").iterdir()}
+    with saved.engine.sampling() as models:
+        held = {name: value.numpy() for name, value in models["vae"].state_dict().items()}
+    for name, value in load_file(tmp_path / "pipeline" / "vae" / WEIGHTS).items():
+        np.testing.assert_array_equal(held[name], value)
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_sound_in_latents(tmp_path: Path, axes: int) -> None:
+    part = {**TINY, "data.input": "audio", "model.axes": axes, "data.num_mels": 8}
+    needs = {"recipe": "image_vae/digits", "settings": part}
+    options = {**FIVE, **IN_LATENTS, "needs.vae": needs, "model.axes": axes, "data.latents": axes == 1}
+    path = bottega.train({"task": "audio"}, {**small_media.audio(tmp_path), **options, "training.max_steps": 2}).path
+    saved = bottega.load(path)
+    frames, bands, _ = saved.branch.mel.shape
+    assert saved.task.shape.sample == ((frames // 2, 2) if axes == 1 else (frames // 2, bands // 2, 2))
+    assert saved.generate(count=1, steps=1).shape == (3, 800)
+    assert set(bottega.evaluate(path, count=4)["through_codec"]) >= {"nearest_ratio"}
+
+
+def test_video_in_latents(tmp_path: Path) -> None:
+    part = {**TINY, "data.input": "video", "model.temporal_downsample": 2}
+    needs = {"recipe": "image_vae/digits", "settings": part}
+    options = {
+        **FIVE,
+        **IN_LATENTS,
+        "needs.vae": needs,
+        "data.num_frames": 3,
+        "data.channels": 1,
+        "training.max_steps": 2,
+    }
+    path = bottega.train(
+        {"task": "video"}, {**small_media.video(tmp_path), **options, "model.temporal_patch_size": 1}
+    ).path
+    saved = bottega.load(path)
+    assert saved.task.shape.sample == (2, 4, 4, 2)
+    assert saved.generate(count=1, steps=1).shape == (3, 3, 8, 8, 1)
+    assert "through_codec" in bottega.evaluate(path, count=4)
+
+
+# Computed beforehand
+
+
+def test_latents_computed_beforehand_train_alike(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bottega.prepare({"task": "image"}, {**small_media.image(run.path.parent), **PART, "data.latents": True})
+
+    def never(self: Any, x: Any) -> Any:
+        raise AssertionError("the autoencoder encodes what is in the cache")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Autoencoder, "encode", never)
+        kept = train(run.path.parent, name="kept", **PART, **{"data.latents": True})
+    assert len(losses(kept)) == 6
+    assert losses(kept) == pytest.approx(losses(run), abs=1e-5)
+
+
+def test_the_command_prepares_them(run: Any, capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
+    data = f"data.train.path={small_media.pictures(run.path.parent)}"
+    words = ["prepare", "image", "model.patch_size=1", "data.train.kind=auto", data, f"model.vae={vae_of(run)}"]
+    before = len(list(own_cache.glob("bottega/*/latent.bin")))
+    assert main([*words, "data.validation.split=0.5", "data.latents=true"]) == 0
+    assert len(list(own_cache.glob("bottega/*/latent.bin"))) == before + 2, "of training and validation"
+    assert "validation" in capsys.readouterr().out
+
+
+def test_it_may_be_switched_on_in_the_middle(run: Any, tmp_path: Path) -> None:
+    options = {**PART, "model.vae": str(vae_of(run)), "name": "x", "training.scheduler.name": "constant"}
+    train(tmp_path, **options, **{"training.max_steps": 1})
+    resumed = train(tmp_path, **options, **{"training.max_steps": 2, "data.latents": True})
+    assert [row["step"] for row in resumed.history() if row["kind"] == "train"] == [1, 2]
+
+
+# What a person gets wrong
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data.normalise": "unit"}, r"data\.normalise: unit, and an autoencoder reads values from -1 to 1"),
+        ({"data.channels": 3}, r"model\.vae: .* reads 1 channels, and the data have 3; set data\.channels=1"),
+        ({"data.image_size": 9}, r"height 9 \(a multiple of 2"),
+        ({"model.patch_size": 3}, r"model\.patch_size: patches of 3 do not divide a side of 4"),
+        ({"model.vae": "nowhere"}, r"model\.vae: nowhere is no folder"),
+        ({"model.vae": "needs.other"}, r"needs\.other"),
+        ({"model.vae": None, "data.latents": True}, r"data\.latents: true, and there is no model\.vae"),
+        ({"data.latents": True, "data.augmentation.flip": True}, r"data\.augmentation: changes samples each time"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    folder = tiny_vae(tmp_path / "vae")
+    with pytest.raises(UsageError, match=said):
+        train(tmp_path, **{**IN_LATENTS, "model.vae": str(folder), **changes})
+
+
+def test_autoencoders_of_other_media_and_runs_without_export(run: Any, tmp_path: Path) -> None:
+    clips = tiny_vae(tmp_path / "clips", dims=3)
+    with pytest.raises(UsageError, match="is an autoencoder of video, and the task is image"):
+        train(tmp_path, **{**IN_LATENTS, "model.vae": str(clips)})
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "recipe.yaml").touch()
+    with pytest.raises(UsageError, match="a run that was not exported; say bottega export"):
+        train(tmp_path, **{**IN_LATENTS, "model.vae": str(bare)})
+    with pytest.raises(UsageError, match="is an autoencoder of images, and the task is audio"):
+        bottega.train({"task": "audio"}, {**small_media.audio(tmp_path), **IN_LATENTS, "model.vae": str(vae_of(run))})
+    with pytest.raises(UsageError, match=r"needs\.vae is not trained yet"):
+        bottega.prepare({"task": "image"}, {**small_media.image(tmp_path), **PART, "data.latents": True})

@@ -1,0 +1,228 @@
+"""A language of codes: what is predicted from what, what counts, and what is drawn."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bottega.core.noise import Noise
+from bottega.models.initial import initialise
+from bottega.models.transformer import Transformer
+from bottega.schema.generator import CodeGeneratorShape, CodesBackbone, ConditionShape
+from bottega.schema.transformer import TransformerShape
+from bottega.tasks.code_language import CodeLanguage, FrozenCodes
+
+CODES, CLASSES = 50, 2
+
+
+class Pixels(nn.Module):
+    """A tokenizer that loses nothing: a pixel is its code."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x[..., 0].long()
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return codes[..., None].float()
+
+
+class Fixed(nn.Module):
+    """A model whose logits depend on the first token of a row alone, and are known."""
+
+    def __init__(self, table: Tensor, shape: TransformerShape) -> None:
+        super().__init__()
+        self.table, self.shape = table, shape
+        self.head_weight = torch.zeros(1, 1)
+        self.first: Tensor = torch.zeros(0)
+
+    def hidden(self, tokens: Tensor, *, cache: Any, position: int) -> Tensor:
+        if position == 0:
+            self.first = tokens
+        return self.first[:, :, None].float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.table[hidden[:, 0].long()]
+
+
+def task(kind: Any = "class", *, codes: int = CODES, **options: Any) -> CodeLanguage:
+    size = CLASSES if kind == "class" else 0
+    transformer = TransformerShape(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=2,
+        num_kv_heads=2,
+        head_size=16,
+        intermediate_size=64,
+        vocab_size=codes + size + 1,
+        context=6,
+    )
+    backbone = CodesBackbone(grid=(2, 3), channels=1, codes=(2, 3), num_codes=codes, transformer=transformer)
+    shape = CodeGeneratorShape(backbone=backbone, condition=ConditionShape(kind=kind, size=size))
+    return CodeLanguage(key="image", shape=shape, latents=FrozenCodes(folder="none"), **options)
+
+
+def built(of: CodeLanguage, seed: int = 0) -> dict[str, Any]:
+    model = Transformer(of.backbone.transformer)
+    initialise(model, seed, residual_layers=2)
+    return {"model": model, "tokenizer": Pixels()}
+
+
+def batch(count: int, *, codes: int = CODES, seed: int = 0) -> dict[str, Tensor]:
+    """Codes of class 0 are in the lower half of all, those of class 1 in the upper."""
+    draw = np.random.default_rng(seed)
+    label = np.arange(count) % CLASSES
+    image = draw.integers(0, codes // 2, (count, 2, 3, 1)) + label.reshape(-1, 1, 1, 1) * (codes // 2)
+    return {"image": torch.from_numpy(image.astype(np.float32)), "label": torch.from_numpy(label.astype(np.int32))}
+
+
+def rng(count: int, *, seed: int = 0, step: int = 0, first: int = 0) -> Noise:
+    return Noise(seed, step, torch.arange(first, first + count), torch)
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[CodeLanguage, dict[str, Any]]:
+    """Eighty steps on ten codes, of which either class has its own five."""
+    of = task(codes=10, condition_dropout=0.2)
+    models = built(of)
+    optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
+    for step in range(80):
+        total, _ = of.loss(models, batch(32, codes=10, seed=step), rng(32, step=step)).terms["loss"]
+        optimizer.zero_grad()
+        (total / (32 * 6)).backward()
+        optimizer.step()
+    return of, models
+
+
+class Recorder(nn.Module):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.tokens, self.targets = tokens, targets
+        return torch.zeros(())
+
+
+def test_each_code_is_predicted_behind_those_before_it() -> None:
+    seen, data = Recorder(), batch(5)
+    task(condition_dropout=0.0).loss({"model": seen, "tokenizer": Pixels()}, data, rng(5))
+    codes = data["image"].flatten(1).long()
+    assert torch.equal(seen.targets, codes)
+    assert torch.equal(seen.tokens[:, 1:], codes[:, :-1])
+    assert seen.tokens[:, 0].tolist() == [CODES + label for label in data["label"].tolist()]
+
+
+def test_later_codes_do_not_change_earlier_logits() -> None:
+    model = built(task())["model"]
+    tokens = torch.randint(0, CODES, (3, 6), generator=torch.Generator().manual_seed(0))
+    for changed in range(1, 6):
+        other = tokens.clone()
+        other[:, changed:] = (other[:, changed:] + 1) % CODES
+        a, b = model(tokens), model(other)
+        assert torch.allclose(a[:, :changed], b[:, :changed], atol=1e-6)
+        assert not torch.allclose(a[:, changed:], b[:, changed:], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["none", "class"])
+def test_a_model_that_knows_nothing_has_the_loss_of_a_uniform_one(kind: str) -> None:
+    of, data = task(kind), batch(64)
+    out = of.loss(built(of), data, rng(64))
+    count = of.counts({name: value.numpy() for name, value in data.items()})["loss"]
+    assert count == 64 * 6
+    loss = float(out.terms["loss"][0].detach()) / count
+    assert loss == pytest.approx(math.log(CODES), rel=0.05)
+    bits, number = out.metrics["bits_per_code"]
+    assert float(bits) / float(number) == pytest.approx(loss / math.log(2), rel=1e-6)
+
+
+def test_a_condition_is_dropped_as_often_as_said_and_by_position() -> None:
+    seen, data, of = Recorder(), batch(4000), task(condition_dropout=0.25)
+    of.loss({"model": seen, "tokenizer": Pixels()}, data, rng(4000))
+    dropped = seen.tokens[:, 0] == CODES + CLASSES
+    assert float(dropped.float().mean()) == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / 4000))
+    part = {name: value[1000:1100] for name, value in data.items()}
+    of.loss({"model": seen, "tokenizer": Pixels()}, part, rng(100, first=1000))
+    assert torch.equal(seen.tokens[:, 0] == CODES + CLASSES, dropped[1000:1100])
+
+
+def test_padding_rows_count_nowhere_and_any_split_has_the_same_sum() -> None:
+    of, data = task(), batch(6)
+    models = built(of)
+    whole = of.loss(models, data, rng(6))
+    padded = {name: torch.cat([value, value[:2]]) for name, value in data.items()}
+    padded["weight"] = torch.tensor([1.0] * 6 + [0.0] * 2)
+    out = of.loss(models, padded, rng(8))
+    torch.testing.assert_close(out.terms["loss"][0], whole.terms["loss"][0])
+    assert float(out.metrics["bits_per_code"][1]) == 36
+    assert of.counts({"image": padded["image"].numpy(), "weight": padded["weight"].numpy()}) == {"loss": 36.0}
+    parts = [of.loss(models, {n: v[i : i + 2] for n, v in data.items()}, rng(2, first=i)) for i in (0, 2, 4)]
+    torch.testing.assert_close(sum(part.terms["loss"][0] for part in parts), whole.terms["loss"][0])
+
+
+def test_the_cache_draws_what_reading_everything_again_would() -> None:
+    of = task()
+    models, data = built(of, seed=4), batch(3)
+    made = of.draw_codes(models["model"], data, rng(3), temperature=0.0)
+    first = of.asked(data, drop=torch.zeros(3, dtype=torch.bool))
+    logits = models["model"](torch.cat([first[:, None], made[:, :-1]], dim=1))[..., :CODES]
+    assert torch.equal(logits.argmax(-1), made)
+
+
+def test_codes_are_drawn_as_often_as_the_model_says_and_classes_never() -> None:
+    of, count = task("none", codes=4), 3000
+    table = torch.zeros(5, 5)
+    table[4] = torch.tensor([0.0, math.log(2), math.log(3), math.log(4), 9.0])  # the last is no code
+    model = Fixed(table, of.backbone.transformer)
+    made = of.draw_codes(model, {}, rng(count))  # type: ignore[arg-type]
+    assert made.shape == (count, 6)
+    shares = torch.bincount(made.flatten(), minlength=5) / made.numel()
+    expected = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0])
+    assert (shares - expected).abs().max() < 4 * 0.5 / math.sqrt(made.numel())
+    few = of.draw_codes(model, {}, rng(50), top_k=2)  # type: ignore[arg-type]
+    assert set(few.unique().tolist()) == {2, 3}
+
+
+@pytest.mark.parametrize("guidance", [0.0, 0.5, 1.0, 2.5, 6.0])
+def test_guidance_moves_the_logits_away_from_those_without_condition(guidance: float) -> None:
+    of = task(codes=8)
+    table = torch.randn(8 + CLASSES + 1, 11, generator=torch.Generator().manual_seed(1))
+    model, data = Fixed(table, of.backbone.transformer), batch(6, codes=8)
+    made = of.draw_codes(model, data, rng(6), temperature=0.0, guidance=guidance)  # type: ignore[arg-type]
+    asked, none = table[8 + data["label"].long(), :8], table[8 + CLASSES, :8]
+    expected = (none + guidance * (asked - none)).argmax(-1)
+    assert torch.equal(made, expected[:, None].expand(-1, 6))
+
+
+def test_guidance_of_one_is_plain(trained: tuple[CodeLanguage, dict[str, Any]]) -> None:
+    of, models = trained
+    data = batch(20, codes=10)
+    plain = of.draw(models, data, rng(20))
+    assert torch.equal(of.draw(models, data, rng(20), guidance=1.0), plain)
+    assert not torch.equal(of.draw(models, data, rng(20), guidance=3.0), plain)
+    swapped = {"label": 1 - data["label"]}
+    assert torch.equal(of.draw(models, data, rng(20), guidance=0), of.draw(models, swapped, rng(20), guidance=0))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 2.0])
+def test_a_sample_is_a_function_of_the_seed_and_its_number(
+    trained: tuple[CodeLanguage, dict[str, Any]], guidance: float
+) -> None:
+    of, models = trained
+    data = batch(12, codes=10)
+    whole = of.draw(models, data, rng(12, seed=5), guidance=guidance)
+    assert torch.equal(of.draw(models, data, rng(12, seed=5), guidance=guidance), whole)
+    assert not torch.equal(of.draw(models, data, rng(12, seed=6), guidance=guidance), whole)
+    for start, count in ((0, 1), (3, 5), (11, 1)):
+        part = {name: value[start : start + count] for name, value in data.items()}
+        made = of.draw(models, part, rng(count, seed=5, first=start), guidance=guidance)
+        assert torch.equal(made, whole[start : start + count])
+
+
+def test_the_class_that_is_asked_for_is_drawn(trained: tuple[CodeLanguage, dict[str, Any]]) -> None:
+    of, models = trained
+    data = batch(200, codes=10)
+    made = of.draw(models, data, rng(200))
+    right = (made >= 5).flatten(1) == data["label"].bool()[:, None]
+    assert float(right.float().mean()) > 0.97
+    alone = of.draw_codes(models["model"], data, rng(200), guidance=0)
+    assert 0.3 < float((alone[:, 0] >= 5).float().mean()) < 0.7, "and without a class, either"
