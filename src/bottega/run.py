@@ -140,7 +140,7 @@ def refuse_unbuilt(recipe: Recipe) -> None:
         "distributed.backend": recipe.distributed.backend != "auto",
         "distributed.strategy: fsdp": recipe.distributed.strategy == "fsdp",
         "distributed.offload": recipe.distributed.offload,
-        "training.label_smoothing": recipe.training.label_smoothing > 0,
+        "training.label_smoothing": recipe.training.label_smoothing > 0 and recipe.task != "classify",
     }.items():
         if is_asked:
             raise UsageError(f"{key} is understood but not built yet; leave it out")

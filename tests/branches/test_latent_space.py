@@ -17,9 +17,11 @@ import small_media
 from bottega.branches.publish import open_folder
 from bottega.cli import main
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.noise import Noise
 from bottega.models.pretrained_vae import WEIGHTS, export_autoencoder
 from bottega.models.vae import Autoencoder
 from bottega.schema.vae import sized_autoencoder
+from bottega.tasks.latents import moments, round_trip
 from small_run import different, tensors
 
 TINY: dict[str, Any] = {
@@ -78,6 +80,16 @@ def test_the_generator_works_in_latents_of_variance_1(run: Any) -> None:
     assert (task.latents.scale, task.latents.shift) == (config["scaling_factor"], config["shift_factor"])
     assert task.latents.scale != 1
     assert not [name for name in saved.model.state_dict() if "encoder" in name or "decoder" in name]
+    index = np.arange(len(branch.training()))
+    x = torch.from_numpy(branch.training().rows(index, 0 * index)["image"])
+    with saved.engine.sampling() as models:
+        vae = models["vae"]
+        seen = task.latents.encode(vae, {"image": x}, "image", Noise(0, 0, torch.from_numpy(index), torch))
+        mean = moments(vae, x).chunk(2, dim=-1)[0]
+        back = task.latents.decode(vae, (mean - task.latents.shift) * task.latents.scale)
+        torch.testing.assert_close(back, round_trip(vae, x), rtol=0, atol=1e-4)
+    assert abs(float(seen.mean())) < 0.15
+    assert float(seen.std()) == pytest.approx(1, abs=0.1)
 
 
 def test_it_draws_evaluates_and_exports(run: Any, tmp_path: Path) -> None:

@@ -324,7 +324,9 @@ class GenerationBranch(MediaBranch):
             def tell(done: int, of: int, before: int = start, size: int = batch_size) -> None:
                 say("samples", before * of + done * min(size, total - before), total * of)
 
-            x = self.task.draw(models, part, rng, **options, progress=tell)
+            # In the precision it was trained in: on a GPU half the numbers take half the time.
+            with torch.autocast("cuda", torch.bfloat16, enabled=_is_half(device, self.recipe.training.mixed_precision)):
+                x = self.task.draw(models, part, rng, **options, progress=tell)
             made.append(x.float().cpu().numpy())
         return np.concatenate(made)
 
@@ -360,3 +362,7 @@ def _read_facts(codec: Path) -> Facts:
         raise CheckpointError(
             f"{codec / FACTS} cannot be read; start the same training again to have it written"
         ) from None
+
+
+def _is_half(device: Any, precision: str) -> bool:
+    return torch.device(device).type == "cuda" and precision in ("auto", "bf16") and torch.cuda.is_bf16_supported()

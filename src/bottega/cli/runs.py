@@ -53,7 +53,9 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=("validation", "test"), default="validation", help="which of the run's own")
     parser.add_argument("--output_dir", "--output-dir", "--out", metavar="DIR", help="write metrics.json there")
     parser.add_argument(
-        "--count", type=int, help="samples a generator draws to be judged (default: 1,000 or more; 0: none)"
+        "--count",
+        type=int,
+        help="samples a generator draws to be judged (default: as many as held out, at least 1,000 pictures or clips, 250 sounds; 0: none)",
     )
     parser.add_argument("--inception", metavar="FILE", help="Inception weights (safetensors), for FID as well")
 

@@ -20,10 +20,11 @@ from bottega.data.source import Source
 FILE = "mel.json"
 REMEDY = "start the same training again to have it written"
 MEASURED = 512
-"""Sounds that the scale is measured on."""
+"""Sounds that the scale is measured on, of three seconds; fewer where they are longer."""
+MEASURED_SAMPLES = MEASURED << 16
 KEPT_BYTES = 256 << 20
-# Spectra of so many sounds are in memory at once while the scale is measured.
-CHUNK = 32
+# Spectra of so many sounds are in memory at once while the scale is measured, and of so many samples.
+CHUNK, CHUNK_SAMPLES = 32, 1 << 22
 
 
 @final
@@ -107,11 +108,12 @@ def fit(source: Source, mel: Mel, *, num_samples: int, multiple: int = 1) -> Mel
 
 def measure(source: Source, codec: MelCodec) -> MelScale:
     """Mean and deviation over the first time that up to 512 sounds are heard, evenly spaced; a function of the data."""
-    count = min(MEASURED, len(source))
+    count = min(MEASURED, max(2, MEASURED_SAMPLES // codec.num_samples), len(source))
+    chunk = min(CHUNK, max(1, CHUNK_SAMPLES // codec.num_samples))
     index = np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64))
     number, total, squares = 0, 0.0, 0.0
-    for first in range(0, len(index), CHUNK):
-        part = index[first : first + CHUNK]
+    for first in range(0, len(index), chunk):
+        part = index[first : first + chunk]
         values = codec.log_mel(source.rows(part, np.zeros_like(part))["audio"]).astype(np.float64)
         number += values.size
         total += float(values.sum())

@@ -20,13 +20,13 @@ from bottega.data.source import Source
 from bottega.run import load, part
 from bottega.saved import SavedRun
 from bottega.tasks.measures.attributes import attributes, conditional_accuracy
-from bottega.tasks.measures.frechet import frechet_distance
+from bottega.tasks.measures.frechet import distance_of_moments, frechet_distance, moments
 from bottega.tasks.measures.motion import DIRECTIONS, direction
 from bottega.tasks.measures.pitch import note_frequency, pitch, semitones
-from bottega.tasks.measures.spread import nearest_ratio, variance_ratio
+from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, variance_ratio
 
-COUNT = 1000
-"""Samples drawn where nobody says how many, unless more are held out."""
+COUNTS = {"image": 1000, "video": 1000, "audio": 250}
+"""Samples drawn where nobody says how many, unless more are held out. Sounds take longest: their phase is looked for."""
 MOST_REFERENCES = 60_000
 CHUNK = 256
 ASKED = {"label", "condition", "input_ids", "attention_mask"}
@@ -76,14 +76,14 @@ def score(
     fid = _fid(inception, branch, saved.engine.device) if inception is not None else None
     held_out = _collected(branch, [branch.raw_other(data) if data is not None else branch.raw(split)])
     training = _collected(branch, [branch.raw(table) for table in branch.prepared.training_tables])
-    count = max(COUNT, len(held_out.samples)) if count is None else count
+    count = max(COUNTS[branch.medium], len(held_out.samples)) if count is None else count
     generated = _generated(saved, branch, held_out, count, seed, say)
     judge = _Judge.of(saved, branch, quiet=quiet)
-    known = judge.features(training) if judge is not None else None
     several = {"generated": generated, "real": held_out}
     if branch.medium == "audio" or branch.task.latents is not None:
         several["through_codec"] = Collection(_through_codec(saved, branch, held_out.samples), held_out.asked)
-    found = {name: _measures(branch, judge, one, held_out, training, known) for name, one in several.items()}
+    reference = _Reference(branch, judge, held_out, training)
+    found = {name: reference.measures(one) for name, one in several.items()}
     if fid is not None:
         for name, one in several.items():
             found[name]["fid"] = fid(one.samples, training.samples)
@@ -91,31 +91,36 @@ def score(
     return Scores(**found, counts=counts)
 
 
-def _measures(
-    branch: GenerationBranch,
-    judge: _Judge | None,
-    one: Collection,
-    held_out: Collection,
-    training: Collection,
-    known: np.ndarray | None,
-) -> dict[str, float]:
-    found: dict[str, float] = {}
-    names = branch.facts.classes
-    if judge is not None:
-        chances, features = judge.read(one.samples)
+class _Reference:
+    """What all samples are compared with, computed once: held-out and training data, as the judge and as pixels."""
+
+    def __init__(
+        self, branch: GenerationBranch, judge: _Judge | None, held_out: Collection, training: Collection
+    ) -> None:
+        self.branch, self.judge, self.held_out = branch, judge, held_out
+        self.features = moments(judge.read(training.samples)[1]) if judge is not None else None
+        self.training = _comparable(branch, training.samples)
+        self.real = _comparable(branch, held_out.samples)
+        self.distances = nearest_distances(self.real, self.training)
+
+    def measures(self, one: Collection) -> dict[str, float]:
+        found: dict[str, float] = {}
+        names, is_real = self.branch.facts.classes, one is self.held_out
+        if self.judge is not None and self.features is not None:
+            chances, features = self.judge.read(one.samples)
+            if one.labels is not None:
+                found |= conditional_accuracy(self.judge.to_ours(chances.argmax(1), names), one.labels, names)
+            # More samples are nearer to any distribution, so all are compared at the same number of them.
+            equal = moments(features[: len(self.held_out.samples)])
+            found["frechet_distance"] = distance_of_moments(equal, self.features)
         if one.labels is not None:
-            found |= conditional_accuracy(judge.to_ours(chances.argmax(1), names), one.labels, names)
-        # More samples are nearer to any distribution, so both sides are compared at the same number of them.
-        equal = min(len(features), len(held_out.samples))
-        assert known is not None
-        found["frechet_distance"] = frechet_distance(features[:equal], known)
-    if one.labels is not None:
-        found |= _medium_measures(branch, one)
-    flat, real, seen = (_comparable(branch, c.samples) for c in (one, held_out, training))
-    if one.labels is not None and held_out.labels is not None:
-        found["variance_ratio"] = variance_ratio(flat, one.labels, real, held_out.labels)
-    found["nearest_ratio"] = nearest_ratio(flat, real, seen)
-    return found
+            found |= _medium_measures(self.branch, one)
+        values = self.real if is_real else _comparable(self.branch, one.samples)
+        if one.labels is not None and self.held_out.labels is not None:
+            found["variance_ratio"] = variance_ratio(values, one.labels, self.real, self.held_out.labels)
+        distances = self.distances if is_real else nearest_distances(values, self.training)
+        found["nearest_ratio"] = nearest_ratio(distances, self.distances)
+        return found
 
 
 def _medium_measures(branch: GenerationBranch, one: Collection) -> dict[str, float]:
@@ -164,9 +169,6 @@ class _Judge:
         values = normalise(samples, how=self.how) if samples.dtype == np.uint8 else samples
         with self.saved.engine.sampling() as models:
             return self.branch.read(models, values, device=self.saved.engine.device)
-
-    def features(self, one: Collection) -> np.ndarray:
-        return self.read(one.samples)[1]
 
     def to_ours(self, predicted: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         places = {name: number for number, name in enumerate(names)}

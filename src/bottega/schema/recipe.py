@@ -129,7 +129,9 @@ class Training(Section):
     on_nonfinite: Literal["halt", "skip", "rollback"] = Field(
         "halt", description="what to do when a loss or gradient is not finite"
     )
-    ema: Number | None = Field(None, gt=0, lt=1, description="decay of averaged weights, such as 0.999, less in the first steps; null is off")
+    ema: Number | None = Field(
+        None, gt=0, lt=1, description="decay of averaged weights, such as 0.999, less in the first steps; null is off"
+    )
     compile: AutoSwitch = Field("auto", description="compile the training forward; auto does on a GPU")
     gradient_checkpointing: bool = Field(False, description="recompute activations in place of keeping them")
     early_stopping: EarlyStopping | None = Field(None, description="end the run when validation stops improving")

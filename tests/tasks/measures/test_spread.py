@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.noise import generator
-from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, variance_ratio, within_class_variance
+from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, variance_ratio
 
 
 def dataset(name: str, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -26,7 +26,7 @@ def dataset(name: str, n: int) -> tuple[np.ndarray, np.ndarray]:
 def test_real_data_beside_real_data_are_about_one() -> None:
     (x, x_labels), (y, y_labels), (held, _) = dataset("x", 2000), dataset("y", 2000), dataset("held", 1000)
     assert variance_ratio(x, x_labels, y, y_labels) == pytest.approx(1, abs=0.05)
-    assert nearest_ratio(x, held, y) == pytest.approx(1, abs=0.1)
+    assert nearest_ratio(nearest_distances(x, y), nearest_distances(held, y)) == pytest.approx(1, abs=0.1)
 
 
 def test_a_model_of_class_means_has_no_variance() -> None:
@@ -39,7 +39,7 @@ def test_a_model_of_class_means_has_no_variance() -> None:
 
 def test_a_model_that_copies_is_at_distance_zero() -> None:
     (train, labels), (held, _) = dataset("x", 500), dataset("held", 200)
-    assert nearest_ratio(train[::-1][:100], held, train) == 0
+    assert nearest_ratio(nearest_distances(train[::-1][:100], train), nearest_distances(held, train)) == 0
     # It is told by the distance alone: its variance is that of the data.
     assert variance_ratio(train[:250], labels[:250], train, labels) == pytest.approx(1, abs=0.2)
 
@@ -47,17 +47,18 @@ def test_a_model_that_copies_is_at_distance_zero() -> None:
 def test_variance_by_hand() -> None:
     x, labels = np.array([[0.0, 0], [2, 0], [5, 5], [5, 9], [7, 7]]), np.array([3, 3, 1, 1, 0])
     # Class 3: 2 + 0; class 1: 0 + 8; class 0 has one sample, which says nothing.
-    assert within_class_variance(x, labels) == 5
+    assert variance_ratio(x, labels, np.array([[0.0, 0], [0, 2], [0, 0], [0, 1]]), np.array([3, 3, 1, 1])) == 10 / 2.5
     # Classes 3 and 1 are in both; 4 is not.
     assert variance_ratio(np.concatenate([x, x[:2] + 100]), np.append(labels, [4, 4]), 2 * x, labels) == 0.25
-    assert math.isnan(within_class_variance(x[:1], labels[:1]))
+    assert math.isnan(variance_ratio(x[:1], labels[:1], x, labels))
     assert math.isnan(variance_ratio(x, labels, x, labels + 10))
     assert math.isnan(variance_ratio(x, labels, 0 * x, labels))
 
 
 def test_bytes_are_no_overflow() -> None:
     x = np.array([[0], [255], [10]], np.uint8)
-    assert within_class_variance(x, np.array([0, 0, 1])) == 255**2 / 2
+    labels = np.array([0, 0, 1])
+    assert variance_ratio(x, labels, x.astype(np.float64), labels) == 1
     np.testing.assert_array_equal(nearest_distances(x, np.array([[250]], np.uint8)), [250, 5, 240])
 
 
@@ -84,4 +85,4 @@ def test_samples_that_are_not_finite_have_no_distance() -> None:
     x = np.zeros((3, 4))
     x[1, 2] = np.nan
     assert np.isnan(nearest_distances(x, np.ones((5, 4)))).tolist() == [False, True, False]
-    assert math.isnan(nearest_ratio(np.ones((2, 4)), np.zeros((2, 4)), np.zeros((2, 4))))
+    assert math.isnan(nearest_ratio(np.ones(2), np.zeros(2)))

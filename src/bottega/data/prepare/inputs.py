@@ -101,7 +101,9 @@ def _own(part: HeldOut, train: Source) -> Source:
     options, trained = part.model_dump(), train.model_dump()
     if part.path is None and part.kind != "embedded":
         return Source(**{**trained, "split": part.split})
-    alike = {name: trained[name] for name in ("field", "label", "columns", "delimiter", "pattern") if options[name] is None}
+    alike = {
+        name: trained[name] for name in ("field", "label", "columns", "delimiter", "pattern") if options[name] is None
+    }
     return Source(**{**options, **alike})
 
 

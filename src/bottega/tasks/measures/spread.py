@@ -14,12 +14,6 @@ CHUNK = 2048
 NUMBERS = 1 << 22
 
 
-def within_class_variance(x: np.ndarray, labels: np.ndarray) -> float:
-    """The unbiased variance within a class, added up over dimensions; the mean over classes with 2 samples or more."""
-    variances = _variances(x, labels)
-    return float(np.mean(list(variances.values()))) if variances else math.nan
-
-
 def variance_ratio(
     generated: np.ndarray, generated_labels: np.ndarray, real: np.ndarray, real_labels: np.ndarray
 ) -> float:
@@ -58,13 +52,13 @@ def nearest_distances(x: np.ndarray, reference: np.ndarray, *, chunk: int = CHUN
     return found
 
 
-def nearest_ratio(generated: np.ndarray, held_out: np.ndarray, train: np.ndarray) -> float:
-    """The median distance of samples to the training data over that of held-out data.
+def nearest_ratio(generated: np.ndarray, held_out: np.ndarray) -> float:
+    """Of distances to the training data: the median of the samples' over that of held-out data.
 
     0 for a model that returns what it was trained on, about 1 for fresh data; NaN where held-out data are in train.
     """
-    usual = np.median(nearest_distances(held_out, train))
-    return float(np.median(nearest_distances(generated, train)) / usual) if usual > 0 else math.nan
+    usual = np.median(held_out)
+    return float(np.median(generated) / usual) if usual > 0 else math.nan
 
 
 def _variances(x: np.ndarray, labels: np.ndarray) -> dict[int, float]:

@@ -1,0 +1,440 @@
+"""Pictures, sounds and clips as people have them, through the command line: what is odd trains, what is bad is named.
+
+One line, the exit code for it, and nothing lost: what is good is learnt from where a recipe allows it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+import small_media
+from bottega import cli
+
+SMALL: dict[str, Any] = {
+    **small_media.COMMON,
+    "model.hidden_size": 16,
+    "model.num_layers": 1,
+    "training.max_steps": 2,
+    "training.batch_size": 4,
+    "evaluation.every": 2,
+    "checkpoint.every": 2,
+    "name": "x",
+}
+FORM: dict[str, dict[str, Any]] = {
+    "image": {"data.image_size": 8},
+    "audio": {"data.num_mels": 8, "data.fft_size": 256, "data.hop_size": 64, "model.axes": 2},
+    "video": {"data.image_size": 8, "data.num_frames": 4, "data.channels": 3, "model.temporal_patch_size": 1},
+}
+ALLOWED = {"data.max_bad": 0.2}
+RANDOM = np.random.default_rng(0)
+
+
+class Said:
+    """Exit code and output of a command, run in this process: the same function the real one calls."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+        capfd.readouterr()
+        self.code = cli.main(arguments)
+        self.out, self.err = capfd.readouterr()
+
+    def refused(self, code: int, *parts: Any) -> None:
+        assert self.code == code, self.err
+        assert self.err.startswith("bottega: ")
+        assert self.err.count("\n") == 1, f"one line, not {self.err!r}"
+        for part in map(str, parts):
+            assert part in self.err, f"{part!r} is not in {self.err!r}"
+
+
+@pytest.fixture
+def say(capfd: pytest.CaptureFixture[str]) -> Any:
+    return lambda *arguments: Said(capfd, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def train(say: Any, tmp_path: Path) -> Callable[..., Said]:
+    """`bottega train` with a tiny model."""
+
+    def run(task: str, data: Path, **changes: Any) -> Said:
+        where = {"output_dir": str(tmp_path / "runs"), "data.train.kind": "auto", "data.train.path": str(data)}
+        keys = {**SMALL, **FORM[task], **where, **changes}.items()
+        return say("train", task, "--quiet", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in keys))
+
+    return run
+
+
+def log(tmp_path: Path) -> str:
+    return (tmp_path / "runs" / "x" / "log.txt").read_text()
+
+
+# Small files of each medium
+
+
+def put(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def pixels(*shape: int) -> np.ndarray:
+    return RANDOM.integers(0, 256, shape, np.uint8)
+
+
+def picture(image: Image.Image | None = None, *, form: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    (image or Image.fromarray(pixels(8, 8, 3))).save(out, form)
+    return out.getvalue()
+
+
+def bomb() -> bytes:
+    """A header of 900 million pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+def tone(samples: int = 800) -> np.ndarray:
+    turns = RANDOM.uniform(200, 900) * np.arange(samples) / 8000
+    return (0.3 * np.sin(2 * np.pi * turns)).astype(np.float32)
+
+
+def sound(audio: np.ndarray | None = None, *, rate: int = 8000, subtype: str = "PCM_16") -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, tone() if audio is None else audio, rate, subtype=subtype, format="WAV")
+    return out.getvalue()
+
+
+def clip(
+    count: int = 4, *, times: list[int] | None = None, form: str = "matroska", size: tuple[int, int] = (16, 24)
+) -> bytes:
+    """Noise at `times`, in tenths of a second."""
+    out = io.BytesIO()
+    with av.open(out, "w", format=form) as container:
+        stream = container.add_stream("ffv1" if form == "matroska" else "mpeg4", rate=10)
+        stream.height, stream.width = size
+        stream.pix_fmt = "bgr0" if form == "matroska" else "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 10)
+        for time in times or range(count):
+            frame = av.VideoFrame.from_ndarray(pixels(*size, 3), format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+def turned_clip() -> bytes:
+    """As a phone held upright writes it: the header says a quarter to the right."""
+    data = bytearray(clip(form="mp4", size=(32, 48)))
+    at = data.index(b"tkhd") + 44
+    data[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
+    return bytes(data)
+
+
+def soundtrack() -> bytes:
+    """A film's container without a film."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="matroska") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), layout="mono")
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+MAKE: dict[str, tuple[Callable[[], bytes], str]] = {
+    "image": (picture, "png"),
+    "audio": (sound, "wav"),
+    "video": (clip, "mkv"),
+}
+
+
+def folder(tmp_path: Path, task: str, count: int = 12) -> Path:
+    """Good files, in a folder for each of three classes."""
+    make, suffix = MAKE[task]
+    for number in range(count):
+        put(tmp_path / "data" / f"c{number % 3}" / f"{number:02}.{suffix}", make())
+    return tmp_path / "data"
+
+
+# What is odd, and no mistake
+
+
+def odd(task: str) -> dict[str, bytes]:
+    if task == "image":
+        colour = Image.fromarray(pixels(9, 7, 3))
+        return {
+            "cmyk.jpg": picture(colour.convert("CMYK"), form="JPEG"),
+            "16-bit.png": picture(Image.fromarray(RANDOM.integers(0, 1 << 16, (9, 7)).astype(np.uint16))),
+            "alpha.png": picture(Image.fromarray(pixels(9, 7, 4))),
+            "palette.png": picture(colour.convert("P")),
+            "black-and-white.png": picture(colour.convert("1")),
+            "a-jpeg-in-truth.png": picture(colour, form="JPEG"),
+        }
+    if task == "audio":
+        return {
+            "silent.wav": sound(np.zeros(800, np.float32)),
+            "stereo.wav": sound(np.stack([tone(), tone()], axis=1)),
+            "8-bit.wav": sound(subtype="PCM_U8"),
+            "96-khz.wav": sound(np.repeat(tone(), 12), rate=96_000),
+            "shorter-than-a-window.wav": sound(tone(20)),
+            "one-sample.wav": sound(tone(1)),
+        }
+    return {
+        "uneven.mkv": clip(times=[0, 1, 5, 6, 20]),
+        "turned.mp4": turned_clip(),
+        "still.mkv": clip(1),
+        "long.mkv": clip(40),
+    }
+
+
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [
+        ("image", {}),
+        ("image", {"data.channels": 1, "data.store": "encoded"}),
+        ("audio", {}),
+        ("audio", {"data.normalise": "loudness", "data.sample_rate": 16_000}),
+        ("video", {}),
+        ("video", {"data.fps": 5, "data.stride": 2}),
+    ],
+)
+def test_what_is_odd_trains(train: Any, tmp_path: Path, task: str, changes: dict[str, Any]) -> None:
+    data = folder(tmp_path, task)
+    for name, content in odd(task).items():
+        put(data / "c0" / name, content)
+    said = train(task, data, **changes)
+    assert (said.code, said.err) == (0, "")
+    assert "left out" not in log(tmp_path), "all of them are learnt from"
+
+
+@pytest.mark.parametrize("samples", [1, 20])
+def test_sounds_shorter_than_a_window_are_filled_up(train: Any, tmp_path: Path, samples: int) -> None:
+    for number in range(8):
+        put(tmp_path / "data" / f"c{number % 2}" / f"{number}.wav", sound(tone(samples)))
+    assert train("audio", tmp_path / "data").code == 0
+
+
+def test_silence_alone_is_learnt_without_a_number_going_wrong(train: Any, tmp_path: Path) -> None:
+    for number in range(8):
+        put(tmp_path / "data" / f"c{number % 2}" / f"{number}.wav", sound(np.zeros(800, np.float32)))
+    said = train("audio", tmp_path / "data", **{"data.normalise": "loudness", "samples.every": 2, "samples.count": 1})
+    assert (said.code, said.err) == (0, "")
+
+
+def test_videos_of_one_frame_are_stills(train: Any, tmp_path: Path) -> None:
+    for number in range(8):
+        put(tmp_path / "data" / f"c{number % 2}" / f"{number}.mkv", clip(1))
+    assert train("video", tmp_path / "data").code == 0
+
+
+@pytest.mark.parametrize("by", ["fraction", "stratified"])
+def test_a_class_of_one_picture(train: Any, tmp_path: Path, by: str) -> None:
+    data = folder(tmp_path, "image")
+    put(data / "lonely" / "a.png", picture())
+    assert train("image", data, **{"data.split.by": by}).code == 0
+
+
+def test_three_pictures_leave_one_for_validation(train: Any, tmp_path: Path) -> None:
+    few = {"data.validation.split": 0.05, "training.batch_size": 2}
+    assert train("image", folder(tmp_path, "image", 3), **few).code == 0
+    assert "validation" in log(tmp_path)
+
+
+# What is bad
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+BAD: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "picture cut": ("image", lambda: cut(picture()), "truncated"),
+    "picture empty": ("image", lambda: b"", "empty"),
+    "picture bomb": ("image", bomb, "more pixels than an image may have"),
+    "text named png": ("image", lambda: b"hello " * 40, "no image of a known format"),
+    "sound cut": ("audio", lambda: cut(sound()), "cut off: the header promises 1,600 bytes"),
+    "sound empty": ("audio", lambda: b"", "empty"),
+    "sound of nothing": ("audio", lambda: sound(tone(0)), "no samples"),
+    "sound not finite": ("audio", lambda: sound(tone() + np.float32("nan"), subtype="FLOAT"), "sample 0 is not finite"),
+    "text named wav": ("audio", lambda: b"hello " * 40, "no sound file"),
+    "clip cut": ("video", lambda: cut(clip()), "cut short"),
+    "clip empty": ("video", lambda: b"", "empty"),
+    "sound alone": ("video", soundtrack, "no video stream"),
+    "picture named mkv": ("video", picture, "no video of a known format"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_named_and_the_good_ones_are_kept(train: Any, tmp_path: Path, case: str) -> None:
+    task, content, part = BAD[case]
+    data = folder(tmp_path, task)
+    file = put(data / "c0" / f"00.{MAKE[task][1]}", content())
+    train(task, data).refused(3, file, part, "1 of 12 records are bad", "data.max_bad=0.001")
+    train(task, data, **ALLOWED, **{"data.bad_records": "stop"}).refused(3, file, part)
+    assert not list((tmp_path / "runs").rglob("step-*"))
+    said = train(task, data, **ALLOWED)
+    assert (said.code, said.err) == (0, "")
+    assert f"1 of 12 records left out as bad; the first: {file}" in log(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_a_pixel_that_is_no_number(train: Any, tmp_path: Path, suffix: str) -> None:
+    image = RANDOM.random((20, 8, 8)).astype(np.float32)
+    image[3, 0, 0] = np.nan
+    file = tmp_path / f"pictures.{suffix}"
+    if suffix == "npy":
+        np.save(file, image)
+    else:
+        np.savez(file, image=image)
+    plain = {"model.condition": "none"}
+    train("image", file, **plain).refused(3, f"{file}, row 3", "1 of its pixels are not finite")
+    assert train("image", file, **plain, **ALLOWED, **{"data.bad_records": "skip"}).code == 0
+    assert "1 of 20 records left out" in log(tmp_path)
+
+
+@pytest.mark.parametrize("task", ["image", "audio", "video"])
+def test_data_of_another_medium(train: Any, tmp_path: Path, task: str) -> None:
+    text = put(tmp_path / "a.txt", b"hello world\n" * 50)
+    train(task, text).refused(3, f"{text} holds text", f"learns from {task}", "data.train.kind")
+    other = "audio" if task != "audio" else "image"
+    data = folder(tmp_path, other)
+    train(task, data).refused(3, data, f"learns from {task}")
+    (tmp_path / "nothing").mkdir()
+    train(task, tmp_path / "nothing").refused(3, "no files that can be read")
+
+
+def test_too_few_for_a_batch(train: Any, tmp_path: Path) -> None:
+    train("image", folder(tmp_path, "image", 3)).refused(3, "2 samples, fewer than one batch of 4")
+
+
+# What a sample can be asked for
+
+
+def test_labels_that_do_not_fit(train: Any, tmp_path: Path) -> None:
+    data = folder(tmp_path, "image")
+    train("image", data, **{"model.num_classes": 2}).refused(3, "3 classes", "num_classes=2")
+    train("image", data, **{"model.num_classes": 9}).refused(3, "model.num_classes: 9", "the data has 3")
+    for number, name in enumerate(("0", "1", "7")):
+        (data / f"c{number}").rename(data / name)
+    train("image", data, **{"model.num_classes": 3}).refused(3, "7/", "label 7", "0 to 2")
+    assert train("image", data, **{"model.num_classes": 8}).code == 0, "numbers need not all occur"
+
+
+def test_labels_that_some_or_all_lack(train: Any, tmp_path: Path) -> None:
+    for number in range(8):
+        put(tmp_path / "flat" / f"{number}.png", picture())
+    train("image", tmp_path / "flat").refused(3, "0.png has no label, nor has any", "model.condition=none")
+    data = folder(tmp_path, "image")
+    put(data / "unsorted.png", picture())
+    train("image", data).refused(3, "unsorted.png", "has no label, but others have", "model.condition=none")
+    for place in (tmp_path / "flat", data):
+        said = train("image", place, **{"model.condition": "none", "name": place.name})
+        assert (said.code, said.err) == (0, "")
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "parts"),
+    [
+        ("image", {"data.image_size": 0}, ["data.image_size", "greater than 0"]),
+        ("image", {"data.image_size": 9000}, ["data.image_size", "at most 8192"]),
+        ("image", {"data.image_size": 9}, ["model.patch_size", "2 do not divide a side of 9", "1, 3, 9 do"]),
+        ("image", {"model.condition_dropout": 0, "samples.guidance": 3}, ["samples.guidance 3", "condition_dropout"]),
+        ("audio", {"data.hop_size": 200}, ["hop_size", "200 is more than half of fft_size 256", "64 is usual"]),
+        ("audio", {"data.hop_size": 0}, ["data.hop_size", "greater than 0"]),
+        ("audio", {"data.fft_size": 1}, ["data.fft_size", "at least 2"]),
+        ("audio", {"data.fft_size": 10**8}, ["data.fft_size", "at most 65536"]),
+        ("audio", {"data.num_mels": 500}, ["num_mels=500 is too many for fft_size=256"]),
+        ("audio", {"data.sample_rate": 10}, ["data.sample_rate", "at least 1000"]),
+        ("audio", {"data.seconds": 1100}, ["model.patch_size", "275,004 patches", "262,144 is the most"]),
+        ("audio", {"model.patch_size": 3}, ["model.patch_size", "3 do not divide a side of 8"]),
+        ("audio", {"model.vocoder": "/nowhere"}, ["model.vocoder", "no config.json in /nowhere"]),
+        ("video", {"data.image_size": 0}, ["data.image_size", "greater than 0"]),
+        ("video", {"data.num_frames": 20_000}, ["data.num_frames", "at most 10000"]),
+        ("video", {"data.num_frames": 10_000, "data.image_size": 16}, ["model.patch_size", "640,000 patches"]),
+        ("video", {"model.temporal_patch_size": 3}, ["model.temporal_patch_size", "3 do not divide a side of 4"]),
+        ("video", {"model.backbone": "unet"}, ["model.backbone", "video takes dit"]),
+    ],
+    ids=lambda value: " ".join(map(str, value.items())) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_sizes_that_cannot_be(train: Any, tmp_path: Path, task: str, changes: dict[str, Any], parts: list[str]) -> None:
+    train(task, folder(tmp_path, task, 8), **changes).refused(2, *parts)
+    assert not list((tmp_path / "runs").rglob("step-*"))
+
+
+# Runs that lost something
+
+
+@pytest.mark.parametrize(
+    ("task", "file"),
+    [("image", "generator.json"), ("audio", "generator.json"), ("audio", "mel.json"), ("video", "generator.json")],
+)
+def test_a_codec_that_was_damaged_is_named_and_written_again(
+    say: Any, train: Any, tmp_path: Path, task: str, file: str
+) -> None:
+    data, run = folder(tmp_path, task, 8), tmp_path / "runs" / "x"
+    assert train(task, data).code == 0
+    path = run / "codec" / file
+    whole = path.read_bytes()
+    for content in (b"{", b"", b"[]", b"\x80\x04."):
+        path.write_bytes(content)
+        say("generate", run, "--count", 1, "--steps", 1).refused(4, path, "start the same training again")
+    assert train(task, data).code == 0
+    assert path.read_bytes() == whole
+    path.unlink()
+    say("generate", run, "--count", 1, "--steps", 1).refused(4, path, "start the same training again")
+    assert train(task, data).code == 0
+    assert path.read_bytes() == whole
+    assert say("generate", run, "--count", 1, "--steps", 1).code == 0
+
+
+def test_a_judge_that_was_damaged_or_deleted(say: Any, train: Any, tmp_path: Path) -> None:
+    judge = {"training.max_steps": 2, "training.batch_size": 4, "model.hidden_size": 8}
+    assert train("image", folder(tmp_path, "image"), **{"needs.judge.settings": judge}).code == 0
+    runs = tmp_path / "runs"
+    words = ("evaluate", runs / "x", "--count", 4, "--json")
+    first = say(*words)
+    assert first.code == 0, first.err
+    [part] = (runs / "parts").iterdir()
+    for weights in part.glob("checkpoints/step-*/model.safetensors"):
+        weights.write_bytes(b"")
+    say(*words).refused(4, f"needs.judge: {part}", "model.safetensors 0 of", "delete it")
+    shutil.rmtree(part)
+    again = say(*words)
+    assert again.code == 0, again.err
+    assert json.loads(again.out) == json.loads(first.out), "it was trained again, and is the same one"
+
+
+def test_questions_that_evaluate_cannot_answer(say: Any, train: Any, tmp_path: Path) -> None:
+    data, run = folder(tmp_path, "image"), tmp_path / "runs" / "x"
+    assert train("image", data, **{"model.condition_dropout": 0}).code == 0
+    pickled = put(tmp_path / "weights.pth", b"\x80\x04\x95.")
+    say("evaluate", run, "--inception", pickled).refused(4, pickled, "only safetensors", "pickle can run code")
+    assert not (tmp_path / "runs" / "parts").exists(), "told before a judge was trained"
+    damaged = put(tmp_path / "weights.safetensors", bytes(50))
+    say("evaluate", run, "--inception", damaged).refused(4, damaged, "damaged")
+    say("evaluate", run, "--count", -1).refused(2, "--count -1")
+    put(data / "c9" / "new.png", picture())
+    say("evaluate", run, "--data", data, "--count", 0).refused(3, "c9/new.png", "none of the 3 classes")
+    say("evaluate", run, "--data", put(tmp_path / "a.txt", b"hello\n" * 50)).refused(3, "holds text")
+    say("generate", run, "--guidance", 3).refused(2, "--guidance 3", "condition_dropout is 0")
+    say("generate", run, "--class", 9).refused(2, "--class 9", "3 classes")
