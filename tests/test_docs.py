@@ -11,10 +11,10 @@ text, `my.txt`, and what docs/images/samples.py makes. Blocks are told by their 
 - `yaml` must be a recipe or a part of one; if its first line is a comment such as `# mine.yaml`, it is also saved there
   for the commands below it.
 
-To be fast, and changing nothing else, a command that trains is made small: one layer, one batch of validation, samples
-of 8 tokens, and 4 steps where its line does not say how many (SMALLER, below; a key that the line sets itself is left
-alone). A recipe made for GPUs is not trained but checked with `plan --check`; tests/test_recipes.py trains its small
-form. Preparing the standard library's text takes seconds, so pages share one cache.
+To be fast, and changing nothing else, a command that trains is made small: one narrow layer, one batch of validation,
+few or short samples, and 4 steps where its line does not say how many (SMALLER, below; a key that the line sets itself is
+left alone); so are the parts it needs. `evaluate` draws 24 samples. A recipe made for GPUs is not trained but checked
+with `plan --check`; tests/test_recipes.py trains its small form. Preparing data takes seconds, so pages share one cache.
 """
 
 from __future__ import annotations
@@ -39,20 +39,44 @@ import pytest
 from bottega import cli
 from bottega.core import errors
 from bottega.core.errors import BottegaError
-from bottega.schema.load import check_recipe
+from bottega.schema.load import check_recipe, parse_overrides
 from bottega.schema.transformer import DECLARED, sized
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-SMALLER = {
-    "training.max_steps": "4",
+SMALLER = {"training.max_steps": "4", "evaluation.max_batches": "1"}
+GENERATOR = {
+    "model.hidden_size": "32",
     "model.num_layers": "1",
-    "evaluation.max_batches": "1",
-    "samples.max_new_tokens": "8",
+    "training.batch_size": "16",
+    "samples.count": "4",
+    "samples.steps": "2",
 }
-FOR_GPUS = ("language/verse", "language/stanza", "language/epic", "language/shakespeare-gpu")
+AUTOENCODER = {
+    "model.hidden_size": "8",
+    "model.layers_per_block": "1",
+    "training.batch_size": "16",
+    "samples.count": "2",
+}
+SMALLER_BY_TASK = {
+    "language": {"model.num_layers": "1", "samples.max_new_tokens": "8"},
+    "classify": {"training.batch_size": "16"},
+    "image": GENERATOR,
+    "audio": GENERATOR,
+    "video": GENERATOR,
+    "image_vae": AUTOENCODER,
+    "image_tokens": AUTOENCODER,
+}
+SMALLER_PART = "{training.max_steps: 4, training.batch_size: 16, evaluation.max_batches: 1}"
+FOR_GPUS = (
+    *("language/verse", "language/stanza", "language/epic", "language/shakespeare-gpu"),
+    *("image/fashion", "image/photos", "image/text", "image_vae/photos"),
+    *("audio/spoken-digits", "audio/speech", "video/clips"),
+)
 SHELL = ("ls", "tail", "head", "cat", "cp")
+OPTIONS = ("--json", "--quiet", "--fresh", "--allow-data-change", "--debug")
+WITH_VALUE = ("--resume_from", "--kills", "--steps")
 NOT_RUN = {"tensorboard": "serves until it is stopped", "pip": "needs the network", "pre-commit": "changes the clone"}
 
 
@@ -172,6 +196,8 @@ def call(words: list[str]) -> tuple[int, str]:
         rest = [*rest, *smaller(rest)]
     elif verb == "verify-resume":
         rest = [*rest, *(s for s in smaller(rest) if not s.startswith("training."))]
+    elif verb == "evaluate" and "--count" not in rest:
+        rest = [*rest, "--count", "24"]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -185,7 +211,24 @@ def call(words: list[str]) -> tuple[int, str]:
 
 def smaller(words: list[str]) -> list[str]:
     said = " ".join(words)
-    return [f"{key}={value}" for key, value in SMALLER.items() if key.rpartition(".")[2] not in said]
+    task, parts = what_is_trained(words)
+    settings = {**SMALLER, **SMALLER_BY_TASK[task], **{f"needs.{part}.settings": SMALLER_PART for part in parts}}
+    return [
+        f"{key}={value}"
+        for key, value in settings.items()
+        if key not in said and f"--{key.rpartition('.')[2]}" not in said
+    ]
+
+
+def what_is_trained(words: list[str]) -> tuple[str, list[str]]:
+    """The task, and the parts it needs; the verb's own options say nothing of either."""
+    settings = [
+        word
+        for i, word in enumerate(words)
+        if word not in (*OPTIONS, *WITH_VALUE) and words[max(0, i - 1)] not in WITH_VALUE
+    ]
+    resolved = check_recipe(*parse_overrides(settings))
+    return resolved.recipe.task, [name for name, need in resolved.recipe.needs.items() if need.recipe is not None]
 
 
 def launch(program: str, words: list[str], line: str, where: str) -> None:

@@ -168,30 +168,26 @@ class VaeBranch(MediaBranch):
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """An AutoencoderKL of images; the same layout for sound and video, which diffusers has no model for."""
-        shift, scale = self._measured(models["model"])
-        shape = self.facts.shape.model_copy(update={"shift_factor": shift, "scaling_factor": scale})
+        shape = self.facts.shape.model_copy(update={"scaling_factor": self._scale(models["model"])})
         export_autoencoder(models["model"].state_dict(), shape, folder, sample_size=self.facts.grid[-1])
         if self.mel is not None:
             self.mel.save(folder)
         return {"library_name": "diffusers" if self.recipe.data.input == "image" else "bottega"}
 
-    def _measured(self, model: Autoencoder) -> tuple[float, float]:
-        """Shift and scale with which latents have mean 0 and variance 1: over up to 512 samples, evenly spaced, with the
-        variance of their draws by formula. A function of the data and the weights."""
+    def _scale(self, model: Autoencoder) -> float:
+        """What makes the mean square of latents 1: over up to 512 samples, evenly spaced, with the variance of their
+        draws by formula. No shift, which the stock pipelines of diffusers would not undo."""
         source = Concat([self.table(name, is_training=False) for name in self.prepared.training_tables])
         places = np.unique(np.linspace(0, len(source) - 1, min(MEASURED, len(source))).astype(np.int64))
-        device, number, total, squares = next(model.parameters()).device, 0, 0.0, 0.0
+        device, number, squares = next(model.parameters()).device, 0, 0.0
         for first in range(0, len(places), CHUNK):
             index = places[first : first + CHUNK]
             values = source.rows(index, np.zeros_like(index))[self.key]
             mean, log_variance = moments(model, torch.from_numpy(values).to(device)).double().chunk(2, dim=-1)
             number += mean.numel()
-            total += float(mean.sum())
             squares += float((mean.square() + log_variance.exp()).sum())
-        shift = total / number
-        deviation = max(squares / number - shift**2, 1e-12) ** 0.5
         # Six digits, so that a processor that adds in another order measures the same.
-        return float(f"{shift:.6g}"), float(f"{1 / deviation:.6g}")
+        return float(f"{(number / max(squares, 1e-12)) ** 0.5:.6g}")
 
 
 def _in_turns(first: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -102,7 +102,7 @@ class Conditions:
                 self.labels = classes.ids(texts, keys=_Keys(table))
         if kind == "class" and self.labels is None:
             raise DataError(
-                f"{table.row('key', 0)} has no label, nor has any other sample, and condition is class; name the field "
+                f"the samples have no labels (the first is {table.row('key', 0)}), and condition is class; name the field "
                 "with data.train.label, sort the files into a folder for each class, or set model.condition=none"
             )
         self.size = {"none": 0, "class": len(classes or ())}.get(kind, 0)

@@ -74,15 +74,15 @@ def score(
     if data is None and split not in branch.prepared.tables:
         raise UsageError(f"this run has no {split} data; give some with --data")
     fid = _fid(inception, branch, saved.engine.device) if inception is not None else None
-    held_out = _collected(branch, [branch.raw_other(data) if data is not None else branch.raw(split)])
-    training = _collected(branch, [branch.raw(table) for table in branch.prepared.training_tables])
+    held_out = collected(branch, [branch.raw_other(data) if data is not None else branch.raw(split)])
+    training = collected(branch, [branch.raw(table) for table in branch.prepared.training_tables])
     count = max(COUNTS[branch.medium], len(held_out.samples)) if count is None else count
     generated = _generated(saved, branch, held_out, count, seed, say)
-    judge = _Judge.of(saved, branch, quiet=quiet)
+    judge = Judge.of(saved, branch, quiet=quiet)
     several = {"generated": generated, "real": held_out}
     if branch.medium == "audio" or branch.task.latents is not None:
         several["through_codec"] = Collection(_through_codec(saved, branch, held_out.samples), held_out.asked)
-    reference = _Reference(branch, judge, held_out, training)
+    reference = Reference(branch, judge, held_out, training)
     found = {name: reference.measures(one) for name, one in several.items()}
     if fid is not None:
         for name, one in several.items():
@@ -91,17 +91,23 @@ def score(
     return Scores(**found, counts=counts)
 
 
-class _Reference:
+class Reference:
     """What all samples are compared with, computed once: held-out and training data, as the judge and as pixels."""
 
     def __init__(
-        self, branch: GenerationBranch, judge: _Judge | None, held_out: Collection, training: Collection
+        self, branch: GenerationBranch, judge: Judge | None, held_out: Collection, training: Collection
     ) -> None:
         self.branch, self.judge, self.held_out = branch, judge, held_out
         self.features = moments(judge.read(training.samples)[1]) if judge is not None else None
         self.training = _comparable(branch, training.samples)
         self.real = _comparable(branch, held_out.samples)
         self.distances = nearest_distances(self.real, self.training)
+
+    def distance(self, samples: np.ndarray) -> float:
+        """The Frechet distance of their features to the training data's."""
+        assert self.judge is not None
+        assert self.features is not None
+        return distance_of_moments(moments(self.judge.read(samples)[1]), self.features)
 
     def measures(self, one: Collection) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -144,7 +150,7 @@ def _medium_measures(branch: GenerationBranch, one: Collection) -> dict[str, flo
     return {}
 
 
-class _Judge:
+class Judge:
     """The part that reads, with its classes in the order of the generator's."""
 
     def __init__(self, saved: SavedRun, how: Any) -> None:
@@ -153,7 +159,7 @@ class _Judge:
         self.branch = saved.branch
 
     @classmethod
-    def of(cls, saved: SavedRun, branch: GenerationBranch, *, quiet: bool) -> _Judge | None:
+    def of(cls, saved: SavedRun, branch: GenerationBranch, *, quiet: bool) -> Judge | None:
         if "judge" not in branch.recipe.needs or not branch.facts.classes:
             return None
         path = part(branch.recipe, "judge", quiet=quiet, beside=saved.directory.path.parent)
@@ -187,7 +193,7 @@ def _generated(
     return Collection(branch.medium_of(x), asked)
 
 
-def _collected(branch: GenerationBranch, sources: list[Source]) -> Collection:
+def collected(branch: GenerationBranch, sources: list[Source]) -> Collection:
     """All of it in memory, evenly thinned where it is more than `MOST`."""
     samples: list[np.ndarray] = []
     asked: dict[str, list[np.ndarray]] = {}

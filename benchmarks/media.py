@@ -1,0 +1,94 @@
+"""What the bundled media recipes reach, and in what time: one line of JSON for each, with the bars beside it.
+
+    python benchmarks/media.py digits                         # five minutes on two CPU cores
+    python benchmarks/media.py tones clips
+    python benchmarks/media.py fashion --data fashion-mnist/  # one GPU
+    python benchmarks/media.py spoken --data recordings.tar.xz
+
+Time is that of the whole training as a user waits for it: data, compilation, validation, checkpoints and samples
+included. The judge is trained apart, when the samples are evaluated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import bottega
+from bottega.insight.scores import Judge, Reference, collected
+from bottega.schema.flags import parse_overrides
+from bottega.schema.load import load_recipe
+
+RECIPES = {
+    "digits": "image",
+    "tones": "audio",
+    "clips": "video",
+    "fashion": "image/fashion",
+    "spoken": "audio/spoken-digits",
+}
+HELD_OUT = {"fashion": "test", "spoken": "test"}
+COUNTS = {"fashion": 10_000}
+
+
+def blurred(images: np.ndarray, sigma: float) -> np.ndarray:
+    """uint8 [n, h, w, c] with a Gaussian of so many pixels, edges repeated."""
+    reach = max(1, round(4 * sigma))
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
+    kernel /= kernel.sum()
+    values = images.astype(np.float32)
+    for axis in (1, 2):
+        pads = [(reach, reach) if i == axis else (0, 0) for i in range(4)]
+        padded = np.pad(values, pads, mode="edge")
+        size = values.shape[axis]
+        values = sum(k * np.take(padded, np.arange(i, i + size), axis=axis) for i, k in enumerate(kernel))
+    return np.clip(np.round(values), 0, 255).astype(np.uint8)
+
+
+def blur_distances(run: Path, split: str) -> dict[str, float]:
+    """The judge-Frechet distance of real held-out pictures, blurred: what a given softness costs."""
+    saved = bottega.load(run)
+    judge = Judge.of(saved, saved.branch, quiet=True)
+    assert judge is not None
+    held_out = collected(saved.branch, [saved.branch.raw(split)])
+    training = collected(saved.branch, [saved.branch.raw(table) for table in saved.branch.prepared.training_tables])
+    reference = Reference(saved.branch, judge, held_out, training)
+    return {f"blur {sigma}": reference.distance(blurred(held_out.samples, sigma)) for sigma in (0.4, 0.5, 0.6)}
+
+
+def measured(name: str, settings: list[str], output: str) -> dict[str, Any]:
+    sources, overrides = parse_overrides([RECIPES[name], *settings])
+    recipe = load_recipe(sources, [*overrides, ("output_dir", output, "benchmark")]).recipe
+    began = time.perf_counter()
+    run = bottega.train(recipe.plain(), quiet=False)
+    trained = time.perf_counter() - began
+    split = HELD_OUT.get(name, "validation")
+    result = bottega.evaluate(run.path, split=split, count=COUNTS.get(name))
+    found = {"name": name, "train_seconds": round(trained, 1), "steps": run.step, **result}
+    if name == "fashion":
+        found["blurred"] = blur_distances(run.path, split)
+    found["over_real"] = {
+        measure: round(value / result["real"][measure], 4)
+        for measure, value in result["metrics"].items()
+        if measure.endswith("accuracy") and result["real"].get(measure)
+    }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="+", choices=RECIPES)
+    parser.add_argument("--data", help="the files of fashion or spoken")
+    parser.add_argument("--output", default="runs")
+    arguments, settings = parser.parse_known_args()
+    for name in arguments.names:
+        data = [f"--data={arguments.data}"] if arguments.data else []
+        print(json.dumps(measured(name, [*data, *settings], arguments.output), default=float), flush=True)
+
+
+if __name__ == "__main__":
+    main()
