@@ -106,8 +106,10 @@ def mine(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, Path
         with wave.open(str(folder / "recordings" / f"{number % 3}_anna_{number}.wav"), "wb") as file:
             file.setparams((1, 2, 8000, 0, "NONE", ""))
             file.writeframes(draw.integers(-9000, 9000, 3000).astype("<i2").tobytes())
-    photos = folder / "photos"
-    return {"language": text, "image": photos, "image_vae": photos, "audio": folder / "recordings"}
+    films = draw.integers(0, 256, (20, 4, 12, 12, 3), np.uint8)
+    np.savez(folder / "films.npz", video=films, fps=np.full(20, 8))
+    photos, sounds = folder / "photos", folder / "recordings"
+    return {"language": text, "image": photos, "image_vae": photos, "audio": sounds, "video": folder / "films.npz"}
 
 
 def header_of(name: str) -> str:

@@ -72,12 +72,12 @@ def test_the_part_is_trained_once(run: Any) -> None:
     assert losses(again)[0] == losses(run)[0]
 
 
-def test_the_generator_works_in_latents_of_variance_1(run: Any) -> None:
+def test_the_generator_works_in_latents_as_large_as_noise(run: Any) -> None:
     saved, config = bottega.load(run.path), json.loads((vae_of(run) / "config.json").read_text())
     task, branch = saved.task, saved.branch
     assert task.shape.sample == (4, 4, 2)
     assert branch.facts.sample == (8, 8, 1)
-    assert (task.latents.scale, task.latents.shift) == (config["scaling_factor"], config["shift_factor"])
+    assert (task.latents.scale, task.latents.shift) == (config["scaling_factor"], 0)
     assert task.latents.scale != 1
     assert not [name for name in saved.model.state_dict() if "encoder" in name or "decoder" in name]
     index = np.arange(len(branch.training()))
@@ -88,8 +88,7 @@ def test_the_generator_works_in_latents_of_variance_1(run: Any) -> None:
         mean = moments(vae, x).chunk(2, dim=-1)[0]
         back = task.latents.decode(vae, (mean - task.latents.shift) * task.latents.scale)
         torch.testing.assert_close(back, round_trip(vae, x), rtol=0, atol=1e-4)
-    assert abs(float(seen.mean())) < 0.15
-    assert float(seen.std()) == pytest.approx(1, abs=0.1)
+    assert float(seen.square().mean()) == pytest.approx(1, abs=0.2)
 
 
 def test_it_draws_evaluates_and_exports(run: Any, tmp_path: Path) -> None:

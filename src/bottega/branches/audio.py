@@ -23,7 +23,8 @@ from bottega.schema.media import AudioRecipe
 from bottega.schema.recipe import Recipe
 
 VOCODER = "vocoder"
-# Samples that become sound at once: a minute at 22 kHz. Griffin-Lim holds some 20 complex numbers for each.
+# Samples that become sound at once: 48 s at 22 kHz. With hops of a quarter window, each of Griffin-Lim's arrays has two
+# complex numbers for a sample, and there are about six.
 AT_ONCE = 1 << 20
 
 
