@@ -35,15 +35,20 @@ class FusedNoise(Noise):
             torch.full((), word, dtype=torch.int64, device=self.positions.device)
             for word in key_of(self.seed, self.step, name)
         )
-        return self._shaped(_compiled()(kind, first, second, self.positions, math.prod(shape)), shape)
-
-
-def _values(kind: str, first: Tensor, second: Tensor, positions: Tensor, count: int) -> Tensor:
-    rng = Noise(0, 0, positions, torch)
-    words = rng.words((first, second), count)
-    return rng.normal_of(words) if kind == "normal" else rng.uniform_of(words)
+        count = math.prod(shape)
+        values = _compiled(kind, len(self.positions), count)(first, second, self.positions)
+        return self._shaped(values, shape)
 
 
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(_values, dynamic=False)
+def _compiled(kind: str, rows: int, count: int) -> Callable[..., Tensor]:
+    """A function of its own for each form: the compiler gives up on one that it has seen in eight of them."""
+
+    def values(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
+        rng = Noise(0, 0, positions, torch)
+        words = rng.words((first, second), count)
+        return rng.normal_of(words) if kind == "normal" else rng.uniform_of(words)
+
+    # The limit is counted by code, so the code must not be shared either.
+    values.__code__ = values.__code__.replace(co_name=f"{kind}_{rows}_{count}")
+    return torch.compile(values, dynamic=False)

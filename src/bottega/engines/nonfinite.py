@@ -122,7 +122,9 @@ def first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None
         m.compiled = None  # type: ignore[assignment]  # hooks inside a compiled block would not fire
     try:
         on_device = put(batch, engine.device)
-        rng = Noise(engine.seed, step, torch.arange(batch_length(batch), device=engine.device), torch)
+        size = batch_length(batch)
+        places = torch.arange(engine.rank * size, (engine.rank + 1) * size, device=engine.device)
+        rng = Noise(engine.seed, step, places, torch)
         with engine._autocast():
             out = engine.task.loss(engine._eval_models, on_device, rng)
         sum(total for total, _ in out.terms.values()).backward()

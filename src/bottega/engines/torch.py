@@ -157,7 +157,7 @@ class TorchEngine(Engine):
         return total, {name: Local(value, count) for name, (value, count) in sums.items()}
 
     def _update(self, step: int, loss: Tensor) -> Tensor:
-        """Clip, update and average, all held back on the device where the loss or a gradient is not finite."""
+        """Clip and update, held back on the device where the loss or a gradient is not finite; and average what is then."""
         grads = [p.grad for p in self._params if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         divisor = self._scale

@@ -56,7 +56,7 @@ def read_component(folder: Path) -> dict[str, Tensor]:
     # By name, because fp16 and non-averaged copies often lie beside the weights.
     files = [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob(_SHARDS))
     if not files:
-        pickles = sorted(path.name for ending in ("bin", "pt", "ckpt") for path in folder.glob(f"*.{ending}"))
+        pickles = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
         if pickles:
             raise CheckpointError(
                 f"{folder}: {pickles[0]} is a pickle, which can run code and is never opened; "

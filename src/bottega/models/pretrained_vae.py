@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.component import CONFIG, read_component, read_config, write_component
 from bottega.schema.vae import AutoencoderShape
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 OURS = "BottegaAutoencoder"
 """The class named in the config of sound and video, for which diffusers has no equal one."""
 
@@ -38,9 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "mid_block_add_attention": True,
 }
 """What AutoencoderKL takes for a key that a config leaves out; older files have few of them."""
-
-OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-"""Attention as it was named until 2023; Stable Diffusion 1's files still are."""
 
 
 def diffusers_config(shape: AutoencoderShape, *, sample_size: int) -> dict[str, Any]:
@@ -74,26 +68,21 @@ def export_autoencoder(
     folder = Path(folder)
     config: dict[str, Any] = {"_class_name": OURS, **shape.model_dump(mode="json")}
     if shape.dims == 2:
-        # The oldest version that we are tested with: a library warns about files of a newer one than itself.
-        config = {"_class_name": "AutoencoderKL", "_diffusers_version": "0.36.0"}
-        config |= diffusers_config(shape, sample_size=sample_size)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        config = {"_class_name": "AutoencoderKL", **diffusers_config(shape, sample_size=sample_size)}
+    write_component(folder, config, state)
     return folder
 
 
 def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
     """The shape of a folder's model, refused unless our model computes it exactly."""
-    path = Path(folder) / "config.json"
-    config = _json(path)
+    path = Path(folder) / CONFIG
+    config = read_config(Path(folder))
     kind = config.get("_class_name", "AutoencoderKL")
     if kind not in ("AutoencoderKL", OURS):
         raise UsageError(f"{path}: {kind} is not supported; supported: AutoencoderKL")
     try:
         if kind == OURS:
-            return AutoencoderShape(**{key: value for key, value in config.items() if key != "_class_name"})
+            return AutoencoderShape(**{key: value for key, value in config.items() if not key.startswith("_")})
         return _from_diffusers({**DEFAULTS, **config}, path)
     except (ValidationError, TypeError) as error:
         first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
@@ -140,13 +129,12 @@ def _check_exact(config: Mapping[str, Any], path: Path) -> None:
 
 def read_autoencoder_tensors(folder: Path | str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a folder under the names and in the shapes of `wanted`, all of them and no others."""
-    file = Path(folder) / WEIGHTS
-    found = {_current_name(name): tensor for name, tensor in _tensors(file).items()}
+    found = read_component(Path(folder))
     missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unexpected:
         name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")
         raise CheckpointError(
-            f"{file}: {what} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
+            f"{folder}: {what} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
             "it does not belong to the config.json beside it"
         )
     for name, tensor in wanted.items():
@@ -154,42 +142,6 @@ def read_autoencoder_tensors(folder: Path | str, wanted: Mapping[str, Tensor]) -
         is_matrix = tensor.dim() == 2 and found[name].shape == (*tensor.shape, 1, 1)
         if found[name].shape != tensor.shape and not is_matrix:
             raise CheckpointError(
-                f"{file}: {name} has shape {list(found[name].shape)}, its config.json needs {list(tensor.shape)}"
+                f"{folder}: {name} has shape {list(found[name].shape)}, its config.json needs {list(tensor.shape)}"
             )
     return {name: found[name].reshape(tensor.shape) for name, tensor in wanted.items()}
-
-
-def _tensors(file: Path) -> dict[str, Tensor]:
-    if not file.is_file():
-        folder = file.parent
-        pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(
-            path.name for path in folder.glob("*.pt*")
-        )
-        if pickles:
-            raise CheckpointError(
-                f"{folder}: {pickles[0]} is a pickle, which can run code and is never opened; "
-                "convert it with diffusers: model.save_pretrained(folder, safe_serialization=True)"
-            )
-        raise CheckpointError(f"{folder}: no {file.name} in it; give the folder of a saved AutoencoderKL")
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise CheckpointError(f"{file}: is damaged ({error}); download it again") from error
-
-
-def _current_name(name: str) -> str:
-    owner, _, kind = name.rpartition(".")
-    owner, _, last = owner.rpartition(".")
-    return f"{owner}.{OLD_NAMES[last]}.{kind}" if "attentions." in owner and last in OLD_NAMES else name
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give the folder of a saved model") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__} where an object was expected")
-    return found

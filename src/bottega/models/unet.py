@@ -41,7 +41,7 @@ class UNet(nn.Module):
         self.shape = shape
         self.reads_text = shape.context_size is not None
         self.unet: Any = _build(unet_config(shape))
-        self._compiled: Callable[..., Any] | None = None
+        self.compiled: Callable[..., Any] | None = None
 
     def forward(
         self,
@@ -56,7 +56,7 @@ class UNet(nn.Module):
         asked: dict[str, Any] = {"class_labels": vector} if vector is not None else {}
         if self.reads_text:
             asked |= {"encoder_hidden_states": context, "encoder_attention_mask": mask}
-        run = self._compiled if self._compiled is not None and self.training else self.unet
+        run = self.compiled if self.compiled is not None and self.training else self.unet
         # Contiguous, because a channels-last view gives 1 x 1 kernels gradients in a layout that replicas cannot share.
         (found,) = run(x.movedim(-1, 1).contiguous(), time, **asked, return_dict=False)
         return found.movedim(1, -1)
@@ -73,8 +73,9 @@ class UNet(nn.Module):
             self.unet.disable_gradient_checkpointing()
 
     def compile_whole(self, *, graphs: bool) -> None:
+        """Not replayed: convolutions choose their algorithms while they run."""
         # Its forward rather than the module, which would be a second name for every weight.
-        self._compiled = torch.compile(self.unet.forward, dynamic=False)
+        self.compiled = torch.compile(self.unet.forward, dynamic=False)
 
 
 def choose_unet(start: Path | None, *, grid: tuple[int, ...], **sizes: Any) -> UNetShape:

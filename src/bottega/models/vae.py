@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bottega.core.errors import UsageError
 from bottega.models.initial_conv import initialise_convolutional
 from bottega.models.pretrained_vae import diffusers_config, read_autoencoder_shape, read_autoencoder_tensors
 from bottega.models.resnet import Decoder, Encoder, channels_second, convolution
@@ -84,12 +83,4 @@ def load_autoencoder(folder: Path | str) -> Autoencoder:
         model = Autoencoder(read_autoencoder_shape(folder))
     model.to_empty(device="cpu")
     model.load_state_dict(read_autoencoder_tensors(folder, model.state_dict()))
-    return model
-
-
-def load_autoencoder_kl(folder: Path | str) -> Autoencoder:
-    """The same, for those who can use nothing but an autoencoder of images."""
-    model = load_autoencoder(folder)
-    if model.shape.dims != 2:
-        raise UsageError(f"{folder}: is an autoencoder over {model.shape.dims} axes; one of images is needed")
     return model

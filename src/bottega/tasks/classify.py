@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.core.task import Task
@@ -58,7 +57,3 @@ class Classification(Task):
         total = torch.where(counted, surprise, 0.0).sum()
         right = (is_right & counted).float().sum()
         return Loss(terms={"loss": (total, 1.0)}, metrics={"accuracy": (right, counted.float().sum())})
-
-    def predict(self, models: Models, batch: Batch) -> Tensor:
-        """Logits [b, K]."""
-        return models["model"](batch[self.key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ class Generation(Task):
                 "drop": drop,
             }
         ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
-        empty = torch.tensor(self.empty_text, device=ids.device)
+        empty = _row(self.empty_text, ids.device)
         shown = torch.arange(len(empty), device=ids.device) < self.empty_length
         ids, mask = torch.where(drop[:, None], empty, ids), torch.where(drop[:, None], shown, mask)
         if self.text is None:
@@ -121,3 +122,9 @@ class Generation(Task):
 def _over(level: Tensor, x: Tensor) -> Tensor:
     """[B] so that it multiplies [B, ...]."""
     return level.view(-1, *(1,) * (x.ndim - 1))
+
+
+@lru_cache(maxsize=16)
+def _row(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Once for each device: the host would wait for the copy."""
+    return torch.tensor(tokens, device=device)

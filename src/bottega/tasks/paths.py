@@ -6,7 +6,7 @@ At time t a sample is alpha(t) * clean + sigma(t) * noise; t = 0 is data, t = 1 
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -21,6 +21,9 @@ LEAST_RATIO = 0.068
 """Of data to noise where a sampler of predicted noise begins: what Stable Diffusion's schedule ends with."""
 
 
+Schedule = Literal["cosine", "linear", "scaled_linear"]
+
+
 class Path(BaseModel):
     """`flow` is the straight line (rectified flow); `noise` and `v` keep the variance (DDPM, Salimans and Ho)."""
 
@@ -28,7 +31,7 @@ class Path(BaseModel):
 
     objective: Literal["flow", "noise", "v"] = "flow"
     times: Literal["logit_normal", "uniform"] = "logit_normal"
-    schedule: Literal["cosine", "linear", "scaled_linear"] = "cosine"
+    schedule: Schedule = "cosine"
     min_snr: float | None = None
 
     def draw_times(self, rng: Noise) -> Tensor:
@@ -42,7 +45,7 @@ class Path(BaseModel):
         """alpha and sigma, as shaped as t."""
         if self.objective == "flow":
             return 1 - t, t
-        kept = self._kept.to(t.device)[self._step(t)]
+        kept = _kept(self.schedule, t.device)[self._step(t)]
         return kept.sqrt(), (1 - kept).sqrt()
 
     def model_time(self, t: Tensor) -> Tensor:
@@ -102,23 +105,30 @@ class Path(BaseModel):
         """
         if self.objective == "v":
             return STEPS - 1
-        alpha, sigma = self._kept.sqrt(), (1 - self._kept).sqrt()
+        kept = _kept(self.schedule, torch.device("cpu"))
+        alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
         return int(torch.nonzero(alpha >= LEAST_RATIO * sigma).max())
 
     def _step(self, t: Tensor) -> Tensor:
         return (t * STEPS).round().long().clamp(0, STEPS - 1)
 
-    @cached_property
-    def _kept(self) -> Tensor:
-        """The share of variance that is still data after each step (alpha bar), [STEPS]."""
-        return torch.cumprod(1 - self.betas(), 0)
-
     def betas(self) -> Tensor:
         """Noise added in each step, float64 [STEPS]; the three are those of diffusers' DDPMScheduler."""
-        if self.schedule == "linear":
-            return torch.linspace(1e-4, 0.02, STEPS, dtype=torch.float64)
-        if self.schedule == "scaled_linear":
-            return torch.linspace(0.00085**0.5, 0.012**0.5, STEPS, dtype=torch.float64).square()
-        t = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
-        bar = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
-        return (1 - bar[1:] / bar[:-1]).clamp(max=0.999)
+        return _betas(self.schedule)
+
+
+def _betas(schedule: Schedule) -> Tensor:
+    if schedule == "linear":
+        return torch.linspace(1e-4, 0.02, STEPS, dtype=torch.float64)
+    if schedule == "scaled_linear":
+        return torch.linspace(0.00085**0.5, 0.012**0.5, STEPS, dtype=torch.float64).square()
+    t = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
+    bar = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
+    return (1 - bar[1:] / bar[:-1]).clamp(max=0.999)
+
+
+@lru_cache(maxsize=16)
+def _kept(schedule: Schedule, device: torch.device) -> Tensor:
+    """The share of variance that is still data after each step (alpha bar), [STEPS], where it is used: copied at every
+    step of a training, the host would wait for the device each time."""
+    return torch.cumprod(1 - _betas(schedule), 0).to(device)
