@@ -47,7 +47,7 @@ class ImageVaeData(ImageData):
     input: Literal["image", "audio", "video"] = Field(
         "image", description=_INPUT, json_schema_extra={"enum": ["image"]}
     )
-    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+    validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
     @model_validator(mode="after")
     def _is_image(self) -> ImageVaeData:
@@ -58,31 +58,31 @@ class ImageVaeData(ImageData):
 
 class AudioVaeData(AudioData):
     input: Literal["audio"] = Field("audio", description=_INPUT)
-    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+    validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class VideoVaeData(VideoData):
     input: Literal["video"] = Field("video", description=_INPUT)
-    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+    validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class VaeRecipe(MediaRecipe):
     """What the three have in common."""
 
     task: Literal["image_vae"] = Field("image_vae", description="images, sounds or videos to smooth latents and back")
-    model: VaeModel = Field(VaeModel(), description="the model")
-    samples: Samples = Field(Samples(count=8), description="what comes back of held-out samples while it learns")
+    model: VaeModel = Field(default_factory=VaeModel, description="the model")
+    samples: Samples = Field(default_factory=lambda: Samples(count=8), description="what comes back of held-out samples while it learns")
 
 
 class ImageVaeRecipe(VaeRecipe):
-    data: ImageVaeData = Field(ImageVaeData(), description="the data")
+    data: ImageVaeData = Field(default_factory=ImageVaeData, description="the data")
 
 
 class AudioVaeRecipe(VaeRecipe):
-    model: AudioVaeModel = Field(AudioVaeModel(), description="the model")
-    data: AudioVaeData = Field(AudioVaeData(), description="the data")
+    model: AudioVaeModel = Field(default_factory=AudioVaeModel, description="the model")
+    data: AudioVaeData = Field(default_factory=AudioVaeData, description="the data")
 
 
 class VideoVaeRecipe(VaeRecipe):
-    model: VideoVaeModel = Field(VideoVaeModel(), description="the model")
-    data: VideoVaeData = Field(VideoVaeData(), description="the data")
+    model: VideoVaeModel = Field(default_factory=VideoVaeModel, description="the model")
+    data: VideoVaeData = Field(default_factory=VideoVaeData, description="the data")

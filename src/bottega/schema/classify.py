@@ -49,9 +49,9 @@ class ClassifyData(TextData):
     input: Literal["text", "image", "audio", "video"] = Field(
         "text", description=_INPUT, json_schema_extra={"enum": ["text"]}
     )
-    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+    validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
     label_field: str = Field("label", description="which field of a row is the class")
-    tokenizer: Tokenizer = Field(Tokenizer(), description="how text becomes numbers")
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="how text becomes numbers")
     sequence_length: Positive | None = Field(None, description="texts are cut at so many tokens; null is the model's")
     augmentation: TextAugmentation | None = Field(None, description="changed copies of the training texts")
 
@@ -64,8 +64,8 @@ class ClassifyData(TextData):
 
 class ClassifyRecipe(Recipe):
     task: Literal["classify"] = Field("classify", description="a class for each text")
-    model: ClassifyModel = Field(ClassifyModel(), description="the model")
-    data: ClassifyData = Field(ClassifyData(), description="the data")
+    model: ClassifyModel = Field(default_factory=ClassifyModel, description="the model")
+    data: ClassifyData = Field(default_factory=ClassifyData, description="the data")
 
     def missing(self) -> list[tuple[str, str]]:
         return super().missing() + path_problems(self.data)
@@ -90,34 +90,34 @@ class MediaClassifier(Model):
 
 class ImageClassifyData(ImageData):
     input: Literal["image"] = Field("image", description=_INPUT)
-    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+    validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class AudioClassifyData(AudioData):
     input: Literal["audio"] = Field("audio", description=_INPUT)
-    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+    validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class VideoClassifyData(VideoData):
     input: Literal["video"] = Field("video", description=_INPUT)
-    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+    validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class MediaClassifyRecipe(MediaRecipe):
     """What the three have in common. Nothing is drawn from a classifier, so it has no samples to look at."""
 
     task: Literal["classify"] = Field("classify", description="a class for each image, sound or video")
-    model: MediaClassifier = Field(MediaClassifier(), description="the model")
-    samples: Samples = Field(Samples(every=None), description="a classifier draws none")
+    model: MediaClassifier = Field(default_factory=MediaClassifier, description="the model")
+    samples: Samples = Field(default_factory=lambda: Samples(every=None), description="a classifier draws none")
 
 
 class ImageClassifyRecipe(MediaClassifyRecipe):
-    data: ImageClassifyData = Field(ImageClassifyData(), description="the data")
+    data: ImageClassifyData = Field(default_factory=ImageClassifyData, description="the data")
 
 
 class AudioClassifyRecipe(MediaClassifyRecipe):
-    data: AudioClassifyData = Field(AudioClassifyData(), description="the data")
+    data: AudioClassifyData = Field(default_factory=AudioClassifyData, description="the data")
 
 
 class VideoClassifyRecipe(MediaClassifyRecipe):
-    data: VideoClassifyData = Field(VideoClassifyData(), description="the data")
+    data: VideoClassifyData = Field(default_factory=VideoClassifyData, description="the data")

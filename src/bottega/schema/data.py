@@ -109,7 +109,7 @@ class Replay(Source):
 class Data(Section):
     """What every task's data has; the tasks add to it."""
 
-    train: Source = Field(Source(), description="what is learned from")
+    train: Source = Field(default_factory=Source, description="what is learned from")
     sources: tuple[Source, ...] | None = Field(None, min_length=1, description="several sources in place of train")
     mixture: Literal["concatenate", "weighted", "temperature"] | None = Field(
         None,
@@ -135,7 +135,7 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Data:
-        if self.sources is not None and self.train != type(self).model_fields["train"].default:
+        if self.sources is not None and self.train != Source():
             raise ValueError("train and sources both say what is learned from; keep one")
         if (self.mixture == "temperature" or self.temperature is not None) and self.sources is None:
             raise ValueError("temperature: a mixture by size needs sources")

@@ -56,7 +56,7 @@ class Generator(Model):
     num_classes: Positive | None = Field(None, description="condition class: how many; null counts them in the data")
     condition_size: Positive | None = Field(None, description="condition vector: its width; null finds it in the data")
     condition_dropout: Probability = Field(0.1, description="share trained without the condition, for guidance")
-    text: TextEncoderOptions = Field(TextEncoderOptions(), description="condition text: who reads it")
+    text: TextEncoderOptions = Field(default_factory=TextEncoderOptions, description="condition text: who reads it")
     vae: str | None = Field(
         None,
         description="train in the latents of this run, such as needs.vae, or of a diffusers AutoencoderKL folder; "

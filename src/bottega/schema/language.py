@@ -43,7 +43,7 @@ class LanguageData(TextData):
     validation: HeldOut | None = Field(
         HeldOut(split=0.05), description="what measures progress: {split: 0.05} or a source"
     )
-    tokenizer: Tokenizer = Field(Tokenizer(), description="how text becomes numbers")
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="how text becomes numbers")
     sequence_length: Positive | None = Field(None, description="tokens in an example; null is the model's context")
     padding: bool | None = Field(
         None, description="one document an example, filled up at its end; null joins documents without gaps"
@@ -61,9 +61,9 @@ class LanguageSamples(Samples):
 
 class LanguageRecipe(Recipe):
     task: Literal["language"] = Field("language", description="next-token prediction")
-    model: LanguageModel = Field(LanguageModel(), description="the model")
-    data: LanguageData = Field(LanguageData(), description="the data")
-    samples: LanguageSamples = Field(LanguageSamples(), description="what the model writes while it learns")
+    model: LanguageModel = Field(default_factory=LanguageModel, description="the model")
+    data: LanguageData = Field(default_factory=LanguageData, description="the data")
+    samples: LanguageSamples = Field(default_factory=LanguageSamples, description="what the model writes while it learns")
 
     def missing(self) -> list[tuple[str, str]]:
         found = super().missing() + path_problems(self.data)

@@ -116,20 +116,20 @@ def _latents_problems(recipe: Recipe) -> list[tuple[str, str]]:
 
 class ImageRecipe(MediaRecipe):
     task: Literal["image"] = Field("image", description="images from noise")
-    model: Generator = Field(Generator(), description="the model")
-    data: ImageData = Field(ImageData(), description="the data")
-    samples: GeneratorSamples = Field(GeneratorSamples(), description="what the model draws while it learns")
+    model: Generator = Field(default_factory=Generator, description="the model")
+    data: ImageData = Field(default_factory=ImageData, description="the data")
+    samples: GeneratorSamples = Field(default_factory=GeneratorSamples, description="what the model draws while it learns")
 
 
 class AudioRecipe(MediaRecipe):
     task: Literal["audio"] = Field("audio", description="sound from noise, over mel spectrograms")
-    model: AudioGenerator = Field(AudioGenerator(), description="the model")
-    data: AudioData = Field(AudioData(), description="the data")
-    samples: GeneratorSamples = Field(GeneratorSamples(), description="what the model sounds like while it learns")
+    model: AudioGenerator = Field(default_factory=AudioGenerator, description="the model")
+    data: AudioData = Field(default_factory=AudioData, description="the data")
+    samples: GeneratorSamples = Field(default_factory=GeneratorSamples, description="what the model sounds like while it learns")
 
 
 class VideoRecipe(MediaRecipe):
     task: Literal["video"] = Field("video", description="video from noise")
-    model: VideoGenerator = Field(VideoGenerator(), description="the model")
-    data: VideoData = Field(VideoData(), description="the data")
-    samples: GeneratorSamples = Field(GeneratorSamples(), description="what the model shows while it learns")
+    model: VideoGenerator = Field(default_factory=VideoGenerator, description="the model")
+    data: VideoData = Field(default_factory=VideoData, description="the data")
+    samples: GeneratorSamples = Field(default_factory=GeneratorSamples, description="what the model shows while it learns")

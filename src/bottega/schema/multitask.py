@@ -30,8 +30,8 @@ class MultitaskData(Data):
 
 class MultitaskRecipe(Recipe):
     task: Literal["multitask"] = Field("multitask", description="several tasks, one model")
-    model: MultitaskModel = Field(MultitaskModel(), description="the model")
-    data: MultitaskData = Field(MultitaskData(), description="the data")
+    model: MultitaskModel = Field(default_factory=MultitaskModel, description="the model")
+    data: MultitaskData = Field(default_factory=MultitaskData, description="the data")
 
     def missing(self) -> list[tuple[str, str]]:
         few = [("data.parts", "expected at least two tasks")] if len(self.data.parts) < 2 else []

@@ -117,8 +117,8 @@ class Training(Section):
     )
     learning_rate: Number = Field(3e-4, gt=0, description="the peak of the schedule")
     weight_decay: Number = Field(0.1, ge=0, description="of matrices; norms and biases are not decayed")
-    optimizer: Optimizer = Field(Optimizer(), description="the update rule and its constants")
-    scheduler: Scheduler = Field(Scheduler(), description="the learning rate over the run")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="the update rule and its constants")
+    scheduler: Scheduler = Field(default_factory=Scheduler, description="the learning rate over the run")
     mixed_precision: Precision = Field(
         "auto", description="auto is bf16 where the device has it and fp32 elsewhere; true means auto, no means fp32"
     )
@@ -236,7 +236,7 @@ class WandB(Section):
 class Logging(Section):
     every: Every = Field(Cadence(10), description="how often metrics are written")
     tensorboard: bool = Field(True, description="write TensorBoard events")
-    wandb: WandB = Field(WandB(), description="Weights & Biases")
+    wandb: WandB = Field(default_factory=WandB, description="Weights & Biases")
     level: Level = Field("INFO", description="how much the console and log.txt say")
     resources: bool = Field(True, description="also log memory, processor and GPU use")
 
@@ -254,16 +254,16 @@ class Recipe(Section):
     deterministic: bool = Field(False, description="bit-equal repeats on a GPU, somewhat slower")
     seed: Whole = Field(0, ge=0, lt=2**63, description="of everything random")
     output_dir: str = Field("runs", description="the folder of runs")
-    model: Model = Field(Model(), description="the model")
-    data: Data = Field(Data(), description="the data")
-    training: Training = Field(Training(), description="how it is learned")
+    model: Model = Field(default_factory=Model, description="the model")
+    data: Data = Field(default_factory=Data, description="the data")
+    training: Training = Field(default_factory=Training, description="how it is learned")
     techniques: tuple[Technique, ...] = Field((), description="what is added to plain training, in this order")
     needs: dict[str, Need] = Field(default_factory=dict, description="other runs this one is built on, by name")
-    distributed: Distributed = Field(Distributed(), description="several processes or machines")
-    samples: Samples = Field(Samples(), description="what the model makes while it learns")
-    evaluation: Evaluation = Field(Evaluation(), description="validation while training")
-    checkpoint: CheckpointOptions = Field(CheckpointOptions(), description="what is kept on disk")
-    logging: Logging = Field(Logging(), description="what is said, and where")
+    distributed: Distributed = Field(default_factory=Distributed, description="several processes or machines")
+    samples: Samples = Field(default_factory=Samples, description="what the model makes while it learns")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="validation while training")
+    checkpoint: CheckpointOptions = Field(default_factory=CheckpointOptions, description="what is kept on disk")
+    logging: Logging = Field(default_factory=Logging, description="what is said, and where")
 
     def missing(self) -> list[tuple[str, str]]:
         """What a run cannot start without: (key, what is wrong with it)."""

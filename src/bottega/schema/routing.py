@@ -51,5 +51,5 @@ class RoutingData(Data):
 
 class RoutingRecipe(Recipe):
     task: Literal["routing"] = Field("routing", description="the right expert and the right answer")
-    model: RoutingModel = Field(RoutingModel(), description="the model")
-    data: RoutingData = Field(RoutingData(), description="the data")
+    model: RoutingModel = Field(default_factory=RoutingModel, description="the model")
+    data: RoutingData = Field(default_factory=RoutingData, description="the data")

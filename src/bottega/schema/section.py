@@ -11,7 +11,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 class Section(BaseModel):
     """A block: closed, frozen, each field with a description."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, coerce_numbers_to_str=True)
+    # Built when first used: of all tasks, a command needs one.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", populate_by_name=True, coerce_numbers_to_str=True, defer_build=True
+    )
 
 
 def _precision(value: Any) -> Any:

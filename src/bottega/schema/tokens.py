@@ -35,7 +35,7 @@ class TokensModel(Model):
 class ImageTokensData(ImageData):
     # Both, though only images fit here, so that a mistyped one is told what there is.
     input: Literal["image", "audio"] = Field("image", description=_INPUT, json_schema_extra={"enum": ["image"]})
-    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+    validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
     @model_validator(mode="after")
     def _is_image(self) -> ImageTokensData:
@@ -46,20 +46,20 @@ class ImageTokensData(ImageData):
 
 class AudioTokensData(AudioData):
     input: Literal["audio"] = Field("audio", description=_INPUT)
-    validation: HeldOut | None = Field(HeldOut(split=0.1), description=_VALIDATION)
+    validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class TokensRecipe(MediaRecipe):
     """What the two have in common. Which of them a recipe is, `data.input` says; image where it does not."""
 
     task: Literal["image_tokens"] = Field("image_tokens", description="images or sounds to tokens and back")
-    model: TokensModel = Field(TokensModel(), description="the model")
-    samples: Samples = Field(Samples(count=8), description="what comes back of held-out samples while it learns")
+    model: TokensModel = Field(default_factory=TokensModel, description="the model")
+    samples: Samples = Field(default_factory=lambda: Samples(count=8), description="what comes back of held-out samples while it learns")
 
 
 class ImageTokensRecipe(TokensRecipe):
-    data: ImageTokensData = Field(ImageTokensData(), description="the data")
+    data: ImageTokensData = Field(default_factory=ImageTokensData, description="the data")
 
 
 class AudioTokensRecipe(TokensRecipe):
-    data: AudioTokensData = Field(AudioTokensData(), description="the data")
+    data: AudioTokensData = Field(default_factory=AudioTokensData, description="the data")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -135,27 +134,3 @@ def stage_widths(hidden_size: int, downsample: int) -> tuple[int, ...]:
     if downsample < 1 or downsample & (downsample - 1):
         raise UsageError(f"model.downsample: {downsample} is no power of two; try 4, 8 or 16")
     return tuple(hidden_size * min(2**stage, 4) for stage in range(downsample.bit_length()))
-
-
-SIZES: dict[str, dict[str, Any]] = {
-    "nano": {"widths": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_groups": 8},
-    "small": {"widths": (64, 128, 256), "layers_per_block": 1, "latent_channels": 4},
-    # The autoencoder of Stable Diffusion 1 and 2: 83,653,863 parameters for colour images.
-    "base": {"widths": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4},
-    # That of Stable Diffusion 3, whose sixteen channels keep small print readable.
-    "wide": {
-        "widths": (128, 256, 512, 512),
-        "layers_per_block": 2,
-        "latent_channels": 16,
-        "quant_conv": False,
-    },
-}
-
-
-def sized_autoencoder(size: str, *, channels: int, dims: Literal[1, 2, 3] = 2, **changes: Any) -> AutoencoderShape:
-    """A named size for data with so many channels; any field may be changed."""
-    if size not in SIZES:
-        near = difflib.get_close_matches(size, SIZES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "known sizes: " + ", ".join(SIZES)
-        raise UsageError(f"model.size: {size!r} is no size of the autoencoder; {hint}")
-    return AutoencoderShape(**{**SIZES[size], "channels": channels, "dims": dims, **changes})
