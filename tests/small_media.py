@@ -65,7 +65,13 @@ def audio(folder: Path) -> dict[str, Any]:
 
 
 def video(folder: Path) -> dict[str, Any]:
-    return {**COMMON, "output_dir": str(folder), **_from(clips(folder)), "data.num_frames": 4}
+    return {
+        **COMMON,
+        "output_dir": str(folder),
+        **_from(clips(folder)),
+        "data.num_frames": 4,
+        "model.temporal_patch_size": 1,
+    }
 
 
 def train(output: Path, **changes: Any) -> Any:

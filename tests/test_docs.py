@@ -40,6 +40,7 @@ from bottega import cli
 from bottega.core import errors
 from bottega.core.errors import BottegaError
 from bottega.schema.load import check_recipe, parse_overrides
+from bottega.schema.recipe import Recipe
 from bottega.schema.transformer import DECLARED, sized
 
 ROOT = Path(__file__).parents[1]
@@ -211,8 +212,13 @@ def call(words: list[str]) -> tuple[int, str]:
 
 def smaller(words: list[str]) -> list[str]:
     said = " ".join(words)
-    task, parts = what_is_trained(words)
-    settings = {**SMALLER, **SMALLER_BY_TASK[task], **{f"needs.{part}.settings": SMALLER_PART for part in parts}}
+    recipe = what_is_trained(words)
+    settings = {**SMALLER, **SMALLER_BY_TASK[recipe.task]}
+    settings |= {
+        f"needs.{name}.settings": SMALLER_PART for name, need in recipe.needs.items() if need.recipe is not None
+    }
+    if recipe.task in ("image", "audio", "video") and recipe.data.train.kind == "embedded":
+        settings["data.validation.split"] = "0.02"  # all that is held out is measured, and Griffin-Lim takes its time
     return [
         f"{key}={value}"
         for key, value in settings.items()
@@ -220,15 +226,11 @@ def smaller(words: list[str]) -> list[str]:
     ]
 
 
-def what_is_trained(words: list[str]) -> tuple[str, list[str]]:
-    """The task, and the parts it needs; the verb's own options say nothing of either."""
-    settings = [
-        word
-        for i, word in enumerate(words)
-        if word not in (*OPTIONS, *WITH_VALUE) and words[max(0, i - 1)] not in WITH_VALUE
-    ]
-    resolved = check_recipe(*parse_overrides(settings))
-    return resolved.recipe.task, [name for name, need in resolved.recipe.needs.items() if need.recipe is not None]
+def what_is_trained(words: list[str]) -> Recipe:
+    """The verb's own options say nothing of it."""
+    own = (*OPTIONS, *WITH_VALUE)
+    settings = [word for i, word in enumerate(words) if word not in own and words[max(0, i - 1)] not in WITH_VALUE]
+    return check_recipe(*parse_overrides(settings)).recipe
 
 
 def launch(program: str, words: list[str], line: str, where: str) -> None:

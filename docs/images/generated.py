@@ -1,7 +1,7 @@
 """Draw what the offline recipes of images, sound and video generate: python docs/images/generated.py [RUNS] [--steps N]
 
 Trains `image`, `audio` and `video` in the folder RUNS, or finds them trained there, and writes generated-digits.png,
-generated-tones.png and generated-clips.png beside this file. `--steps` makes the runs shorter.
+generated-tones.png and generated-moving.png beside this file. `--steps` makes the runs shorter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).parent
-NAMES = {"image": "digits", "audio": "tones", "video": "clips"}
+NAMES = {"image": "digits", "audio": "tones", "video": "moving"}
 NOTES = ("C4", "A4")
 CLIPS = ("digit=3 direction=left", "digit=7 direction=right", "digit=0 direction=up", "digit=5 direction=down")
 
@@ -22,6 +22,9 @@ CLIPS = ("digit=3 direction=left", "digit=7 direction=right", "digit=0 direction
 def opened(recipe: str, runs: Path, steps: int | None) -> Any:
     import bottega
 
+    run = runs / NAMES[recipe]
+    if (run / "recipe.yaml").is_file():
+        return bottega.load(run)
     settings = {"output_dir": str(runs), "name": NAMES[recipe], **({"training.max_steps": steps} if steps else {})}
     return bottega.load(bottega.train(recipe, settings).path)
 

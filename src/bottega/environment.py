@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from bottega import __version__
@@ -31,9 +32,9 @@ def describe(device: str, world: int) -> dict[str, Any]:
     }
 
 
-def fingerprint(device: str, world: int, data: str) -> dict[str, Any]:
+def fingerprint(device: str, world: int, *, data: str, frozen: Mapping[str, str]) -> dict[str, Any]:
     """What must be equal for a resumed run to be equal bit for bit."""
-    return {"packages": versions(), "device": device, "world": world, "data": data}
+    return {"packages": versions(), "device": device, "world": world, "data": data, "frozen": dict(frozen)}
 
 
 def versions() -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bottega.branches.frozen import KEYS, check_same
 from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from bottega.core.errors import CheckpointError, DataError, UsageError
@@ -106,6 +107,22 @@ def check_data_unchanged(
     if other:
         changes = "; ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in other)
         say(f"resumed elsewhere ({changes}): the same samples in the same order, but not bit for bit the same numbers")
+
+
+def check_frozen_unchanged(manifest: checkpoint.Manifest, now: Mapping[str, Any]) -> None:
+    """The weights mean nothing beside another autoencoder, tokenizer or text encoder, whatever is allowed of the data."""
+    before = manifest.fingerprint.get("frozen")
+    if before is None:  # a checkpoint of an earlier version; what lies in codec/ is compared later
+        return
+    for name in sorted({*before, *now["frozen"]}):
+        was, found = str(before.get(name))[:12], str(now["frozen"].get(name))[:12]
+        check_same(
+            name,
+            now=now["frozen"].get(name),
+            before=before.get(name),
+            named=KEYS.get(name, name),
+            was=f"content {was}, now {found}",
+        )
 
 
 def progress_at(path: Path, *, loader: Loader, total: int, say: Callable[[str], None]) -> Progress:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bottega.core.errors import UsageError
+from bottega import resume
+from bottega.core import checkpoint
+from bottega.core.errors import BottegaError, DirectoryInUse, PeerLost, UsageError
 from bottega.core.rundir import Lock, RunDirectory
+from bottega.core.signals import StopSignals
+from bottega.preparation import prepare_recipe
 from bottega.schema import needs
+from bottega.schema.generator import Generator
 from bottega.schema.load import Resolved, check_recipe, global_batch, load_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import BUILT_TASKS, Recipe
 from bottega.session import Run, Session
@@ -21,6 +29,13 @@ if TYPE_CHECKING:
     from bottega.saved import SavedRun
 
 __all__ = ["Run", "load", "part", "refuse_unbuilt", "train", "train_command"]
+
+POLL, PATIENT = 0.5, 5.0
+"""Seconds between two looks at a part that somebody else makes, and until the first word about it."""
+STALLED = 30 * 60.0
+"""Seconds without a newer file after which the other ranks give up."""
+GRACE = 10.0
+"""Seconds in which a part that is stopped can save, before it is told once more."""
 
 
 def train(
@@ -74,60 +89,218 @@ def _train(
     recipe = resolved.recipe
     refuse_unbuilt(recipe)
     global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))  # before anybody waits for the other processes
-    for name in needs.referenced(recipe):
-        part(recipe, name, quiet=quiet)
-    is_main = int(os.environ.get("RANK", 0)) == 0
+    needs.check(recipe)
+    parts = needs.referenced(recipe)
+    if parts:
+        _check_alone(recipe)
     directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
+    is_main = int(os.environ.get("RANK", 0)) == 0
+
+    def session() -> Session:
+        for name in parts:
+            part(recipe, name, quiet=quiet, allow_data_change=allow_data_change)
+        is_silent = quiet or not is_main
+        return Session(recipe, directory, quiet=is_silent, resume_from=resume_from, allow=allow_data_change)
+
     if not is_main:
-        return Session(recipe, directory, quiet=True, resume_from=resume_from, allow=allow_data_change).run()
+        return session().run()
     if fresh and directory.path.exists():
         _set_aside(directory.path)
     directory.create()
     with Lock(directory):
-        session = Session(recipe, directory, quiet=quiet, resume_from=resume_from, allow=allow_data_change)
+        if parts:
+            _check_start(recipe, directory, resume_from, allow=allow_data_change, quiet=quiet)
+        main = session()
         for note in resolved.notes:
-            session.console.say(note)
-        return session.run()
+            main.console.say(note)
+        return main.run()
 
 
-def part(recipe: Recipe, name: str, *, quiet: bool = True, beside: Path | None = None) -> Path:
-    """The finished, exported run of a need; trained first where it is not there yet, and then only once."""
-    run = needs.part_run(recipe, name, beside=beside)
-    if recipe.needs[name].run is not None:
+def _check_alone(recipe: Recipe) -> None:
+    """What of a recipe can be wrong without its parts, so that nobody waits hours for them first."""
+    from bottega.engines.devices import choose_device, choose_precision
+
+    for name in needs.referenced(recipe):
+        if recipe.needs[name].run is not None:
+            RunDirectory(needs.part_run(recipe, name)).must_exist()
+    choose_precision(recipe.training.mixed_precision, choose_device(recipe.device))
+    model = recipe.model
+    if isinstance(model, Generator) and model.backbone != "unet":
+        # Positions of the language model over codes turn pairs of numbers.
+        twice, each = ("twice ", 2) if model.backbone == "tokens" else ("", 1)
+        if model.hidden_size % (each * model.num_heads):
+            raise UsageError(
+                f"model.hidden_size: {model.hidden_size} is no multiple of {twice}num_heads {model.num_heads}"
+            )
+
+
+def _check_start(
+    recipe: Recipe, directory: RunDirectory, resume_from: Path | None, *, allow: bool, quiet: bool
+) -> None:
+    """What would keep the run from going on, looked at before its parts are trained; the session looks again."""
+    resume.check_recipe_unchanged(directory, recipe)
+    now = _data_now(recipe, quiet=quiet)
+    manifest = next((one for _, one in checkpoint.candidates(directory.checkpoints)), None)
+    if manifest is None and resume_from is not None:
+        manifest = checkpoint.read_manifest(resume.named(resume_from))
+    if manifest is not None and now is not None:
+        found = {**manifest.fingerprint, "data": now}
+        resume.check_data_unchanged(manifest, found, allow=allow, say=lambda text: None)
+
+
+def part(
+    recipe: Recipe, name: str, *, quiet: bool = True, beside: Path | None = None, allow_data_change: bool = False
+) -> Path:
+    """The finished, exported run of a need; trained first where it is not there yet, and then only once.
+
+    Known by its recipe and by its data: a judge must not have learnt from what is held out by now.
+    """
+    run, need = needs.part_run(recipe, name, beside=beside), recipe.needs[name]
+    if need.run is not None:
         RunDirectory(run).must_exist()
         return run
-    if not _is_exported(run):
-        wanted = needs.part_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
-        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-            if not quiet:
-                sys.stderr.write(f"bottega: needs.{name} is trained first: {run}\n")
-            _train(Resolved(wanted, (wanted.task,)), quiet=quiet)
-            load(run).export()
-        elif int(os.environ.get("RANK", 0)) == 0:
-            _train_apart(wanted, run)
-        else:
-            while not _is_exported(run):  # a launcher ends everybody if the one that trains it fails
-                time.sleep(0.5)
+    wanted = needs.part_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
+    is_main = int(os.environ.get("RANK", 0)) == 0
+    data = None if need.own_data or allow_data_change else _data_now(wanted, quiet=quiet or not is_main)
+    if _is_ready(run, data):
+        return run
+    if not is_main:
+        _data_now(wanted, quiet=True)  # may take longer than anybody would wait for a file
+        _wait_for(run, data, name=name, quiet=quiet)
+        return run
+    with _turn(run, quiet=quiet):
+        if not _is_ready(run, data):  # whoever was first may have made it
+            _make(wanted, run, data, name=name, quiet=quiet, allow_data_change=allow_data_change)
     return run
 
 
-def _is_exported(run: Path) -> bool:
-    return (run / "final" / "README.md").is_file()  # the card is the last thing an export writes
+def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool, allow_data_change: bool) -> None:
+    is_begun = (run / "final").exists() or bool(checkpoint.candidates(run / "checkpoints"))
+    if data is not None and is_begun and _data_of(run) != data:
+        _set_aside(run, why=f"needs.{name} has learnt from other data than there is now, and is trained anew; ")
+    if not quiet:
+        sys.stderr.write(f"bottega: needs.{name} is trained first: {run}\n")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        _train_apart(recipe, run, name=name, quiet=quiet, allow_data_change=allow_data_change)
+        return
+    _train(Resolved(recipe, (recipe.task,)), quiet=quiet, allow_data_change=allow_data_change)
+    load(run).export()
 
 
-def _train_apart(recipe: Recipe, run: Path) -> None:
+def _is_ready(run: Path, data: str | None) -> bool:
+    """Whether a part is exported and, unless that does not matter (None), has learnt from this data."""
+    return (run / "final" / "README.md").is_file() and (data is None or _data_of(run) == data)
+
+
+def _data_of(run: Path) -> str | None:
+    found = [manifest.fingerprint.get("data") for _, manifest in checkpoint.candidates(run / "checkpoints")]
+    return str(found[0]) if found else None
+
+
+def _data_now(recipe: Recipe, *, quiet: bool) -> str | None:
+    """The fingerprint of a recipe's data as it is now; prepared if need be, which training would do next.
+
+    None where its tokens are those of a part that may not be there yet.
+    """
+    from rich.console import Console
+
+    from bottega.callbacks.bars import bars
+
+    if str(getattr(recipe.model, "from_", None)).startswith(needs.PREFIX):
+        return None
+    if getattr(recipe.data, "latents", False):  # which an autoencoder computes
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"latents": False})})
+    with bars(Console(stderr=True, quiet=quiet)) as say:
+        return prepare_recipe(recipe, say).fingerprint
+
+
+@contextmanager
+def _turn(run: Path, *, quiet: bool) -> Iterator[None]:
+    """One process at a time makes a part; who comes later waits for it, and then looks again."""
+    # A lock of its own, beside the run: the run's is taken by who trains it, and moves with a run that is set aside.
+    place = RunDirectory(run.with_name(f".{run.name}"))
+    place.create()
+    begun, due = time.monotonic(), PATIENT
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(Lock(place))
+                break
+            except DirectoryInUse:
+                waited = time.monotonic() - begun
+                if waited >= due and not quiet:
+                    sys.stderr.write(f"bottega: another process is making {run}; waiting for it since {waited:.0f} s\n")
+                    due = waited + 60
+                time.sleep(POLL)
+        yield
+
+
+def _wait_for(run: Path, data: str | None, *, name: str, quiet: bool) -> None:
+    """Until rank 0 has made a part. A launcher ends everybody if it fails; if it hangs, nobody else would notice."""
+    if not quiet:
+        sys.stderr.write(f"bottega: rank {os.environ['RANK']} waits for rank 0 to make needs.{name}: {run}\n")
+    newest, since = 0.0, time.monotonic()
+    while not _is_ready(run, data):
+        found = _newest(run)
+        if found != newest:
+            newest, since = found, time.monotonic()
+        elif time.monotonic() - since > STALLED:
+            raise PeerLost(
+                f"needs.{name}: nothing has happened in {run} for {STALLED / 60:.0f} minutes; see what keeps rank 0, "
+                "and start the same command again"
+            )
+        time.sleep(POLL)
+
+
+def _newest(run: Path) -> float:
+    """When something was last written by the training of a part, or of a part of it."""
+    written = [0.0]
+    for path in [*run.glob("*"), *(run.parent / needs.PARTS).rglob("metrics.jsonl")]:
+        try:
+            written.append(path.stat().st_mtime)
+        except OSError:  # a temporary file that has its own name by now
+            continue
+    return max(written)
+
+
+class PartFailed(BottegaError):
+    """A part was trained in a process of its own, whose exit code is passed on."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code if code > 0 else 128 - code  # as shells count those that a signal ended
+
+
+def _train_apart(recipe: Recipe, run: Path, *, name: str, quiet: bool, allow_data_change: bool) -> None:
     """A part is one process's work; inside a launched group it needs an environment without the group."""
-    run.parent.mkdir(parents=True, exist_ok=True)
     file = run.parent / f"{run.name}.yaml"
-    file.write_text(to_yaml(recipe), encoding="utf-8")
+    RunDirectory(run.parent).write(file, to_yaml(recipe))
+    train = ["train", str(file), f"name={run.name}", *(["--quiet"] if quiet else [])]
+    for words in ([*train, "--allow-data-change"] if allow_data_change else train, ["export", str(run)]):
+        code = _alone(words, quiet=quiet)
+        if code:
+            raise PartFailed(f"needs.{name}: {run} could not be made: bottega {words[0]} ended with {code}", code)
+
+
+def _alone(words: list[str], *, quiet: bool) -> int:
+    """The exit code of a verb that is not one of our group. What it says goes to stderr: our stdout may be JSON."""
     grouped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
     alone = {
         key: value for key, value in os.environ.items() if key not in grouped and not key.startswith("TORCHELASTIC")
     }
-    for words in (["train", str(file), f"name={run.name}"], ["export", str(run)]):
-        done = subprocess.run([sys.executable, "-m", "bottega", *words], env=alone, check=False)
-        if done.returncode:
-            raise UsageError(f"{run} could not be made: bottega {words[0]} ended with {done.returncode}")
+    command, out = [sys.executable, "-m", "bottega", *words], subprocess.DEVNULL if quiet else 2
+    with StopSignals() as stop, subprocess.Popen(command, env=alone, stdout=out) as child:
+        heard: float | None = None
+        while child.poll() is None:
+            if stop.received is not None and heard is None:
+                heard = time.monotonic()
+            if heard is not None and time.monotonic() - heard > GRACE:
+                # Launchers and terminals signal the whole group, and a second signal would stop it before it has
+                # saved; but if it was meant for us alone, it has not heard yet.
+                child.send_signal(stop.received or signal.SIGTERM)
+                heard = math.inf
+            time.sleep(POLL / 5)
+    return child.returncode
 
 
 def refuse_unbuilt(recipe: Recipe) -> None:
@@ -150,11 +323,11 @@ def refuse_unbuilt(recipe: Recipe) -> None:
         raise UsageError(f"distributed.processes: {wanted} asked for, {world} started; start them with {start}")
 
 
-def _set_aside(path: Path) -> None:
+def _set_aside(path: Path, *, why: str = "") -> None:
     """--fresh loses nothing: the old run keeps its files under another name."""
     number = 1
     while (other := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     with Lock(RunDirectory(path)):
         os.rename(path, other)
-    sys.stderr.write(f"bottega: the old run is kept as {other}\n")
+    sys.stderr.write(f"bottega: {why}the old run is kept as {other}\n")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,9 @@ from bottega.engines.tensors import compare, read_tensors
 from bottega.engines.torch import TorchEngine
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe
+
+CARD = "README.md"
+"""The last thing an export writes, and so the sign that it is whole."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +68,30 @@ class SavedRun:
             return self.branch.generate(models, device=self.engine.device, **asked)
 
     def export(self, folder: Path | None = None) -> Path:
-        """The model in the layout of its ecosystem, with a card that says where it comes from."""
+        """The model in the layout of its ecosystem, with a card that says where it comes from. A new folder appears
+        whole or not at all; in the run's own that is there, the card is gone until the rest is written."""
         target = folder or self.directory.final
-        target.mkdir(parents=True, exist_ok=True)
-        with self.engine.sampling() as models:
-            facts = self.branch.export(models, target)
-        (target / "README.md").write_text(self._card(facts), encoding="utf-8")
+        if target.exists():
+            target.mkdir(exist_ok=True)  # an error where it is a file
+            if folder is None:  # elsewhere it may be somebody else's, until it is replaced
+                (target / CARD).unlink(missing_ok=True)
+            self._export_to(target)
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            temporary.mkdir()
+            self._export_to(temporary)
+            os.rename(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         return target
+
+    def _export_to(self, folder: Path) -> None:
+        with self.engine.sampling() as models:
+            facts = self.branch.export(models, folder)
+        (folder / CARD).write_text(self._card(facts), encoding="utf-8")
 
     def _card(self, facts: dict[str, Any]) -> str:
         progress = checkpoints.read_progress(self.checkpoint)

@@ -31,6 +31,7 @@ from bottega.core.loop import Fit, Goal
 from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.core.saver import Saver, explain, preflight
 from bottega.data.loader import Loader
+from bottega.schema import needs
 from bottega.schema.load import to_yaml
 from bottega.schema.recipe import Recipe
 
@@ -73,7 +74,7 @@ class Session:
         recipe, directory, console = self.recipe, self.directory, self.console
         is_main = int(os.environ.get("RANK", 0)) == 0  # the others might look before --fresh has set the old run aside
         changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
-        self.branch = branch = prepare(recipe, console)
+        self.branch = branch = prepare(needs.placed(recipe), console)
         console.unit = branch.unit
         engine: TorchEngine | None = None
         try:
@@ -98,12 +99,14 @@ class Session:
         loader = build_loader(recipe, branch.training(), engine, branch.order)
         total = total_steps(recipe, loader)
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
-        fingerprint = environment.fingerprint(str(engine.device), engine.world, branch.fingerprint)
+        fingerprint = environment.fingerprint(
+            str(engine.device), engine.world, data=branch.fingerprint, frozen=branch.frozen
+        )
         found, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
-        if not engine.same(f"{progress.step} {branch.fingerprint}"):
+        if not engine.same(f"{progress.step} {branch.fingerprint} {sorted(branch.frozen.items())}"):
             raise CheckpointError(
                 f"rank {engine.rank} would go on from step {progress.step}, and another rank from elsewhere or with other "
-                f"data; {directory.path} and the data must be the same files for all ranks"
+                f"data or parts; {directory.path}, the data and the parts must be the same files for all ranks"
             )
         for change in changes:
             console.say(change)
@@ -160,6 +163,7 @@ class Session:
             return None, Progress(total=total)
         path, manifest = found
         resume.check_data_unchanged(manifest, fingerprint, allow=self.allow, say=self.console.warn)
+        resume.check_frozen_unchanged(manifest, fingerprint)
         progress = resume.progress_at(path, loader=loader, total=total, say=self.console.say)
         engine.load(path)
         engine.skip_steps = frozenset(progress.skip_steps)

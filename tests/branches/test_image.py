@@ -15,7 +15,8 @@ from PIL import Image
 import bottega
 import small_media
 from bottega import cli
-from bottega.core.errors import UsageError
+from bottega.branches.generation import GenerationBranch
+from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import read_metrics
 from small_media import NAMES
 
@@ -172,7 +173,7 @@ def test_vectors_are_a_condition_from_training_to_files(say: Any, tmp_path: Path
     saved = bottega.load(path)
     asked = saved.generate(vector=["0.5,1"], count=2, steps=2)
     assert asked.shape == (2, 8, 8, 1)
-    for same in ("0.5,1", [[0.5, 1]], np.array([[0.5, 1]])):
+    for same in ("0.5,1", [[0.5, 1]], np.array([[0.5, 1]]), [0.5, 1.0], (0.5, 1), np.array([0.5, 1])):
         np.testing.assert_array_equal(saved.generate(vector=same, count=2, steps=2), asked)
     say("generate", path).refused("--vector", "2 numbers")
     say("generate", path, "--vector", "1").refused("--vector 1", "2 finite numbers, got 1")
@@ -181,6 +182,59 @@ def test_vectors_are_a_condition_from_training_to_files(say: Any, tmp_path: Path
     say("generate", path, "--class", "0").refused("--class", "condition vector", "--vector")
     with pytest.raises(UsageError, match="condition vector"):
         saved.generate(**{"class": 0})
+    for wrong in ([0.5], 0.5, [], [None, 1.0]):
+        with pytest.raises(UsageError, match=r"--vector .*expected 2"):
+            saved.generate(vector=wrong)
+    vectors = np.zeros((4, 3), np.float32)
+    np.savez(tmp_path / "wider.npz", image=np.zeros((4, 8, 8), np.uint8), condition=vectors)
+    with pytest.raises(DataError, match=r"wider\.npz: has vectors of 3 numbers, and this run has learnt from 2"):
+        saved.evaluate(tmp_path / "wider.npz")
+
+
+def test_a_width_of_vectors_that_the_data_do_not_have(tmp_path: Path) -> None:
+    data = {"data.train.path": str(with_vectors(tmp_path)), "model.condition": "vector"}
+    assert bottega.load(started(tmp_path, **data, **{"model.condition_size": 2})).branch.facts.shape.condition.size == 2
+    with pytest.raises(DataError, match=r"model\.condition_size: 3 .* have 2 numbers"):
+        started(tmp_path / "other", **data, **{"model.condition_size": 3})
+
+
+def pictures_of(file: Path, height: int, width: int) -> Path:
+    image = np.random.default_rng(0).integers(0, 256, (36, height, width), np.uint8)
+    np.savez(file, image=image, label=np.array(NAMES)[np.arange(36) % 3])
+    return file
+
+
+def test_pictures_of_another_shape_are_resized_or_refused(say: Any, run: Path, tmp_path: Path) -> None:
+    """16 x 8 has as many patches as 8 x 16, so the model alone would not notice."""
+    files = {sides: pictures_of(tmp_path / f"{sides}.npz", *sides) for sides in ((8, 16), (16, 8), (16, 16))}
+    assert np.isfinite(bottega.load(run).evaluate(files[16, 16])["loss"]), "one side says all of a square"
+    path = started(tmp_path, **{"data.train.path": str(files[8, 16])})
+    assert bottega.load(path).evaluate(files[8, 16])["loss"] > 0
+    for sides in ((16, 8), (16, 16)):
+        said = say("evaluate", path, "--data", files[sides], "--count", 0)
+        assert said.code == 3
+        assert said.err.count("\n") == 1
+        here = " x ".join(map(str, (*sides, 1)))
+        assert f"is of {here}, and this run has learnt from 8 x 16 x 1" in said.err
+
+
+def test_without_a_class_sixteen_are_drawn_in_turn(say: Any, run: Path, tmp_path: Path) -> None:
+    """16 of each would be 640 where there are 40 classes."""
+    saved = bottega.load(run)
+    assert saved.generate(steps=1).shape == (16, 8, 8, 1)
+    assert saved.branch.rows_asked({}, None)["label"].tolist() == [n % 3 for n in range(16)]
+    assert saved.branch.asks.captions({}, None) == [saved.branch.facts.classes[n % 3] for n in range(16)]
+    assert len(saved.branch.rows_asked({"class": ["grey", "dark"]}, None)["label"]) == 32
+    assert len(saved.branch.rows_asked({}, 2)["label"]) == 6
+    said = say("generate", run, "--steps", 1, "--out", tmp_path / "made", "--json")
+    assert json.loads(said.out)["count"] == 16
+
+
+def test_an_impossible_file_is_refused_before_anything_is_drawn(
+    say: Any, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GenerationBranch, "draw", lambda *_, **__: pytest.fail("drawn for nothing"))
+    say("generate", run, "--out", "x.bmp").refused("x.bmp", ".png")
 
 
 # What a person gets wrong

@@ -18,9 +18,10 @@ from bottega.branches.publish import open_folder
 from bottega.cli import main
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
-from bottega.models.pretrained_vae import WEIGHTS, export_autoencoder
+from bottega.models.component import WEIGHTS
+from bottega.models.pretrained_vae import export_autoencoder
 from bottega.models.vae import Autoencoder
-from bottega.schema.vae import sized_autoencoder
+from bottega.schema.vae import AutoencoderShape
 from bottega.tasks.latents import moments, round_trip
 from small_run import different, tensors
 
@@ -49,7 +50,8 @@ def losses(run: Any) -> list[float]:
 
 
 def tiny_vae(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
-    shape = sized_autoencoder("nano", **{"channels": 1, "scaling_factor": 0.5, "shift_factor": 0.1, **changes})
+    nano = {"widths": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_groups": 8}
+    shape = AutoencoderShape(**{**nano, "channels": 1, "scaling_factor": 0.5, "shift_factor": 0.1, **changes})
     model = Autoencoder(shape)
     model.initialise(seed)
     return export_autoencoder(model.state_dict(), shape, folder)

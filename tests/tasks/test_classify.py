@@ -61,7 +61,7 @@ def test_a_head_that_knows_nothing_costs_the_logarithm_of_the_classes() -> None:
 
 def test_accuracy_counts_the_largest_logit() -> None:
     models, batch = TASK.build(0), host_batch()
-    logits = TASK.predict(models, on_device(batch))
+    logits = models["model"](on_device(batch)["image"])
     batch["label"] = logits.argmax(dim=1).numpy().astype(np.int32)
     right, count = loss(models, batch).metrics["accuracy"]
     assert (right.item(), count.item()) == (4, 4)
@@ -74,7 +74,7 @@ def test_smoothing_gives_its_share_to_all_classes() -> None:
     """Szegedy et al. (2016): (1 - e) H(onehot, p) + e H(uniform, p)."""
     models, batch = TASK.build(0), host_batch()
     smooth = loss(models, batch, Classification(key="image", shape=SHAPE, label_smoothing=0.2)).terms["loss"][0]
-    uniform = -TASK.predict(models, on_device(batch)).log_softmax(1).mean(1).sum()
+    uniform = -models["model"](on_device(batch)["image"]).log_softmax(1).mean(1).sum()
     assert smooth.item() == pytest.approx((0.8 * loss(models, batch).terms["loss"][0] + 0.2 * uniform).item(), rel=1e-5)
 
 

@@ -178,6 +178,8 @@ def test_codes_are_drawn_as_often_as_the_model_says_and_classes_never() -> None:
     shares = torch.bincount(made.flatten(), minlength=5) / made.numel()
     expected = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0])
     assert (shares - expected).abs().max() < 4 * 0.5 / math.sqrt(made.numel())
+    apart = float((made[:, 0] != made[:, 1]).float().mean())
+    assert apart == pytest.approx(1 - float(expected.square().sum()), abs=4 * 0.5 / math.sqrt(count)), "each by itself"
     few = of.draw_codes(model, {}, rng(50), top_k=2)  # type: ignore[arg-type]
     assert set(few.unique().tolist()) == {2, 3}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from bottega.schema.generator import Condition
 
 FLAGS = {"prompt": "text", "class": "class", "vector": "vector"}
 """Flag -> the condition that a run must have been trained with."""
+COUNT = 16
+"""Of each that is asked for, where nobody says how many; and in all, where nobody says of what."""
 TAKES = {"none": "nothing", **{condition: f"--{flag}" for flag, condition in FLAGS.items()}}
 
 
@@ -26,9 +29,9 @@ class Asks:
     size: int
     text: TextCondition | None
 
-    def rows(self, asked: dict[str, Any], count: int) -> dict[str, np.ndarray]:
+    def rows(self, asked: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:
         """ "number" is the place that noise is drawn for."""
-        if count < 1:
+        if count is not None and count < 1:
             raise UsageError(f"--count {count}: at least one sample is asked for")
         for flag, needed in FLAGS.items():
             if asked.get(flag) is not None and self.kind != needed:
@@ -42,16 +45,23 @@ class Asks:
             rows["condition"] = self._vectors(asked.get("vector"))
         elif self.text is not None:
             rows |= self.text.rows(self.text.asked(asked.get("prompt")))
-        rows = {name: np.repeat(value, count, axis=0) for name, value in rows.items()}
-        total = len(next(iter(rows.values()))) if rows else count
-        return {**rows, "number": np.arange(total)}
+        places = self._places(len(next(iter(rows.values()))) if rows else 1, asked, count)
+        rows = {name: value[places] for name, value in rows.items()}
+        return {**rows, "number": np.arange(len(places))}
 
-    def captions(self, asked: dict[str, Any], count: int) -> list[str] | None:
+    def captions(self, asked: dict[str, Any], count: int | None) -> list[str] | None:
         """What stands below each sample."""
         if self.kind == "class":
-            return [self.classes[label] for label in self._labels(asked.get("class")) for _ in range(count)]
-        given = self.text.asked(asked.get("prompt")) if self.text is not None else []
-        return [text for text in given for _ in range(count)] or None
+            names = [self.classes[label] for label in self._labels(asked.get("class"))]
+        else:
+            names = self.text.asked(asked.get("prompt")) if self.text is not None else []
+        return [names[place] for place in self._places(len(names), asked, count)] if names else None
+
+    def _places(self, number: int, asked: dict[str, Any], count: int | None) -> np.ndarray:
+        """Which of so many things each sample is. Of each of them `count`; all in turn where nothing was said at all."""
+        if count is None and all(asked.get(flag) is None for flag in FLAGS):
+            return np.arange(COUNT) % number
+        return np.repeat(np.arange(number), COUNT if count is None else count)
 
     def example(self) -> str:
         """Flags to try."""
@@ -79,10 +89,11 @@ class Asks:
                 f"--vector: this run was trained with vectors; give one of {self.size} numbers, such as 0.5,1"
             )
         rows = []
-        for one in [wanted] if isinstance(wanted, str) else wanted:
+        is_one = isinstance(wanted, str | Real) or all(isinstance(x, Real) for x in wanted)
+        for one in [wanted] if is_one else wanted:
             try:
-                values = [float(x) for x in (one.split(",") if isinstance(one, str) else one)]
-            except ValueError:
+                values = [float(x) for x in (one.split(",") if isinstance(one, str) else np.atleast_1d(one))]
+            except (ValueError, TypeError):
                 raise UsageError(f"--vector {one}: expected {self.size} numbers between commas") from None
             if len(values) != self.size or not np.isfinite(values).all():
                 raise UsageError(f"--vector {one}: expected {self.size} finite numbers, got {len(values)}")

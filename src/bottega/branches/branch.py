@@ -30,6 +30,11 @@ class Branch(ABC):
     def fingerprint(self) -> str:
         """A hash of the prepared data; a resumed run must find the same."""
 
+    @property
+    def frozen(self) -> dict[str, str]:
+        """Name -> hash of the models it is built on and does not train; a resumed run must find the same."""
+        return {}
+
     @abstractmethod
     def training(self) -> Source: ...
 
@@ -68,6 +73,11 @@ class Branch(ABC):
     def example(self) -> str | None:
         """What a person could add to `bottega generate RUN`; None where nothing can be generated."""
         return ""
+
+    def check_out(self, path: Path) -> None:
+        """Refuses what `present` could not write to, before anything is made for it."""
+        if path.is_dir():
+            raise UsageError(f"--out {path}: is a folder; name a file in it")
 
     @abstractmethod
     def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Any, Literal, NoReturn, final
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from bottega.branches.kept import read_kept
 from bottega.branches.media import MediaBranch
 from bottega.branches.start import start_folder
-from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.classes import Classes
 from bottega.data.mel import MelCodec
@@ -86,23 +86,18 @@ class ClassifyBranch(MediaBranch):
             pretrained=str(_start(start, shape)) if start is not None else None,
         )
 
-    def form(self) -> dict[str, Any]:
-        if self.mel is not None:
-            return {"sample_rate": self.mel.mel.sample_rate}
-        height, width = self.shape.grid[-2:]
-        return {"channels": self.shape.channels, **({"image_size": height} if height == width else {})}
+    def frame(self) -> tuple[int, ...]:
+        return (*self.shape.grid[-2:], self.shape.channels)
 
     def known_classes(self) -> Classes:
         return self.classes
 
-    def has_codec(self, folder: Path) -> bool:
-        try:
-            known = (_read_shape(folder), _read_classes(folder), MelCodec.load(folder) if self.mel else None)
-        except CheckpointError:
-            return False  # it is written again
-        if known != (self.shape, self.classes, self.mel):
-            raise DataError("the data gives other sizes or classes than this run has; start over with --fresh")
-        return True
+    @property
+    def known(self) -> tuple[ConvNetShape, Classes]:
+        return self.shape, self.classes
+
+    def read_known(self, folder: Path) -> tuple[ConvNetShape, Classes]:
+        return _read_shape(folder), _read_classes(folder)
 
     def write_codec(self, folder: Path) -> None:
         (folder / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
@@ -203,18 +198,8 @@ def _start(name: str, shape: ConvNetShape) -> Path:
 
 
 def _read_shape(codec: Path) -> ConvNetShape:
-    try:
-        return ConvNetShape.model_validate_json((codec / SHAPE).read_bytes())
-    except (OSError, ValidationError):
-        raise _unreadable(codec / SHAPE) from None
+    return read_kept(codec / SHAPE, ConvNetShape.model_validate_json)
 
 
 def _read_classes(codec: Path) -> Classes:
-    try:
-        return Classes(tuple(map(str, json.loads((codec / CLASSES).read_bytes()))))
-    except (OSError, ValueError, TypeError):
-        raise _unreadable(codec / CLASSES) from None
-
-
-def _unreadable(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read; start the same training again to have it written")
+    return read_kept(codec / CLASSES, lambda raw: Classes(tuple(map(str, json.loads(raw)))))

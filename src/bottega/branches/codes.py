@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.frozen import check_same, content_of, found_again
-from bottega.core.errors import CheckpointError, UsageError
+from bottega.branches.kept import read_kept
+from bottega.core.errors import UsageError
 from bottega.data.mel import MelCodec
 from bottega.models.codes_folder import read_codes
 from bottega.models.component import CONFIG
@@ -155,6 +156,8 @@ def tokenizer_folder(recipe: Any, name: str, *, beside: Path | None = None) -> P
     """Of a part of the recipe, of a run that was exported, or as it is."""
     if name.startswith(needs.PREFIX):
         run = needs.part_run(recipe, name.removeprefix(needs.PREFIX), beside=beside)
+        if not run.is_dir():
+            raise needs.untrained(recipe, "model.tokenizer", name, run)
     else:
         run = Path(name).expanduser()
     is_run = name.startswith(needs.PREFIX) or (run / "recipe.yaml").is_file()
@@ -166,8 +169,4 @@ def tokenizer_folder(recipe: Any, name: str, *, beside: Path | None = None) -> P
 
 
 def _read(codec: Path) -> TokenizerFacts:
-    path = codec / FACTS
-    try:
-        return TokenizerFacts.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        raise CheckpointError(f"{path} cannot be read; start the same training again to have it written") from None
+    return read_kept(codec / FACTS, TokenizerFacts.model_validate_json)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from bottega.core.errors import BottegaError, CheckpointError
 from bottega.data.readers.fingerprint import content_hashes
 
 SETTINGS = ("config.json", "mel.json")
+KEYS = {
+    "autoencoder": "model.vae",
+    "tokenizer": "model.tokenizer",
+    "text encoder": "model.text.from",
+    "caption tokenizer": "model.text.from",
+}
+"""Where a recipe names each kind."""
 
 
 def content_of(folder: Path) -> str:
@@ -18,6 +26,18 @@ def content_of(folder: Path) -> str:
     files = [*settings, *sorted(folder.glob("*.safetensors"))]
     named = [(file.name, found) for file, found in zip(files, content_hashes(files), strict=True)]
     return hashlib.sha256(repr(named).encode()).hexdigest()
+
+
+def contents_of(*, latents: Any, codes: Any, text: Any) -> dict[str, str]:
+    """The hashes of what a generator works in, beside or after, under the names of `KEYS`; each may be None."""
+    found = {
+        "autoencoder": latents.content if latents is not None else None,
+        "tokenizer": codes.facts.content if codes is not None else None,
+        "text encoder": text.facts.content if text is not None else None,
+    }
+    if found["text encoder"] is not None:
+        found["caption tokenizer"] = text.tokens.fingerprint  # which may lie in another folder than the encoder
+    return {name: content for name, content in found.items() if content is not None}
 
 
 def check_same(what: str, *, now: str | None, before: str | None, named: str, was: str) -> None:
@@ -30,11 +50,13 @@ def check_same(what: str, *, now: str | None, before: str | None, named: str, wa
 
 def found_again(what: str, content: str | None, places: Iterable[Callable[[], Path]]) -> Path:
     """The first of the places with this content; another model is an error only where no place has the right one."""
+    looked: list[Path] = []
     other: Path | None = None
     problem: BottegaError | None = None
     for place in places:
         try:
             folder = place()
+            looked.append(folder)
             found = content_of(folder)
         except BottegaError as error:
             problem = problem or error
@@ -42,6 +64,15 @@ def found_again(what: str, content: str | None, places: Iterable[Callable[[], Pa
         if found == content:
             return folder
         other = other or folder
+    for folder in (old for one in looked for old in _set_aside(one)):
+        if content_of(folder) == content:
+            return folder
     if other is not None:
         raise CheckpointError(f"{other}: is another {what} than this run was trained with; put that one back")
     raise CheckpointError(f"the {what} of this run is gone: {problem}; put it back") from problem
+
+
+def _set_aside(folder: Path) -> list[Path]:
+    """The same folder of older runs: a part that is trained anew for other data leaves the old one as NAME.1, NAME.2."""
+    run = folder.parent
+    return sorted(old for old in run.parent.glob(f"{run.name}.*/{folder.name}") if (old / SETTINGS[0]).is_file())

@@ -14,17 +14,20 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bottega.branches.asked import Asks
 from bottega.branches.codes import prepare_codes, reopen_codes
 from bottega.branches.drawing import drawing, options_of
+from bottega.branches.frozen import contents_of
+from bottega.branches.kept import read_kept
 from bottega.branches.latent_space import LatentFacts, compute, open_space
 from bottega.branches.media import MediaBranch
 from bottega.branches.start import start_folder
 from bottega.branches.text_condition import prepare_text, reopen_text
-from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Models
 from bottega.data.captions import CaptionRows
 from bottega.data.classes import Classes
 from bottega.data.latents import LatentRows
 from bottega.data.prepare.prepared import Prepared
+from bottega.data.present import ending, is_folder
 from bottega.data.samples import media_samples
 from bottega.data.shards import Table
 from bottega.data.source import Source
@@ -63,6 +66,8 @@ class GenerationBranch(MediaBranch):
 
     key: str
     medium: Literal["image", "audio", "video"]
+    endings: tuple[str, ...]
+    """Of single files that samples can be written to."""
     task: Any
     """Generation, or CodeLanguage over codes."""
 
@@ -116,9 +121,12 @@ class GenerationBranch(MediaBranch):
 
     # Data
 
-    def form(self) -> dict[str, Any]:
-        height, width, channels = self.facts.sample[-3:]
-        return {"channels": channels, **({"image_size": height} if height == width else {})}
+    @property
+    def frozen(self) -> dict[str, str]:
+        return contents_of(latents=self.facts.latents, codes=self.codes, text=self.text)
+
+    def frame(self) -> tuple[int, ...]:
+        return self.facts.sample[-3:]
 
     def known_classes(self) -> Classes:
         return Classes(self.facts.classes) if hasattr(self, "facts") else self.prepared.classes
@@ -146,12 +154,22 @@ class GenerationBranch(MediaBranch):
         return self
 
     def raw(self, name: str) -> Source:
-        rows = super().raw(name)
-        return self._captioned(rows, rows)
+        rows = self._rows(self.recipe, self.prepared, name, is_training=False)
+        return self._limited(name, self._captioned(rows, rows))
 
     def raw_other(self, path: str) -> Source:
         rows = super().raw_other(path)
         return self._captioned(rows, rows)
+
+    def _rows(self, recipe: Any, prepared: Prepared, name: str, *, is_training: bool) -> Source:
+        rows: Any = super()._rows(recipe, prepared, name, is_training=is_training)
+        condition = self.facts.shape.condition
+        if condition.kind == "vector" and rows.conditions.size != condition.size:
+            raise DataError(
+                f"{recipe.data.train.path or name}: has vectors of {rows.conditions.size} numbers, and this run has "
+                f"learnt from {condition.size}"
+            )
+        return rows
 
     def _captioned(self, seen: Source, rows: Any) -> Source:
         return seen if self.text is None else CaptionRows(seen, rows.table, self.text.tokens)
@@ -236,7 +254,15 @@ class GenerationBranch(MediaBranch):
         )
 
     def _vector_size(self) -> int:
-        return len(self._vectors_of_data(1)[0]) if self.recipe.model.condition == "vector" else 0
+        if self.recipe.model.condition != "vector":
+            return 0
+        found, asked = len(self._vectors_of_data(1)[0]), self.recipe.model.condition_size
+        if asked is not None and asked != found:
+            raise DataError(
+                f"model.condition_size: {asked} was asked for, and the vectors of the data have {found} numbers; "
+                "leave it out"
+            )
+        return found
 
     def _vectors_of_data(self, count: int) -> list[list[float]]:
         """Of the first training samples."""
@@ -245,11 +271,12 @@ class GenerationBranch(MediaBranch):
         vectors: list[list[float]] = rows.rows(index, np.zeros_like(index))["condition"].tolist()
         return vectors
 
-    def has_codec(self, folder: Path) -> bool:
-        try:
-            before = _read_facts(folder)
-        except CheckpointError:
-            return False  # it is written again
+    @property
+    def known(self) -> Facts:
+        return self.facts
+
+    def read_known(self, folder: Path) -> Facts:
+        before = _read_facts(folder)
         if self.text is not None:
             self.text.check(folder)
         if self.codes is not None:
@@ -258,9 +285,7 @@ class GenerationBranch(MediaBranch):
         if latents is not None:
             latents.check(before.latents)
             before = before.model_copy(update={"latents": latents})  # the same one, which may have been moved
-        if before != self.facts:
-            raise DataError("the data gives other sizes or classes than this run has; start over with --fresh")
-        return True
+        return before
 
     def write_codec(self, folder: Path) -> None:
         (folder / FACTS).write_text(self.facts.model_dump_json(indent=1) + "\n")
@@ -288,7 +313,7 @@ class GenerationBranch(MediaBranch):
         models: Models,
         *,
         device: Any,
-        count: int = 16,
+        count: int | None = None,
         seed: int = 0,
         stream: Any = None,
         batch_size: int = 256,
@@ -324,7 +349,7 @@ class GenerationBranch(MediaBranch):
             def tell(done: int, of: int, before: int = start, size: int = batch_size) -> None:
                 say("samples", before * of + done * min(size, total - before), total * of)
 
-            # In the precision it was trained in: on a GPU half the numbers take half the time.
+            # In bfloat16 where it was trained so: half the time on a GPU. float16 could overflow, and stays out.
             with torch.autocast("cuda", torch.bfloat16, enabled=_is_half(device, self.recipe.training.mixed_precision)):
                 x = self.task.draw(models, part, rng, **options, progress=tell)
             made.append(x.float().cpu().numpy())
@@ -334,15 +359,19 @@ class GenerationBranch(MediaBranch):
     def asks(self) -> Asks:
         return Asks(self.facts.shape.condition.kind, self.facts.classes, self.facts.shape.condition.size, self.text)
 
-    def rows_asked(self, asked: dict[str, Any], count: int) -> dict[str, np.ndarray]:
+    def rows_asked(self, asked: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:
         self.check_asked({name: value for name, value in asked.items() if value is not None})
         return self.asks.rows(asked, count)
 
     def example(self) -> str:
         return self.asks.example()
 
+    def check_out(self, path: Path) -> None:
+        if not is_folder(path):
+            ending(path, self.endings)
+
     def present(
-        self, made: np.ndarray, out: Path | None, *, run: Path, count: int = 16, **asked: Any
+        self, made: np.ndarray, out: Path | None, *, run: Path, count: int | None = None, **asked: Any
     ) -> dict[str, Any]:
         target = out or run / "generated"
         captions = self.asks.captions(asked, count)
@@ -356,12 +385,7 @@ class GenerationBranch(MediaBranch):
 
 
 def _read_facts(codec: Path) -> Facts:
-    try:
-        return Facts.model_validate_json((codec / FACTS).read_bytes())
-    except (OSError, ValidationError):
-        raise CheckpointError(
-            f"{codec / FACTS} cannot be read; start the same training again to have it written"
-        ) from None
+    return read_kept(codec / FACTS, Facts.model_validate_json)
 
 
 def _is_half(device: Any, precision: str) -> bool:

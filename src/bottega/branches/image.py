@@ -11,7 +11,7 @@ import numpy as np
 from bottega.branches.generation import GenerationBranch, Say
 from bottega.core.errors import UsageError
 from bottega.data.image.augment import denormalise, normalise
-from bottega.data.image.write import write_images
+from bottega.data.image.write import FORMATS, write_images
 from bottega.data.prepare.media import prepare_media
 from bottega.data.samples import image_encoder
 from bottega.schema.media import ImageRecipe
@@ -35,6 +35,7 @@ class ImageBranch(GenerationBranch):
     key = medium = "image"
     recipe: ImageRecipe
     unit = "images"
+    endings = tuple(FORMATS)
 
     def sides(self) -> tuple[tuple[int, ...], int]:
         height, width, channels = image_encoder(self.prepared).shape(0)

@@ -117,7 +117,7 @@ def vae_folder(recipe: Any) -> Path:
     if name.startswith(needs.PREFIX):
         run = needs.part_run(recipe, name.removeprefix(needs.PREFIX))
         if not (run / FINAL / CONFIG).is_file() and not (run / "recipe.yaml").is_file():
-            raise UsageError(f"model.vae: {name} is not trained yet ({run}); bottega train does that first")
+            raise needs.untrained(recipe, "model.vae", name, run)
         return autoencoder_in(run, key="model.vae")
     return autoencoder_in(Path(name).expanduser(), key="model.vae")
 

@@ -9,8 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bottega.branches.branch import Branch
-from bottega.core.errors import DataError
+from bottega.branches.kept import NotKept
+from bottega.core.errors import CheckpointError, DataError
 from bottega.data import combine
 from bottega.data.classes import Classes
 from bottega.data.first import First
@@ -20,6 +23,7 @@ from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.samples import media_samples, with_codec
 from bottega.data.source import Source
+from bottega.data.video.source import VideoRows
 
 
 class MediaBranch(Branch):
@@ -34,8 +38,16 @@ class MediaBranch(Branch):
         self.recipe, self._prepared, self._expected = recipe, prepared, expected
 
     @abstractmethod
+    def frame(self) -> tuple[int, ...]:
+        """Height, width and channels of a picture, or of a frame of a clip."""
+
     def form(self) -> dict[str, Any]:
         """What a recipe may leave to its data (sizes, rates), as it was there: other data is brought to it."""
+        if self.mel is not None:
+            return {"sample_rate": self.mel.mel.sample_rate}
+        height, width, channels = self.frame()
+        # A recipe has one number for both sides; data for others must have them already, which `_rows` looks after.
+        return {"channels": channels, "image_size": height if height == width else None}
 
     @abstractmethod
     def known_classes(self) -> Classes: ...
@@ -44,13 +56,27 @@ class MediaBranch(Branch):
     def write_codec(self, folder: Path) -> None:
         """All that must be known to use the model where its data is not."""
 
+    @property
     @abstractmethod
+    def known(self) -> Any:
+        """What the codec says of the data, other than how sound is seen."""
+
+    @abstractmethod
+    def read_known(self, folder: Path) -> Any:
+        """The same of a codec that is there; NotKept where it cannot be read."""
+
     def has_codec(self, folder: Path) -> bool:
-        """Whether it is there; a DataError where it is another one."""
+        """Whether it is there and whole; a DataError where it is another one."""
+        try:
+            before = self.read_known(folder)
+        except NotKept:
+            return False  # it is written again
+        if before != self.known:
+            raise DataError("the data gives other sizes or classes than this run has; start over with --fresh")
+        return self.mel is None or _has_mel(folder, self.mel)
 
     def served(self, rows: Any) -> Source:
-        """The samples of the data layer as this branch's batches. Sound is served beside its spectrogram where it is
-        held out, for those who listen."""
+        """The samples of the data layer as this branch's batches; of sound, its spectrogram in its place."""
         return rows if self.mel is None else MelRows(rows, self.mel)
 
     @property
@@ -113,7 +139,7 @@ class MediaBranch(Branch):
 
     def raw(self, name: str) -> Source:
         """One table as the data layer gives it, unchanged: sounds are waves."""
-        return self._rows(self.recipe, self.prepared, name, is_training=False)
+        return self._limited(name, self._rows(self.recipe, self.prepared, name, is_training=False))
 
     def raw_other(self, path: str) -> Source:
         recipe, prepared = self.other_prepared(path)
@@ -121,12 +147,26 @@ class MediaBranch(Branch):
 
     def _rows(self, recipe: Any, prepared: Prepared, name: str, *, is_training: bool) -> Source:
         recipe = recipe if self.mel is None else with_codec(recipe, self.mel)
-        return media_samples(recipe, prepared, name, is_training=is_training, classes=self.known_classes())
+        rows: Any = media_samples(recipe, prepared, name, is_training=is_training, classes=self.known_classes())
+        if self.mel is None:
+            found = rows.table.columns["video"].shape if isinstance(rows, VideoRows) else rows.encoder.shape(0)
+            if tuple(found) != tuple(self.frame()):
+                # A model over patches would take the pixels of 16 x 8 for those of 8 x 16, and say nothing.
+                here, wanted = (" x ".join(map(str, sides)) for sides in (found, self.frame()))
+                raise DataError(
+                    f"{recipe.data.train.path or name}: is of {here}, and this run has learnt from {wanted} "
+                    "(height, width, channels); resize the data to that"
+                )
+        return rows
 
     def _held_out(self, name: str) -> Source | None:
         if name not in self.prepared.tables:
             return None
-        samples, part = self.table(name, is_training=False), getattr(self.recipe.data, name)
+        return self._limited(name, self.table(name, is_training=False))
+
+    def _limited(self, name: str, samples: Source) -> Source:
+        """As many as the recipe measures of what is held out."""
+        part = getattr(self.recipe.data, name) if name in ("validation", "test") else None
         return samples if part is None or part.limit is None else First(samples, part.limit)
 
     def save_codec(self, folder: Path) -> None:
@@ -139,3 +179,17 @@ class MediaBranch(Branch):
         if folder.exists():
             shutil.rmtree(folder)  # of a process that was killed before it had finished this
         os.rename(temporary, folder)
+
+
+def _has_mel(folder: Path, now: MelCodec) -> bool:
+    try:
+        before = MelCodec.load(folder)
+    except CheckpointError:
+        return False  # it is written again
+    # Another processor may add up in another order; what is kept has four digits.
+    near = np.allclose((before.scale.mean, before.scale.std), (now.scale.mean, now.scale.std), rtol=0, atol=1e-3)
+    if before.model_copy(update={"scale": now.scale}) != now or not near:
+        raise DataError(
+            "the data gives spectrograms of another form or loudness than this run has; start over with --fresh"
+        )
+    return True

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.frozen import check_same, content_of, found_again
+from bottega.branches.kept import read_kept
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.data.cache import cached, default_cache
 from bottega.data.captions import CaptionTokens, first_captions, learn_tokens
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers.fingerprint import content_hashes
+from bottega.schema import needs
 from bottega.schema.generator import ConditionShape, TextEncoderOptions
 from bottega.schema.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.text import FrozenText
@@ -112,7 +114,7 @@ def prepare_text(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepared: Prep
         folder = learn_tokens(tables, content=prepared.fingerprint, vocab_size=options.vocab_size)
         facts = TextFacts(max_tokens=options.max_tokens or OWN_TOKENS, prompts=remembered)
     else:
-        encoder, beside = encoder_folders(options.from_)
+        encoder, beside = encoder_folders(needs.place(recipe, options.from_))
         folder = _tokenizer_folder(beside)
         facts = _frozen_facts(encoder, options, remembered)
     tokens = CaptionTokens(folder, facts.max_tokens)
@@ -125,21 +127,23 @@ def prepare_text(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepared: Prep
 
 def reopen_text(recipe: ImageRecipe | AudioRecipe | VideoRecipe, codec: Path) -> TextCondition:
     """As the run has kept it; a frozen encoder must still be where it was, and the same."""
-    facts = _read(codec)
+    facts, runs = _read(codec), codec.absolute().parent.parent
     if facts.encoder is not None:
-        facts = facts.model_copy(update={"encoder": str(_found(facts, recipe.model.text.from_ or facts.encoder))})
+        known, name = Path(facts.encoder), recipe.model.text.from_ or facts.encoder
+        places = (lambda: known, lambda: encoder_folders(needs.place(recipe, name, beside=runs))[0])
+        facts = facts.model_copy(update={"encoder": str(found_again("text encoder", facts.content, places))})
     tokens = CaptionTokens(codec / FOLDER, facts.max_tokens)
     return TextCondition(tokens, facts, recipe.model.text, recipe.samples.prompts or facts.prompts)
 
 
 def encoder_folders(name: str) -> tuple[Path, Path]:
-    """Of an encoder and of its tokenizer: one folder with both, a pipeline of diffusers, or a part of one."""
+    """Of an encoder and of its tokenizer: one folder with both, a run's export, a pipeline of diffusers, or a part of one."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         from bottega.models.pretrained import fetch_folder
 
         folder = fetch_folder(name)
-    folder = folder.absolute()
+    folder = (folder / "final" if (folder / "recipe.yaml").is_file() else folder).absolute()
     if (folder / "text_encoder" / "config.json").is_file():
         return folder / "text_encoder", folder / "tokenizer"
     beside = folder.parent / "tokenizer"
@@ -188,14 +192,4 @@ def _convert(folder: Path, target: Path) -> None:
 
 
 def _read(codec: Path) -> TextFacts:
-    path = codec / FOLDER / FACTS
-    try:
-        return TextFacts.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        raise CheckpointError(f"{path} cannot be read; start the same training again to have it written") from None
-
-
-def _found(facts: TextFacts, name: str) -> Path:
-    assert facts.encoder is not None
-    known = Path(facts.encoder)
-    return found_again("text encoder", facts.content, (lambda: known, lambda: encoder_folders(name)[0]))
+    return read_kept(codec / FOLDER / FACTS, TextFacts.model_validate_json)

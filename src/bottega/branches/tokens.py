@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from bottega.branches.kept import read_kept
 from bottega.branches.media import MediaBranch
 from bottega.branches.start import start_folder
-from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.errors import UsageError
 from bottega.core.types import Models
 from bottega.data.audio.write import write_sounds
 from bottega.data.classes import Classes
@@ -99,22 +100,18 @@ class TokensBranch(MediaBranch):
             pretrained=str(_start(start, self.shape)) if start is not None else None,
         )
 
-    def form(self) -> dict[str, Any]:
-        if self.mel is not None:
-            return {"sample_rate": self.mel.mel.sample_rate}
-        height, width = self.kept.grid
-        channels = self.shape.autoencoder.channels
-        return {"channels": channels, **({"image_size": height} if height == width else {})}
+    def frame(self) -> tuple[int, ...]:
+        return (*self.kept.grid, self.shape.autoencoder.channels)
 
     def known_classes(self) -> Classes:
         return Classes(())
 
-    def has_codec(self, folder: Path) -> bool:
-        if not (folder / SHAPE).is_file():
-            return False
-        if (_read(folder), MelCodec.load(folder) if self.mel is not None else None) != (self.kept, self.mel):
-            raise DataError("the data gives other sizes than this run has; start over with --fresh")
-        return True
+    @property
+    def known(self) -> Kept:
+        return self.kept
+
+    def read_known(self, folder: Path) -> Kept:
+        return _read(folder)
 
     def write_codec(self, folder: Path) -> None:
         if self.mel is not None:
@@ -201,12 +198,7 @@ def _shape_of(recipe: TokensRecipe, grid: list[int], channels: int) -> CodesShap
 
 
 def _read(codec: Path) -> Kept:
-    try:
-        return Kept.model_validate_json((codec / SHAPE).read_bytes())
-    except (OSError, ValidationError):
-        raise CheckpointError(
-            f"{codec / SHAPE} cannot be read; start the same training again to have it written"
-        ) from None
+    return read_kept(codec / SHAPE, Kept.model_validate_json)
 
 
 def _start(name: str, shape: CodesShape) -> Path:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from bottega.branches.kept import read_kept
 from bottega.branches.latent_space import autoencoder_in
 from bottega.branches.media import MediaBranch
-from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.errors import UsageError
 from bottega.core.types import Models
 from bottega.data.audio.write import write_sounds
 from bottega.data.classes import Classes
@@ -111,11 +112,8 @@ class VaeBranch(MediaBranch):
             pretrained=str(start) if start is not None else None,
         )
 
-    def form(self) -> dict[str, Any]:
-        if self.mel is not None:
-            return {"sample_rate": self.mel.mel.sample_rate}
-        height, width = self.facts.grid[-2:]
-        return {"channels": self.facts.shape.channels, **({"image_size": height} if height == width else {})}
+    def frame(self) -> tuple[int, ...]:
+        return (*self.facts.grid[-2:], self.facts.shape.channels)
 
     def known_classes(self) -> Classes:
         return Classes(())
@@ -123,12 +121,12 @@ class VaeBranch(MediaBranch):
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return self.task.summary(metrics)
 
-    def has_codec(self, folder: Path) -> bool:
-        if not (folder / FACTS).is_file():
-            return False
-        if (_read_facts(folder), MelCodec.load(folder) if self.mel else None) != (self.facts, self.mel):
-            raise DataError("the data gives other sizes than this run has; start over with --fresh")
-        return True
+    @property
+    def known(self) -> VaeFacts:
+        return self.facts
+
+    def read_known(self, folder: Path) -> VaeFacts:
+        return _read_facts(folder)
 
     def write_codec(self, folder: Path) -> None:
         (folder / FACTS).write_text(self.facts.model_dump_json(indent=1) + "\n")
@@ -242,9 +240,4 @@ def _facts(recipe: MediaVaeRecipe, prepared: Prepared, mel: MelCodec | None, sta
 
 
 def _read_facts(codec: Path) -> VaeFacts:
-    try:
-        return VaeFacts.model_validate_json((codec / FACTS).read_bytes())
-    except (OSError, ValidationError):
-        raise CheckpointError(
-            f"{codec / FACTS} cannot be read; start the same training again to have it written"
-        ) from None
+    return read_kept(codec / FACTS, VaeFacts.model_validate_json)

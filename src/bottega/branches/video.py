@@ -14,7 +14,7 @@ from bottega.data.image.augment import denormalise, normalise
 from bottega.data.prepare.media import prepare_media
 from bottega.data.samples import media_samples
 from bottega.data.video.source import VideoRows
-from bottega.data.video.write import write_videos
+from bottega.data.video.write import ANIMATIONS, write_videos
 from bottega.schema.media import VideoRecipe
 from bottega.schema.recipe import Recipe
 
@@ -36,6 +36,7 @@ class VideoBranch(GenerationBranch):
     key = medium = "video"
     recipe: VideoRecipe
     unit = "clips"
+    endings = (*ANIMATIONS, ".png")
 
     def sides(self) -> tuple[tuple[int, ...], int]:
         height, width, channels = self.prepared.table(self.prepared.training_tables[0]).columns["video"].shape

@@ -101,15 +101,18 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", help="how a text begins, or what a picture shows; repeat for more")
     parser.add_argument("--class", action="append", dest="class_", metavar="NAME", help="a class by name or number")
     parser.add_argument("--vector", action="append", metavar="X,Y,...", help="numbers of a vector condition")
-    parser.add_argument("--count", type=int, help="samples for each of them (default: 1 text, 16 of all else)")
+    parser.add_argument(
+        "--count", type=int, help="samples for each of them (default: 1 text, 16 of all else; 16 in all without them)"
+    )
     parser.add_argument("--seed", type=int, help="the same seed gives the same samples (default: 0)")
     parser.add_argument("--out", help="write them there: a file, or a folder")
     text = parser.add_argument_group("text")
     text.add_argument("--max_tokens", "--max-tokens", type=int, help="tokens to add (default: 200)")
-    text.add_argument("--temperature", type=float, help="0 is greedy (default: 0.8)")
-    text.add_argument("--top_k", "--top-k", type=int, help="sample among the k likeliest tokens")
-    text.add_argument("--top_p", "--top-p", type=float, help="sample among the likeliest tokens that hold this mass")
     text.add_argument("--repetition_penalty", "--repetition-penalty", type=float, help="above 1 repeats less")
+    tokens = parser.add_argument_group("text, and images and sound over tokens")
+    tokens.add_argument("--temperature", type=float, help="0 is greedy (default: 0.8 for text, else the recipe's)")
+    tokens.add_argument("--top_k", "--top-k", type=int, help="sample among the k likeliest tokens")
+    tokens.add_argument("--top_p", "--top-p", type=float, help="sample among the likeliest tokens that hold this mass")
     media = parser.add_argument_group("images, sound, video")
     media.add_argument("--steps", type=int, help="steps of the sampler (default: the recipe's)")
     media.add_argument("--sampler", help="euler, heun or dpm (default: the recipe's)")
@@ -128,8 +131,10 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     no_more(rest)
     asked = {name.removesuffix("_"): getattr(arguments, name) for name in ASKED if getattr(arguments, name) is not None}
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
-    made = saved.generate(**asked, stream=None if arguments.json else sys.stdout)
     out = Path(arguments.out) if arguments.out else None
+    if out is not None:
+        saved.branch.check_out(out)
+    made = saved.generate(**asked, stream=None if arguments.json else sys.stdout)
     result = saved.branch.present(made, out, run=saved.directory.path, **asked)
     if not arguments.json:
         for file in result.get("files", ()):
@@ -157,5 +162,5 @@ VERBS = {
     "train": Verb("train a recipe; the same command resumes it", _train_arguments, _train),
     "evaluate": Verb("measure a run on held-out data", _evaluate_arguments, _evaluate),
     "generate": Verb("sample from a run", _generate_arguments, _generate),
-    "export": Verb("write a run for the ecosystem (transformers layout)", _export_arguments, _export),
+    "export": Verb("write a run for the ecosystem (layout of transformers or diffusers)", _export_arguments, _export),
 }

@@ -131,8 +131,8 @@ class MelRows(Source):
     Where an epoch hears what the one before did, and all of it fits into 256 MB, a spectrogram is made only once.
     """
 
-    def __init__(self, source: AudioRows, codec: MelCodec, *, with_audio: bool = False) -> None:
-        self.source, self.codec, self.with_audio = source, codec, with_audio
+    def __init__(self, source: AudioRows, codec: MelCodec) -> None:
+        self.source, self.codec = source, codec
         size = len(source) * 4 * codec.frames * codec.mel.num_mels
         self.is_kept = is_fixed(source) and size <= KEPT_BYTES
         self._mels: np.ndarray | None = None
@@ -143,7 +143,7 @@ class MelRows(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         rows = self.source.rows(index, epoch)
-        audio = rows["audio"] if self.with_audio else rows.pop("audio")
+        audio = rows.pop("audio")
         mel = self._remembered(index, audio) if self.is_kept else self.codec.encode(audio)
         return {"mel": mel, **rows}
 
@@ -163,7 +163,7 @@ class MelRows(Source):
 
     @property
     def fingerprint(self) -> str:
-        parts = (self.source.fingerprint, self.codec.model_dump_json(), self.with_audio)
+        parts = (self.source.fingerprint, self.codec.model_dump_json())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:

@@ -29,7 +29,7 @@ def evaluate(
     if count is not None and count < 0:
         raise UsageError(f"--count {count}: expected 0, for the loss alone, or more")
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
-    metrics = saved.evaluate(data, split=split)
+    metrics = {**saved.evaluate(data, split=split), **_codes_used(saved, data, split)}
     result: dict[str, Any] = {"metrics": metrics, "checkpoint": str(saved.checkpoint)}
     if not _generates(saved) or count == 0:
         return result
@@ -67,10 +67,25 @@ def show(result: dict[str, Any]) -> str:
             f"{measure:<20}" + "".join(f"{values[measure]:>22.4f}" for values in columns.values())
             for measure in compared
         ]
-        lines.append(
-            f"{'samples':<20}" + "".join(f"{result['counts'].get(n, result['counts']['real']):>22,}" for n in columns)
-        )
+        counts = result["counts"]
+        lines.append(f"{'samples':<20}" + "".join(f"{counts.get(n, counts['real']):>22,}" for n in columns))
+        some = f"{counts['training']:,} of {counts['training_available']:,} training samples"
+        lines.append(f"compared with {some}, distributions at {counts['compared']:,} samples each")
     return "\n".join(lines)
+
+
+def _codes_used(saved: SavedRun, data: str | Path | None, split: str) -> dict[str, float]:
+    """Of a tokenizer: how many of its codes the same data uses."""
+    from bottega.branches.tokens import TokensBranch
+
+    branch = saved.branch
+    if not isinstance(branch, TokensBranch):
+        return {}
+    own = branch.test if split == "test" else branch.validation
+    source = branch.other(str(data)) if data is not None else own()
+    assert source is not None, "its loss was measured"
+    with saved.engine.sampling() as models:
+        return branch.measured(models, source, device=saved.engine.device)
 
 
 def _generates(saved: SavedRun) -> bool:

@@ -5,6 +5,7 @@ All numbers come from the same samples, drawn without guidance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,9 @@ from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, vari
 
 COUNTS = {"image": 1000, "video": 1000, "audio": 250}
 """Samples drawn where nobody says how many, unless more are held out. Sounds take longest: their phase is looked for."""
-MOST_REFERENCES = 60_000
+MOST_BYTES, MOST_REFERENCES = 512 << 20, 60_000
+"""Samples that are held in memory at once, of the training data and of what is held out: 10,900 pictures of 128 x 128 in
+colour. What is more is thinned evenly."""
 CHUNK = 256
 ASKED = {"label", "condition", "input_ids", "attention_mask"}
 HALF_A_SEMITONE = 0.5
@@ -51,6 +54,8 @@ class Collection:
 
     samples: np.ndarray
     asked: dict[str, np.ndarray]
+    available: int = 0
+    """How many there are in all; 0 where these were drawn."""
 
     @property
     def labels(self) -> np.ndarray | None:
@@ -74,20 +79,26 @@ def score(
     if data is None and split not in branch.prepared.tables:
         raise UsageError(f"this run has no {split} data; give some with --data")
     fid = _fid(inception, branch, saved.engine.device) if inception is not None else None
+    judge = Judge.of(saved, branch, quiet=quiet)  # what is wrong with it is said before anything is drawn
     held_out = collected(branch, [branch.raw_other(data) if data is not None else branch.raw(split)])
     training = collected(branch, [branch.raw(table) for table in branch.prepared.training_tables])
     count = max(COUNTS[branch.medium], len(held_out.samples)) if count is None else count
-    generated = _generated(saved, branch, held_out, count, seed, say)
-    judge = Judge.of(saved, branch, quiet=quiet)
+    places = _places(count, len(held_out.samples))
+    generated = _generated(saved, branch, held_out, places, seed, say)
     several = {"generated": generated, "real": held_out}
     if branch.medium == "audio" or branch.task.latents is not None:
         several["through_codec"] = Collection(_through_codec(saved, branch, held_out.samples), held_out.asked)
     reference = Reference(branch, judge, held_out, training)
-    found = {name: reference.measures(one) for name, one in several.items()}
+    # More samples are nearer to any distribution, so all columns are compared at the same number of them, and of the
+    # same classes: as many as were drawn or are held out, whichever is less.
+    compared = min(count, len(held_out.samples))
+    chosen = dict.fromkeys(several, places[:compared]) | {"generated": np.arange(compared)}
+    found = {name: reference.measures(one, chosen[name]) for name, one in several.items()}
     if fid is not None:
         for name, one in several.items():
-            found[name]["fid"] = fid(one.samples, training.samples)
-    counts = {"generated": len(generated.samples), "real": len(held_out.samples), "training": len(training.samples)}
+            found[name]["fid"] = fid(one.samples[chosen[name]], training.samples)
+    counts = {"generated": len(generated.samples), "real": len(held_out.samples), "compared": compared}
+    counts |= {"training": len(training.samples), "training_available": training.available}
     return Scores(**found, counts=counts)
 
 
@@ -109,16 +120,15 @@ class Reference:
         assert self.features is not None
         return distance_of_moments(moments(self.judge.read(samples)[1]), self.features)
 
-    def measures(self, one: Collection) -> dict[str, float]:
+    def measures(self, one: Collection, compared: np.ndarray) -> dict[str, float]:
+        """`compared` are the places of the samples whose distribution is compared."""
         found: dict[str, float] = {}
         names, is_real = self.branch.facts.classes, one is self.held_out
         if self.judge is not None and self.features is not None:
             chances, features = self.judge.read(one.samples)
             if one.labels is not None:
                 found |= conditional_accuracy(self.judge.to_ours(chances.argmax(1), names), one.labels, names)
-            # More samples are nearer to any distribution, so all are compared at the same number of them.
-            equal = moments(features[: len(self.held_out.samples)])
-            found["frechet_distance"] = distance_of_moments(equal, self.features)
+            found["frechet_distance"] = distance_of_moments(moments(features[compared]), self.features)
         if one.labels is not None:
             found |= _medium_measures(self.branch, one)
         values = self.real if is_real else _comparable(self.branch, one.samples)
@@ -164,7 +174,8 @@ class Judge:
             return None
         path = part(branch.recipe, "judge", quiet=quiet, beside=saved.directory.path.parent)
         try:
-            opened = load(path, device=str(saved.engine.device))
+            # Not its best step: that was chosen on the data which are held out here, and would flatter the real ones.
+            opened = load(path, checkpoint="last", device=str(saved.engine.device))
         except CheckpointError as error:
             raise CheckpointError(f"needs.judge: {path}: {error}; delete it to have it trained again") from error
         if not isinstance(opened.branch, ClassifyBranch):
@@ -172,48 +183,89 @@ class Judge:
         return cls(opened, getattr(opened.recipe.data, "normalise", None))
 
     def read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        values = normalise(samples, how=self.how) if samples.dtype == np.uint8 else samples
+        chances, features = [], []
         with self.saved.engine.sampling() as models:
-            return self.branch.read(models, values, device=self.saved.engine.device)
+            for first in range(0, len(samples), CHUNK):
+                part = samples[first : first + CHUNK]
+                values = normalise(part, how=self.how) if part.dtype == np.uint8 else part
+                found = self.branch.read(models, values, device=self.saved.engine.device)
+                chances.append(found[0])
+                features.append(found[1])
+        return np.concatenate(chances), np.concatenate(features)
 
     def to_ours(self, predicted: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         places = {name: number for number, name in enumerate(names)}
         return np.array([places.get(name, -1) for name in self.branch.classes.names])[predicted]
 
 
+def _places(count: int, available: int) -> np.ndarray:
+    """Which of the held-out samples each that is drawn is asked to be like: all over and over, or an even choice. The
+    first of a folder sorted by class would all be of one."""
+    return np.arange(count) % available if count >= available else np.arange(count) * available // count
+
+
 def _generated(
-    saved: SavedRun, branch: GenerationBranch, held_out: Collection, count: int, seed: int, say: Say
+    saved: SavedRun, branch: GenerationBranch, held_out: Collection, places: np.ndarray, seed: int, say: Say
 ) -> Collection:
-    """Asked for what the held-out samples are, over and over, so that both have the same classes."""
-    places = np.arange(count) % len(held_out.samples)
+    """Asked for what the held-out samples are, so that both have the same classes."""
     asked = {name: value[places] for name, value in held_out.asked.items()}
+    rows, count, made = {**asked, "number": np.arange(len(places))}, len(places), []
     with saved.engine.sampling() as models:
-        rows = {**asked, "number": np.arange(count)}
-        x = branch.draw(models, rows, device=saved.engine.device, seed=seed, guidance=1.0, say=say)
-    return Collection(branch.medium_of(x), asked)
+        for first in range(0, count, CHUNK):
+            part = {name: value[first : first + CHUNK] for name, value in rows.items()}
+            size = len(part["number"])
+
+            def tell(stage: str, done: int, total: int, before: int = first, size: int = size) -> None:
+                say(stage, before * total // size + done, count * total // size)
+
+            # A sample is a function of its number, so it is the same in parts; all of it as floats would be large.
+            x = branch.draw(models, part, device=saved.engine.device, seed=seed, guidance=1.0, say=tell)
+            made.append(branch.medium_of(x))
+    return Collection(np.concatenate(made), asked)
 
 
 def collected(branch: GenerationBranch, sources: list[Source]) -> Collection:
-    """All of it in memory, evenly thinned where it is more than `MOST`."""
-    samples: list[np.ndarray] = []
-    asked: dict[str, list[np.ndarray]] = {}
+    """In memory as people know the medium, evenly thinned where it is more than `MOST_BYTES` or `MOST_REFERENCES`."""
     total = sum(map(len, sources))
-    for source in sources:
-        places = np.arange(len(source))[:: max(1, -(-total // MOST_REFERENCES))]
-        for first in range(0, len(places), CHUNK):
-            index = places[first : first + CHUNK]
+    first = next((source for source in sources if len(source)), None)
+    if first is None:
+        raise UsageError("there are no samples to compare with; give some with --data")
+    size = _as_known(branch, first.rows(np.arange(1), np.zeros(1, np.int64))).nbytes
+    if branch.mel is not None:  # whose spectrograms, as floats, may be the larger
+        size = max(size, 4 * math.prod(branch.mel.shape))
+    step = max(1, -(-total // MOST_REFERENCES), -(-total * size // MOST_BYTES))
+    places = [np.arange(len(source))[::step] for source in sources]
+    samples: np.ndarray | None = None
+    asked: dict[str, list[np.ndarray]] = {}
+    filled = 0
+    for source, chosen in zip(sources, places, strict=True):
+        for start in range(0, len(chosen), CHUNK):
+            index = chosen[start : start + CHUNK]
             rows = source.rows(index, np.zeros_like(index))
-            samples.append(rows["audio"] if branch.medium == "audio" else branch.medium_of(rows[branch.medium]))
+            values = _as_known(branch, rows)
+            if samples is None:  # once, because joining the parts in the end would hold all of it twice
+                samples = np.empty((sum(map(len, places)), *values.shape[1:]), values.dtype)
+            samples[filled : filled + len(index)] = values
+            filled += len(index)
             for name in ASKED & rows.keys():
                 asked.setdefault(name, []).append(rows[name])
-    return Collection(np.concatenate(samples), {name: np.concatenate(parts) for name, parts in asked.items()})
+    assert samples is not None
+    return Collection(samples, {name: np.concatenate(parts) for name, parts in asked.items()}, total)
+
+
+def _as_known(branch: GenerationBranch, rows: Any) -> np.ndarray:
+    values: np.ndarray = rows["audio"] if branch.medium == "audio" else branch.medium_of(rows[branch.medium])
+    return values
 
 
 def _comparable(branch: GenerationBranch, samples: np.ndarray) -> np.ndarray:
-    """In which distances and variances mean something: pixels from 0 to 1, and the logarithm of a sound's bands."""
-    if branch.mel is not None:
-        return np.concatenate([branch.mel.encode(samples[i : i + CHUNK]) for i in range(0, len(samples), CHUNK)])
-    return samples.astype(np.float32) / 255
+    """In which distances and variances mean something: pixels, and the logarithm of a sound's bands.
+
+    Pixels stay bytes: only ratios are measured, which no scale changes, and as floats they would be four times as many.
+    """
+    if branch.mel is None:
+        return samples
+    return np.concatenate([branch.mel.encode(samples[i : i + CHUNK]) for i in range(0, len(samples), CHUNK)])
 
 
 def _through_codec(saved: SavedRun, branch: GenerationBranch, samples: np.ndarray) -> np.ndarray:

@@ -95,7 +95,7 @@ class Block(nn.Module):
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = changes
         x = x + gate_attn * self._drop(self._attend(_modulated(x, shift_attn, scale_attn)))
         if self.cross is not None:
-            x = x + self.cross(_normed(x), context, mask)
+            x = x + self.cross(normed(x), context, mask)
         h = F.gelu(self.up(_modulated(x, shift_mlp, scale_mlp)), approximate="tanh")
         return x + gate_mlp * self._drop(self.down(h))
 
@@ -201,9 +201,10 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     return draw.uniform(-limit, limit, shape).astype(np.float32)
 
 
-def _normed(x: Tensor) -> Tensor:
+def normed(x: Tensor) -> Tensor:
+    """In float32 whatever the precision around it, and without weights of its own: what follows has them."""
     return F.layer_norm(x.float(), x.shape[-1:], eps=EPSILON).to(x.dtype)
 
 
 def _modulated(x: Tensor, shift: Any, scale: Any) -> Tensor:
-    return F.layer_norm(x.float(), x.shape[-1:], eps=EPSILON).to(x.dtype) * (1 + scale) + shift
+    return normed(x) * (1 + scale) + shift

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
-from bottega.models.dit import EPSILON, Attention
+from bottega.models.dit import Attention, normed
 from bottega.schema.generator import ConditionShape
 
 HEAD_SIZE = 32
@@ -32,8 +32,8 @@ class TextBlock(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, looks: Tensor | None) -> Tensor:
-        x = x + self.attn(_normed(x), mask=looks)
-        return x + self.down(F.gelu(self.up(_normed(x)), approximate="tanh"))
+        x = x + self.attn(normed(x), mask=looks)
+        return x + self.down(F.gelu(self.up(normed(x)), approximate="tanh"))
 
 
 class TextEncoder(nn.Module):
@@ -52,7 +52,7 @@ class TextEncoder(nn.Module):
         looks = mask[:, None, None, :] if mask is not None else None
         for block in self.blocks:
             x = block(x, looks)
-        x = _normed(x)
+        x = normed(x)
         return x if mask is None else x * mask[..., None]
 
 
@@ -147,7 +147,3 @@ def _silent(transformers: Any) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _normed(x: Tensor) -> Tensor:
-    return F.layer_norm(x.float(), x.shape[-1:], eps=EPSILON).to(x.dtype)

@@ -71,7 +71,9 @@ class VaeRecipe(MediaRecipe):
 
     task: Literal["image_vae"] = Field("image_vae", description="images, sounds or videos to smooth latents and back")
     model: VaeModel = Field(default_factory=VaeModel, description="the model")
-    samples: Samples = Field(default_factory=lambda: Samples(count=8), description="what comes back of held-out samples while it learns")
+    samples: Samples = Field(
+        default_factory=lambda: Samples(count=8), description="what comes back of held-out samples while it learns"
+    )
 
 
 class ImageVaeRecipe(VaeRecipe):

@@ -110,7 +110,11 @@ EITHER_OR = (
 
 def merge(base: Flat, layer: Flat) -> Flat:
     """`base` with `layer` over it: what the layer says wins, and what it does not mention stays."""
-    merged = {key: entry for key, entry in base.items() if not _taken_back(key, entry, layer)}
+    merged = {
+        key: entry
+        for key, entry in base.items()
+        if not _taken_back(key, entry, layer) and not _is_split_of_embedded(key, base, layer)
+    }
     for key, entry in layer.items():
         if entry.value == {} and any(inner.startswith(key + ".") for inner in merged):
             continue
@@ -128,6 +132,16 @@ def _taken_back(key: str, entry: Entry, layer: Flat) -> bool:
         return False
     others = [b if key == a else a for a, b in EITHER_OR if key in (a, b)]
     return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
+
+
+def _is_split_of_embedded(key: str, base: Flat, layer: Flat) -> bool:
+    """A split by a field of the data that come with the program goes when other data take their place."""
+    if key not in ("data.split.by", "data.split.field") or key in layer:
+        return False
+    kind, field = base.get("data.train.kind"), base.get("data.split.field")
+    is_theirs = kind is not None and kind.value in PATHLESS and field is not None and field.value is not None
+    others = (layer.get(name) for name in ("data.train.path", "data.sources"))
+    return is_theirs and any(entry is not None and entry.value is not None for entry in others)
 
 
 def _excludes(values: dict[str, Any]) -> bool:

@@ -63,7 +63,9 @@ class LanguageRecipe(Recipe):
     task: Literal["language"] = Field("language", description="next-token prediction")
     model: LanguageModel = Field(default_factory=LanguageModel, description="the model")
     data: LanguageData = Field(default_factory=LanguageData, description="the data")
-    samples: LanguageSamples = Field(default_factory=LanguageSamples, description="what the model writes while it learns")
+    samples: LanguageSamples = Field(
+        default_factory=LanguageSamples, description="what the model writes while it learns"
+    )
 
     def missing(self) -> list[tuple[str, str]]:
         found = super().missing() + path_problems(self.data)

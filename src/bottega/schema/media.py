@@ -118,18 +118,24 @@ class ImageRecipe(MediaRecipe):
     task: Literal["image"] = Field("image", description="images from noise")
     model: Generator = Field(default_factory=Generator, description="the model")
     data: ImageData = Field(default_factory=ImageData, description="the data")
-    samples: GeneratorSamples = Field(default_factory=GeneratorSamples, description="what the model draws while it learns")
+    samples: GeneratorSamples = Field(
+        default_factory=GeneratorSamples, description="what the model draws while it learns"
+    )
 
 
 class AudioRecipe(MediaRecipe):
     task: Literal["audio"] = Field("audio", description="sound from noise, over mel spectrograms")
     model: AudioGenerator = Field(default_factory=AudioGenerator, description="the model")
     data: AudioData = Field(default_factory=AudioData, description="the data")
-    samples: GeneratorSamples = Field(default_factory=GeneratorSamples, description="what the model sounds like while it learns")
+    samples: GeneratorSamples = Field(
+        default_factory=GeneratorSamples, description="what the model sounds like while it learns"
+    )
 
 
 class VideoRecipe(MediaRecipe):
     task: Literal["video"] = Field("video", description="video from noise")
     model: VideoGenerator = Field(default_factory=VideoGenerator, description="the model")
     data: VideoData = Field(default_factory=VideoData, description="the data")
-    samples: GeneratorSamples = Field(default_factory=GeneratorSamples, description="what the model shows while it learns")
+    samples: GeneratorSamples = Field(
+        default_factory=GeneratorSamples, description="what the model shows while it learns"
+    )

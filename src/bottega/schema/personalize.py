@@ -36,7 +36,9 @@ class PersonalizeRecipe(Recipe):
     task: Literal["personalize"] = Field("personalize", description="images of a target as one user would like it")
     model: PersonalizeModel = Field(default_factory=PersonalizeModel, description="the model")
     data: PersonalizeData = Field(default_factory=PersonalizeData, description="the data")
-    samples: PersonalizeSamples = Field(default_factory=PersonalizeSamples, description="what the model draws while it learns")
+    samples: PersonalizeSamples = Field(
+        default_factory=PersonalizeSamples, description="what the model draws while it learns"
+    )
 
     def missing(self) -> list[tuple[str, str]]:
         parts = [

@@ -54,7 +54,9 @@ class TokensRecipe(MediaRecipe):
 
     task: Literal["image_tokens"] = Field("image_tokens", description="images or sounds to tokens and back")
     model: TokensModel = Field(default_factory=TokensModel, description="the model")
-    samples: Samples = Field(default_factory=lambda: Samples(count=8), description="what comes back of held-out samples while it learns")
+    samples: Samples = Field(
+        default_factory=lambda: Samples(count=8), description="what comes back of held-out samples while it learns"
+    )
 
 
 class ImageTokensRecipe(TokensRecipe):

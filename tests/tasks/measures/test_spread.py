@@ -86,3 +86,19 @@ def test_samples_that_are_not_finite_have_no_distance() -> None:
     x[1, 2] = np.nan
     assert np.isnan(nearest_distances(x, np.ones((5, 4)))).tolist() == [False, True, False]
     assert math.isnan(nearest_ratio(np.ones(2), np.zeros(2)))
+
+
+def test_variances_of_bytes_need_little_memory() -> None:
+    """As floats at once, these 32 MB would be 256 more."""
+    x = generator(0, "bytes").integers(0, 256, (8000, 4096), np.uint8)
+    labels = np.zeros(8000, int)
+    tracemalloc.start()
+    try:
+        found = variance_ratio(x, labels, x[:2000], labels[:2000])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 128 << 20
+    few = x[:2000].astype(np.float64)
+    expected = x.var(0, ddof=1).sum() / few.var(0, ddof=1).sum()
+    assert found == pytest.approx(expected, rel=1e-9)

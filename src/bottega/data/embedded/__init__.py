@@ -15,7 +15,7 @@ Medium = Literal["image", "audio", "video"]
 NAMES = {
     "image": "digits-4c8d689d662ed659",
     "audio": "tones-9103e7c7cba55082",
-    "video": "moving-digits-9d744d489ae047cc",
+    "video": "moving-digits-72884b0b2c56ed14",
 }
 
 

@@ -30,7 +30,8 @@ def variance_ratio(
 def nearest_distances(x: np.ndarray, reference: np.ndarray, *, chunk: int = CHUNK) -> np.ndarray:
     """The Euclidean distance of each of x [n, ...] to the nearest of reference [m, ...]: float64 [n], 0 for a copy.
 
-    The search is a float32 product of matrices; the nearest of each chunk is measured again in float64, because the
+    Numbers of any kind, such as the bytes of pixels: they become floats a chunk at a time, since all at once would be
+    eight times as many bytes. The search is a float32 product of matrices; the nearest of each chunk is measured again in float64, because the
     product would put a copy at 0.01 and not at 0. Memory is that of a few chunks, whatever n and m.
     """
     assert x.shape[1:] == reference.shape[1:], "samples and references have the same shape"
@@ -66,10 +67,15 @@ def _variances(x: np.ndarray, labels: np.ndarray) -> dict[int, float]:
     assert len(x) == len(labels), "one label for each sample"
     flat = x.reshape(len(x), math.prod(x.shape[1:]))
     classes, counts = np.unique(labels, return_counts=True)
-    return {
-        int(label): float(flat[labels == label].var(0, ddof=1, dtype=np.float64).sum())
-        for label in classes[counts >= 2]
-    }
+    return {int(label): _variance(flat, np.flatnonzero(labels == label)) for label in classes[counts >= 2]}
+
+
+def _variance(flat: np.ndarray, places: np.ndarray) -> float:
+    """Unbiased, added up over the numbers of a sample; in float64 a chunk at a time."""
+    rows = max(1, min(CHUNK, NUMBERS // max(flat.shape[1], 1)))
+    parts = [places[start : start + rows] for start in range(0, len(places), rows)]
+    mean = sum(flat[part].sum(0, dtype=np.float64) for part in parts) / len(places)
+    return float(sum(((flat[part] - mean) ** 2).sum() for part in parts) / (len(places) - 1))
 
 
 def _nearest(x: np.ndarray, reference: np.ndarray) -> np.ndarray:

@@ -1,0 +1,164 @@
+"""Scores compare like with like: equal counts, the same held-out samples, a judge that chose nothing on them, few bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bottega
+import small_media
+from bottega.branches.generation import GenerationBranch
+from bottega.core.errors import UsageError
+from bottega.insight import scores
+from bottega.insight.evaluate import show
+
+JUDGE = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps": 4, "training.batch_size": 8}}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps on 27 pictures; 9 are held out. Its judge is trained by the first who asks."""
+    options: dict[str, Any] = {"training.max_steps": 2, "needs": JUDGE, "name": "pictures"}
+    return Path(small_media.train(tmp_path_factory.mktemp("runs"), **options).path)
+
+
+@pytest.fixture
+def branch(run: Path) -> GenerationBranch:
+    found = bottega.load(run, device="cpu").branch
+    assert isinstance(found, GenerationBranch)
+    return found
+
+
+@pytest.mark.parametrize(("count", "compared"), [(4, 4), (9, 9), (20, 9)])
+def test_distributions_are_compared_at_equal_counts(
+    run: Path, monkeypatch: pytest.MonkeyPatch, count: int, compared: int
+) -> None:
+    seen: dict[str, list[int]] = {"moments": [], "fid": []}
+    moments = scores.moments
+
+    def counted(features: np.ndarray) -> Any:
+        seen["moments"].append(len(features))
+        return moments(features)
+
+    def fid(samples: np.ndarray, training: np.ndarray) -> float:
+        seen["fid"].append(len(samples))
+        return 0.0
+
+    monkeypatch.setattr(scores, "moments", counted)
+    monkeypatch.setattr(scores, "_fid", lambda *_: fid)
+    found = bottega.evaluate(run, count=count, inception="weights.safetensors")
+    assert seen["moments"] == [27, compared, compared], "the training data, what was drawn, what is real"
+    assert seen["fid"] == [compared, compared]
+    assert found["counts"] == {
+        "generated": count,
+        "real": 9,
+        "compared": compared,
+        "training": 27,
+        "training_available": 27,
+    }
+    last = show(found).splitlines()[-1]
+    assert last == f"compared with 27 of 27 training samples, distributions at {compared} samples each"
+
+
+def test_fewer_samples_than_are_held_out_are_asked_for_evenly() -> None:
+    assert scores._places(3, 9).tolist() == [0, 3, 6], "of data sorted by class, one of each"
+    assert scores._places(11, 9).tolist() == [*range(9), 0, 1]
+    for count in range(1, 9):
+        assert len(set(scores._places(count, 9).tolist())) == count
+
+
+def test_what_is_drawn_in_parts_is_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = bottega.load(run, device="cpu")
+    branch = saved.branch
+    assert isinstance(branch, GenerationBranch)
+    held_out = scores.collected(branch, [branch.raw("validation")])
+    seen: list[tuple[int, int]] = []
+
+    def drawn() -> np.ndarray:
+        seen.clear()
+        places = scores._places(11, 9)
+        tell = lambda stage, done, total: seen.append((done, total))  # noqa: E731
+        return scores._generated(saved, branch, held_out, places, 0, tell).samples
+
+    whole = drawn()
+    total = seen[-1]
+    monkeypatch.setattr(scores, "CHUNK", 4)
+    np.testing.assert_allclose(drawn().astype(int), whole, atol=1)
+    assert seen[-1] == total
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_references_are_bytes_and_bounded(branch: GenerationBranch, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = scores.collected(branch, [branch.raw("train")])
+    assert everything.samples.shape == (27, 8, 8, 1)
+    monkeypatch.setattr(scores, "MOST_BYTES", 10 * 64)
+    some = scores.collected(branch, [branch.raw("train")])
+    assert (some.samples.dtype, some.samples.nbytes) == (np.uint8, 9 * 64)
+    assert some.available == 27
+    np.testing.assert_array_equal(some.samples, everything.samples[::3])
+    np.testing.assert_array_equal(some.asked["label"], everything.asked["label"][::3])
+    reference = scores.Reference(branch, None, some, some)
+    assert reference.training is some.samples, "no copy as floats, with a judge or without"
+
+
+def test_a_judge_reads_a_chunk_at_a_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = bottega.load(run, device="cpu")
+    branch = saved.branch
+    assert isinstance(branch, GenerationBranch)
+    judge = scores.Judge.of(saved, branch, quiet=True)
+    assert judge is not None
+    samples = scores.collected(branch, [branch.raw("train")]).samples
+    whole = judge.read(samples)
+    sizes: list[int] = []
+    normalise = scores.normalise
+
+    def recorded(part: np.ndarray, **how: Any) -> np.ndarray:
+        sizes.append(len(part))
+        return normalise(part, **how)
+
+    monkeypatch.setattr(scores, "normalise", recorded)
+    monkeypatch.setattr(scores, "CHUNK", 10)
+    for found, expected in zip(judge.read(samples), whole, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert sizes == [10, 10, 7]
+
+
+def test_the_judge_is_taken_as_training_left_it(
+    run: Path, branch: GenerationBranch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its best step was chosen on the very data that stand for real here."""
+    asked: list[Any] = []
+    load = scores.load
+
+    def recorded(path: Path, **options: Any) -> Any:
+        asked.append(options.get("checkpoint"))
+        return load(path, **options)
+
+    monkeypatch.setattr(scores, "load", recorded)
+    assert scores.Judge.of(bottega.load(run, device="cpu"), branch, quiet=True) is not None
+    assert asked == ["last"]
+
+
+def test_a_judge_that_cannot_be_had_is_missed_before_anything_is_drawn(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise UsageError("no judge")
+
+    monkeypatch.setattr(scores, "part", missing)
+    monkeypatch.setattr(GenerationBranch, "draw", lambda *_, **__: pytest.fail("drawn for nobody"))
+    with pytest.raises(UsageError, match="no judge"):
+        bottega.evaluate(run, count=4)
+
+
+@pytest.mark.parametrize("condition", ["class", "none"])
+def test_what_is_scored_is_what_the_loss_is_measured_on(tmp_path: Path, condition: str) -> None:
+    options = {"training.max_steps": 1, "data.validation.limit": 3, "needs": JUDGE, "model.condition": condition}
+    path = small_media.train(tmp_path, **options).path
+    source = bottega.load(path, device="cpu").branch.validation()
+    assert source is not None
+    assert len(source) == 3
+    assert bottega.evaluate(path, count=4)["counts"]["real"] == 3
