@@ -61,7 +61,7 @@ def tones(saved: Any, path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_sounds(sounds, saved.branch.sample_rate, Path(folder) / "notes", captions=NOTES)
         picture = Image.open(Path(folder) / "notes" / "spectrograms.png").convert("RGB")
-        picture.reduce(2).quantize(64).save(path, optimize=True)
+        picture.reduce(3).quantize(48).save(path, optimize=True)
 
 
 def main() -> None:

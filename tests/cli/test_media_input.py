@@ -416,7 +416,7 @@ def test_a_judge_that_was_damaged_or_deleted(say: Any, train: Any, tmp_path: Pat
     words = ("evaluate", runs / "x", "--count", 4, "--json")
     first = say(*words)
     assert first.code == 0, first.err
-    [part] = (runs / "parts").iterdir()
+    [part] = (path for path in (runs / "parts").iterdir() if not path.name.startswith("."))
     for weights in part.glob("checkpoints/step-*/model.safetensors"):
         weights.write_bytes(b"")
     say(*words).refused(4, f"needs.judge: {part}", "model.safetensors 0 of", "delete it")
