@@ -375,7 +375,7 @@ def test_it_is_exported_whole_and_before_anybody_else_may_look(tmp_path: Path, m
     card = saved.SavedRun._card
 
     def look(self: Any, facts: Any) -> str:
-        with pytest.raises(DirectoryInUse), Lock(RunDirectory(place.with_name(f".{place.name}"))):
+        with pytest.raises(DirectoryInUse), Lock(run._work_place(place)):
             pass
         seen.append((place / "final").exists())
         raise KeyboardInterrupt

@@ -217,8 +217,8 @@ def _data_now(recipe: Recipe, *, quiet: bool) -> str | None:
 @contextmanager
 def _turn(run: Path, *, quiet: bool) -> Iterator[None]:
     """One process at a time makes a part; who comes later waits for it, and then looks again."""
-    # A lock of its own, beside the run: the run's is taken by who trains it, and moves with a run that is set aside.
-    place = RunDirectory(run.with_name(f".{run.name}"))
+    # Not the run's own lock, which is taken by who trains it, and moves with a run that is set aside.
+    place = _work_place(run)
     place.create()
     begun, due = time.monotonic(), PATIENT
     with ExitStack() as held:
@@ -233,6 +233,11 @@ def _turn(run: Path, *, quiet: bool) -> Iterator[None]:
                     due = waited + 60
                 time.sleep(POLL)
         yield
+
+
+def _work_place(run: Path) -> RunDirectory:
+    """For the lock and what else making a part takes: runs/.parts/NAME, so that runs/parts holds parts only."""
+    return RunDirectory(run.parent.with_name(f".{run.parent.name}") / run.name)
 
 
 def _wait_for(run: Path, data: str | None, *, name: str, quiet: bool) -> None:
@@ -273,8 +278,10 @@ class PartFailed(BottegaError):
 
 def _train_apart(recipe: Recipe, run: Path, *, name: str, quiet: bool, allow_data_change: bool) -> None:
     """A part is one process's work; inside a launched group it needs an environment without the group."""
-    file = run.parent / f"{run.name}.yaml"
-    RunDirectory(run.parent).write(file, to_yaml(recipe))
+    place = _work_place(run)
+    place.create()
+    file = place.path / f"{run.name}.yaml"
+    place.write(file, to_yaml(recipe))
     train = ["train", str(file), f"name={run.name}", *(["--quiet"] if quiet else [])]
     for words in ([*train, "--allow-data-change"] if allow_data_change else train, ["export", str(run)]):
         code = _alone(words, quiet=quiet)
