@@ -30,6 +30,7 @@ from bottega.schema import media
 from bottega.schema.classify import ClassifyData
 from bottega.schema.data import Curriculum, Data, Stage, TextData
 from bottega.schema.data import Source as Options
+from bottega.schema.generator import VideoGenerator
 from bottega.schema.routing import RoutingData, RoutingRecipe, VectorAugmentation
 from bottega.schema.units import Cadence
 
@@ -126,7 +127,7 @@ def audio(folder: Path) -> Built:
 
 def video(folder: Path) -> Built:
     data = media.VideoData(train=Options(path=str(videos(folder))), num_frames=4)
-    return recipe_samples(media.VideoRecipe(model=media.Generator(condition="none"), data=data), folder), None
+    return recipe_samples(media.VideoRecipe(model=VideoGenerator(condition="none"), data=data), folder), None
 
 
 def vectors(folder: Path) -> Built:
