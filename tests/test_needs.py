@@ -16,7 +16,7 @@ import pytest
 import bottega
 import small_media
 import tiny_clip
-from bottega import cli, run, saved
+from bottega import cli, parts, run, saved
 from bottega.branches.codes import tokenizer_folder
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, DirectoryInUse, PeerLost, UsageError
@@ -276,7 +276,7 @@ def fake_child(code: int, out: str = "exported") -> str:
 def test_a_part_that_fails_passes_its_code_on(
     tmp_path: Path, group: pytest.MonkeyPatch, code: int, passed_on: int
 ) -> None:
-    group.setattr(run, "_alone", lambda words, quiet: code)
+    group.setattr(parts, "_alone", lambda words, quiet: code)
     with pytest.raises(BottegaError, match=r"needs\.vae: .* bottega train ended with") as caught:
         run.part(recipe(tmp_path), "vae")
     assert caught.value.code == passed_on
@@ -294,7 +294,7 @@ def test_what_the_child_says_is_no_answer_of_ours(
 
     group.setattr(subprocess, "Popen", instead)
     for quiet in (True, False):
-        run._train_apart(recipe(tmp_path), tmp_path / "part", name="vae", quiet=quiet, allow_data_change=False)
+        parts.train_apart(recipe(tmp_path), tmp_path / "part", name="vae", quiet=quiet, allow_data_change=False)
         out, err = capfd.readouterr()
         assert out == ""
         assert ("exported" in err) is not quiet
@@ -316,8 +316,8 @@ def test_the_other_ranks_say_what_they_wait_for_and_give_up(
     folder: Path, group: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group.setenv("RANK", "1")
-    group.setattr(run, "POLL", 0.05)
-    group.setattr(run, "STALLED", 0.4)
+    group.setattr(parts, "POLL", 0.05)
+    group.setattr(parts, "STALLED", 0.4)
     part = the_part(folder)
     hidden = part / "hidden"
     (part / "final").rename(hidden)
@@ -347,8 +347,8 @@ def test_the_other_ranks_say_what_they_wait_for_and_give_up(
 def test_the_second_waits_for_the_first_and_takes_what_it_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "POLL", 0.05)
-    monkeypatch.setattr(run, "PATIENT", 0.2)
+    monkeypatch.setattr(parts, "POLL", 0.05)
+    monkeypatch.setattr(parts, "PATIENT", 0.2)
     part = the_part(folder)
     (part / "final").rename(part / "hidden")
 
@@ -357,7 +357,7 @@ def test_the_second_waits_for_the_first_and_takes_what_it_made(
 
     monkeypatch.setattr(run, "_make", never)
     found: list[Path] = []
-    with run._turn(part, quiet=True):
+    with parts.turn(part, quiet=True):
         second = threading.Thread(target=lambda: found.append(run.part(recipe(folder), "vae", quiet=False)))
         second.start()
         time.sleep(0.6)
@@ -375,7 +375,7 @@ def test_it_is_exported_whole_and_before_anybody_else_may_look(tmp_path: Path, m
     card = saved.SavedRun._card
 
     def look(self: Any, facts: Any) -> str:
-        with pytest.raises(DirectoryInUse), Lock(run._work_place(place)):
+        with pytest.raises(DirectoryInUse), Lock(parts._work_place(place)):
             pass
         seen.append((place / "final").exists())
         raise KeyboardInterrupt
