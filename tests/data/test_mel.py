@@ -119,13 +119,29 @@ def test_what_never_changes_is_made_once(tmp_path: Path, codec: MelCodec, monkey
 def test_what_changes_is_made_anew(tmp_path: Path, codec: MelCodec) -> None:
     cropped = sounds(tmp_path / "a", [LENGTH + 900], seconds=LENGTH / RATE, train=True)
     noisy = sounds(tmp_path / "b", [LENGTH], train=True, augmentation=AudioAugmentation(noise=0.1))
-    assert not is_fixed(cropped)
-    assert not is_fixed(noisy)
+    assert not is_fixed(cropped).any()
+    assert not is_fixed(noisy).any()
     for source in (cropped, noisy):
         rows = MelRows(source, codec)
         first, second = (rows.rows(np.array([0]), np.array([epoch]))["mel"] for epoch in (0, 1))
         assert not np.array_equal(first, second)
         np.testing.assert_array_equal(rows.rows(np.array([0]), np.array([0]))["mel"], first)
+
+
+def test_only_the_sounds_that_are_cropped_are_made_anew(
+    tmp_path: Path, codec: MelCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sounds(tmp_path, [LENGTH + 900, LENGTH, LENGTH - 500], seconds=LENGTH / RATE, train=True)
+    made: list[int] = []
+    encode = MelCodec.encode
+    monkeypatch.setattr(MelCodec, "encode", lambda self, audio: made.append(len(audio)) or encode(self, audio))
+    rows = MelRows(source, codec)
+    for epoch in range(3):
+        epochs = np.full(3, epoch)
+        np.testing.assert_array_equal(
+            rows.rows(np.arange(3), epochs)["mel"], encode(codec, source.rows(np.arange(3), epochs)["audio"])
+        )
+    assert made == [3, 1, 1]
 
 
 def test_a_codec_is_saved_whole_and_a_damaged_one_is_named(tmp_path: Path, codec: MelCodec) -> None:

@@ -94,7 +94,7 @@ def check_fixed(rows: MediaRows) -> None:
     """What is computed once must be the same each time it is seen."""
     if rows.augmentation is not None:
         raise UsageError("data.augmentation: changes samples each time, and data.latents computes them once; keep one")
-    if isinstance(rows, AudioRows) and not is_fixed(rows):
+    if isinstance(rows, AudioRows) and not is_fixed(rows).all():
         raise UsageError(
             "data.crop: random hears another part of long sounds each time, and data.latents computes one; set "
             "data.crop=centre"

@@ -128,15 +128,15 @@ def measure(source: Source, codec: MelCodec) -> MelScale:
 class MelRows(Source):
     """mel float32 [b, T, M, 1] in place of the audio of the rows it is made from; all their other fields stay.
 
-    Where an epoch hears what the one before did, and all of it fits into 256 MB, a spectrogram is made only once.
+    Of sounds that every epoch hears in the same way the spectrogram is made only once, where all of them fit into 256 MB.
     """
 
     def __init__(self, source: AudioRows, codec: MelCodec) -> None:
         self.source, self.codec = source, codec
         size = len(source) * 4 * codec.frames * codec.mel.num_mels
-        self.is_kept = is_fixed(source) and size <= KEPT_BYTES
+        self.is_fixed = is_fixed(source) if size <= KEPT_BYTES else np.zeros(len(source), np.bool_)
         self._mels: np.ndarray | None = None
-        self._has = np.zeros(0, np.bool_)
+        self._has = np.zeros(len(source), np.bool_)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -144,22 +144,27 @@ class MelRows(Source):
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         rows = self.source.rows(index, epoch)
         audio = rows.pop("audio")
-        mel = self._remembered(index, audio) if self.is_kept else self.codec.encode(audio)
+        new = ~self._has[index]
+        mel = np.empty((len(index), *self.codec.shape), np.float32)
+        if not new.all():
+            assert self._mels is not None, "what is kept is kept there"
+            mel[~new] = self._mels[index[~new]]
+        if new.any():
+            mel[new] = self.codec.encode(audio[new])
+        self._keep(index, mel, new & self.is_fixed[index])
         return {"mel": mel, **rows}
 
-    def _remembered(self, index: np.ndarray, audio: np.ndarray) -> np.ndarray:
+    def _keep(self, index: np.ndarray, mel: np.ndarray, fixed: np.ndarray) -> None:
+        if not fixed.any():
+            return
         if self._mels is None:
             self._mels = np.empty((len(self), *self.codec.shape), np.float32)
-            self._has = np.zeros(len(self), np.bool_)
-        new = np.flatnonzero(~self._has[index])
-        if len(new):
-            self._mels[index[new]] = self.codec.encode(audio[new])
-            self._has[index[new]] = True
-        return self._mels[index]
+        self._mels[index[fixed]] = mel[fixed]
+        self._has[index[fixed]] = True
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process makes its own rather than being sent these.
-        return {**self.__dict__, "_mels": None}
+        return {**self.__dict__, "_mels": None, "_has": np.zeros_like(self._has)}
 
     @property
     def fingerprint(self) -> str:
@@ -171,8 +176,8 @@ class MelRows(Source):
         return f"{self.source.describe(index, epoch)}\nseen as {frames} frames of {bands} mel bands"
 
 
-def is_fixed(source: AudioRows) -> bool:
-    """Whether a sound is the same in every epoch: nothing is added to it, and no part of it is chosen at random."""
+def is_fixed(source: AudioRows) -> np.ndarray:
+    """Which sounds are the same in every epoch: nothing is added to them, and no part of them is chosen at random."""
     if source.augmentation is not None:
-        return False
-    return source.crop != "random" or int(source.table.lengths("audio").max()) <= source.num_samples
+        return np.zeros(len(source), np.bool_)
+    return (source.crop != "random") | (source.table.lengths("audio") <= source.num_samples)
