@@ -54,7 +54,7 @@ class SavedRun:
         if source is None:
             raise UsageError(f"this run has no {split} data; give some with --data")
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
-        return self.branch.summarise(evaluate(self.engine, evaluate_batches(source, size)))
+        return self.branch.summarise(evaluate(self.engine, evaluate_batches(source, size), score=self.task.score))
 
     def generate(self, prompt: str | list[str] | None = None, **asked: Any) -> Any:
         """Texts that go on from the prompts, or an array of samples; options as `bottega generate --help` lists them."""

@@ -136,6 +136,7 @@ class Session:
             every=cadences(recipe, total, loader, has_validation=validation is not None),
             goal=Goal(recipe.evaluation.metric, recipe.evaluation.mode == "max"),
             validation=validation_batches(recipe, validation, loader) if validation is not None else None,
+            score=branch.task.score,
             summarise=branch.summarise,
             sample=lambda p: self._sample(branch, engine, p),
             saver=saver,

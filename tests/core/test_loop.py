@@ -17,11 +17,11 @@ from safetensors.numpy import load_file
 from bottega.callbacks.early_stop import EarlyStop, Plateau
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
-from bottega.core.engine import Engine, Snapshot
+from bottega.core.engine import Engine, Evaluated, Snapshot
 from bottega.core.errors import DataError, Diverged, Interrupted
 from bottega.core.loop import Every, Fit, Goal
 from bottega.core.saver import Saver
-from bottega.core.types import Batch, Sums, Tensors
+from bottega.core.types import Batch, Tensors
 
 
 class Values(Snapshot):
@@ -50,8 +50,8 @@ class Counter(Engine):
             os.kill(os.getpid(), self.signal_at[1])
         return {"loss": self.weight, "bad_steps": float(step in self.bad), "units": 3.0}
 
-    def eval_step(self, batch: Batch) -> Sums:
-        return {"loss": (self.losses.get(self.at, 1.0) * len(batch["x"]), len(batch["x"]))}
+    def eval_step(self, batch: Batch) -> Evaluated:
+        return Evaluated({"loss": (self.losses.get(self.at, 1.0) * len(batch["x"]), len(batch["x"]))})
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         self.events.append("fetch")
@@ -259,7 +259,7 @@ def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end(tmp_path: Path,
     class Slow(Counter):
         evaluated = 0
 
-        def eval_step(self, batch: Batch) -> Sums:
+        def eval_step(self, batch: Batch) -> Evaluated:
             self.evaluated += 1
             if self.evaluated == 3:
                 os.kill(os.getpid(), signal.SIGTERM)

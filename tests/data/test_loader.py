@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bottega.core.callback import Callback, Progress
-from bottega.core.engine import Engine, Snapshot
+from bottega.core.engine import Engine, Evaluated, Snapshot
 from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Every, Fit
-from bottega.core.types import Batch, Sums
+from bottega.core.types import Batch
 from bottega.data.loader import Loader, evaluate_batches
 from bottega.data.orders import Mixture, Stage, Staged
 from bottega.data.source import ArraySource
@@ -117,7 +117,7 @@ class Sizes(Engine):
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         return {name: float(value) for name, value in metrics.items()}
 
-    def eval_step(self, batch: Batch) -> Sums:
+    def eval_step(self, batch: Batch) -> Evaluated:
         raise NotImplementedError
 
     def snapshot(self) -> Snapshot:

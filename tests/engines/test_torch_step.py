@@ -129,10 +129,10 @@ def test_evaluation_and_samples_see_the_averaged_weights_and_give_the_others_bac
     plain = engine()
     plain.model.load_state_dict(one.state()["ema.safetensors"])
     with one.evaluating():
-        inside = one.eval_step(batches.batch(0))
-    for sums in (one.eval_step(batches.batch(0)), inside):
+        inside = one.eval_step(batches.batch(0)).sums
+    for sums in (one.eval_step(batches.batch(0)).sums, inside):
         assert sums["error"][1] == one.task.counts(batches.batch(0))["error"]
-        assert torch.equal(sums["error"][0], plain.eval_step(batches.batch(0))["error"][0])
+        assert torch.equal(sums["error"][0], plain.eval_step(batches.batch(0)).sums["error"][0])
     after = state(one)
     assert all(np.array_equal(before[name], after[name]) for name in before)
     with pytest.raises(RuntimeError), one.sampling():
@@ -148,7 +148,7 @@ def test_an_evaluation_draws_its_noise_for_the_sample_and_not_for_its_place() ->
         assert evaluate(one, evaluate_batches(source(), size)) == pytest.approx(usual, rel=1e-6)
     batch = source().rows(np.arange(8), np.zeros(8, np.int64))
     trained = one.fetch(engine().train_step(0, batch))
-    sums = one.eval_step(batch)
+    sums = one.eval_step(batch).sums
     measured = sum(weight * float(sums[name][0]) / sums[name][1] for name, weight in {"error": 1, "mean": 0.25}.items())
     assert abs(measured - trained["loss"]) > 1e-5
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bottega.core.types import Batch, Sums, Tensors
+import numpy as np
+
+from bottega.core.types import Array, Batch, Rows, Sums, Tensors
 
 
 class Snapshot(ABC):
@@ -17,6 +19,14 @@ class Snapshot(ABC):
     @abstractmethod
     def files(self) -> Mapping[str, Tensors]:
         """File name -> tensors. Waits for the copy, so only the writer calls it."""
+
+
+class Evaluated(NamedTuple):
+    """What one batch gave, reduced over ranks and still on the device."""
+
+    sums: Sums
+    rows: dict[str, Array] = {}  # noqa: RUF012  (a default of a NamedTuple, never changed)
+    """Of all ranks' examples, in their order, without those that only fill up the batch."""
 
 
 class Engine(ABC):
@@ -34,12 +44,15 @@ class Engine(ABC):
         """One optimizer step over this rank's share of the global batch. Does not wait for the device."""
 
     @abstractmethod
-    def eval_step(self, batch: Batch) -> Sums:
-        """Sums over this batch, reduced over ranks, still on the device."""
+    def eval_step(self, batch: Batch) -> Evaluated: ...
 
     @abstractmethod
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Device scalars to floats: the only place that waits for the device."""
+
+    def fetch_rows(self, parts: Sequence[Mapping[str, Any]]) -> Rows:
+        """The rows of several batches to the host, one after the other."""
+        return {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
 
     @abstractmethod
     def snapshot(self) -> Snapshot: ...

@@ -14,7 +14,7 @@ from bottega.core.engine import Engine
 from bottega.core.errors import DataError, Diverged, Interrupted
 from bottega.core.saver import Saver
 from bottega.core.signals import StopSignals
-from bottega.core.types import Batch, Sums
+from bottega.core.types import Batch, Rows, Sums
 
 
 class Batches(Protocol):
@@ -53,7 +53,8 @@ class Fit:
     """One run of the loop: what it needs, and `run()`.
 
     `recover` is told of a step whose loss or gradient was not finite; it returns the step to go on from (rollback),
-    or raises. `summarise` may add to evaluation metrics what is no mean (perplexity).
+    or raises. `score` and `summarise` add to evaluation metrics what is no mean: the first from the rows (F1), the second
+    from the means (perplexity).
     """
 
     engine: Engine
@@ -62,6 +63,7 @@ class Fit:
     every: Every
     goal: Goal = Goal()
     validation: Callable[[], Iterator[Batch]] | None = None
+    score: Callable[[Rows], dict[str, float]] | None = None
     summarise: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
     sample: Callable[[Progress], Path] | None = None
     saver: Saver | None = None
@@ -193,7 +195,8 @@ class Fit:
         p = self.progress
         try:
             with self.engine.evaluating():
-                metrics = self.summarise(evaluate(self.engine, self._unless_stopped(self.validation())))
+                batches = self._unless_stopped(self.validation())
+                metrics = self.summarise(evaluate(self.engine, batches, score=self.score))
         except _Stopped:
             return False
         if self.goal.metric not in metrics:
@@ -244,17 +247,30 @@ class _Stopped(Exception):
     """A signal came in the middle of an evaluation."""
 
 
-def evaluate(engine: Engine, batches: Iterator[Batch]) -> dict[str, float]:
-    """Means over a whole data set. The sums stay on the device until the end."""
+def evaluate(
+    engine: Engine, batches: Iterator[Batch], *, score: Callable[[Rows], dict[str, float]] | None = None
+) -> dict[str, float]:
+    """Means over a whole data set, and what `score` makes of its rows."""
+    means, rows = evaluated(engine, batches)
+    return {**means, **(score(rows) if score is not None and rows else {})}
+
+
+def evaluated(engine: Engine, batches: Iterator[Batch]) -> tuple[dict[str, float], Rows]:
+    """Means over a whole data set, and its rows. Both stay on the device until the end."""
     total: Sums = {}
+    parts: list[dict[str, Any]] = []
     for batch in batches:
-        for name, (value, count) in engine.eval_step(batch).items():
+        sums, rows = engine.eval_step(batch)
+        for name, (value, count) in sums.items():
             old = total.get(name, (0.0, 0.0))
             total[name] = (old[0] + value, old[1] + count)
+        if rows:
+            parts.append(rows)
     if not total:
         raise DataError("the validation data has no batch")
     flat = engine.fetch(
         {f"{name}/{part}": pair[i] for name, pair in total.items() for i, part in enumerate(("sum", "count"))}
     )
     counts = {name: flat[f"{name}/count"] for name in total}
-    return {name: flat[f"{name}/sum"] / counts[name] if counts[name] else math.nan for name in total}
+    means = {name: flat[f"{name}/sum"] / counts[name] if counts[name] else math.nan for name in total}
+    return means, engine.fetch_rows(parts) if parts else {}

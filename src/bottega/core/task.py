@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from bottega.core.noise import Noise
-from bottega.core.types import Batch, Loss, Models
+from bottega.core.types import Batch, Loss, Models, Rows
 
 
 class Task(BaseModel, ABC):
@@ -32,3 +32,7 @@ class Task(BaseModel, ABC):
     @abstractmethod
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         """The terms to minimise and the metrics to report, as sums."""
+
+    def score(self, rows: Rows) -> dict[str, float]:
+        """What is no mean over examples, from the rows of a whole data set: each example once, in order."""
+        return {}

@@ -16,6 +16,9 @@ Batch = Mapping[str, Any]
 Sums = dict[str, tuple[Array, Array]]
 """name -> (sum, count): the mean is taken last, so it is exact under any split."""
 
+Rows = dict[str, np.ndarray]
+"""name -> [n, ...]: what was found for each example of a data set, in their order."""
+
 Tensors = Mapping[str, np.ndarray]
 """name -> host array; one file of a checkpoint."""
 
@@ -32,3 +35,5 @@ class Loss(NamedTuple):
 
     terms: dict[str, tuple[Array, float]]
     metrics: Sums = {}  # noqa: RUF012  (a default of a NamedTuple, never changed)
+    rows: dict[str, Array] = {}  # noqa: RUF012
+    """What `Task.score` needs of each example, first axis the example; an evaluation alone looks at it."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import seed_of
@@ -39,6 +40,15 @@ def summed(numbers: Mapping[str, float]) -> dict[str, float]:
     total = torch.tensor([float(n) for n in numbers.values()], dtype=torch.float64)
     dist.all_reduce(total)
     return dict(zip(numbers, total.tolist(), strict=True))
+
+
+def joined(values: Tensor) -> Tensor:
+    """Equal shares [b, ...] of all ranks, one after the other."""
+    if not dist.is_initialized():
+        return values
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, values.contiguous())
+    return torch.cat(parts)
 
 
 def any_rank(flag: bool) -> bool:

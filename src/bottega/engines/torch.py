@@ -7,7 +7,7 @@ and the saved state is pickle. Its launcher is welcome: it sets the same environ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bottega.core.engine import Engine
+from bottega.core.engine import Engine, Evaluated
 from bottega.core.errors import OutOfMemory
 from bottega.core.groups import Row
 from bottega.core.noise import Noise, seed_of
 from bottega.core.schedule import decay_at
 from bottega.core.task import Task
-from bottega.core.types import Batch, Sums
+from bottega.core.types import Batch, Rows, Sums
 from bottega.engines import optimizers, ranks
 from bottega.engines.devices import (
     batch_length,
@@ -241,7 +241,7 @@ class TorchEngine(Engine):
     # Everything that is not a step
 
     @torch.no_grad()
-    def eval_step(self, batch: Batch) -> Sums:
+    def eval_step(self, batch: Batch) -> Evaluated:
         self.model.eval()
         counts = self.task.counts(batch)
         on_device = put(batch, self.device, pin=self.pin_memory)
@@ -260,13 +260,26 @@ class TorchEngine(Engine):
             ) from error
         sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
         sums |= {name: (torch.as_tensor(v, device=self.device).double(), n) for name, (v, n) in out.metrics.items()}
-        if self.world == 1:
-            return sums
-        flat = torch.stack(
-            [torch.as_tensor(x, dtype=torch.float64, device=self.device) for pair in sums.values() for x in pair]
-        )
-        dist.all_reduce(flat)
-        return {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
+        if self.world > 1:
+            flat = torch.stack(
+                [torch.as_tensor(x, dtype=torch.float64, device=self.device) for pair in sums.values() for x in pair]
+            )
+            dist.all_reduce(flat)
+            sums = {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
+        return Evaluated(sums, self._gathered(out.rows, on_device.get("weight")))
+
+    def _gathered(self, rows: Mapping[str, Tensor], weight: Tensor | None) -> dict[str, Tensor]:
+        """The rows of all ranks, whose shares of a batch follow each other; a share is filled up with rows of weight 0."""
+        if not rows:
+            return {}
+        found = {name: ranks.joined(values.detach()) for name, values in rows.items()}
+        if weight is None:
+            return found
+        counted = ranks.joined(weight) > 0
+        return {name: values[counted] for name, values in found.items()}
+
+    def fetch_rows(self, parts: Sequence[Mapping[str, Tensor]]) -> Rows:
+        return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         found = dict(metrics)

@@ -29,7 +29,7 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     }
     if replay:
         batch = loader.batch(step - 1)
-        total, count = saved.engine.eval_step(batch)["loss"]
+        total, count = saved.engine.eval_step(batch).sums["loss"]
         report["replay"] = {
             "checkpoint": saved.checkpoint.name,
             "samples": batch_length(batch),
