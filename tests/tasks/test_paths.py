@@ -150,3 +150,19 @@ def test_predicted_noise_is_never_divided_by_next_to_nothing() -> None:
         alpha, sigma = path.grid_levels(path.grid(30, "cpu"))
         assert 0.068 <= alpha[0] / sigma[0] < 0.072
     assert path.grid(30, "cpu")[0] == 0.999, "what Stable Diffusion was trained with is used whole"
+
+
+@pytest.mark.parametrize("times", ["logit_normal", "uniform"])
+def test_a_shift_looks_longer_at_noise(times: Literal["logit_normal", "uniform"]) -> None:
+    """A time t' = s t / (1 + (s - 1) t) has s times the ratio of noise to data that t has, in training and sampling."""
+    plain, shifted = (Path(times=times, shift=s) for s in (1.0, 3.0))
+
+    def ratio(t: Tensor) -> Tensor:
+        return t / (1 - t)
+
+    drawn = [ratio(path.draw_times(many(1000)).double()) for path in (plain, shifted)]
+    torch.testing.assert_close(drawn[1], 3 * drawn[0], rtol=1e-3, atol=0)
+    grid = shifted.grid(8, "cpu")
+    torch.testing.assert_close(ratio(grid[1:]), 3 * ratio(plain.grid(8, "cpu")[1:]))
+    assert grid[0] == 1
+    assert grid[-1] == 0

@@ -246,6 +246,7 @@ class GenerationBranch(MediaBranch):
                 times=model.times,
                 schedule=model.noise_schedule,
                 min_snr=model.min_snr,
+                shift=model.time_shift or 1.0,
             ),
             condition_dropout=dropout,
             pretrained=str(self._start) if self._start is not None else None,

@@ -43,6 +43,9 @@ class Generator(Model):
     )
     objective: Objective = Field("flow", description="flow matching, noise prediction (DDPM), or v-prediction")
     times: Literal["logit_normal", "uniform"] = Field("logit_normal", description="flow: how training times are drawn")
+    time_shift: Number | None = Field(
+        None, gt=0, description="flow: above 1 looks more where noise is strong, for large samples and films; null is 1"
+    )
     noise_schedule: Literal["cosine", "linear", "scaled_linear"] = Field(
         "cosine", description="noise and v: how noise grows over 1,000 steps"
     )
