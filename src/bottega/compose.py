@@ -113,7 +113,7 @@ def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epo
         gamma=s.gamma,
         decay_fraction=s.decay_fraction,
     )
-    engine.rate = lambda step: training.learning_rate * shape(step)
+    engine.plan(lambda step: training.learning_rate * shape(step), total=total, steps_per_epoch=steps_per_epoch)
 
 
 def _floor(recipe: Recipe) -> float:

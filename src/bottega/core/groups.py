@@ -1,26 +1,91 @@
-"""Which parameters move, and how fast: one table of (pattern, scale, weight decay), first match wins."""
+"""Which parameters move, how fast, and from when on: one table of rows, first match wins, and shorthands over it.
+
+A model is read as a sequence of layers, in the order of its parameters' names: what comes before the first numbered
+part (embeddings) is layer 0, each numbered part (`blocks.3.`) is the next, and what comes after them (the head) the last.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from bottega.core.errors import UsageError
+
+BACKBONE = "backbone"
+_NUMBERED = re.compile(r"(.*?\.?\d+)\.")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Parameters whose whole name matches `pattern` learn at `scale` times the rate; None means frozen."""
+    """Parameters whose whole name matches `pattern` learn at `scale` times the rate, from step `starts` on; None means
+    never."""
 
     pattern: str
     scale: float | None = 1.0
     weight_decay: float | None = None
+    starts: int = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the table says of one parameter."""
+
+    scale: float | None
+    weight_decay: float | None = None
+    starts: int = 0
+
+
+def settings(
+    names: Sequence[str],
+    rows: Sequence[Row],
+    *,
+    freeze: Sequence[str] = (),
+    unfreeze_every: int | None = None,
+    layer_decay: float | None = None,
+) -> dict[str, Setting]:
+    """Of each parameter, by name. `freeze` names parts or patterns; with `unfreeze_every` the last layer learns first, and
+    so many steps later the one before it; `layer_decay` multiplies the rate once for each layer below the last."""
+    chosen = assign(names, rows)
+    layers = layers_of(names)
+    last = max(layers.values())
+    found: dict[str, Setting] = {}
+    for name in names:
+        row, below = rows[chosen[name]], last - layers[name]
+        scale, starts = row.scale, row.starts
+        if scale is not None and layer_decay is not None:
+            scale *= layer_decay**below
+        if unfreeze_every is not None:
+            starts = max(starts, below * unfreeze_every)
+        found[name] = Setting(scale, row.weight_decay, starts)
+    for word in freeze:
+        for name in _named(word, names, layers):
+            found[name] = replace(found[name], scale=None)
+    if all(one.scale is None for one in found.values()):
+        raise UsageError("training.freeze: every parameter is frozen, so nothing would learn")
+    return found
+
+
+def layers_of(names: Sequence[str]) -> dict[str, int]:
+    """The layer of each parameter, counted from 0; see above."""
+    found: dict[str, int] = {}
+    seen: list[str] = []
+    for name in names:
+        numbered = _NUMBERED.match(name)
+        if numbered is not None and numbered[1] not in seen:
+            seen.append(numbered[1])
+        found[name] = seen.index(numbered[1]) + 1 if numbered is not None else 0
+    after = False
+    for name in names:  # what has no number and comes after the first that has one
+        after = after or found[name] > 0
+        if after and found[name] == 0:
+            found[name] = len(seen) + 1
+    return found
 
 
 def assign(names: Sequence[str], rows: Sequence[Row]) -> dict[str, int]:
     """Row number of each parameter. A parameter without a row, or a row without a parameter, is an error."""
-    patterns = [_compiled(row.pattern) for row in rows]
+    patterns = [_compiled(row.pattern, "training.groups") for row in rows]
     chosen: dict[str, int] = {}
     for name in names:
         row = next((i for i, pattern in enumerate(patterns) if pattern.fullmatch(name)), None)
@@ -35,8 +100,25 @@ def assign(names: Sequence[str], rows: Sequence[Row]) -> dict[str, int]:
     return chosen
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _named(word: str, names: Sequence[str], layers: Mapping[str, int]) -> list[str]:
+    """The parameters of a part, such as `backbone` or `encoder.layer.0`, or those whose whole name a pattern matches."""
+    found = [name for name in names if name == word or name.startswith(word + ".")]
+    if not found:
+        pattern = _compiled(word, "training.freeze")
+        found = [name for name in names if pattern.fullmatch(name)]
+    if not found and word == BACKBONE:
+        last = max(layers.values())
+        found = [name for name in names if layers[name] < last]
+    if not found:
+        parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
+        raise UsageError(
+            f"training.freeze: {word!r} is no part of the model and matches no parameter; there is {parts}"
+        )
+    return found
+
+
+def _compiled(pattern: str, key: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise UsageError(f"training.groups: {pattern!r} is not a regular expression: {error}") from None
+        raise UsageError(f"{key}: {pattern!r} is not a regular expression: {error}") from None

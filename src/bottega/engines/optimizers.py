@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.core.groups import Row, assign
+from bottega.core.groups import Setting
 from bottega.schema.recipe import Optimizer as OptimizerOptions
 
 
@@ -38,34 +38,31 @@ class Lion(torch.optim.Optimizer):
 
 def build(
     named: Mapping[str, torch.nn.Parameter],
-    rows: Sequence[Row],
+    settings: Mapping[str, Setting],
     options: OptimizerOptions,
     *,
     learning_rate: float,
     weight_decay: float,
 ) -> list[torch.optim.Optimizer]:
-    """Freeze what a row freezes and return the optimizers; each group carries its row's `scale`.
+    """Freeze what is never to learn and return the optimizers; each group carries its `scale`.
 
     Weight decay goes to matrices only, unless a row says otherwise: decaying a norm's gain or a bias pulls it away from
     where it has to be.
     """
-    chosen = assign(list(named), rows)
-    groups: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in named.items():
-        row = rows[chosen[name]]
-        parameter.requires_grad_(row.scale is not None)
-        if row.scale is not None:
-            key = (chosen[name], parameter.dim() >= 2, options.name == "muon" and _is_hidden_matrix(name, parameter))
+        one = settings[name]
+        parameter.requires_grad_(one.scale is not None)
+        if one.scale is not None:
+            usual = weight_decay if parameter.dim() >= 2 else 0.0
+            is_hidden = options.name == "muon" and _is_hidden_matrix(name, parameter)
+            key = is_hidden, one.scale, usual if one.weight_decay is None else one.weight_decay
             groups.setdefault(key, []).append(parameter)
 
     def table(hidden: bool) -> list[dict[str, Any]]:
         return [
-            {
-                "params": parameters,
-                "scale": rows[row].scale,
-                "weight_decay": _decay(rows[row], weight_decay if is_matrix else 0.0),
-            }
-            for (row, is_matrix, is_hidden), parameters in groups.items()
+            {"params": parameters, "scale": scale, "weight_decay": decay}
+            for (is_hidden, scale, decay), parameters in groups.items()
             if is_hidden is hidden
         ]
 
@@ -74,10 +71,6 @@ def build(
         for which, t in ((options.name, table(True)), ("rest", table(False)))
         if t
     ]
-
-
-def _decay(row: Row, usual: float) -> float:
-    return usual if row.weight_decay is None else row.weight_decay
 
 
 def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:

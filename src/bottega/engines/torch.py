@@ -17,7 +17,6 @@ from torch import Tensor
 
 from bottega.core.engine import Engine, Evaluated
 from bottega.core.errors import OutOfMemory
-from bottega.core.groups import Row
 from bottega.core.noise import Noise, seed_of
 from bottega.core.schedule import decay_at
 from bottega.core.task import Task
@@ -32,6 +31,7 @@ from bottega.engines.devices import (
     seed_dropout,
     slice_batch,
 )
+from bottega.engines.grouping import parameter_settings
 from bottega.engines.noise import draw
 from bottega.engines.sums import Local, pair_of, sum_terms
 from bottega.engines.tensors import TorchSnapshot, compare, read_tensors
@@ -70,9 +70,13 @@ class TorchEngine(Engine):
         self.model: torch.nn.Module = models["model"].to(self.device)
         frozen = {name: m.to(self.device).eval().requires_grad_(False) for name, m in models.items() if name != "model"}
         named = dict(self.model.named_parameters())
-        rows = [Row(g.pattern, g.scale, g.weight_decay) for g in training.groups]
+        self.settings = parameter_settings(training, list(named))
         self.optimizers = optimizers.build(
-            named, rows, training.optimizer, learning_rate=training.learning_rate, weight_decay=training.weight_decay
+            named,
+            self.settings,
+            training.optimizer,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
         )
         self._names = {id(p): name for name, p in named.items()}
         self._params = [p for p in named.values() if p.requires_grad]
@@ -87,16 +91,37 @@ class TorchEngine(Engine):
             # What is recorded holds one forward and its backward: several in a step would each want a copy.
             whole = self.micro_batch_size is None and training.micro_batch_size is None
             called = compiled(self.model, graphs=self._fused and self.world == 1 and whole)
-        if self.world > 1:
-            called = replicated(called, self.device)
-        self._train_models = {**frozen, "model": called}
+        self._alone, self._frozen = called, frozen
+        self._wrap()
         self._eval_models = {**frozen, "model": self.model}
-        self._called = called
         self._poison, self._bad_steps = (torch.zeros((), device=self.device) for _ in range(2))
         self._scale = torch.full((), 2.0**16, device=self.device) if self.precision is torch.float16 else None
         self._growth = torch.zeros((), dtype=torch.int32, device=self.device)
         self._buffers: dict[str, dict[str, Tensor]] = {}
-        self._has_state = self._is_averaged = False
+        self._has_state = self._is_averaged = self._is_gradual = False
+
+    def plan(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
+        """What depends on the length of the run: the rate at each step, and when parameters begin to learn."""
+        self.rate = rate
+        self.settings = parameter_settings(
+            self.training, list(self.settings), total=total, steps_per_epoch=steps_per_epoch
+        )
+        self._is_gradual = any(one.starts for one in self.settings.values())
+
+    def _wrap(self) -> None:
+        self._called = self._alone if self.world == 1 else replicated(self._alone, self.device)
+        self._train_models = {**self._frozen, "model": self._called}
+
+    def _thaw(self, step: int) -> None:
+        """Parameters whose time has not come get no gradient: their moments stay 0 too, and their backward costs nothing."""
+        changed = False
+        for name, parameter in self.model.named_parameters():
+            one = self.settings[name]
+            learns = one.scale is not None and one.starts <= step
+            changed = changed or parameter.requires_grad is not learns
+            parameter.requires_grad_(learns)
+        if changed and self.world > 1:
+            self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
 
     # One step
 
@@ -108,6 +133,8 @@ class TorchEngine(Engine):
         optimizers.set_rate(self.optimizers, rate)
         counts = ranks.summed(self.task.counts(batch))
         self._ensure_state()
+        if self._is_gradual:
+            self._thaw(step)
         on_device = put(batch, self.device, pin=self.pin_memory)
         if not self.model.training:
             self.model.train()

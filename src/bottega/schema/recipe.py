@@ -94,6 +94,15 @@ class Group(Section):
     )
     scale: Scale = Field(1.0, description="multiplies the learning rate; none freezes")
     weight_decay: Number | None = Field(None, ge=0, description="in place of training.weight_decay")
+    starts: Duration | None = Field(None, description='frozen until then: steps, "1 epoch" or "20%"; null is at once')
+
+
+class Unfreeze(Section):
+    """Gradual unfreezing: the last layer learns first, then one more at a time, down to the embeddings."""
+
+    layers_per: Duration = Field(
+        Cadence(1, "epochs"), description='one more layer after so long: steps, "1 epoch", "5%"'
+    )
 
 
 class EarlyStopping(Section):
@@ -125,6 +134,13 @@ class Training(Section):
     max_grad_norm: Number | None = Field(1.0, gt=0, description="gradients are scaled down to this norm; null is off")
     groups: tuple[Group, ...] = Field(
         (Group(pattern=".*"),), min_length=1, description="which parameters learn, and how fast"
+    )
+    freeze: tuple[str, ...] | None = Field(
+        None, description="parts that never learn, such as backbone, or patterns over whole parameter names"
+    )
+    unfreeze: Unfreeze | None = Field(None, description="begin with the last layer, and let one more learn at a time")
+    layer_decay: Number | None = Field(
+        None, gt=0, le=1, description="multiplies the learning rate once for each layer below the last; null is 1"
     )
     on_nonfinite: Literal["halt", "skip", "rollback"] = Field(
         "halt", description="what to do when a loss or gradient is not finite"
@@ -330,8 +346,15 @@ def _is_neutral(key: str) -> bool:
 def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for key, inner in value.items():
-        found += _leaves(inner, f"{prefix}{key}.") if isinstance(inner, dict) else [(prefix + key, inner)]
+        found += _leaves(inner, f"{prefix}{key}.") if isinstance(inner, dict) else [(prefix + key, _said(inner))]
     return found
+
+
+def _said(value: Any) -> Any:
+    """Rows of a table without what they leave at null."""
+    if isinstance(value, list):
+        return [_said(item) for item in value]
+    return {k: _said(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def changed_keys(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:

@@ -1,0 +1,26 @@
+"""The recipe's rows and shorthands as one setting for each parameter, with durations in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bottega.core.groups import Row, Setting, settings
+from bottega.schema.recipe import Training
+from bottega.schema.units import Cadence
+
+
+def parameter_settings(
+    training: Training, names: Sequence[str], *, total: int = 1, steps_per_epoch: int = 1
+) -> dict[str, Setting]:
+    """By name; `names` are in the order of the model."""
+
+    def steps(duration: Cadence | None) -> int:
+        return 0 if duration is None else duration.steps(total, max(1, steps_per_epoch))
+
+    return settings(
+        names,
+        [Row(group.pattern, group.scale, group.weight_decay, steps(group.starts)) for group in training.groups],
+        freeze=training.freeze or (),
+        unfreeze_every=steps(training.unfreeze.layers_per) if training.unfreeze is not None else None,
+        layer_decay=training.layer_decay,
+    )
