@@ -37,6 +37,7 @@ from bottega.schema.generator import CodeGeneratorShape, ConditionShape, DiTShap
 from bottega.schema.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.generation import Generation
 from bottega.tasks.latents import round_trip
+from bottega.tasks.measures.attributes import shared_rows
 from bottega.tasks.paths import Path as NoisePath
 
 FACTS = "generator.json"
@@ -210,7 +211,8 @@ class GenerationBranch(MediaBranch):
             "num_heads": model.num_heads,
         }
         size = {"class": len(classes), "vector": self._vector_size()}.get(model.condition, 0)
-        condition = ConditionShape(kind=model.condition, size=size, hidden_size=model.hidden_size)
+        shared = shared_rows(classes) if model.condition == "class" else ()
+        condition = ConditionShape(kind=model.condition, size=size, hidden_size=model.hidden_size, shared=shared)
         if self.codes is not None:
             return self.codes.generator(model, grid=grid, channels=channels, condition=condition)
         if self.text is not None:

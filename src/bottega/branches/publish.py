@@ -29,7 +29,7 @@ from bottega.core.errors import CheckpointError
 from bottega.core.types import Models
 from bottega.models import dit_layout
 from bottega.models.component import CONFIG, VERSION, on_host, read_config, write_component
-from bottega.models.generator import WEIGHTS, Generator, load_generator
+from bottega.models.generator import OWN, WEIGHTS, Generator, load_generator
 from bottega.models.pretrained_vae import export_autoencoder
 from bottega.models.unet import UNet, unet_config
 from bottega.schema.generator import UNetShape
@@ -121,7 +121,7 @@ def scheduler_config(path: NoisePath, pipeline: str | None = None) -> dict[str, 
             "_class_name": "FlowMatchEulerDiscreteScheduler",
             "_diffusers_version": VERSION,
             "num_train_timesteps": STEPS,
-            "shift": 1.0,
+            "shift": path.shift,
         }
     schedule, first, last = BETAS[path.schedule]
     config: dict[str, Any] = {
@@ -168,6 +168,7 @@ def _write_weights(model: Generator, folder: Path) -> None:
         write_component(folder / "unet", unet_config(backbone.shape), unet)
     elif dit_layout.has_diffusers_form(model.shape):
         config = dit_layout.diffusers_config(backbone.shape)
+        rest |= {OWN: model.condition.folded()}
         write_component(folder / "transformer", config, dit_layout.to_diffusers(rest, backbone.shape))
         rest = {}
     if rest:

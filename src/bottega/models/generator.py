@@ -23,6 +23,9 @@ WEIGHTS = "model.safetensors"
 """In our own folder: what is not in the form of a diffusers part."""
 
 
+OWN, SHARED = "condition.embedding.weight", "condition.shared.weight"
+
+
 class Generator(nn.Module):
     """What a generative task trains. `drop` [B] marks samples whose condition is taken away, so that guidance can
     compare with and without; for text that is the task's affair, because the empty text stands for none."""
@@ -70,16 +73,35 @@ class Generator(nn.Module):
 
 
 class ClassCondition(nn.Module):
-    """One row for each class, and a last one for none."""
+    """One row for each class, and a last one for none.
+
+    Classes that are named by attributes share a row for each of them besides: what a 3 looks like is learnt from all
+    films of a 3, whichever way it goes.
+    """
+
+    rows: Tensor
 
     def __init__(self, shape: ConditionShape) -> None:
         super().__init__()
         self.none = shape.size
         self.embedding = nn.Embedding(shape.size + 1, shape.hidden_size)
+        self.shared: nn.Embedding | None = None
+        if shape.shared:
+            rows = torch.tensor(shape.shared)
+            nothing = int(rows.max()) + 1
+            rows = torch.cat((rows, torch.full((1, rows.shape[1]), nothing)))
+            self.shared = nn.Embedding(nothing + 1, shape.hidden_size)
+            self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, label: Tensor, drop: Tensor | None) -> Tensor:
-        label = label.long()
-        return self.embedding(label if drop is None else torch.where(drop, self.none, label))
+        label = label.long() if drop is None else torch.where(drop, self.none, label.long())
+        own = self.embedding(label)
+        return own if self.shared is None else own + self.shared(self.rows[label]).sum(dim=-2)
+
+    def folded(self) -> Tensor:
+        """One table that says the same, [classes + 1, width], for those who know of no other."""
+        everything = torch.arange(self.none + 1, device=self.embedding.weight.device)
+        return self(everything, None).detach()
 
 
 class VectorCondition(nn.Module):
@@ -114,6 +136,8 @@ def load_generator(model: Generator, folder: Path, *, whole: bool = False) -> No
     """Weights of a run's export or of a diffusers folder. Unless `whole`, a backbone alone will do: its condition then
     begins anew."""
     found, own = read_generator(folder), model.state_dict()
+    if SHARED in own and SHARED not in found and OWN in found:
+        found[SHARED] = torch.zeros_like(own[SHARED])  # in a layout that has one table, it is folded into that
     if not found:
         raise UsageError(f"model.from: {folder} holds no weights; expected a run's export or a diffusers UNet folder")
     is_new = not whole and not any(name.startswith("condition.") for name in found)

@@ -170,6 +170,8 @@ class ConditionShape(BaseModel):
     kind: Condition
     size: int = 0
     """Classes, or the width of the vector."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """Class -> rows of a second table, one for each of its attributes; empty where classes have nothing in common."""
     hidden_size: int = 0
     """Width of what the backbone is handed."""
     vocab_size: int | None = None

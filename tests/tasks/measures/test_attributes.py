@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bottega.tasks.measures.attributes import attributes, conditional_accuracy
+from bottega.tasks.measures.attributes import attributes, conditional_accuracy, shared_rows
 
 NAMES = ["digit=0 direction=left", "digit=0 direction=up", "digit=1 direction=left", "direction=up digit=1"]
 
@@ -31,3 +31,9 @@ def test_accuracy_as_a_whole_and_by_attribute() -> None:
     assert found == {"conditional_accuracy": 0.4, "digit_accuracy": 0.8, "direction_accuracy": 0.4}
     assert conditional_accuracy(predicted, asked, ["a", "b", "c", "d"]) == {"conditional_accuracy": 0.4}
     assert conditional_accuracy(predicted[:0], asked[:0], NAMES) == {}
+
+
+def test_classes_share_a_row_for_each_attribute_they_have_in_common() -> None:
+    assert shared_rows(NAMES) == ((0, 2), (0, 3), (1, 2), (1, 3))
+    assert shared_rows(["pitch=A4", "pitch=B4"]) == (), "one attribute is the class itself"
+    assert shared_rows(["cat", "dog"]) == ()

@@ -15,6 +15,18 @@ def attributes(names: Sequence[str]) -> dict[str, list[str]]:
     return {attribute: [pairs[attribute] for pairs in classes] for attribute in classes[0]}
 
 
+def shared_rows(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Class -> a number for each of its attributes' values; empty unless there are several attributes."""
+    found = attributes(names)
+    if len(found) < 2:
+        return ()
+    numbers: dict[tuple[str, str], int] = {}
+    for attribute, values in found.items():
+        for value in sorted(set(values)):
+            numbers[attribute, value] = len(numbers)
+    return tuple(tuple(numbers[a, found[a][i]] for a in found) for i in range(len(names)))
+
+
 def conditional_accuracy(predicted: np.ndarray, asked: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     """How often the class a classifier sees [n] is the class asked for [n], as a whole and by attribute.
 
