@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import nn
 
 from bottega.core.groups import Row, Setting, settings
 from bottega.schema.recipe import Training
@@ -24,3 +26,17 @@ def parameter_settings(
         unfreeze_every=steps(training.unfreeze.layers_per) if training.unfreeze is not None else None,
         layer_decay=training.layer_decay,
     )
+
+
+def thaw(model: nn.Module, settings: Mapping[str, Setting], step: int) -> bool:
+    """Let parameters learn whose time has come, and tell whether any was changed.
+
+    The others get no gradient: their moments stay 0 too, and their backward costs nothing.
+    """
+    changed = False
+    for name, parameter in model.named_parameters():
+        one = settings[name]
+        learns = one.scale is not None and one.starts <= step
+        changed = changed or parameter.requires_grad is not learns
+        parameter.requires_grad_(learns)
+    return changed

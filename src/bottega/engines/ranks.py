@@ -51,6 +51,17 @@ def joined(values: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def joined_rows(rows: Mapping[str, Tensor], weight: Tensor | None) -> dict[str, Tensor]:
+    """The rows of all ranks in the order of the examples, without those of weight 0, which only fill up a share."""
+    if not rows:
+        return {}
+    found = {name: joined(values.detach()) for name, values in rows.items()}
+    if weight is None:
+        return found
+    counted = joined(weight) > 0
+    return {name: values[counted] for name, values in found.items()}
+
+
 def any_rank(flag: bool) -> bool:
     return flag if not dist.is_initialized() else summed({"votes": float(flag)})["votes"] > 0
 

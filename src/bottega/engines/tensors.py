@@ -24,6 +24,27 @@ class TorchSnapshot(Snapshot):
         return {file: {name: t.numpy() for name, t in tensors.items()} for file, tensors in self._files.items()}
 
 
+def take(
+    state: Mapping[str, Mapping[str, Tensor]], buffers: dict[str, dict[str, Tensor]], *, on_device: bool
+) -> TorchSnapshot:
+    """A copy of the state in `buffers`, pinned and kept from save to save: it then runs behind the next kernels of the
+    same stream."""
+    files: dict[str, dict[str, Tensor]] = {}
+    for file, tensors in state.items():
+        kept = buffers.setdefault(file, {})
+        for name, tensor in tensors.items():
+            buffer = kept.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
+            buffer.copy_(tensor.detach(), non_blocking=True)
+        files[file] = {name: kept[name] for name in tensors}
+    if not on_device:
+        return TorchSnapshot(files, None)
+    copied = torch.cuda.Event()
+    copied.record()
+    return TorchSnapshot(files, copied)
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")

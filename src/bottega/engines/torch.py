@@ -31,10 +31,10 @@ from bottega.engines.devices import (
     seed_dropout,
     slice_batch,
 )
-from bottega.engines.grouping import parameter_settings
+from bottega.engines.grouping import parameter_settings, thaw
 from bottega.engines.noise import draw
 from bottega.engines.sums import Local, pair_of, sum_terms
-from bottega.engines.tensors import TorchSnapshot, compare, read_tensors
+from bottega.engines.tensors import TorchSnapshot, compare, read_tensors, take
 from bottega.engines.wrapping import compiled, replicated, require
 from bottega.schema.recipe import Training
 
@@ -112,17 +112,6 @@ class TorchEngine(Engine):
         self._called = self._alone if self.world == 1 else replicated(self._alone, self.device)
         self._train_models = {**self._frozen, "model": self._called}
 
-    def _thaw(self, step: int) -> None:
-        """Parameters whose time has not come get no gradient: their moments stay 0 too, and their backward costs nothing."""
-        changed = False
-        for name, parameter in self.model.named_parameters():
-            one = self.settings[name]
-            learns = one.scale is not None and one.starts <= step
-            changed = changed or parameter.requires_grad is not learns
-            parameter.requires_grad_(learns)
-        if changed and self.world > 1:
-            self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
-
     # One step
 
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
@@ -133,8 +122,8 @@ class TorchEngine(Engine):
         optimizers.set_rate(self.optimizers, rate)
         counts = ranks.summed(self.task.counts(batch))
         self._ensure_state()
-        if self._is_gradual:
-            self._thaw(step)
+        if self._is_gradual and thaw(self.model, self.settings, step) and self.world > 1:
+            self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
         on_device = put(batch, self.device, pin=self.pin_memory)
         if not self.model.training:
             self.model.train()
@@ -293,17 +282,7 @@ class TorchEngine(Engine):
             )
             dist.all_reduce(flat)
             sums = {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
-        return Evaluated(sums, self._gathered(out.rows, on_device.get("weight")))
-
-    def _gathered(self, rows: Mapping[str, Tensor], weight: Tensor | None) -> dict[str, Tensor]:
-        """The rows of all ranks, whose shares of a batch follow each other; a share is filled up with rows of weight 0."""
-        if not rows:
-            return {}
-        found = {name: ranks.joined(values.detach()) for name, values in rows.items()}
-        if weight is None:
-            return found
-        counted = ranks.joined(weight) > 0
-        return {name: values[counted] for name, values in found.items()}
+        return Evaluated(sums, ranks.joined_rows(out.rows, on_device.get("weight")))
 
     def fetch_rows(self, parts: Sequence[Mapping[str, Tensor]]) -> Rows:
         return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
@@ -384,22 +363,7 @@ class TorchEngine(Engine):
         if self.rank != 0:
             return TorchSnapshot({}, None)
         self._ensure_state()
-        files: dict[str, dict[str, Tensor]] = {}
-        for file, tensors in self.state().items():
-            # Pinned buffers, kept from save to save: the copy then runs behind the next kernels of the same stream.
-            kept = self._buffers.setdefault(file, {})
-            for name, tensor in tensors.items():
-                buffer = kept.get(name)
-                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                    pin = self.device.type == "cuda"
-                    buffer = kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-                buffer.copy_(tensor.detach(), non_blocking=True)
-            files[file] = {name: kept[name] for name in tensors}
-        if self.device.type != "cuda":
-            return TorchSnapshot(files, None)
-        copied = torch.cuda.Event()
-        copied.record()
-        return TorchSnapshot(files, copied)
+        return take(self.state(), self._buffers, on_device=self.device.type == "cuda")
 
     def load(self, folder: Path) -> None:
         wanted = self.state()
