@@ -1,4 +1,4 @@
-"""The verbs that look closer: doctor, inspect, ledger, verify-resume."""
+"""The verbs that look closer: doctor, inspect, ledger, verify-resume, compare."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.cli.verb import Verb, no_arguments, no_more
+from bottega.core.errors import UsageError
 
 
 def _doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -61,9 +62,38 @@ def _verify(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return verify(rest, steps=arguments.steps, kills=arguments.kills, show=not arguments.json)
 
 
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega compare A B [C]... [options]"
+    parser.add_argument(
+        "groups", nargs="*", help='a run, runs of several seeds ("runs/a-s*" or a,b,c), a folder of folds'
+    )
+    parser.add_argument("--metric", help="what is compared (default: the metric the runs kept their best by)")
+    parser.add_argument("--split", choices=("validation", "test"), help="what bottega evaluate wrote to RUN/results")
+    parser.add_argument("--alpha", type=float, default=0.05, help="how small p must be to tell (default: 0.05)")
+    parser.add_argument("--out", metavar="FILE.png", help="draw a picture as well")
+
+
+def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.insight.compare import compare, draw, show
+
+    no_more([word for word in rest if word.startswith("-")])
+    out = Path(arguments.out) if arguments.out else None
+    if out is not None and out.suffix.lower() != ".png":
+        raise UsageError(f"--out {out}: a picture is a .png")
+    groups = [*arguments.groups, *rest]  # argparse leaves those over that follow an option
+    report = compare(groups, metric=arguments.metric, split=arguments.split, alpha=arguments.alpha)
+    if out is not None:
+        draw(report, out)
+        report["picture"] = str(out)
+    if not arguments.json:
+        print(show(report))
+    return report
+
+
 VERBS = {
     "inspect": Verb("the module tree with parameters and gradients", _inspect_arguments, _inspect),
     "ledger": Verb("which samples made a step; replay of that batch", _ledger_arguments, _ledger),
+    "compare": Verb("whether groups of runs differ, by a test that fits", _compare_arguments, _compare),
     "verify-resume": Verb("kill a run, resume it, compare bit for bit", _verify_arguments, _verify),
     "doctor": Verb("versions, devices and what is missing", no_arguments, _doctor),
 }

@@ -1,9 +1,10 @@
-"""The verbs about recipes: plan, recipes, schema, init."""
+"""The verbs about recipes: plan, recipes, schema, init, import."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from bottega.cli.verb import Verb, no_arguments, no_more
@@ -58,9 +59,35 @@ def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return {"recipe": text}
 
 
+def _import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="axolotl.yml, llamafactory.yaml, trainer-args.json or lightning.yaml")
+    parser.add_argument(
+        "--out", metavar="RECIPE", help="where to write it (default: NAME.bottega.yaml beside the file)"
+    )
+    parser.add_argument(
+        "--from",
+        dest="kind",
+        choices=("axolotl", "llamafactory", "trainer", "lightning"),
+        help="whose configuration it is, where its keys do not tell",
+    )
+
+
+def _import(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.schema.foreign import import_file
+    from bottega.schema.foreign.written import show
+
+    no_more(rest)
+    out = Path(arguments.out) if arguments.out else None
+    found = import_file(Path(arguments.file), out=out, kind=arguments.kind)
+    if not arguments.json:
+        print(show(found))
+    return found
+
+
 VERBS = {
     "plan": Verb("check a recipe and print what would run", _plan_arguments, _plan),
     "recipes": Verb("the bundled recipes", no_arguments, _recipes),
     "schema": Verb("the JSON schema of a recipe, for editors", no_arguments, _schema),
     "init": Verb("a commented recipe to start from", _init_arguments, _init),
+    "import": Verb("a recipe from another trainer's configuration", _import_arguments, _import),
 }

@@ -1,0 +1,373 @@
+"""`bottega compare`: whether groups of runs differ, by the test that fits what they share, in words and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.loop import Goal
+from bottega.insight import statistics as st
+from bottega.insight.compare_groups import (
+    FOLD,
+    Group,
+    best_value,
+    check_same_data,
+    one_goal,
+    read_groups,
+    result_value,
+    right_answers,
+)
+from bottega.schema.recipe import changed_keys
+
+FEW = 5
+"""Pairs below which no difference has a Wilcoxon p under 0.1, however clear it is."""
+SEEDS_NEEDED = (
+    'at least 2 runs a group are needed; give seeds, such as "runs/name-s*" with the quotes, or a folder of folds'
+)
+TOWARDS = {"max": ", larger is better", "min": ", smaller is better", None: ""}
+PAPER, INK, FAINT, GRID, THREAD = "#ffffff", "#1c1b29", "#6d6b7b", "#ececf1", "#c9c8d3"
+# Told apart in grey and by the colour-blind as well; the letters say it again.
+COLOURS = ("#2a5db0", "#d1602f", "#2e8b6f", "#8a4fa3", "#a8862a", "#5d6470")
+LEFT, RIGHT, TOP, HEIGHT, COLUMN = 84, 24, 66, 320, 170
+DOT, LETTER = 4.5, 6.4
+SCALE = 2
+"""Pixels drawn for each of these, so that letters are sharp on today's screens."""
+MOST_PAIRS = 10
+"""Verdicts written under a picture."""
+
+
+def compare(
+    names: Sequence[str], *, metric: str | None = None, split: str | None = None, alpha: float = 0.05
+) -> dict[str, Any]:
+    """All that can be said of these groups, as plain values. Differences are the later group minus the earlier."""
+    if not 0 < alpha < 1:
+        raise UsageError(f"--alpha {alpha:g}: expected a number between 0 and 1, such as 0.05")
+    if len(names) < 2:
+        raise UsageError('say what to compare: bottega compare A B, such as bottega compare "runs/a-s*" "runs/b-s*"')
+    groups = read_groups(names)
+    goal, level = one_goal(groups), 1 - alpha
+    if all(len(group.members) == 1 for group in groups):
+        report = _by_answers(groups, metric=metric, level=level)
+    else:
+        report = _by_values(groups, metric=metric or goal.metric, goal=goal, split=split, level=level)
+    adjusted = st.holm([pair["p"] for pair in report["pairs"]])
+    for pair, p in zip(report["pairs"], adjusted, strict=True):
+        pair |= {"p_adjusted": p, **_judged(pair, p, report, alpha=alpha, num_pairs=len(adjusted))}
+    if len(adjusted) > 1:
+        report["notes"].append("p is adjusted for the number of pairs by Holm's method; intervals are not")
+    return {**report, "alpha": alpha, "level": level, "notes": list(dict.fromkeys(report["notes"]))}
+
+
+def _by_values(groups: list[Group], *, metric: str, goal: Goal, split: str | None, level: float) -> dict[str, Any]:
+    """Groups of seeds or of folds, by one number a run."""
+    notes: list[str] = []
+    for group in groups:
+        if len(group.members) < 2:
+            raise UsageError(f"{group.name} is a single run: {SEEDS_NEEDED}")
+        for member in group.members[1:] if not group.folds else ():
+            notes += check_same_data(group.members[0], member, metric=metric, split=split)
+    if len({group.kind for group in groups}) > 1:
+        folds = next(group.name for group in groups if group.folds)
+        raise UsageError(f"{folds} is folds and others are seeds, which vary for different reasons; compare one kind")
+    values: dict[str, dict[int, float]] = {}
+    for group in groups:
+        values[group.label] = {}
+        for key, member in group.by_key.items():
+            if split is None:
+                values[group.label][key] = best_value(member.path, metric, goal)
+                continue
+            values[group.label][key], is_said = result_value(member.path, metric, split)
+            if not is_said:
+                notes.append(f"results/metrics.json does not say of which split it is; it is taken for {split}")
+    pairs = []
+    for one, other in itertools.combinations(groups, 2):
+        pairs.append(_tested(one, other, values, metric=metric, split=split, level=level, notes=notes))
+    return {
+        "metric": metric,
+        "mode": ("max" if goal.maximise else "min") if metric == goal.metric else None,
+        "read_from": "metrics.jsonl" if split is None else f"results/metrics.json ({split})",
+        "groups": [_described(group, values[group.label], level=level) for group in groups],
+        "pairs": pairs,
+        "notes": notes,
+    }
+
+
+def _described(group: Group, values: dict[int, float], *, level: float) -> dict[str, Any]:
+    numbers = np.array(list(values.values()))
+    interval = st.mean_interval(numbers, level=level, ratio=group.ratio or 0.0)
+    return {
+        "label": group.label,
+        "name": group.name,
+        "kind": f"{group.kind}s",
+        "n": len(numbers),
+        "mean": float(numbers.mean()),
+        "deviation": float(numbers.std(ddof=1)),
+        "interval": dataclasses.asdict(interval),
+        "runs": [
+            {"run": str(member.path), "seed": member.recipe.seed, "fold": member.fold, "value": values[key]}
+            for key, member in group.by_key.items()
+        ],
+    }
+
+
+def _tested(
+    one: Group,
+    other: Group,
+    values: dict[str, dict[int, float]],
+    *,
+    metric: str,
+    split: str | None,
+    level: float,
+    notes: list[str],
+) -> dict[str, Any]:
+    """In pairs by the folds or seeds that both have; seeds may also have none in common."""
+    first, second, kind = values[one.label], values[other.label], one.kind
+    shared = [key for key in first if key in second]
+    if len(shared) == 1 or (one.folds and not shared):
+        raise UsageError(
+            f"{one.name} and {other.name} have {len(shared) or 'no'} {kind} in common, which makes fewer than 2 pairs; give "
+            f"both the same {kind}s"
+        )
+    for key in shared or (next(iter(first)),):
+        theirs = other.by_key[key] if shared else other.members[0]
+        notes += check_same_data(one.by_key[key], theirs, metric=metric, split=split)
+    if not shared:
+        found = st.compare_unpaired(*(np.array(list(side.values())) for side in (second, first)), level=level)
+        if math.isinf(found.statistic):
+            raise UsageError(
+                f"{one.name} and {other.name} do not vary at all; only pairs can tell: give both the same seeds"
+            )
+        why = f"they have no seed in common, so there are no pairs, and {len(first)} and {len(second)} runs may vary unlike"
+        if min(len(first), len(second)) < FEW:
+            notes.append(
+                f"with {len(first)} and {len(second)} runs a test can hardly find anything; {FEW} seeds each are few"
+            )
+        return _pair(one, other, found, why=why, paired_by=None)
+    found = st.compare_pairs(
+        *(np.array([side[key] for key in shared]) for side in (second, first)), level=level, ratio=one.ratio
+    )
+    alone = sorted(set(first) ^ set(second))
+    if alone:
+        notes.append(
+            f"{one.label} and {other.label}: {kind} {', '.join(map(str, alone))} is in one of them only and left out"
+        )
+    if len(shared) < FEW:
+        few = f"with {len(shared)} pairs a test can hardly find anything (Wilcoxon's smallest possible p is {2 / 2 ** len(shared):g})"
+        notes.append(f"{few}, and what t finds rests on differences being normal")
+    if found.test.startswith("Wilcoxon"):
+        why = "all pairs differ by the same amount, so that t has no scale"
+    elif one.folds:
+        why = f"folds share training data, so that the variance counts (1/{len(shared)} + 1/{one.folds - 1}), not 1/{len(shared)}"
+    else:
+        why = f"both have {len(shared)} seeds in common, so runs of one seed are pairs"
+    return _pair(one, other, found, why=why, paired_by=kind)
+
+
+def _by_answers(groups: list[Group], *, metric: str | None, level: float) -> dict[str, Any]:
+    """Single classifiers, by the samples that each has right."""
+    right = right_answers(groups)
+    if isinstance(right, str):
+        raise UsageError(
+            f"{right} is a single run without results/predictions.jsonl: {SEEDS_NEEDED}; or, for classifiers, write "
+            f"predictions: bottega evaluate {right} --out {right}/results"
+        )
+    if metric not in (None, "accuracy"):
+        raise UsageError(f"--metric {metric}: single runs are compared by accuracy; else {SEEDS_NEEDED}")
+    rows, pairs = [], []
+    for group in groups:
+        member, hits = group.members[0], right[group.label]
+        row = {
+            "label": group.label,
+            "name": group.name,
+            "kind": "samples",
+            "n": len(hits),
+            "mean": float(hits.mean()),
+            "deviation": None,
+            "interval": dataclasses.asdict(st.wilson_interval(int(hits.sum()), len(hits), level=level)),
+        }
+        run = {"run": str(member.path), "seed": member.recipe.seed, "fold": member.fold, "value": row["mean"]}
+        rows.append({**row, "runs": [run]})
+    for one, other in itertools.combinations(groups, 2):
+        found = st.compare_answers(right[other.label], right[one.label], level=level)
+        why = (
+            f"each is one classifier that answered the same {rows[0]['n']:,} samples; in {found.n:,} just one is right"
+        )
+        pairs.append(_pair(one, other, found, why=why, paired_by="key"))
+    notes = ["one run each: this tells two trained classifiers apart, not two ways of training; for these, give seeds"]
+    report = {"metric": "accuracy", "mode": "max", "read_from": "results/predictions.jsonl"}
+    return {**report, "groups": rows, "pairs": pairs, "notes": notes}
+
+
+def _pair(one: Group, other: Group, found: st.Comparison, *, why: str, paired_by: str | None) -> dict[str, Any]:
+    changed = changed_keys(one.members[0].recipe, other.members[0].recipe)
+    return {
+        "first": one.label,
+        "second": other.label,
+        "paired_by": paired_by,
+        "why": why,
+        **dataclasses.asdict(found),
+        "effect": dict(zip(("name", "size", "unbiased"), found.effect, strict=True)),
+        "changed": {key: [old, new] for key, old, new in changed if key not in ("seed", FOLD)},
+    }
+
+
+def _judged(pair: dict[str, Any], p: float, report: dict[str, Any], *, alpha: float, num_pairs: int) -> dict[str, Any]:
+    """Who is better, if that can be told; the verdict is never without test, n and p."""
+    first, second, is_higher = pair["first"], pair["second"], pair["difference"] > 0
+    if p >= alpha:
+        outcome, better = "no difference shown", None
+    elif report["mode"] is None:
+        outcome, better = f"{second} is {'higher' if is_higher else 'lower'}", None
+    else:
+        better = second if is_higher == (report["mode"] == "max") else first
+        outcome = f"{better} is better"
+    holm = f" after Holm's correction for {num_pairs} pairs" if num_pairs > 1 else ""
+    verdict = f"{second} - {first}: {outcome} ({pair['test']}, n = {pair['n']}, p = {_p(p)}{holm})"
+    return {"better": better, "outcome": outcome, "verdict": verdict}
+
+
+# For people.
+
+
+def show(report: dict[str, Any]) -> str:
+    number, level = _format(report), _level(report)
+    lines = [f"{report['metric']}{TOWARDS[report['mode']]}, from {report['read_from']}", ""]
+    rows = [["group", "", "n", "mean", "deviation", level]]
+    for group in report["groups"]:
+        deviation = "" if group["deviation"] is None else number(group["deviation"])
+        n = f"{group['n']:,} {group['kind']}"
+        rows.append(
+            [group["label"], group["name"], n, number(group["mean"]), deviation, _span(group["interval"], number)]
+        )
+    lines += [*_table(rows, right=(2, 3, 4, 5)), ""]
+    p_title = "p" if len(report["pairs"]) == 1 else "p (Holm)"
+    rows = [["pair", "difference", level, "test", "n", p_title, "effect", ""]]
+    for pair in report["pairs"]:
+        effect = f"{pair['effect']['name']} {pair['effect']['size']:.2f}"
+        difference, span = f"{number(pair['difference'], '+')}", _span(pair["interval"], number, "+")
+        name = f"{pair['second']} - {pair['first']}"
+        told = [pair["test"], f"{pair['n']:,}", _p(pair["p_adjusted"]), effect, pair["outcome"]]
+        rows.append([name, difference, span, *told])
+    lines += [*_table(rows, right=(1, 2, 4, 5)), ""]
+    for pair in report["pairs"]:
+        name, ranks = f"{pair['second']} - {pair['first']}", pair["ranks"]
+        second = ""
+        if ranks is not None and not pair["test"].startswith("Wilcoxon"):
+            plain = ", not adjusted" if len(report["pairs"]) > 1 else ""
+            second = f"; for a second opinion, Wilcoxon's signed ranks: p = {_p(ranks['p'])} ({ranks['method']}{plain})"
+        lines.append(f"{name}: {pair['test']}, because {pair['why']}{second}")
+        if pair["changed"]:
+            lines.append(
+                f"{name}: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in pair["changed"].items())
+            )
+    return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
+
+
+def _level(report: dict[str, Any]) -> str:
+    return f"{100 * report['level']:g} % interval"
+
+
+def _p(p: float) -> str:
+    return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
+
+
+def _format(report: dict[str, Any]) -> Callable[..., str]:
+    """Five digits of the largest mean, for all numbers alike, so that they stand under each other."""
+    largest = max(abs(group["mean"]) for group in report["groups"]) or 1.0
+    decimals = min(max(0, 4 - math.floor(math.log10(largest))), 10)
+    return lambda value, sign="": f"{value:{sign}.{decimals}f}"
+
+
+def _span(interval: dict[str, float], number: Callable[..., str], sign: str = "") -> str:
+    return f"{number(interval['low'], sign)} to {number(interval['high'], sign)}"
+
+
+def _table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    cells = [
+        [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in cells]
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """A PNG: every run is a dot, beside them the group's mean and interval; lines join runs of one seed or fold."""
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError as error:
+        raise EnvironmentProblem(f"pictures need Pillow: pip install 'bottega[data]' ({error})") from error
+    groups, shown = report["groups"], [pair["verdict"] for pair in report["pairs"][:MOST_PAIRS]]
+    column = max(COLUMN, 560 // len(groups), math.ceil(LETTER * max(map(len, shown)) / len(groups)))
+    width, height = LEFT + column * len(groups) + RIGHT, TOP + HEIGHT + 62 + 19 * len(shown)
+    sheet = Image.new("RGB", (width * SCALE, height * SCALE), PAPER)
+    pen = ImageDraw.Draw(sheet)
+
+    def text(x: float, y: float, words: str, *, anchor: str = "lm", size: int = 12, fill: str = INK) -> None:
+        pen.text((x * SCALE, y * SCALE), words, font=ImageFont.load_default(size * SCALE), anchor=anchor, fill=fill)
+
+    def line(*ends: float, fill: str = INK, thick: float = 1) -> None:
+        pen.line([round(value * SCALE) for value in ends], fill=fill, width=round(thick * SCALE))
+
+    bounds = [group["interval"][end] for group in groups for end in ("low", "high")]
+    ticks, place = _axis([*bounds, *(run["value"] for group in groups for run in group["runs"])])
+    spots = [_spots(group, LEFT + column * (i + 0.5), place) for i, group in enumerate(groups)]
+    joined = ", lines join those of one seed or fold" if groups[0]["kind"] != "samples" else ""
+    text(LEFT, 22, f"{report['metric']}{TOWARDS[report['mode']]}", size=16)
+    text(LEFT, 43, f"each dot is a run{joined}; beside it the mean and its {_level(report)}", fill=FAINT)
+    for value, words in ticks:
+        line(LEFT, place(value), width - RIGHT, place(value), fill=GRID)
+        text(LEFT - 8, place(value), words, anchor="rm", fill=FAINT)
+    for here, there in itertools.pairwise(spots):
+        for key in sorted(here.keys() & there.keys()) if joined else ():
+            line(*here[key], *there[key], fill=THREAD)
+    for number, group in enumerate(groups):
+        x, colour = LEFT + column * (number + 0.5), COLOURS[number % len(COLOURS)]
+        low, high, mean = (place(v) for v in (group["interval"]["low"], group["interval"]["high"], group["mean"]))
+        for bar in ((x + 30, low, x + 30, high), (x + 24, low, x + 36, low), (x + 24, high, x + 36, high)):
+            line(*bar, fill=colour, thick=1.5)
+        line(x + 17, mean, x + 43, mean, fill=colour, thick=3.5)
+        for at, y in spots[number].values():
+            box = [value * SCALE for value in (at - DOT, y - DOT, at + DOT, y + DOT)]
+            pen.ellipse(box, fill=colour, outline=PAPER, width=SCALE)
+        most = int(column / LETTER)
+        name = group["name"] if len(group["name"]) <= most else f"…{group['name'][1 - most :]}"
+        text(x, TOP + HEIGHT + 18, f"{group['label']}   {group['n']:,} {group['kind']}", anchor="mm", fill=colour)
+        text(x, TOP + HEIGHT + 35, name, anchor="mm", size=11, fill=FAINT)
+    for number, verdict in enumerate(shown):
+        text(LEFT, TOP + HEIGHT + 62 + 19 * number, verdict)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(path, optimize=True)
+
+
+def _spots(group: dict[str, Any], x: float, place: Callable[[float], float]) -> dict[int, tuple[float, float]]:
+    """Where the dots lie, by seed or fold; one that would hide another stands to its left."""
+    kind = "fold" if group["kind"] == "folds" else "seed"
+    found: dict[int, tuple[float, float]] = {}
+    for run in sorted(group["runs"], key=lambda run: run["value"]):
+        y = place(run["value"])
+        taken = {at for at, other in found.values() if abs(other - y) < 2 * DOT}
+        found[run[kind]] = next(at for i in range(len(found) + 1) if (at := x - 2 * DOT * i) not in taken), y
+    return found
+
+
+def _axis(values: list[float]) -> tuple[list[tuple[float, str]], Callable[[float], float]]:
+    """Round ticks with their words, and where on the sheet a value lies."""
+    low, high = min(values), max(values)
+    room = 0.06 * (high - low) or abs(high) * 0.05 or 1.0
+    low, high = low - room, high + room
+    power = 10.0 ** math.floor(math.log10((high - low) / 6))
+    step = next(power * times for times in (1, 2, 5, 10) if (high - low) / (power * times) <= 6)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    marks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return [(v, f"{v:.{decimals}f}") for v in marks], lambda v: TOP + HEIGHT * (high - v) / (high - low)
