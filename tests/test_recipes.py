@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 import bottega
+import small_texts
 from bottega.schema import bundled
 from bottega.schema.flags import parse_overrides
 from bottega.schema.load import check_recipe, load_recipe, to_yaml
@@ -77,6 +78,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "image_vae/photos": {"data.image_size": 16},
     "image/tokens": {"needs.tokens": {"recipe": "image_tokens/digits", "settings": AUTOENCODER}},
+    "classify/sst2": {"data.train.columns": None},
     "image/text": {"model.text.hidden_size": 16, "model.text.num_layers": 1},
 }
 """What the data of a test ask of one recipe, or what it alone has."""
@@ -109,7 +111,14 @@ def mine(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, Path
     films = draw.integers(0, 256, (20, 4, 12, 12, 3), np.uint8)
     np.savez(folder / "films.npz", video=films, fps=np.full(20, 8))
     photos, sounds = folder / "photos", folder / "recordings"
-    return {"language": text, "image": photos, "image_vae": photos, "audio": sounds, "video": folder / "films.npz"}
+    return {
+        "language": text,
+        "classify": small_texts.texts(folder),
+        "image": photos,
+        "image_vae": photos,
+        "audio": sounds,
+        "video": folder / "films.npz",
+    }
 
 
 def header_of(name: str) -> str:
@@ -152,6 +161,10 @@ def test_the_header_has_the_command_and_says_what_it_trains(name: str, text: Pat
 def test_the_small_form_trains_three_steps(name: str, mine: dict[str, Path], tmp_path: Path) -> None:
     recipe = check_recipe([name]).recipe
     settings = {**SMALL[recipe.task], **OWN.get(name, {}), "output_dir": str(tmp_path)}
+    if recipe.task == "classify" and recipe.data.input == "text":
+        settings = {**small_texts.SMALL, **TRAINING, **OWN.get(name, {}), "output_dir": str(tmp_path)}
+        if getattr(recipe.model, "kind", None) == "pretrained":
+            settings["model.from"] = str(small_texts.encoder(tmp_path / "encoder"))
     if recipe.data.train.kind != "embedded":
         settings["data.train.path"] = str(mine[recipe.task])
     run = bottega.train(name, settings)

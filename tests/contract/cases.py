@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+import small_texts
 from bottega import branches
 from bottega.branches.branch import Branch
 from bottega.compose import build_engine, build_loader, plan_rates
@@ -49,6 +50,17 @@ def over_codes(folder: Path) -> dict[str, Any]:
     return {**image(folder), "model.tokenizer": str(folder / "codes")}
 
 
+def classify_image(folder: Path) -> dict[str, Any]:
+    shared = {key: value for key, value in image(folder).items() if not key.startswith(("model.", "samples."))}
+    return {**shared, "model.hidden_size": 8}
+
+
+def classify_cnn(folder: Path) -> dict[str, Any]:
+    return small_texts.settings(
+        folder, "cnn", **{"model.word_dropout": 0.2, "model.dropout": 0.0, "training.scheduler.name": "constant"}
+    )
+
+
 @dataclass(frozen=True)
 class Case:
     engine: str
@@ -70,6 +82,9 @@ CASES = [
     Case("torch", "image_vae", "image_vae/digits", image_vae, lacks=("model.dropout",)),
     Case("torch", "image_tokens", "image_tokens/digits", image_tokens, lacks=("model.dropout",)),
     Case("torch", "image", "image/tokens", over_codes),
+    Case("torch", "classify", "classify", small_texts.settings),
+    Case("torch", "classify", "classify/cnn", classify_cnn),
+    Case("torch", "classify", "classify/image", classify_image),
 ]
 
 

@@ -184,11 +184,18 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        name: parts[0][name] if np.ndim(parts[0][name]) == 0 else np.concatenate([part[name] for part in parts])
-        for name in parts[0]
-    }
+def joined(parts: list[dict[str, Any]], filling: dict[str, int]) -> dict[str, Any]:
+    """The parts as one batch. What is as long as its own longest text is filled up first."""
+
+    def one(name: str) -> Any:
+        values = [part[name] for part in parts]
+        if name in filling:
+            width = max(value.shape[1] for value in values)
+            free = [((0, 0), (0, width - value.shape[1])) for value in values]
+            values = [np.pad(v, by, constant_values=filling[name]) for v, by in zip(values, free, strict=True)]
+        return values[0] if np.ndim(values[0]) == 0 else np.concatenate(values)
+
+    return {name: one(name) for name in parts[0]}
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
@@ -196,7 +203,8 @@ def test_ranks_together_see_what_one_process_sees(built: Built, world: int) -> N
     whole = loader(built)
     ranks = [loader(built, rank=rank, world=world) for rank in range(world)]
     for step in (0, 1, 2, 7, 1000):
-        assert same(joined([rank.batch(step) for rank in ranks]), whole.batch(step))
+        filling = getattr(built[0], "filling", {})
+        assert same(joined([rank.batch(step) for rank in ranks], filling), whole.batch(step))
 
 
 def test_workers_and_restarts_change_nothing(built: Built) -> None:

@@ -1,8 +1,9 @@
-"""Every kind gives any text back exactly, keeps end of text out of text, and opens in transformers unchanged."""
+"""Every kind but words gives any text back exactly, keeps end of text out of text, and opens in transformers unchanged."""
 
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.data import tokenizer as tokenizer_module
 from bottega.data.bytelevel import SYMBOLS, safe_pieces
 from bottega.data.readers.embedded import listed
-from bottega.data.tokenizer import END_OF_TEXT, Tokenizer
+from bottega.data.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer
 from bottega.data.vocabulary import (
     TokenizerSpec,
     build_tokenizer,
@@ -25,6 +26,7 @@ from bottega.data.vocabulary import (
     character_tokenizer,
     pretrained_tokenizer,
     train_bpe,
+    word_tokenizer,
 )
 
 CORPUS = [text for file in listed().files[:25] if (text := file.read_text(encoding="utf-8"))][:20]
@@ -159,6 +161,99 @@ def test_what_is_saved_opens_in_transformers_unchanged(tmp_path: Path) -> None:
             assert other(text)["input_ids"] == ids, (tokenizer.kind, text)
             assert other.decode(ids) == text
         assert other.decode([tokenizer.end_of_text], skip_special_tokens=True) == ""
+
+
+def test_words_are_lowered_divided_and_numbered_by_frequency() -> None:
+    texts = ["The cat's mat; the CAT didn't", "do n't — the mat, caf\u00e9 cafe\u0301 it\u2019s"]
+    words = word_tokenizer(texts, vocab_size=None)
+    # Equally frequent ones by their letters.
+    assert [words.core.id_to_token(n) for n in range(words.vocab_size)] == [
+        *(UNKNOWN, END_OF_TEXT, "the", "'s", "café", "cat", "mat"),
+    ]
+    assert (words.unknown, words.end_of_text, words.padding, words.frame) == (0, 1, 1, ((), ()))
+    all_words = word_tokenizer(texts, vocab_size=None, min_frequency=1)
+    assert all_words.decode(all_words.encode("Don't, DIDN'T do n't the cats")) == "<unk> , didn't do n't the <unk>"
+    assert all_words.encode(" \n").tolist() == []
+    # What spells a special token is text.
+    assert not {1} & set(all_words.encode(f"{END_OF_TEXT} {UNKNOWN}").tolist())
+    assert word_tokenizer(texts, vocab_size=4).core.get_vocab().keys() == {UNKNOWN, END_OF_TEXT, "the", "'s"}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text("ab c'.", max_size=12), min_size=2, max_size=6), st.randoms())
+def test_the_order_of_the_texts_does_not_change_the_words(texts: list[str], chance: random.Random) -> None:
+    texts = ["a a b b", *texts]
+    shuffled = [" ".join(chance.sample(text.split(" "), len(text.split(" ")))) for text in texts]
+    chance.shuffle(shuffled)
+    for size in (None, 4):
+        first, second = (word_tokenizer(some, vocab_size=size) for some in (texts, shuffled))
+        assert first.fingerprint == second.fingerprint
+
+
+def test_words_are_kept_and_open_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    words = word_tokenizer([*CORPUS, *HARD], vocab_size=500)
+    assert words.vocab_size == 500
+    words.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert (again.kind, again.fingerprint, again.unknown, again.padding) == ("words", words.fingerprint, 0, 1)
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(other, PreTrainedTokenizerFast)
+    assert (other.unk_token_id, other.pad_token_id, len(other)) == (0, 1, 500)
+    for text in [*HARD, CORPUS[1][:3000]]:
+        assert other(text)["input_ids"] == again.encode(text).tolist() == words.encode(text).tolist()
+
+
+def test_words_that_cannot_be() -> None:
+    with pytest.raises(DataError, match=r"no word occurs 2 times .* data\.tokenizer\.min_frequency"):
+        word_tokenizer(["one two", "three"], vocab_size=None)
+    with pytest.raises(UsageError, match="vocab_size=2 is less than 3"):
+        word_tokenizer(["a a"], vocab_size=2)
+
+
+def test_sizes_are_the_usual_ones_of_each_kind() -> None:
+    assert TokenizerSpec().vocab_size == TokenizerSpec(kind="bpe", vocab_size=None).vocab_size == 4096
+    assert TokenizerSpec(kind="words").vocab_size is None
+    assert TokenizerSpec(vocab_size=300).vocab_size == 300
+
+
+def test_the_frame_is_what_the_post_processor_puts_around() -> None:
+    core = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[PAD]": 4}, unk_token="a"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    for template, frame in {"$A": ((), ()), "<s> $A </s> </s>": ((0,), (1, 1)), "$A </s>": ((), (1,))}.items():
+        core.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
+        made = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"})
+        assert made.frame == frame
+        assert made.encode("a b").tolist() == [2, 3]
+        assert made.padding == 4
+    core.post_processor = processors.TemplateProcessing(single="$A <s> $A", special_tokens=[("<s>", 0)])
+    with pytest.raises(DataError, match="more than to frame"):
+        _ = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"}).frame
+
+
+@pytest.mark.parametrize(
+    ("said", "config", "longest"),
+    [
+        (512, None, 512),
+        (10**30, None, None),
+        (None, {"model_type": "bert", "max_position_embeddings": 512}, 512),
+        # Of 514 positions RoBERTa never uses the first two.
+        (10**30, {"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 512),
+        (128, {"model_type": "bert", "max_position_embeddings": 512}, 128),
+        (None, {"model_type": "t5"}, None),
+    ],
+)
+def test_the_longest_text_is_what_folder_and_model_say(
+    tmp_path: Path, said: int | None, config: dict[str, object] | None, longest: int | None
+) -> None:
+    BPE.save(tmp_path)
+    kept = tmp_path / "tokenizer_config.json"
+    more = {} if said is None else {"model_max_length": said}
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), **more}))
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert pretrained_tokenizer(str(tmp_path)).longest == longest
 
 
 def test_other_peoples_tokenizers(tmp_path: Path) -> None:

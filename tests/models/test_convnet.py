@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -113,3 +115,23 @@ def test_dropout_is_of_training_alone() -> None:
     assert torch.equal(model(x), model(x))
     model.train()
     assert not torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize("grid", [(8, 8), (4, 8, 8)])
+def test_norms_behind_frozen_layers_learn(grid: tuple[int, ...]) -> None:
+    """torch's own group norm ends the process here; tried apart, so that this one would live to tell."""
+    model = net(grid)
+    model.stem.requires_grad_(False)
+    code = "\n".join(
+        (
+            "import torch",
+            "from bottega.models.group_norm import GroupNorm",
+            f"x = torch.randn(2, 8, *{grid}).to(memory_format=torch.channels_last{'_3d' if len(grid) == 3 else ''})",
+            "norm = GroupNorm(8, 8)",
+            "norm(x).square().sum().backward()",
+            "assert norm.weight.grad.abs().sum() > 0",
+        )
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    model(samples(grid)).sum().backward()
+    assert model.blocks[0].norm1.weight.grad.abs().sum() > 0

@@ -1,4 +1,7 @@
-"""The classifying task: sums agree under any split, padding counts nowhere, the loss is a known number, and it learns."""
+"""The classifying task: sums agree under any split, padding counts nowhere, the loss is a known number, and it learns.
+
+What texts, several labels and the other losses add is in test_classification.py.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from bottega.branches import text_classify
+from bottega.branches.branch import Branch
 from bottega.branches.kept import read_kept
 from bottega.branches.media import MediaBranch
 from bottega.branches.start import start_folder
@@ -24,7 +26,7 @@ from bottega.data.mel import MelCodec
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.samples import image_encoder, mel_codec
-from bottega.schema.classify import AudioClassifyRecipe, ImageClassifyRecipe, MediaClassifyRecipe, VideoClassifyRecipe
+from bottega.schema.classify import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
 from bottega.schema.convnet import ConvNetShape
 from bottega.schema.recipe import Recipe
 from bottega.tasks.classify import Classification
@@ -34,7 +36,9 @@ MODEL_TYPE = "bottega-convnet"
 MediaRecipe = ImageClassifyRecipe | AudioClassifyRecipe | VideoClassifyRecipe
 
 
-def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> ClassifyBranch:
+def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Branch:
+    if isinstance(recipe, ClassifyRecipe):
+        return text_classify.prepare(recipe, say=say)
     checked = _checked(recipe)
     prepared = prepare_media(checked, progress=say)
     classes = Classes(prepared.classes.names)
@@ -45,15 +49,15 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Classify
     return ClassifyBranch(checked, _shape_of(checked, prepared, len(classes), mel), classes, mel, prepared=prepared)
 
 
-def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> ClassifyBranch:
+def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
+    if isinstance(recipe, ClassifyRecipe):
+        return text_classify.reopen(recipe, codec, fingerprint)
     checked = _checked(recipe)
     mel = MelCodec.load(codec) if isinstance(checked, AudioClassifyRecipe) else None
     return ClassifyBranch(checked, _read_shape(codec), _read_classes(codec), mel, expected=fingerprint)
 
 
 def _checked(recipe: Recipe) -> MediaRecipe:
-    if not isinstance(recipe, MediaClassifyRecipe):
-        raise UsageError("data.input: text cannot be classified yet; there is image, audio and video")
     assert isinstance(recipe, MediaRecipe)
     if not isinstance(recipe, AudioClassifyRecipe) and recipe.data.buckets is not None:
         raise UsageError("data.buckets: a classifier sees pictures of one shape; leave it out")
@@ -62,7 +66,7 @@ def _checked(recipe: Recipe) -> MediaRecipe:
 
 @final
 class ClassifyBranch(MediaBranch):
-    metrics = ("loss", "accuracy")
+    metrics = ("loss", "accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
 
     def __init__(
         self,

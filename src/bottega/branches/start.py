@@ -28,5 +28,8 @@ def tokenizer_of(recipe: LanguageRecipe | ClassifyRecipe) -> TokenizerSpec:
     if recipe.model.from_ is not None and chosen.kind != "pretrained":
         # Pretrained weights know one vocabulary only; a parent recipe may name another.
         return TokenizerSpec(kind="pretrained", path=str(start_folder(recipe.model.from_)))
-    size = {"vocab_size": chosen.vocab_size} if chosen.vocab_size is not None else {}
-    return TokenizerSpec(kind=chosen.kind, path=chosen.path, **size)
+    given = {key: getattr(chosen, key, None) for key in ("vocab_size", "min_frequency")}
+    if chosen.kind == "words" and chosen.vocab_size is None:
+        # Words beyond the rows of the embedding would have none.
+        given["vocab_size"] = recipe.model.vocab_size
+    return TokenizerSpec(kind=chosen.kind, path=chosen.path, **{k: v for k, v in given.items() if v is not None})

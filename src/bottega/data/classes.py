@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, final
 
 import numpy as np
@@ -101,9 +103,11 @@ class Conditions:
             if kind == "class" or "" not in texts:  # else they are for looking at only, and all or none
                 self.labels = classes.ids(texts, keys=_Keys(table))
         if kind == "class" and self.labels is None:
+            key = str(table.row("key", 0))
             raise DataError(
-                f"the samples have no labels (the first is {table.row('key', 0)}), and condition is class; name the field "
-                "with data.train.label, sort the files into a folder for each class, or set model.condition=none"
+                f"the samples have no labels (the first is {key}), and condition is class; name the field with "
+                f"data.train.label, {_in_names(key)}sort the files into a folder for each class, or set "
+                "model.condition=none"
             )
         self.size = {"none": 0, "class": len(classes or ())}.get(kind, 0)
         self.vectors = _vectors(table) if kind == "vector" else None
@@ -129,6 +133,13 @@ class Conditions:
         if self.vectors is not None:
             lines.append(f"condition: {np.array2string(self.vectors[number], threshold=16, precision=4)}")
         return lines
+
+
+def _in_names(key: str) -> str:
+    """A hint where the name of a file seems to say several things, such as 7_jackson_32.wav."""
+    mark = re.search(r"[^\W_]([_=,-])[^\W_]", Path(key).stem)
+    pattern = f"(?P<label>[^/{mark[1]}]+){mark[1]}" if mark is not None else ""
+    return f'read it off their names with data.train.pattern, such as "{pattern}", ' if pattern else ""
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, final
 
@@ -73,6 +73,12 @@ class Concat(Source):
         self._merged({i: (zero + i, s.rows(zero, zero)) for i, s in enumerate(self.sources)}, len(self.sources))
 
     def _merged(self, parts: dict[int, tuple[np.ndarray, dict[str, Any]]], count: int) -> dict[str, Any]:
+        for name in self.filling:
+            width = max(rows[name].shape[1] for _, rows in parts.values())
+            for part, (_, rows) in parts.items():
+                filling = self.sources[part].filling
+                if name in filling:
+                    rows[name] = _widened(rows[name], width, filling[name])
         (leader, (_, model)), *others = parts.items()
         for other, (_, rows) in others:
             for name in sorted(model.keys() ^ rows.keys()):
@@ -99,6 +105,10 @@ class Concat(Source):
         return merged
 
     @cached_property
+    def filling(self) -> Mapping[str, int]:
+        return {name: value for source in self.sources for name, value in source.filling.items()}
+
+    @cached_property
     def fingerprint(self) -> str:
         parts = [f"{s.fingerprint} times {n}" for s, n in zip(self.sources, self.repeats, strict=True)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -107,6 +117,12 @@ class Concat(Source):
         part = int(np.searchsorted(self._ends, index, side="right"))
         local, own = self._local(part, index, epoch)
         return f"{self.names[part]}: {self.sources[part].describe(int(local), int(own))}"
+
+
+def _widened(array: np.ndarray, width: int, value: int) -> np.ndarray:
+    """[n, width, ...]"""
+    free = [(0, 0), (0, width - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
+    return np.pad(array, free, constant_values=value)
 
 
 def _form(value: Any) -> str:

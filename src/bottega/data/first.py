@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import numpy as np
@@ -21,6 +22,10 @@ class First(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         return self.source.rows(index, epoch)
+
+    @property
+    def filling(self) -> Mapping[str, int]:
+        return self.source.filling
 
     @property
     def fingerprint(self) -> str:

@@ -1,9 +1,15 @@
-"""Prepared texts with a class each, as samples filled up to one length."""
+"""Prepared texts with a class each, or several, as batches that are as long as their longest text.
+
+b: texts   T: ids of the longest text of the batch, a multiple of 8   K: classes
+"""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -11,40 +17,114 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.errors import DataError
+from bottega.data.classes import Classes, texts_of
+from bottega.data.prepare.prepared import Prepared
 from bottega.data.shards import Table
 from bottega.data.source import Source
+from bottega.data.tokenizer import Tokenizer
+
+# Few enough lengths for a compiler to know them all, and what matrix units like.
+MULTIPLE = 8
+
+
+@final
+@dataclass(frozen=True)
+class TextForm:
+    """How the ids of texts become a batch: what stands before and after each, what fills it up, and where it is cut."""
+
+    padding: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    longest: int | None = None
+    """At most so many ids, with those before and after; None never cuts."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, *, sequence_length: int | None = None) -> TextForm:
+        """For texts that are encoded now; as `of_meta` for prepared ones."""
+        return cls._cut(tokenizer.padding, tokenizer.frame, tokenizer.longest, sequence_length)
+
+    @classmethod
+    def of_meta(cls, meta: Mapping[str, Any], *, sequence_length: int | None = None) -> TextForm:
+        """What meta.json of prepared texts says."""
+        padding = meta.get("padding", meta["end_of_text"])
+        return cls._cut(padding, meta.get("frame", ((), ())), meta.get("longest"), sequence_length)
+
+    @classmethod
+    def _cut(
+        cls, padding: int, frame: tuple[Sequence[int], Sequence[int]], longest: int | None, asked: int | None
+    ) -> TextForm:
+        limits = [limit for limit in (longest, asked) if limit is not None]
+        return cls(padding, tuple(frame[0]), tuple(frame[1]), min(limits, default=None))
+
+    def lengths(self, contents: np.ndarray) -> np.ndarray:
+        """Ids of texts that have so many of their own. A text of none is one filling, so that a mean over it exists."""
+        whole = np.maximum(contents + len(self.before) + len(self.after), 1)
+        return whole if self.longest is None else np.minimum(whole, self.longest)
+
+    def batch(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """input_ids and attention_mask of texts that were encoded without anything around them."""
+        ends = np.cumsum([len(one) for one in ids])
+        return self.gather(np.concatenate([*ids, np.zeros(0, np.int32)]), np.r_[0, ends[:-1]], ends)
+
+    def gather(
+        self, values: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, longest: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """input_ids and attention_mask [b, T] of the texts values[start:end]. T is never more than `longest`."""
+        lengths = self.lengths(ends - starts)
+        T = -(-int(lengths.max(initial=1)) // MULTIPLE) * MULTIPLE
+        T = min([T, *(limit for limit in (longest, self.longest) if limit is not None)])
+        first, last = len(self.before), len(self.after)
+        # Cut is what the text itself says; its frame always stays.
+        contents = np.clip(lengths - first - last, 0, ends - starts)
+        places = np.arange(T) - first
+        inside = (places >= 0) & (places < contents[:, None])
+        taken = np.where(inside, starts[:, None] + places, 0)
+        found = values[taken] if len(values) else np.zeros_like(taken)
+        filled = np.where(inside, found.astype(np.int32), np.int32(self.padding))
+        filled[:, :first] = self.before
+        at = first + contents[:, None] + np.arange(last)
+        np.put_along_axis(filled, at, np.broadcast_to(np.array(self.after, np.int32), at.shape), axis=1)
+        return {"input_ids": filled, "attention_mask": (np.arange(T) < lengths[:, None]).astype(np.int32)}
 
 
 @final
 class LabelledTexts(Source):
-    """input_ids and attention_mask [n, T], label [n]. Longer texts are cut at T tokens."""
+    """input_ids and attention_mask int32 [b, T]; label int32 [b], or labels float32 [b, K] where a text has several."""
 
     def __init__(self, folder: Path, table: str, *, labels: np.ndarray, sequence_length: int | None = None) -> None:
-        """`labels` [rows] are class numbers; T is the longest text where no length is given."""
-        self.folder, self.table_name, self.labels = Path(folder), table, labels.astype(np.int32)
+        """`labels` are class numbers [rows], or 1 for each class that a text has [rows, K]. Texts are cut at
+        `sequence_length`, and at what the model of a pretrained tokenizer can read."""
+        self.folder, self.table_name = Path(folder), table
+        self.labels = labels.astype(np.int32 if labels.ndim == 1 else np.float32)
         self.table = Table(self.folder / table)
-        longest = int(self.table.lengths("input_ids").max(initial=1))
-        self.sequence_length = min(sequence_length, longest) if sequence_length is not None else longest
+        self.form = TextForm.of_meta(self.meta, sequence_length=sequence_length)
+        framed = len(self.form.before) + len(self.form.after)
+        if self.form.longest is not None and self.form.longest <= framed:
+            raise DataError(f"data.sequence_length={self.form.longest} leaves no room beside {framed} special tokens")
+        self.sequence_length = int(self.lengths().max(initial=1))
 
     def __len__(self) -> int:
         return len(self.table)
 
     def lengths(self) -> np.ndarray:
-        return np.minimum(self.table.lengths("input_ids"), self.sequence_length)
+        return self.form.lengths(self.table.lengths("input_ids"))
 
     def scores(self, name: str) -> np.ndarray:
         if self.meta.get("score_field") != name:
             raise DataError(f"data.curriculum.by: the data was prepared with no field {name!r}; prepare it again")
         return self.table.values("score")
 
+    @property
+    def filling(self) -> dict[str, int]:
+        """With what a batch is made longer, where it is joined with one of another length."""
+        return {"input_ids": self.form.padding, "attention_mask": 0}
+
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        values, ends = self.table.values("input_ids"), self.table.ends("input_ids")
-        start = np.where(index > 0, ends[index - 1], 0)
-        places = start[:, None] + np.arange(self.sequence_length)
-        mask = places < ends[index][:, None]
-        ids = values[np.minimum(places, len(values) - 1)].astype(np.int32)
-        filled = np.where(mask, ids, np.int32(self.meta["end_of_text"]))
-        return {"input_ids": filled, "attention_mask": mask.astype(np.int32), "label": self.labels[index]}
+        ends = self.table.ends("input_ids")
+        starts = np.where(index > 0, ends[index - 1], 0)
+        values = self.table.values("input_ids")
+        batch = self.form.gather(values, starts, ends[index], longest=self.sequence_length)
+        return {**batch, "label" if self.labels.ndim == 1 else "labels": self.labels[index]}
 
     @property
     def fingerprint(self) -> str:
@@ -58,3 +138,58 @@ class LabelledTexts(Source):
     @cached_property
     def meta(self) -> dict[str, Any]:
         return json.loads((self.folder / "meta.json").read_text())
+
+
+def labelled_texts(
+    prepared: Prepared, table: str, *, classes: Classes | None = None, sequence_length: int | None = None
+) -> LabelledTexts:
+    """The texts of one table. `classes` are those that a model knows already, where the data is not its own."""
+    known = prepared.classes if classes is None else classes
+    labels = class_numbers(prepared.table(table), known, multi_label=prepared.meta.get("multi_label", False))
+    return LabelledTexts(prepared.folder, table, labels=labels, sequence_length=sequence_length)
+
+
+def class_numbers(table: Table, classes: Classes, *, multi_label: bool = False) -> np.ndarray:
+    """The class of each row, int32 [n]; or 1 for each class that it has, float32 [n, K]."""
+    numbers = {name: number for number, name in enumerate(classes.names)}
+    texts = texts_of(table, "label")
+    named = {text: json.loads(text) if multi_label else [text] for text in set(texts)}
+    unknown = {text for text, names in named.items() if not numbers.keys() >= set(names)}
+    if unknown:
+        row = next(row for row, text in enumerate(texts) if text in unknown)
+        name = next(name for name in named[texts[row]] if name not in numbers)
+        raise DataError(f"{table.row('key', row)}: {_not_learnt(name, classes)}")
+    if not multi_label:
+        return np.array([numbers[text] for text in texts], np.int32)
+    rows = np.zeros((len(texts), len(classes)), np.float32)
+    for row, text in enumerate(texts):
+        rows[row, [numbers[name] for name in named[text]]] = 1
+    return rows
+
+
+def _not_learnt(name: str, classes: Classes) -> str:
+    near = difflib.get_close_matches(name, classes.names, n=1)
+    listed = ", ".join(classes.names[:5]) + (", ..." if len(classes) > 5 else "")
+    hint = f"did you mean {near[0]!r}?" if near else f"there is {listed}"
+    return f"label {name!r} is none of the {len(classes)} classes that were learnt; {hint}"
+
+
+def learnt_classes(prepared: Prepared) -> Classes:
+    """The classes of the data, refused where the training texts are not of several: there would be nothing to tell."""
+    multi_label = prepared.meta.get("multi_label", False)
+    texts = {text for name in prepared.training_tables for text in texts_of(prepared.table(name), "label")}
+    found = {name for text in texts for name in (json.loads(text) if multi_label else [text])}
+    if len(found) >= (1 if multi_label else 2):
+        return prepared.classes
+    first = prepared.table(prepared.training_tables[0]).row("key", 0)
+    named = f"are all of the class {found.pop()!r}" if found else "have no class"
+    raise DataError(
+        f"data.train: the texts from {first} on {named}, and a classifier tells several apart; name another field with "
+        "data.label_field, or add texts"
+    )
+
+
+def balanced_weights(labels: np.ndarray, num_classes: int) -> tuple[float, ...]:
+    """A weight for each class so that all count alike: n / (K * its texts), and 1 where it has none."""
+    counts = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=num_classes)
+    return tuple(np.where(counts > 0, counts.sum() / (num_classes * np.maximum(counts, 1)), 1.0).tolist())

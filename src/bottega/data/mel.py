@@ -6,6 +6,7 @@ b sounds   n samples   T frames   M mel bands
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any, final
 
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.data.audio.source import AudioRows
-from bottega.data.audio.spectrogram import Mel
+from bottega.data.audio.spectrogram import FLOOR, Mel
 from bottega.data.source import Source
 
 FILE = "mel.json"
@@ -79,6 +80,18 @@ class MelCodec(BaseModel):
     def _whole(self) -> int:
         """Samples that give exactly T frames."""
         return max(1, (self.frames - 1) * self.mel.hop_size)
+
+    def notes(self) -> list[str]:
+        """What a person should know of the sounds it was measured on."""
+        mel, lines = self.mel, []
+        if self.scale.mean <= math.log(FLOOR) + 1e-3:
+            lines.append("all sounds that were listened to are silent; is this the right data, and data.train.field?")
+        if mel.num_deaf:
+            lines.append(
+                f"{mel.num_deaf} of {mel.num_mels} mel bands lie between two frequencies of fft_size {mel.fft_size} and "
+                "hear next to nothing; lower data.num_mels or raise data.fft_size"
+            )
+        return lines
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bottega.core.errors import UsageError
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.saver import explain
+
+SHEETS = ("sheet.png", "spectrograms.png")
+SUFFIXES = (".png", ".wav", ".mp4", ".gif")
+"""Of single files in a folder, and what lies beside them."""
 
 
 def is_folder(path: Path) -> bool:
@@ -29,6 +36,29 @@ def numbered(folder: Path, count: int, suffix: str) -> list[Path]:
     return [folder / f"{number:0{digits}d}{suffix}" for number in range(count)]
 
 
+def renewed(path: Path, write: Callable[[], list[Path]]) -> list[Path]:
+    """The files that `write` puts into a folder, without those that an earlier call has left there."""
+    before = _numbered_before(path) if path.is_dir() else []
+    files = write()
+    for old in set(before) - set(files):  # after the new ones are there, and of more samples than they are
+        old.unlink()
+    return files
+
+
+def _numbered_before(folder: Path) -> list[Path]:
+    """What lies beside a sheet of ours and is numbered as ours are, without a gap and with as few digits; anything else
+    is somebody's own."""
+    names = {path.name for path in folder.iterdir()}
+    if names.isdisjoint(SHEETS):
+        return []
+    found: list[Path] = []
+    for suffix in SUFFIXES:
+        count = sum(re.fullmatch(rf"\d{{2,}}{re.escape(suffix)}", name) is not None for name in names)
+        ours = numbered(folder, count, suffix)
+        found += ours if all(path.name in names for path in ours) else []
+    return found
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A sibling to write to, which takes its place at the end; after an error neither it nor a half file is left.
@@ -42,3 +72,26 @@ def whole(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What cannot be written there is said with its place and the way out; the libraries that write name neither."""
+    try:
+        yield
+    except OSError as error:
+        named = os.fsdecode(error.filename) if error.filename is not None else ""
+        # Reading goes wrong too, and then another file is named than ours, its temporary sibling or its parents.
+        if named and path.name not in named and Path(named).resolve() not in path.resolve().parents:
+            raise
+        raise _with_remedy(error, path) from None
+    except Exception as error:
+        # Those of safetensors and libsndfile are no OSError, and say what the system said.
+        number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(n) in str(error)), None)
+        if number is None:
+            raise
+        raise _with_remedy(OSError(number, os.strerror(number)), path) from None
+
+
+def _with_remedy(error: OSError, path: Path) -> EnvironmentProblem:
+    return EnvironmentProblem(f"{explain(error, path)}; make room there, or choose another place with --out")

@@ -27,6 +27,11 @@ class Source(ABC):
         """The samples `index` [n] as seen in the epochs `epoch` [n]: arrays whose first axis is n."""
 
     @property
+    def filling(self) -> Mapping[str, int]:
+        """Arrays [n, T, ...] that are as long as their longest row, each with what makes it longer beside another."""
+        return {}
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """A hash of the content: another fingerprint means other samples."""

@@ -1,7 +1,8 @@
 """Text to numbers and back, exactly. One `tokenizers` object behind every kind, so what is saved opens in transformers.
 
 Text is never normalised, and text that happens to spell `<|endoftext|>` is text: only the id `end_of_text`, which no
-text encodes to, ends a document.
+text encodes to, ends a document. The exception is `words`, which is for telling texts apart: it lowers them and has one
+id for all words it does not know, so what it encodes does not come back.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from bottega.data.bytelevel import safe_pieces, token_bytes
 from bottega.data.fast_bpe import Encode, fast_encoder
 
 END_OF_TEXT = "<|endoftext|>"
-Kind = Literal["bytes", "characters", "bpe", "pretrained"]
+UNKNOWN = "<unk>"
+Kind = Literal["bytes", "characters", "bpe", "words", "pretrained"]
 
 # Characters encoded in one call of the library: enough for all cores, few enough that its token objects fit in memory.
 GROUP = 4_000_000
@@ -32,6 +34,10 @@ PIECE = 32_000
 WORTH_FAST = 500_000
 # Tried in turn where a tokenizer_config.json does not say which token ends a text.
 USUAL_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+USUAL_PADDINGS = ("[PAD]", "<pad>", "<|padding|>")
+USUAL_UNKNOWNS = (UNKNOWN, "[UNK]")
+# Tokenizers without a longest text say so with a number of this order.
+UNBOUNDED = 1 << 24
 
 
 @final
@@ -39,6 +45,7 @@ class Tokenizer:
     """Made by the functions of vocabulary.py or by `Tokenizer.load`."""
 
     def __init__(self, core: tokenizers.Tokenizer, *, kind: Kind, config: dict[str, Any]) -> None:
+        filled_with = core.padding["pad_token"] if core.padding is not None else None
         core.no_padding()
         core.no_truncation()
         core.encode_special_tokens = True
@@ -48,6 +55,12 @@ class Tokenizer:
         self._fast: Encode | None = None
         self._is_slow = False
         self.end_of_text = _end_of_text(core, config)
+        paddings = (_named(config, "pad_token"), filled_with, *USUAL_PADDINGS)
+        self.padding: int = _first_id(core, paddings, self.end_of_text)
+        """What fills up a batch; end of text where there is no token of its own for that."""
+        unknown = _first_id(core, (_named(config, "unk_token"), *USUAL_UNKNOWNS), -1)
+        self.unknown: int | None = unknown if unknown >= 0 else None
+        """The id of what is not in the vocabulary."""
         # Ids may have holes, and a model needs a row for the highest one.
         self.vocab_size: int = 1 + max(core.get_vocab(with_added_tokens=True).values())
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
@@ -59,6 +72,22 @@ class Tokenizer:
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of each text in turn, equal to `encode` of each; on all cores where that helps."""
         return self._encode(texts, DataError)
+
+    @cached_property
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that the tokenizer's own post-processor puts before and after one text: [CLS] and [SEP] of BERT."""
+        around = self.core.encode("").ids
+        plain, framed = (self.core.encode("a b", add_special_tokens=special).ids for special in (False, True))
+        for at in range(len(around) + 1):
+            if [*around[:at], *plain, *around[at:]] == framed:
+                return tuple(around[:at]), tuple(around[at:])
+        raise DataError(f"the tokenizer turns the ids {plain} into {framed}, which is more than to frame them")
+
+    @property
+    def longest(self) -> int | None:
+        """How many ids the model that it was made for can read, where it says so."""
+        said = self.config.get("model_max_length")
+        return int(said) if isinstance(said, int | float) and 0 < said < UNBOUNDED else None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of these ids. Bytes that are no UTF-8 become U+FFFD, end of text its own name."""
@@ -233,9 +262,19 @@ def _read_object(path: Path) -> dict[str, Any]:
     return fields
 
 
+def _named(config: dict[str, Any], role: str) -> str | None:
+    """The token of a role, which a configuration gives as text or as an object."""
+    named = config.get(role)
+    return named.get("content") if isinstance(named, dict) else named
+
+
+def _first_id(core: tokenizers.Tokenizer, tokens: Iterable[str | None], otherwise: int) -> int:
+    found = (core.token_to_id(token) for token in tokens if token is not None)
+    return next((number for number in found if number is not None), otherwise)
+
+
 def _end_of_text(core: tokenizers.Tokenizer, config: dict[str, Any]) -> int:
-    named = config.get("eos_token")
-    named = named.get("content") if isinstance(named, dict) else named
+    named = _named(config, "eos_token")
     for token in (named,) if named else USUAL_ENDS:
         number = core.token_to_id(token)
         if number is not None:

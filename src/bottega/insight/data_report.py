@@ -84,7 +84,9 @@ def describe(prepared: Prepared) -> dict[str, Any]:
     meta, task = prepared.meta, prepared.meta["task"]
     column, unit = CONTENT[task]
     tables = {name: prepared.table(name) for name in train_first(prepared.tables)}
-    report: dict[str, Any] = {**summary(prepared), "duplicates": _duplicates(tables, column)}
+    # Two texts may have the same ids: words that a tokenizer does not know are all one.
+    repeated = "text" if all("text" in table.columns for table in tables.values()) else column
+    report: dict[str, Any] = {**summary(prepared), "duplicates": _duplicates(tables, repeated)}
     if unit is not None:
         scale = meta["sample_rate"] if unit == "seconds" else 1
         report["lengths"] = {
@@ -121,6 +123,7 @@ def _duplicates(tables: dict[str, Table], column: str) -> dict[str, int]:
 def _hashes(table: Table, column: str) -> np.ndarray:
     def digest(number: int) -> int:
         value = table.row(column, number)
+        value = value.encode() if isinstance(value, str) else value
         raw = value if isinstance(value, bytes) else np.ascontiguousarray(value).view(np.uint8).data
         return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bottega.models.group_norm import GroupNorm
 from bottega.schema.convnet import ConvNetShape
 
 LARGEST_GROUPS = 8
@@ -29,7 +30,7 @@ def convolution(ins: int, outs: int, kernel: tuple[int, ...], *, stride: tuple[i
 
 
 def norm(channels: int) -> nn.Module:
-    return nn.GroupNorm(math.gcd(channels, LARGEST_GROUPS), channels)
+    return GroupNorm(math.gcd(channels, LARGEST_GROUPS), channels)
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bottega.models.group_norm import GroupNorm
 from bottega.schema.vae import AutoencoderShape
 
 EPSILON = 1e-6
@@ -49,7 +50,7 @@ def convolution(
     return kind(inputs, outputs, kernel, stride=strides, padding=tuple(padding))
 
 
-class Norm(nn.GroupNorm):
+class Norm(GroupNorm):
     """Over the whole grid; frame by frame in causal time, where the mean of a clip would tell of its end."""
 
     def __init__(self, shape: AutoencoderShape, width: int) -> None:
@@ -89,7 +90,7 @@ class GridAttention(nn.Module):
 
     def __init__(self, shape: AutoencoderShape, width: int) -> None:
         super().__init__()
-        self.group_norm = nn.GroupNorm(shape.groups, width, eps=EPSILON)
+        self.group_norm = GroupNorm(shape.groups, width, eps=EPSILON)
         self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
         self.to_out = nn.ModuleList([nn.Linear(width, width)])
         self.by_frame = shape.dims == 3

@@ -5,21 +5,27 @@ Which of the four a recipe is, `data.input` says; text where it does not.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from bottega.schema.data import HeldOut, TextData
-from bottega.schema.language import Tokenizer
+from bottega.schema.data import HeldOut, TextData, held_out_problems
+from bottega.schema.language import Tokenizer, tokenizer_problems
 from bottega.schema.media import AudioData, ImageData, MediaRecipe, VideoData
 from bottega.schema.recipe import Model, Recipe, Samples, path_problems
-from bottega.schema.section import Dropout, Positive, Probability, Section
+from bottega.schema.section import Dropout, Number, Positive, Probability, Section
 
 
 class ClassifyModel(Model):
-    kind: Literal["transformer", "cnn"] = Field("transformer", description="the architecture")
+    kind: Literal["transformer", "cnn", "pretrained"] = Field(
+        "transformer", description="our own encoder, Kim's network, or the encoder of a transformers folder (from)"
+    )
     name: str | None = Field(None, description="title of the exported model's card")
-    from_: str | None = Field(None, alias="from", description="weights to start from: a run, a folder or a hub name")
+    from_: str | None = Field(
+        None,
+        alias="from",
+        description="weights to start from: a folder or a hub name (pretrained), an exported run (cnn)",
+    )
     num_labels: Positive | None = Field(None, description="classes; null counts them in the data")
     vocab_size: Positive | None = Field(None, description="rows of the embedding; null is the tokenizer's size")
     hidden_size: Positive | None = Field(None, description="transformer: width")
@@ -29,6 +35,39 @@ class ClassifyModel(Model):
     embed_size: Positive | None = Field(None, description="cnn: width of the embedding")
     num_filters: Positive | None = Field(None, description="cnn: filters of each width")
     filter_sizes: tuple[Positive, ...] | None = Field(None, min_length=1, description="cnn: widths in tokens")
+    word_dropout: Dropout = Field(0.0, description="share of the tokens that are unknown to the model while it trains")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _weights_decide(cls, values: Any) -> Any:
+        """A transformer that starts from weights is the one they are of: guides print both keys."""
+        if isinstance(values, dict) and (values.get("from") or values.get("from_")) is not None:
+            return {**values, "kind": "pretrained"} if values.get("kind", "transformer") == "transformer" else values
+        return values
+
+
+class ClassifyTokenizer(Tokenizer):
+    kind: Literal["words", "bpe", "bytes", "characters", "pretrained"] = Field(  # type: ignore[assignment]
+        "words", description="how text becomes numbers"
+    )
+    vocab_size: Positive | None = Field(
+        None, description="bpe, words: how many at most; null is 4096 (bpe) or all (words)"
+    )
+    min_frequency: Positive | None = Field(None, description="words: rarer ones are unknown; null is 2")
+
+
+class LossOptions(Section):
+    name: Literal["cross_entropy", "focal"] = Field("cross_entropy", description="what is minimised")
+    gamma: Number = Field(
+        2.0, ge=0, description="focal: how much less a text counts that is told well; 0 is cross-entropy"
+    )
+    class_weights: Literal["balanced"] | tuple[Annotated[Number, Field(gt=0)], ...] | None = Field(
+        None,
+        description="balanced makes rare classes count as much; or a weight for each class, in order of the classes",
+    )
+
+
+_LOSS = "what is minimised; null is plain cross-entropy"
 
 
 class TextAugmentation(Section):
@@ -51,7 +90,9 @@ class ClassifyData(TextData):
     )
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
     label_field: str = Field("label", description="which field of a row is the class")
-    tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="how text becomes numbers")
+    multi_label: bool = Field(False, description="a text has any number of classes: a list, or names in one text")
+    label_separator: str = Field(",", min_length=1, description="multi_label: what divides names in one text")
+    tokenizer: ClassifyTokenizer = Field(default_factory=ClassifyTokenizer, description="how text becomes numbers")
     sequence_length: Positive | None = Field(None, description="texts are cut at so many tokens; null is the model's")
     augmentation: TextAugmentation | None = Field(None, description="changed copies of the training texts")
 
@@ -59,6 +100,10 @@ class ClassifyData(TextData):
     def _is_text(self) -> ClassifyData:
         if self.input != "text":
             raise ValueError(f"input: {self.input} has a schema of its own")
+        if self.multi_label and self.split is not None and self.split.by == "stratified":
+            raise ValueError(
+                "split.by: stratified goes by one class a text, and multi_label gives several; use fraction"
+            )
         return self
 
 
@@ -66,9 +111,14 @@ class ClassifyRecipe(Recipe):
     task: Literal["classify"] = Field("classify", description="a class for each text")
     model: ClassifyModel = Field(default_factory=ClassifyModel, description="the model")
     data: ClassifyData = Field(default_factory=ClassifyData, description="the data")
+    loss: LossOptions | None = Field(None, description=_LOSS)
+    samples: Samples = Field(default_factory=lambda: Samples(every=None), description="a classifier draws none")
 
     def missing(self) -> list[tuple[str, str]]:
-        return super().missing() + path_problems(self.data)
+        found = super().missing() + path_problems(self.data) + held_out_problems(self.data)
+        if self.model.kind == "pretrained" and self.model.from_ is None:
+            found.append(("model.from", "missing; kind pretrained needs a folder or a hub name"))
+        return found + tokenizer_problems(self.data.tokenizer)
 
 
 class MediaClassifier(Model):
@@ -108,6 +158,7 @@ class MediaClassifyRecipe(MediaRecipe):
 
     task: Literal["classify"] = Field("classify", description="a class for each image, sound or video")
     model: MediaClassifier = Field(default_factory=MediaClassifier, description="the model")
+    loss: LossOptions | None = Field(None, description=_LOSS)
     samples: Samples = Field(default_factory=lambda: Samples(every=None), description="a classifier draws none")
 
 

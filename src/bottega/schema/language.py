@@ -39,6 +39,14 @@ class Tokenizer(Section):
     path: str | None = Field(None, description="pretrained: a tokenizer file, a folder or a hub name")
 
 
+def tokenizer_problems(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    if tokenizer.kind == "pretrained" and tokenizer.path is None:
+        return [("data.tokenizer.path", "missing; kind pretrained needs a file, a folder or a hub name")]
+    if tokenizer.kind != "pretrained" and tokenizer.path is not None:
+        return [("data.tokenizer.path", "only kind pretrained has one; set data.tokenizer.kind")]
+    return []
+
+
 class LanguageData(TextData):
     validation: HeldOut | None = Field(
         HeldOut(split=0.05), description="what measures progress: {split: 0.05} or a source"
@@ -74,8 +82,4 @@ class LanguageRecipe(Recipe):
             found.append(
                 ("model.size", "missing; give a size (nano, verse, stanza, epic), from, or num_layers and hidden_size")
             )
-        if self.data.tokenizer.kind == "pretrained" and self.data.tokenizer.path is None:
-            found.append(("data.tokenizer.path", "missing; kind pretrained needs a file, a folder or a hub name"))
-        if self.data.tokenizer.kind != "pretrained" and self.data.tokenizer.path is not None:
-            found.append(("data.tokenizer.path", "only kind pretrained has one; set data.tokenizer.kind"))
-        return found + held_out_problems(self.data)
+        return found + tokenizer_problems(self.data.tokenizer) + held_out_problems(self.data)

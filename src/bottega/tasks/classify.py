@@ -1,59 +1,170 @@
-"""Classification: which class a picture, a sound or a video is of."""
+"""Classification: which class, or which of several, a text, a picture, a sound or a video is of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
+from torch import Tensor
 
+from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
-from bottega.core.types import Batch, Loss, Models
+from bottega.core.types import Batch, Loss, Models, Rows
 from bottega.models.convnet import ConvNet
 from bottega.models.initial_conv import initialise_convolutional
-from bottega.models.pretrained import load_weights
+from bottega.models.kim import Kim, initialise_kim
+from bottega.models.pretrained import fetch_folder, load_weights
+from bottega.models.pretrained_classifier import build_pretrained
+from bottega.models.text_classifier import TextClassifier, initialise_encoder
 from bottega.schema.convnet import ConvNetShape
+from bottega.schema.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.tasks.measures import classification
+
+DRAWN_AT_ONCE = 64
+"""Draws of a text are asked for in multiples of this: on a GPU each number of them is compiled anew, and the first of
+them are the same however many there are."""
+
+SMALLEST_MISS = 1e-7
+"""Of an example that is told for certain, a power below 1 would have an infinite slope."""
 
 
 class Classification(Task):
-    """A batch holds the samples under `key`, [b, *grid, C], and `label` [b], the number of the class.
+    """A batch of texts holds `input_ids` and `attention_mask` [b, T], where 0 fills up a row at its end; any other holds
+    the samples under `key`, [b, *grid, C]. With them comes `label` [b], the number of the class; or, where an example may
+    be of several, `labels` [b, K] of 0 and 1.
 
     Optional: `weight` [b], where 0 marks a padding row that counts nowhere.
     """
 
-    key: Literal["image", "mel", "video"]
-    shape: ConvNetShape
+    key: Literal["image", "mel", "video", "text"]
+    shape: ConvNetShape | TextClassifierShape
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    objective: Literal["cross_entropy", "focal"] = "cross_entropy"
+    gamma: float = Field(2.0, ge=0)
+    """Of the focal loss: by how much examples that are told already count less (Lin et al., 2017)."""
+    class_weights: tuple[float, ...] | None = None
+    """How much an example of each class counts; with several labels, how much the question for each class does."""
+    multi_label: bool = False
+    word_dropout: float = Field(0.0, ge=0, lt=1)
+    """The share of a text's tokens that training replaces by `unknown`."""
+    unknown: int | None = None
     pretrained: str | None = None
-    """A local folder whose weights the training starts from."""
+    """A folder, or for an encoder of transformers a hub name, whose weights the training starts from."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Classification:
+        is_text = not isinstance(self.shape, ConvNetShape)
+        assert is_text == (self.key == "text"), f"{type(self.shape).__name__} does not read {self.key}"
+        weights, count = self.class_weights, self.shape.num_labels
+        if weights is not None and len(weights) != count:
+            raise UsageError(f"class_weights: {len(weights)} are given, and there are {count} classes")
+        if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
+            raise UsageError(f"class_weights: {list(weights)} must be 0 or more, and not all of them 0")
+        if self.word_dropout and (not is_text or self.unknown is None):
+            raise UsageError(
+                f"word_dropout: {self.word_dropout} needs texts, and a token that stands for an unknown word"
+            )
+        return self
 
     def build(self, seed: int) -> dict[str, Any]:
+        if isinstance(self.shape, PretrainedShape):
+            folder = fetch_folder(self.pretrained) if self.pretrained is not None else None
+            return {"model": build_pretrained(self.shape, seed, folder=folder)}
         # Without memory first: torch's own initial values would be drawn only to be overwritten.
         with torch.device("meta"):
-            model = ConvNet(self.shape)
+            model = _network(self.shape)
         model.to_empty(device="cpu")
-        if self.pretrained is None:
-            initialise_convolutional(model, seed, residual_layers=len(model.blocks))
-        else:
+        if self.pretrained is not None:
             load_weights(model, self.pretrained)
+        elif isinstance(model, ConvNet):
+            initialise_convolutional(model, seed, residual_layers=len(model.blocks))
+        elif isinstance(model, Kim):
+            initialise_kim(model, seed)
+        else:
+            initialise_encoder(model, seed)
         return {"model": model}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
+        if self.class_weights is not None and not self.multi_label:
+            each = np.asarray(self.class_weights)[np.asarray(batch["label"])]
+        else:
+            each = np.ones(len(batch["labels" if self.multi_label else "label"]))
         if "weight" in batch:
-            return {"loss": float((np.asarray(batch["weight"]) > 0).sum())}
-        return {"loss": float(len(batch["label"]))}
+            each = each[np.asarray(batch["weight"]) > 0]
+        return {"loss": float(each.sum())}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        labels = batch["label"].long()
-        logits = models["model"](batch[self.key]).float()
-        surprise = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
-        is_right = logits.argmax(dim=1) == labels
-        counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(is_right)
+        logits = self._logits(models, batch, rng if models["model"].training else None).float()
+        labels = batch["labels"].float() if self.multi_label else batch["label"].long()
+        each = self._several(logits, labels) if self.multi_label else self._single(logits, labels)
+        counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(each, dtype=torch.bool)
         # Selected rather than multiplied: what fills up a batch may be of any value, and 0 times infinity is none.
-        total = torch.where(counted, surprise, 0.0).sum()
-        right = (is_right & counted).float().sum()
-        return Loss(terms={"loss": (total, 1.0)}, metrics={"accuracy": (right, counted.float().sum())})
+        total = torch.where(counted, each, 0.0).sum()
+        found = logits.detach()
+        if self.multi_label:
+            is_right = (found >= 0) == (labels > 0)
+            right = {"exact_match": is_right.all(1), "label_accuracy": is_right.float().mean(1)}
+            rows = {"probability": found.sigmoid(), "labels": labels}
+        else:
+            right = {"accuracy": found.argmax(dim=1) == labels}
+            rows = {"probability": found.softmax(dim=1), "label": labels}
+        number = counted.float().sum()
+        metrics = {name: (torch.where(counted, values, 0).float().sum(), number) for name, values in right.items()}
+        return Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=rows)
+
+    def predict(self, models: Models, batch: Batch) -> Tensor:
+        """Logits [b, K]."""
+        return self._logits(models, batch, None)
+
+    def score(self, rows: Rows) -> dict[str, float]:
+        return classification.score(rows["probability"], rows["labels" if self.multi_label else "label"])
+
+    def _logits(self, models: Models, batch: Batch, rng: Noise | None) -> Tensor:
+        """`rng` where words are to be dropped."""
+        if self.key != "text":
+            return models["model"](batch[self.key])
+        ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
+        if self.word_dropout and rng is not None:
+            assert self.unknown is not None
+            length = ids.shape[1]
+            drawn = rng.uniform("word_dropout", (-(-length // DRAWN_AT_ONCE) * DRAWN_AT_ONCE,))[:, :length]
+            ids = torch.where((drawn < self.word_dropout) & mask, self.unknown, ids)
+        return models["model"](ids, mask)
+
+    def _single(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """[b]: of each example, with the weight of its class."""
+        each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+        if self.objective == "focal":
+            missed = 1 - logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
+            each = each * missed.clamp(min=SMALLEST_MISS) ** self.gamma
+        return each if self.class_weights is None else each * _weights(self.class_weights, logits.device)[labels]
+
+    def _several(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """[b]: of each example the mean over its K questions, by the weights of their classes."""
+        smooth = labels * (1 - self.label_smoothing) + self.label_smoothing / 2
+        each = F.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
+        if self.objective == "focal":
+            missed = torch.where(labels > 0, -logits, logits).sigmoid()
+            each = each * missed.clamp(min=SMALLEST_MISS) ** self.gamma
+        if self.class_weights is None:
+            return each.mean(1)
+        weights = _weights(self.class_weights, logits.device)
+        return (each * weights).sum(1) / weights.sum()
+
+
+def _network(shape: ConvNetShape | KimShape | EncoderShape) -> ConvNet | Kim | TextClassifier:
+    if isinstance(shape, ConvNetShape):
+        return ConvNet(shape)
+    return Kim(shape) if isinstance(shape, KimShape) else TextClassifier(shape)
+
+
+@lru_cache(maxsize=16)
+def _weights(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Once for each device: the host would wait for the copy."""
+    return torch.tensor(values, device=device)

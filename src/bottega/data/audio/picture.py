@@ -10,6 +10,7 @@ import numpy as np
 
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.audio.spectrogram import stft
+from bottega.data.image.caption import legible
 
 # From silence to loud; lightness rises all the way, so that it also reads in grey and for the colour-blind.
 ANCHORS = ("#0b0a1e", "#2a1a5e", "#6a1f7b", "#b5306b", "#ec6a4c", "#fbb35a", "#fdf3c0")
@@ -42,7 +43,7 @@ def spectrogram_sheet(sounds: Sequence[Sound], path: Path) -> None:
         picture = Image.fromarray(_colours(decibels(mono, rate, WIDTH * SCALE, HEIGHT * SCALE)))
         sheet.paste(picture, (LEFT * SCALE, top * SCALE))
         _axes(draw, top, seconds=len(mono) / rate, rate=rate)
-        _text(draw, (LEFT, top - 9), title, size=14, anchor="ls", fill=INK)
+        _text(draw, (LEFT, top - 9), legible(title), size=14, anchor="ls", fill=INK)
         peak = float(np.abs(mono).max(initial=0))
         level = f"peak {20 * np.log10(peak):.1f} dB" if peak > 1e-6 else "silent"
         about = f"{len(mono) / rate:.2f} s   {rate:,} Hz   {level}"

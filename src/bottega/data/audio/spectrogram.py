@@ -17,6 +17,7 @@ from bottega.core.noise import generator
 
 FLOOR = 1e-5
 """Of a magnitude before its logarithm: 16-bit silence has less than this in every band."""
+DEAF = 0.1
 MOMENTUM = 0.99
 SETTINGS = "mel.json"
 # Frames transformed at once: 2,048 windows of 1,024 samples are 8 MiB; more only leaves the cache.
@@ -86,19 +87,26 @@ def mel_to_hertz(mel: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=16)
 def mel_bank(*, sample_rate: int, fft_size: int, num_mels: int, low: float, high: float) -> np.ndarray:
     """Triangles [M, F] that are evenly spaced in mel, each with an area of 1 over hertz, so that noise is level."""
+    triangles, width = _triangles(sample_rate, fft_size, num_mels, low, high)
+    empty = int((triangles.max(1) == 0).sum())
+    if empty:
+        raise UsageError(
+            f"num_mels={num_mels} is too many for fft_size={fft_size} at {sample_rate} Hz: {empty} of the bands lie "
+            "between two frequencies and hear nothing; lower num_mels or raise fft_size"
+        )
+    return (triangles * 2 / width).astype(np.float32)
+
+
+def _triangles(
+    sample_rate: int, fft_size: int, num_mels: int, low: float, high: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """[M, F] of height 1, and how wide they are in hertz [M, 1]."""
     lowest, highest = hertz_to_mel(np.array([low, high])).tolist()
     edges = mel_to_hertz(np.linspace(lowest, highest, num_mels + 2))
     left, centre, right = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     hertz = np.fft.rfftfreq(fft_size, 1 / sample_rate)
-    triangles = np.minimum((hertz - left) / (centre - left), (right - hertz) / (right - centre))
-    bank = np.maximum(triangles, 0) * 2 / (right - left)
-    empty = np.flatnonzero(bank.sum(1) == 0)
-    if len(empty):
-        raise UsageError(
-            f"num_mels={num_mels} is too many for fft_size={fft_size} at {sample_rate} Hz: band {empty[0]} lies "
-            "between two frequencies; lower num_mels or raise fft_size"
-        )
-    return bank.astype(np.float32)
+    sides = np.minimum((hertz - left) / (centre - left), (right - hertz) / (right - centre))
+    return np.maximum(sides, 0), right - left
 
 
 @final
@@ -138,6 +146,12 @@ class Mel(BaseModel):
         return mel_bank(
             sample_rate=self.sample_rate, fft_size=self.fft_size, num_mels=self.num_mels, low=self.low, high=self.top
         )
+
+    @property
+    def num_deaf(self) -> int:
+        """Bands that no frequency of the window is near to: of the usual settings none is below a third of its height."""
+        triangles, _ = _triangles(self.sample_rate, self.fft_size, self.num_mels, self.low, self.top)
+        return int((triangles.max(1) < DEAF).sum())
 
     def num_frames(self, num_samples: int) -> int:
         return frames_of(num_samples, self.hop_size)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bottega.data.image.caption import captions_in
 from bottega.data.image.decode import pillow
 
 PAGE = (250, 250, 248)
@@ -31,18 +32,20 @@ def sheet(
     pictures = [_shown(image) for image in images]
     wide = max(picture.shape[1] for picture in pictures)
     tall = max(picture.shape[0] for picture in pictures)
-    below = LINE + 4 if captions is not None else 0
+    font = ImageFont.load_default(size=11)
+    words = captions_in(captions, wide, font.getlength) if captions is not None else []
+    below = LINE * max(map(len, words)) + 4 if words else 0
     page = Image.new("RGB", (GAP + columns * (wide + GAP), GAP + rows * (tall + below + GAP)), PAGE)
-    draw, font = ImageDraw.Draw(page), ImageFont.load_default(size=11)
+    draw = ImageDraw.Draw(page)
     for number, picture in enumerate(pictures):
         row, column = divmod(number, columns)
         left, top = GAP + column * (wide + GAP), GAP + row * (tall + below + GAP)
         # Pictures of other shapes stand on one line, so that captions do.
         at = (left + (wide - picture.shape[1]) // 2, top + tall - picture.shape[0])
         page.paste(Image.fromarray(picture), at)
-        if captions is not None:
-            text = _fitting(captions[number], wide, font)
-            draw.text((left + wide / 2, top + tall + 3), text, fill=INK, font=font, anchor="ma")
+        for line, text in enumerate(words[number] if words else ()):
+            at_line = (left + wide / 2, top + tall + 3 + LINE * line)
+            draw.text(at_line, text, fill=INK, font=font, anchor="ma")
     page.save(path, format="PNG")
 
 
@@ -50,14 +53,3 @@ def _shown(image: np.ndarray) -> np.ndarray:
     colour = np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image
     factor = max(1, math.ceil(SMALLEST_SIDE / max(colour.shape[:2])))
     return np.ascontiguousarray(colour.repeat(factor, axis=0).repeat(factor, axis=1))
-
-
-def _fitting(text: str, width: int, font: object) -> str:
-    """The beginning of a text that fits on one line."""
-    text = " ".join(text.split())[:width]  # no letter is narrower than a pixel
-    measure = font.getlength  # type: ignore[attr-defined]
-    if measure(text) <= width:
-        return text
-    while text and measure(f"{text}...") > width:
-        text = text[:-1]
-    return f"{text.rstrip()}..."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +33,8 @@ def _language(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _classify(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:
-    return {"text": row["text"], "label": row["label"], "source": row["key"]}
+    label = json.loads(row["label"]) if prepared.meta.get("multi_label") else row["label"]
+    return {"text": row["text"], "label": label, "source": row["key"]}
 
 
 def _image(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:

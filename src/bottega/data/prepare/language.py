@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.core.errors import DataError
+from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import default_cache
 from bottega.data.encoder import Encoder, Row
 from bottega.data.prepare.inputs import Input, check_medium, inputs_of
@@ -47,6 +47,8 @@ def plan_language(data: TextData, spec: TokenizerSpec) -> Plan:
     check_medium(inputs, "text")
 
     given = given_tokenizer(spec)
+    if (given or spec).kind == "words":
+        raise UsageError("data.tokenizer: words cannot be turned back into text, as a language model must; use bpe")
 
     def encoder(texts: Texts, folder: Path, progress: Progress) -> TokenEncoder:
         tokenizer = learn(spec, given, texts, folder / "tokenizer", progress)

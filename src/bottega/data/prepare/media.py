@@ -9,14 +9,14 @@ from typing import Any, Literal, TypeVar
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import default_cache
-from bottega.data.embedded import Medium, materialise
+from bottega.data.embedded import Medium, in_place, materialise
 from bottega.data.encoder import Encoder
 from bottega.data.prepare.inputs import Input, Shares, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Dropped, Rules
 from bottega.data.record import Bad, Record, Unreadable
-from bottega.schema.data import Data, Source
+from bottega.schema.data import Data
 from bottega.schema.media import AudioData, ImageData, MediaRecipe, VideoData
 from bottega.schema.routing import RoutingData
 
@@ -86,23 +86,9 @@ def _inputs(data: Data, medium: Medium | Literal["x"]) -> tuple[tuple[Input, ...
             raise UsageError(
                 f"data.train.kind: {source.kind} data of this task is not built yet; give a path with --data"
             )
-    inputs, shares = inputs_of(data if medium == "x" else _on_disk(data, medium))
+    inputs, shares = inputs_of(data if medium == "x" else in_place(data, "numpy", lambda: materialise(medium)))
     check_medium(inputs, medium)
     return inputs, shares
-
-
-def _on_disk(data: Data, medium: Medium) -> Data:
-    """With what is embedded as a source like any other."""
-
-    def found(source: Source | None) -> Source | None:
-        if source is None or source.kind != "embedded":
-            return source
-        return source.model_copy(update={"kind": "numpy", "path": str(materialise(medium))})
-
-    changes: dict[str, Any] = {name: found(getattr(data, name)) for name in ("train", "validation", "test", "replay")}
-    if data.sources is not None:
-        changes["sources"] = tuple(map(found, data.sources))
-    return data.model_copy(update=changes)
 
 
 def _first(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Record], T]], T]:

@@ -1,0 +1,275 @@
+"""The branch that classifies text: labelled texts, their tokenizer, and a network that tells their classes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import save_file
+
+from bottega.branches.branch import Branch
+from bottega.branches.kept import NotKept, read_kept
+from bottega.branches.start import start_folder, tokenizer_of
+from bottega.core.errors import DataError, UsageError
+from bottega.core.types import Models
+from bottega.data import combine
+from bottega.data.classes import Classes
+from bottega.data.first import First
+from bottega.data.labelled import LabelledTexts, TextForm, balanced_weights, labelled_texts, learnt_classes
+from bottega.data.orders import Order
+from bottega.data.prepare.classify import prepare_classify
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.source import Source
+from bottega.data.tokenizer import Tokenizer
+from bottega.data.vocabulary import TokenizerSpec
+from bottega.models.pretrained_classifier import export_pretrained, pretrained_shape
+from bottega.schema.classify import ClassifyRecipe
+from bottega.schema.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.tasks.classify import Classification
+
+CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
+MODEL_TYPE = "bottega-text-classifier"
+_SHAPES: TypeAdapter[TextClassifierShape] = TypeAdapter(TextClassifierShape)
+SINGLE = ("loss", "accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
+SEVERAL = ("loss", "exact_match", "label_accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
+
+
+def prepare(recipe: ClassifyRecipe, *, say: Callable[[str, int, int], None]) -> TextClassifyBranch:
+    prepared = _prepared(recipe, say)
+    classes = learnt_classes(prepared)
+    shape = shape_of(recipe, prepared.tokenizer.vocab_size, classes.names)
+    return TextClassifyBranch(recipe, prepared.tokenizer, classes, shape, prepared=prepared)
+
+
+def reopen(recipe: ClassifyRecipe, codec: Path, fingerprint: str) -> TextClassifyBranch:
+    # Shape and classes are read back: the data, or the folder that a run started from, may be gone by now.
+    return TextClassifyBranch(
+        recipe, Tokenizer.load(codec), _read_classes(codec), _read_shape(codec), expected=fingerprint
+    )
+
+
+def _prepared(recipe: ClassifyRecipe, say: Callable[[str, int, int], None]) -> Prepared:
+    return prepare_classify(
+        recipe.data, tokenizer_of(recipe), seed=recipe.seed, num_classes=recipe.model.num_labels, progress=say
+    )
+
+
+@final
+class TextClassifyBranch(Branch):
+    unit = "texts"
+
+    def __init__(
+        self,
+        recipe: ClassifyRecipe,
+        tokenizer: Tokenizer,
+        classes: Classes,
+        shape: TextClassifierShape,
+        *,
+        prepared: Prepared | None = None,
+        expected: str | None = None,
+    ) -> None:
+        """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
+        self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
+        self._own, self._expected = prepared, expected
+        self.metrics = SEVERAL if recipe.data.multi_label else SINGLE
+        loss, start = recipe.loss, recipe.model.from_ if prepared is not None else None
+        unknown = tokenizer.unknown if recipe.model.word_dropout else None
+        self.task: Classification = Classification(
+            key="text",
+            shape=shape,
+            label_smoothing=recipe.training.label_smoothing,
+            objective=loss.name if loss is not None else "cross_entropy",
+            gamma=loss.gamma if loss is not None else 2.0,
+            class_weights=self._weights() if prepared is not None else None,
+            multi_label=recipe.data.multi_label,
+            word_dropout=recipe.model.word_dropout,
+            unknown=unknown,
+            pretrained=str(start_folder(start)) if start is not None else None,
+        )
+
+    def _weights(self) -> tuple[float, ...] | None:
+        asked = self.recipe.loss.class_weights if self.recipe.loss is not None else None
+        if asked != "balanced":
+            return asked
+        tables = [self._texts(self.prepared, name).labels for name in self.prepared.training_tables]
+        return balanced_weights(np.concatenate(tables), len(self.classes))
+
+    @property
+    def length(self) -> int | None:
+        """Ids of the longest text that the model reads."""
+        limits = [n for n in (self.recipe.data.sequence_length, self.shape.max_positions) if n is not None]
+        return min(limits, default=None)
+
+    @property
+    def prepared(self) -> Prepared:
+        if self._own is None:
+            self._own = _prepared(self.recipe, lambda stage, done, total: None)
+            if self._own.fingerprint != self._expected:
+                named = self.recipe.data.train.path or "the data of this run"
+                raise DataError(f"{named}: has changed since this run learnt from it; restore it, or give --data")
+        return self._own
+
+    @property
+    def fingerprint(self) -> str:
+        return self.prepared.fingerprint
+
+    @property
+    def notes(self) -> list[str]:
+        return self.prepared.notes()
+
+    def training(self) -> Source:
+        return self._combined[0]
+
+    @property
+    def order(self) -> Order | None:
+        return self._combined[1]
+
+    @cached_property
+    def _combined(self) -> tuple[Source, Order | None]:
+        data, prepared = self.recipe.data, self.prepared
+        tables = prepared.training_tables
+        options = data.sources if data.sources is not None else (data.train,) * len(tables)
+        parts = [(self._texts(prepared, table), one) for table, one in zip(tables, options, strict=True)]
+        replay = self._texts(prepared, "replay") if "replay" in prepared.tables else None
+        return combine.build(parts, data, seed=self.recipe.seed, replay=replay)
+
+    def validation(self) -> Source | None:
+        return self._held_out("validation")
+
+    def test(self) -> Source | None:
+        return self._held_out("test")
+
+    def _held_out(self, table: str) -> Source | None:
+        if table not in self.prepared.tables:
+            return None
+        texts, part = self._texts(self.prepared, table), getattr(self.recipe.data, table)
+        return texts if part is None or part.limit is None else First(texts, part.limit)
+
+    def other(self, path: str) -> Source:
+        """Other texts through this run's own tokenizer, with the classes that it has learnt."""
+        data = self.recipe.data
+        train = data.train.model_copy(update={"path": path, "kind": "auto"})
+        alone = {"train": train, "sources": None, "validation": None, "test": None, "split": None, "replay": None}
+        alone |= {"augmentation": None, "curriculum": None, "limit": None, "deduplicate": None}
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save(Path(folder))
+            prepared = prepare_classify(
+                data.model_copy(update=alone),
+                TokenizerSpec(kind="pretrained", path=folder),
+                seed=self.recipe.seed,
+                progress=lambda stage, done, total: None,
+            )
+        return self._texts(prepared, "train")
+
+    def _texts(self, prepared: Prepared, table: str) -> LabelledTexts:
+        return labelled_texts(prepared, table, classes=self.classes, sequence_length=self.length)
+
+    def save_codec(self, folder: Path) -> None:
+        """Once, whole or not at all."""
+        try:
+            before = (_read_shape(folder), _read_classes(folder), Tokenizer.load(folder).fingerprint)
+        except (NotKept, OSError, DataError):
+            before = None  # it is written again
+        if before is not None:
+            if before != (self.shape, self.classes, self.tokenizer.fingerprint):
+                raise DataError("the data gives another tokenizer or other classes than this run has; use --fresh")
+            return
+        temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+        self.tokenizer.save(temporary)
+        (temporary / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
+        (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)  # of a process that was killed before it had finished this
+        os.rename(temporary, folder)
+
+    @torch.no_grad()
+    def predict(self, models: Models, texts: Sequence[str], *, device: Any, batch_size: int = 128) -> np.ndarray:
+        """How likely each class is of each text: float32 [n, K], in the order of the texts.
+
+        Each row adds up to 1, or each number stands for itself where a text may have several classes.
+        """
+        form = TextForm.of(self.tokenizer, sequence_length=self.length)
+        ids = [np.asarray(one) for one in self.tokenizer.encode_documents(list(texts))]
+        found = np.zeros((len(ids), len(self.classes)), np.float32)
+        # Texts of like lengths together: a batch is as long as its longest.
+        order = np.argsort([len(one) for one in ids], kind="stable")
+        for first in range(0, len(order), batch_size):
+            chosen = order[first : first + batch_size]
+            batch = {k: torch.from_numpy(v).to(device) for k, v in form.batch([ids[i] for i in chosen]).items()}
+            logits = self.task.predict(models, batch).float()
+            found[chosen] = (logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)).cpu().numpy()
+        return found
+
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        """Nothing can be drawn from a classifier."""
+
+    def example(self) -> None:
+        return None
+
+    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
+        raise UsageError("a classifier does not generate; bottega evaluate says how well it tells its classes")
+
+    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
+        raise AssertionError("nothing was generated")
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """The layout of transformers where the model is one of its own; else config.json, which says all that decides the
+        network, and model.safetensors. The tokenizer lies beside it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save(folder)
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
+        if isinstance(self.shape, PretrainedShape):
+            export_pretrained(state, self.shape, folder)
+            return {"library_name": "transformers", "pipeline_tag": "text-classification"}
+        config = {
+            "model_type": MODEL_TYPE,
+            "shape": self.shape.model_dump(),
+            "classes": self.classes.names,
+            "multi_label": self.recipe.data.multi_label,
+            "sequence_length": self.length,
+        }
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return {"library_name": "bottega", "pipeline_tag": "text-classification"}
+
+
+def shape_of(recipe: ClassifyRecipe, vocab_size: int, names: Sequence[str]) -> TextClassifierShape:
+    """What the recipe says of the model, and the customary sizes for the rest."""
+    model = recipe.model
+    if model.kind == "pretrained":
+        assert model.from_ is not None, "the schema asks for it"
+        return pretrained_shape(start_folder(model.from_), names, multi_label=recipe.data.multi_label)
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise UsageError(
+            f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {vocab_size}; leave it out"
+        )
+    keys: tuple[str, ...] = ("embed_size", "num_filters", "filter_sizes", "dropout")
+    if model.kind == "transformer":
+        keys = ("hidden_size", "num_layers", "num_heads", "dropout", "attention_dropout")
+    given = {key: value for key in keys if (value := getattr(model, key)) is not None}
+    common = {"vocab_size": model.vocab_size or vocab_size, "num_labels": len(names)}
+    if model.kind == "transformer" and recipe.data.sequence_length is not None:
+        given["max_positions"] = recipe.data.sequence_length
+    try:
+        return EncoderShape(**common, **given) if model.kind == "transformer" else KimShape(**common, **given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"model{'.' + where if where else ''}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _read_shape(codec: Path) -> TextClassifierShape:
+    return read_kept(codec / SHAPE, _SHAPES.validate_json)
+
+
+def _read_classes(codec: Path) -> Classes:
+    return read_kept(codec / CLASSES, lambda raw: Classes(tuple(map(str, json.loads(raw)))))

@@ -1,0 +1,83 @@
+"""The label of a text as it is stored: one name, or a JSON list of names; and whether the data wrote it as a number.
+
+1, "1" and 1.0 are one class, named 1. true and false are the classes of those names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from bottega.data.classes import is_whole
+from bottega.data.fields import label_name, text_of
+from bottega.data.record import Record, Unreadable
+
+WORD, NUMBER, EITHER, COPY = 0, 1, 2, 3
+"""What a label was in the data; "1" and a list of no class fit with both. A changed copy is not looked at again."""
+
+
+@final
+@dataclass(frozen=True)
+class LabelReader:
+    field: str
+    separator: str | None = None
+    """Where a text has several classes: what divides them in a text. None is one class each."""
+
+    def read(self, record: Record) -> tuple[str, int]:
+        """The label of a record and its form. Raises Unreadable where it has none."""
+        fields = record.fields
+        is_plural = self.separator is not None and self.field == "label" and "label" not in fields
+        name = "labels" if is_plural and "labels" in fields else label_name(fields, self.field)
+        assert name is not None, "a field that is asked for is there, or it is an error"
+        if self.separator is not None:
+            return self._several(fields[name], name, self.separator)
+        text, form = _named(fields[name], name)
+        if not text:
+            raise Unreadable(f"field {name!r} has no value, and it is the label")
+        return text, form
+
+    def _several(self, value: Any, field: str, separator: str) -> tuple[str, int]:
+        if isinstance(value, bytes):
+            value = text_of(value, field)
+        if value is None:
+            raise Unreadable(f"field {field!r} has no value, and it is the label; write [] for a text of no class")
+        found = [_named(one, field) for one in _members(value, field, separator)]
+        if any(not name for name, _ in found):
+            raise Unreadable(f"field {field!r} has a class without a name")
+        forms = {form for _, form in found}
+        if forms >= {WORD, NUMBER}:
+            raise Unreadable(f"field {field!r} has numbers and words: {[name for name, _ in found]}")
+        return json.dumps(sorted({name for name, _ in found}), ensure_ascii=False), min(forms, default=EITHER)
+
+
+def _members(value: Any, field: str, separator: str) -> list[Any]:
+    if isinstance(value, np.ndarray):
+        return value.reshape(-1).tolist()
+    if isinstance(value, list | tuple):
+        return list(value)
+    if not isinstance(value, str):
+        return [value]
+    if value.lstrip().startswith("["):
+        try:
+            listed = json.loads(value)
+        except ValueError as error:
+            raise Unreadable(f"field {field!r} begins like a JSON list and is none: {error}") from error
+        return list(listed)
+    return [part for part in map(str.strip, value.split(separator)) if part]
+
+
+def _named(value: Any, field: str) -> tuple[str, int]:
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.reshape(-1)[0]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool):
+        return str(value).lower(), WORD
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Unreadable(f"field {field!r} is {value}, and it is the label; give it a class or leave the row out")
+    text = text_of(value, field)
+    return text, NUMBER if isinstance(value, int | float) else EITHER if is_whole(text) else WORD

@@ -1,0 +1,117 @@
+"""The dimensions of the networks that classify text: Kim's convolutions, our own encoder, or one of transformers; no torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+OFFSET_POSITIONS = (
+    "roberta",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "camembert",
+    "roberta-prelayernorm",
+    "longformer",
+    "mpnet",
+)
+"""model_types that count positions from behind the number of their padding, so some of their rows are never used."""
+
+
+class KimShape(BaseModel):
+    """All that decides the tensors of the model. Two equal shapes have interchangeable checkpoints."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["cnn"] = "cnn"
+    vocab_size: int = Field(gt=1)
+    num_labels: int = Field(gt=1)
+    embed_size: int = Field(128, gt=0)
+    num_filters: int = Field(100, gt=0)
+    filter_sizes: tuple[Annotated[int, Field(gt=0)], ...] = Field((3, 4, 5), min_length=1)
+    dropout: float = Field(0.5, ge=0, lt=1)
+
+    @property
+    def num_features(self) -> int:
+        return self.num_filters * len(self.filter_sizes)
+
+    @property
+    def max_positions(self) -> None:
+        """A convolution reads texts of any length."""
+        return None
+
+
+class EncoderShape(BaseModel):
+    """All that decides the tensors of the model. Two equal shapes have interchangeable checkpoints."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["transformer"] = "transformer"
+    vocab_size: int = Field(gt=1)
+    num_labels: int = Field(gt=1)
+    hidden_size: int = Field(128, gt=0)
+    num_layers: int = Field(2, gt=0)
+    num_heads: int = Field(4, gt=0)
+    max_positions: int = Field(512, gt=0)
+    dropout: float = Field(0.1, ge=0, lt=1)
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _heads_agree(self) -> EncoderShape:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} does not give each of {self.num_heads} heads an even number of "
+                f"channels; try hidden_size {2 * self.num_heads * max(1, round(self.hidden_size / (2 * self.num_heads)))}"
+            )
+        return self
+
+    @property
+    def num_features(self) -> int:
+        return self.hidden_size
+
+
+class PretrainedShape(BaseModel):
+    """A configuration of transformers, whole: with it the model can be built again where its first folder is gone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["pretrained"] = "pretrained"
+    config: str
+    """JSON, with its id2label."""
+
+    @field_validator("config")
+    @classmethod
+    def _names_its_kind_and_labels(cls, text: str) -> str:
+        config = json.loads(text)
+        if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+            raise ValueError("config is no configuration of transformers: it has no model_type")
+        if not isinstance(config.get("id2label"), dict) or len(config["id2label"]) < 2:
+            raise ValueError("config has no id2label of two classes or more")
+        return text
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return json.loads(self.config)
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.values["id2label"])
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.values.get("vocab_size")
+
+    @property
+    def max_positions(self) -> int | None:
+        """The most tokens it can read; None where there is no such number."""
+        values = self.values
+        rows = values.get("max_position_embeddings", values.get("n_positions"))
+        if not isinstance(rows, int) or rows <= 0:
+            return None
+        if values["model_type"] in OFFSET_POSITIONS:
+            return rows - (values.get("pad_token_id") or 0) - 1
+        return rows
+
+
+TextClassifierShape = Annotated[KimShape | EncoderShape | PretrainedShape, Field(discriminator="kind")]

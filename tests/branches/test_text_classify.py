@@ -1,0 +1,151 @@
+"""The branch of text classification from data to prediction: each model, its codec, other data, and the export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bottega
+import small_texts
+from bottega import branches
+from bottega.branches.text_classify import TextClassifyBranch
+from bottega.core.errors import DataError, UsageError
+from bottega.schema.load import load_recipe
+
+LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.every": 40, "checkpoint.every": 40}
+
+
+def prepared(values: dict[str, Any]) -> TextClassifyBranch:
+    branch = branches.prepare(load_recipe(["classify", values]).recipe, say=lambda stage, done, total: None)
+    assert isinstance(branch, TextClassifyBranch)
+    return branch
+
+
+@pytest.fixture(scope="module", params=["transformer", "cnn", "pretrained"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    values = small_texts.settings(folder, "cnn" if request.param == "cnn" else "transformer", **LEARNS)
+    if request.param == "pretrained":
+        values = {k: v for k, v in values.items() if not k.startswith("model.")}
+        values |= {"model.from": str(small_texts.encoder(folder / "encoder")), "training.learning_rate": 5e-3}
+        values |= {"training.max_steps": 100, "evaluation.every": 100}
+    return bottega.train("classify", {**values, "name": "run"}).path
+
+
+def test_it_learns_and_says_the_same_of_texts_given_by_hand(run: Path) -> None:
+    saved = bottega.load(run)
+    measured = saved.evaluate()
+    assert measured["accuracy"] > 0.9
+    assert {"macro_f1", "weighted_f1", "ece", "auroc"} <= measured.keys()
+    rows = small_texts.rows(30, seed=5)
+    with saved.engine.sampling() as models:
+        chances = saved.branch.predict(models, [row["text"] for row in rows], device="cpu", batch_size=7)
+        alone = saved.branch.predict(models, [rows[4]["text"]], device="cpu")
+    np.testing.assert_allclose(chances.sum(1), 1, atol=1e-5)
+    np.testing.assert_allclose(alone[0], chances[4], atol=1e-5)
+    named = [saved.branch.classes.names[i] for i in chances.argmax(1)]
+    assert np.mean([name == row["label"] for name, row in zip(named, rows, strict=True)]) > 0.9
+
+
+def test_other_data_is_read_with_the_classes_that_were_learnt(run: Path, tmp_path: Path) -> None:
+    saved = bottega.load(run)
+    two = [row for row in small_texts.rows(30, seed=9) if row["label"] != "cook"]
+    path = tmp_path / "two.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in two))
+    assert saved.evaluate(path)["accuracy"] > 0.9, "classes keep their numbers where one of them is missing"
+    path.write_text(json.dumps({"text": "salt", "label": "cooks"}) + "\n")
+    with pytest.raises(DataError, match="'cooks' is none of the 3 classes that were learnt; did you mean 'cook'"):
+        saved.evaluate(path)
+
+
+def test_a_run_is_opened_where_its_data_and_its_start_are_gone(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved, symlinks=True)
+    before = bottega.load(run)
+    for file in run.parent.glob("*.jsonl"):
+        file.rename(file.with_suffix(".gone"))
+    try:
+        after = bottega.load(moved)
+        texts = [row["text"] for row in small_texts.rows(6)]
+        with before.engine.sampling() as a, after.engine.sampling() as b:
+            np.testing.assert_array_equal(
+                before.branch.predict(a, texts, device="cpu"), after.branch.predict(b, texts, device="cpu")
+            )
+    finally:
+        for file in run.parent.glob("*.gone"):
+            file.rename(file.with_suffix(".jsonl"))
+
+
+def test_the_export_of_a_pretrained_encoder_opens_in_transformers(run: Path, tmp_path: Path) -> None:
+    saved = bottega.load(run)
+    folder = saved.export(tmp_path / "export")
+    texts = [row["text"] for row in small_texts.rows(5, seed=3)]
+    with saved.engine.sampling() as models:
+        ours = saved.branch.predict(models, texts, device="cpu")
+    if saved.recipe.model.kind != "pretrained":
+        config = json.loads((folder / "config.json").read_text())
+        assert config["classes"] == list(saved.branch.classes.names)
+        assert (folder / "model.safetensors").is_file()
+        return
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        theirs = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(1)
+    np.testing.assert_allclose(theirs.numpy(), ours, atol=1e-6)
+    assert model.config.id2label == dict(enumerate(saved.branch.classes.names))
+
+
+def test_several_labels(tmp_path: Path) -> None:
+    rows = [
+        {**row, "label": [row["label"], "long"] if len(row["text"]) > 40 else [row["label"]]}
+        for row in small_texts.rows(96)
+    ]
+    path = tmp_path / "several.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = small_texts.settings(tmp_path, **LEARNS)
+    values |= {"data.train.path": str(path), "data.multi_label": True, "evaluation.metric": "macro_f1"}
+    made = bottega.train("classify", values)
+    assert made.metrics["macro_f1"] > 0.8
+    assert {"exact_match", "label_accuracy"} <= made.metrics.keys()
+
+
+def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> None:
+    rows = [row for row in small_texts.rows(200) if row["label"] != "sing" or len(row["text"]) > 40]
+    path = tmp_path / "rare.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {**small_texts.settings(tmp_path), "data.train.path": str(path), "loss.class_weights": "balanced"}
+    branch = prepared(values)
+    labels = branch.training().rows(np.arange(len(branch.training())), np.zeros(len(branch.training()), int))["label"]
+    counts = np.bincount(labels)
+    np.testing.assert_allclose(branch.task.class_weights, counts.sum() / (3 * counts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.hidden_size": 30, "model.num_heads": 4}, "model: hidden_size 30 does not give each of 4 heads"),
+        ({"loss.class_weights": [1.0, 2.0]}, "class_weights: 2 are given, and there are 3 classes"),
+        ({"model.word_dropout": 0.1, "data.tokenizer.kind": "bytes"}, "word_dropout: 0.1 needs texts, and a token"),
+        ({"model.vocab_size": 5, "data.tokenizer.kind": "bytes"}, "model.vocab_size: 5 is less than the tokenizer's"),
+    ],
+)
+def test_what_does_not_fit_together_is_said_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        prepared({**small_texts.settings(tmp_path), **changes})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_single_class_is_nothing_to_tell(tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text("".join(json.dumps({**row, "label": "cook"}) + "\n" for row in small_texts.rows(40)))
+    with pytest.raises(DataError, match="are all of the class 'cook'"):
+        prepared({**small_texts.settings(tmp_path), "data.train.path": str(path)})

@@ -1,0 +1,245 @@
+"""Labelled texts from file to tables: every form of a label, what is wrong with one, and tokenizers of other people."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.classes import texts_of
+from bottega.data.labelled import TextForm, labelled_texts
+from bottega.data.prepare.classify import prepare_classify
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.vocabulary import TokenizerSpec
+from bottega.schema.classify import ClassifyData, TextAugmentation
+from bottega.schema.data import HeldOut, Source, Splitting
+
+BYTES, WORDS = TokenizerSpec(kind="bytes"), TokenizerSpec(kind="words")
+SST2 = Path(os.environ.get("BOTTEGA_DATA", "")) / "text-cls-sst2"
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """No bar."""
+
+
+def prepared(folder: Path, labels: list[Any], spec: TokenizerSpec = BYTES, **options: Any) -> Prepared:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
+    return read(path, folder, spec, **options)
+
+
+def read(path: Path, folder: Path, spec: TokenizerSpec = BYTES, num_classes: Any = None, **options: Any) -> Prepared:
+    data = ClassifyData(train=Source(path=str(path)), **{"validation": None, **options})
+    cache = folder / "cache"
+    return prepare_classify(data, spec, seed=0, progress=quiet, cache=cache, num_classes=num_classes)
+
+
+def stored(ready: Prepared) -> list[str]:
+    return texts_of(ready.table("train"), "label")
+
+
+def test_spellings_of_a_number_are_one_class_and_truth_has_names(tmp_path: Path) -> None:
+    ready = prepared(tmp_path, [1, "1", 1.0, 10, 2])
+    assert stored(ready) == ["1", "1", "1", "10", "2"]
+    assert ready.classes.names == ("1", "2", "10")
+    ready = prepared(tmp_path, [True, False, "true"])
+    assert (stored(ready), ready.classes.names) == (["true", "false", "true"], ("false", "true"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a", None, "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
+        (["a", "", "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
+        (["a", ["b"], "b"], r"line 2: field 'label' must be text or a number, not list"),
+        ([1, 0, "one", 1], r"numbers and words: 1 at rows\.jsonl:1, one at rows\.jsonl:3; give all"),
+        (["one", "1", 2], r"numbers and words: 2 at rows\.jsonl:3, one at rows\.jsonl:1"),
+        ([True, 0], r"numbers and words: 0 at rows\.jsonl:2, true at rows\.jsonl:1"),
+    ],
+)
+def test_a_wrong_label_is_told_with_its_place(tmp_path: Path, labels: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        prepared(tmp_path, labels)
+
+
+def test_words_and_numbers_in_a_table_of_text_are_names(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,label\nfirst text,1\nsecond text,3+\nthird text,none\n")
+    assert read(path, tmp_path).classes.names == ("1", "3+", "none")
+
+
+def test_no_number_is_no_label(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": ["a", "b", "c"], "label": [0.0, float("nan"), 1.0]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet.*field 'label' is nan, and it is the label"):
+        read(tmp_path / "rows.parquet", tmp_path)
+
+
+def test_mixed_forms_are_seen_across_files(tmp_path: Path) -> None:
+    held_out = tmp_path / "test.jsonl"
+    held_out.write_text('{"text": "x", "label": 1}\n')
+    with pytest.raises(DataError, match=r"1 at test\.jsonl:1, good at rows\.jsonl:1"):
+        prepared(tmp_path, ["good", "bad"], test=HeldOut(path=str(held_out)))
+    assert prepared(tmp_path, ["0", "1"], test=HeldOut(path=str(held_out))).classes.names == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["b", "a", "b"], ["a", "b"]),
+        ([], []),
+        ("b, a", ["a", "b"]),
+        ("", []),
+        ('["a", "b, c"]', ["a", "b, c"]),
+        ("a", ["a"]),
+    ],
+)
+def test_every_form_of_several_labels(tmp_path: Path, given: Any, kept: list[str]) -> None:
+    ready = prepared(tmp_path, [given, ["z"]], multi_label=True)
+    assert [json.loads(text) for text in stored(ready)] == [kept, ["z"]]
+    assert ready.classes.names == (*kept, "z")
+    assert ready.meta["multi_label"] is True
+
+
+def test_several_labels_of_numbers(tmp_path: Path) -> None:
+    ready = prepared(tmp_path, [[10, 2], "2", 1], multi_label=True)
+    assert ready.classes.names == ("1", "2", "10")
+    assert prepared(tmp_path, [[1], []], multi_label=True, num_classes=4).classes.names == ("0", "1", "2", "3")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: label 7 is out of range"):
+        prepared(tmp_path, [[7], []], multi_label=True, num_classes=4)
+    with pytest.raises(DataError, match=r"numbers and words: \[\"1\"\] at rows\.jsonl:1, \[\"one\"\] at rows\.jsonl:2"):
+        prepared(tmp_path, [[1], ["one"]], multi_label=True)
+    with pytest.raises(DataError, match=r"line 1: field 'label' has numbers and words"):
+        prepared(tmp_path, [[1, "one"]], multi_label=True)
+    with pytest.raises(DataError, match=r"line 2: field 'label' has no value.* write \[\]"):
+        prepared(tmp_path, [["a"], None], multi_label=True)
+    with pytest.raises(DataError, match=r"line 1: field 'label' begins like a JSON list and is none"):
+        prepared(tmp_path, ["[a"], multi_label=True)
+
+
+def test_several_labels_may_stand_in_a_field_of_that_name_and_be_divided_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("text,labels\nfirst text,a|b c\nsecond text,\n")
+    ready = read(path, tmp_path, multi_label=True, label_separator="|")
+    assert stored(ready) == ['["a", "b c"]', "[]"]
+
+
+def test_what_is_prepared_says_how_many_classes_a_text_has(tmp_path: Path) -> None:
+    ready = prepared(tmp_path, [["a"], ["b"]], multi_label=True)
+    assert read(ready.folder, tmp_path, multi_label=True).fingerprint == ready.fingerprint
+    with pytest.raises(DataError, match=r"several classes a text, and data\.multi_label is false"):
+        read(ready.folder, tmp_path)
+
+
+def test_more_folds_than_members_of_a_class(tmp_path: Path) -> None:
+    labels = ["usual"] * 30 + ["rare"] * 3
+    split = Splitting(by="stratified", folds=5)
+    # Copies are no members.
+    for changes in (None, TextAugmentation(augmentation_factor=4)):
+        with pytest.raises(DataError, match=r"class 'rare' has 3 texts, fewer than data\.split\.folds=5"):
+            prepared(tmp_path, labels, split=split, augmentation=changes)
+    for fold in range(3):
+        ready = prepared(tmp_path, labels, split=Splitting(by="stratified", folds=3, fold=fold))
+        assert texts_of(ready.table("validation"), "label").count("rare") == 1
+
+
+def test_words_are_learnt_from_training_texts_alone(tmp_path: Path) -> None:
+    path, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path.write_text('{"text": "Known words, known words", "label": 0}\n{"text": "words", "label": 1}\n')
+    held_out.write_text('{"text": "secret secret words", "label": 0}\n')
+    ready = read(path, tmp_path, WORDS, validation=HeldOut(path=str(held_out)))
+    words = ready.tokenizer
+    assert words.core.get_vocab().keys() == {"<unk>", "<|endoftext|>", "known", "words"}
+    assert (ready.meta["unknown"], ready.meta["padding"], ready.meta["frame"]) == (0, 1, [[], []])
+    assert ready.table("validation").row("input_ids", 0).tolist() == [0, 0, words.core.token_to_id("words")]
+    fewer = read(path, tmp_path, TokenizerSpec(kind="words", min_frequency=3))
+    assert fewer.fingerprint != read(path, tmp_path, WORDS).fingerprint
+    assert fewer.meta["vocab_size"] == 3
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers writes it, of a model that reads twelve tokens."""
+    folder = tmp_path_factory.mktemp("bert")
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "text", *"0123456789", *(f"##{n}" for n in range(10))]
+    core = tokenizers.Tokenizer(models.WordPiece({name: n for n, name in enumerate(names)}, unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer()
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    core.save(str(folder / "tokenizer.json"))
+    special = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30, **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "max_position_embeddings": 12}))
+    return folder
+
+
+def test_a_pretrained_encoder_reads_what_transformers_would_give_it(bert: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(bert)
+    texts = ["text 1", "text 12 text, unseen", "1 2 3 4 5 6 7 8 9 10 11 12", "[SEP] text"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "label": n}) + "\n" for n, text in enumerate(texts)))
+    spec = TokenizerSpec(kind="pretrained", path=str(bert))
+    ready = read(path, tmp_path, spec)
+    assert (ready.meta["longest"], ready.meta["padding"], ready.meta["unknown"]) == (12, 0, 1)
+    for length in (None, 6):
+        source = labelled_texts(ready, "train", sequence_length=length)
+        ours = source.rows(np.arange(3), np.zeros(3, int))
+        width = ours["input_ids"].shape[1]
+        assert width == (length or 12)
+        expected = theirs(texts[:3], padding="max_length", truncation=True, max_length=width, return_tensors="np")
+        for name in ("input_ids", "attention_mask"):
+            np.testing.assert_array_equal(ours[name], expected[name])
+    # And a text that spells a special token is a text.
+    assert (source.rows(np.array([3]), np.zeros(1, int))["input_ids"] == 3).sum() == 1
+    encoded = list(ready.tokenizer.encode_documents(texts[:3]))
+    made = TextForm.of(ready.tokenizer, sequence_length=6).batch(encoded)
+    np.testing.assert_array_equal(made["input_ids"], ours["input_ids"])
+
+
+def test_a_length_that_a_pretrained_encoder_cannot_read(bert: Path, tmp_path: Path) -> None:
+    spec = TokenizerSpec(kind="pretrained", path=str(bert))
+    with pytest.raises(UsageError, match=r"data\.sequence_length: 64 is more than the 12 tokens"):
+        prepared(tmp_path, ["a", "b"], spec, sequence_length=64)
+    ready = prepared(tmp_path, ["a", "b"], spec)
+    with pytest.raises(DataError, match=r"data\.sequence_length=2 leaves no room beside 2 special tokens"):
+        labelled_texts(ready, "train", sequence_length=2)
+    with pytest.raises(DataError, match="another tokenizer"):
+        read(prepared(tmp_path, ["a", "b"]).folder, tmp_path, spec)
+
+
+@pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA names no folder of real data")
+def test_sst2(tmp_path: Path) -> None:
+    data = ClassifyData(
+        train=Source(path=str(SST2 / "train.tsv"), columns=("text", "label")),
+        validation=HeldOut(path=str(SST2 / "dev.tsv")),
+        test=HeldOut(path=str(SST2 / "test.tsv")),
+    )
+    ready = prepare_classify(data, WORDS, seed=0, progress=quiet, cache=tmp_path)
+    assert {name: counts["rows"] for name, counts in ready.tables.items()} == {
+        "validation": 872,
+        "test": 1821,
+        "train": 6920,
+    }
+    assert ready.classes.names == ("0", "1")
+    train = labelled_texts(ready, "train")
+    # The files are divided into words already, and by their own account 3,610 of the sentences are friendly.
+    assert train.labels.sum() == 3610
+    first = (SST2 / "train.tsv").read_text().split("\n")[0].split("\t")[0]
+    assert len(train.table.row("input_ids", 0)) == len(first.split())
+    # The longest of 32 texts has about 40 words, the longest of all 53.
+    widths = [train.rows(np.arange(n, n + 32), np.zeros(32, int))["input_ids"].shape[1] for n in range(0, 6400, 32)]
+    assert (np.mean(widths) < 46, train.sequence_length) == (True, 53)

@@ -1,0 +1,77 @@
+"""The docstrings that come with the program: the same everywhere, none twice, none with its answer in it."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bottega.data.classes import texts_of
+from bottega.data.embedded.docstrings import FILE
+from bottega.data.labelled import labelled_texts
+from bottega.data.prepare.classify import prepare_classify
+from bottega.data.text.duplicates import keep_near, signature
+from bottega.data.vocabulary import TokenizerSpec
+from bottega.schema.classify import ClassifyData, ClassifyRecipe
+from bottega.schema.data import HeldOut, Source
+from bottega.schema.load import check_recipe
+
+LINES = gzip.decompress(FILE.read_bytes())
+ROWS = [json.loads(line) for line in LINES.splitlines()]
+PACKAGES = (
+    *("asyncio", "email", "http", "idlelib", "importlib", "logging"),
+    *("multiprocessing", "tkinter", "unittest", "urllib", "xml"),
+)
+
+
+def quiet(stage: str, done: int, total: int) -> None:
+    """No bar."""
+
+
+def test_they_are_those_that_the_recipes_were_measured_on() -> None:
+    assert hashlib.sha256(LINES).hexdigest()[:16] == "efc54a3080c885f6"
+    assert FILE.stat().st_size < 250_000
+    assert FILE.with_name("docstrings.LICENSE").read_text().count("Python Software Foundation") >= 2
+    counts = Counter(row["label"] for row in ROWS)
+    assert tuple(sorted(counts)) == PACKAGES
+    assert (sum(counts.values()), min(counts.values()), max(counts.values())) == (2508, 77, 400)
+
+
+def test_no_text_says_which_package_it_is_from() -> None:
+    named = re.compile("|".join(PACKAGES), re.IGNORECASE)
+    assert not [row["text"] for row in ROWS if named.search(row["text"])]
+    assert all(row["group"].startswith(f"{row['label']}.") for row in ROWS)
+
+
+def test_no_two_are_nearly_alike() -> None:
+    assert keep_near(np.stack([signature(row["text"]) for row in ROWS]), 0.5).all()
+
+
+def test_the_recipe_holds_whole_classes_back(tmp_path: Path) -> None:
+    recipe = check_recipe(["classify"]).recipe
+    assert isinstance(recipe, ClassifyRecipe)
+    ready = prepare_classify(recipe.data, TokenizerSpec(kind="words"), seed=0, progress=quiet, cache=tmp_path)
+    assert ready.classes.names == PACKAGES
+    sides = {}
+    for name in ("train", "validation"):
+        keys = texts_of(ready.table(name), "key")
+        sides[name] = {ROWS[int(key.rpartition(":")[2]) - 1]["group"] for key in keys}
+        assert set(texts_of(ready.table(name), "label")) == set(PACKAGES), "every class is on both sides"
+    assert not sides["train"] & sides["validation"]
+    assert len(ready.table("validation")) == pytest.approx(0.2 * len(ROWS), abs=25)
+    assert len(labelled_texts(ready, "train")) + len(ready.table("validation")) == len(ROWS)
+
+
+def test_any_source_may_be_embedded_and_other_data_needs_no_group(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"a text {n}", "label": "xml"}) + "\n" for n in range(9)))
+    data = ClassifyData(train=Source(path=str(path)), validation=HeldOut(kind="embedded"))
+    ready = prepare_classify(data, TokenizerSpec(kind="words"), seed=0, progress=quiet, cache=tmp_path / "cache")
+    assert len(ready.table("validation")) == len(ROWS)
+    assert check_recipe(["classify", {"data.train.path": str(path)}]).recipe.data.split is None
