@@ -197,7 +197,7 @@ def call(words: list[str]) -> tuple[int, str]:
         rest = [*rest, *smaller(rest)]
     elif verb == "verify-resume":
         rest = [*rest, *(s for s in smaller(rest) if not s.startswith("training."))]
-    elif verb == "evaluate" and "--count" not in rest:
+    elif verb == "evaluate" and "--count" not in rest and _generates(rest):
         rest = [*rest, "--count", "24"]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -208,6 +208,13 @@ def call(words: list[str]) -> tuple[int, str]:
     if target:
         Path(target).write_text(out.getvalue(), encoding="utf-8")
     return code, out.getvalue() + err.getvalue()
+
+
+def _generates(rest: list[str]) -> bool:
+    """Whether one of these words is a run that draws samples."""
+    files = [Path(word) / "recipe.yaml" for word in rest]
+    tasks = [check_recipe([file]).recipe.task for file in files if file.is_file()]
+    return any(task in ("image", "audio", "video") for task in tasks)
 
 
 def smaller(words: list[str]) -> list[str]:
