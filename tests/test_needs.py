@@ -392,13 +392,13 @@ def test_it_is_exported_whole_and_before_anybody_else_may_look(tmp_path: Path, m
 
 def test_an_export_over_an_older_one_keeps_what_else_lies_there(folder: Path, tmp_path: Path) -> None:
     one = bottega.load(the_part(folder))
-    (tmp_path / "out").mkdir()
+    one.export(tmp_path / "out")
     (tmp_path / "out" / "notes.txt").write_text("mine")
     one.export(tmp_path / "out")
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "out" / "README.md").is_file()
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(UsageError, match="is a file"):
         one.export(tmp_path / "file")
 
 
@@ -445,7 +445,9 @@ def test_prepare_names_the_command_that_trains_a_part(tmp_path: Path, capsys: py
     assert cli.main(["prepare", written(tmp_path, origin="mine", **{"data.latents": True})]) == 2
     said = capsys.readouterr().err
     assert "needs.vae is not trained yet" in said
-    assert "bottega train mine" in said
+    assert "bottega train with the same recipe and settings" in said
     one = recipe(tmp_path, origin="mine")
-    with pytest.raises(UsageError, match=r"needs\.vae is not trained yet .* bottega train mine"):
+    with pytest.raises(UsageError, match=r"needs\.vae is not trained yet .* bottega train with the same"):
         tokenizer_folder(one, "needs.vae")
+    with pytest.raises(UsageError, match=r"not trained yet .* bottega train image, with the same settings"):
+        tokenizer_folder(one.model_copy(update={"origin": "image"}), "needs.vae")

@@ -59,8 +59,11 @@ def named(path: Path) -> Path:
 
 
 def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
-    """Refuse to go on under another recipe; return what may differ and does, in words."""
-    if not run.recipe.is_file():
+    """Refuse to go on under another recipe; return what may differ and does, in words.
+
+    Where nothing was saved yet there is nothing to go on from, and the run begins under the new one.
+    """
+    if not run.recipe.is_file() or not has_begun(run):
         return []
     old = load_recipe([run.recipe]).recipe
     refused, noted = [], []
@@ -70,6 +73,8 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
     for key, before, after in changed_keys(old, recipe):
         if key in MAY_GROW and (before or 0) < (after or 0) and may_grow:
             noted.append(f"{key}: {before} -> {after}")
+        elif key in MAY_GROW and may_grow and before is not None and after is not None:
+            refused.append(f"{key}: {before} -> {after}, which can only grow")
         elif key in MAY_CHANGE:
             noted.append(f"{key}: {before} -> {after}, going on by samples; no longer bit for bit the same run")
         else:
@@ -83,6 +88,11 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
             f"{run.path} was started with another recipe ({'; '.join(refused)}); choose another name or say --fresh"
         )
     return noted
+
+
+def has_begun(run: RunDirectory) -> bool:
+    """Whether there is a checkpoint, be it a damaged one."""
+    return any(run.checkpoints.glob("step-*"))
 
 
 def _value(recipe: Recipe, key: str) -> Any:

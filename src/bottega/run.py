@@ -16,11 +16,13 @@ from bottega.parts import train_apart, turn, wait_for
 from bottega.preparation import prepare_recipe
 from bottega.schema import needs
 from bottega.schema.generator import Generator
+from bottega.schema.language import LanguageRecipe
 from bottega.schema.load import Resolved, check_recipe, global_batch, load_recipe, parse_overrides
 from bottega.schema.recipe import BUILT_TASKS, Recipe
 from bottega.session import Run, Session
 
 if TYPE_CHECKING:
+    from bottega.data.prepare.prepared import Prepared
     from bottega.saved import SavedRun
 
 __all__ = ["Run", "load", "part", "refuse_unbuilt", "train", "train_command"]
@@ -168,6 +170,7 @@ def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool
         _set_aside(run, why=f"needs.{name} has learnt from other data than there is now, and is trained anew; ")
     if not quiet:
         sys.stderr.write(f"bottega: needs.{name} is trained first: {run}\n")
+    recipe = _fitted(recipe, run, name=name, quiet=quiet)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         train_apart(recipe, run, name=name, quiet=quiet, allow_data_change=allow_data_change)
         return
@@ -175,9 +178,34 @@ def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool
     load(run).export()
 
 
+def _fitted(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Recipe:
+    """A part over fewer samples than its recipe was made for takes smaller batches. Its name stays, which is a hash of
+    what was asked for; on the same data the same size is found again."""
+    prepared = _prepared_now(recipe, quiet=quiet) if not isinstance(recipe, LanguageRecipe) else None
+    if prepared is None:
+        return recipe
+    there = sum(prepared.tables[table]["rows"] for table in prepared.training_tables)
+    passes = recipe.training.gradient_accumulation_steps or 1
+    if there >= recipe.training.batch_size * passes or there < passes:
+        return recipe
+    size = 1 << (there // passes).bit_length() - 1
+    if not quiet:
+        sys.stderr.write(
+            f"bottega: needs.{name}: training.batch_size is {size} instead of {recipe.training.batch_size}: "
+            f"there are {there:,} samples to learn from\n"
+        )
+    training = recipe.training.model_copy(update={"batch_size": size})
+    return recipe.model_copy(update={"training": training, "name": run.name})
+
+
 def _is_ready(run: Path, data: str | None) -> bool:
     """Whether a part is exported and, unless that does not matter (None), has learnt from this data."""
-    return (run / "final" / "README.md").is_file() and (data is None or _data_of(run) == data)
+    return is_made(run) and (data is None or _data_of(run) == data)
+
+
+def is_made(run: Path) -> bool:
+    """Whether a part is trained and exported, from whatever data."""
+    return (run / "final" / "README.md").is_file()
 
 
 def _data_of(run: Path) -> str | None:
@@ -186,7 +214,13 @@ def _data_of(run: Path) -> str | None:
 
 
 def _data_now(recipe: Recipe, *, quiet: bool) -> str | None:
-    """The fingerprint of a recipe's data as it is now; prepared if need be, which training would do next.
+    """The fingerprint of a recipe's data as it is now; None where that cannot be known yet."""
+    prepared = _prepared_now(recipe, quiet=quiet)
+    return prepared.fingerprint if prepared is not None else None
+
+
+def _prepared_now(recipe: Recipe, *, quiet: bool) -> Prepared | None:
+    """A recipe's data as it is now; prepared if need be, which training would do next.
 
     None where its tokens are those of a part that may not be there yet.
     """
@@ -199,7 +233,7 @@ def _data_now(recipe: Recipe, *, quiet: bool) -> str | None:
     if getattr(recipe.data, "latents", False):  # which an autoencoder computes
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"latents": False})})
     with bars(Console(stderr=True, quiet=quiet)) as say:
-        return prepare_recipe(recipe, say).fingerprint
+        return prepare_recipe(recipe, say)
 
 
 def refuse_unbuilt(recipe: Recipe) -> None:

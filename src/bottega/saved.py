@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.rundir import RunDirectory
 from bottega.data.loader import evaluate_batches
+from bottega.data.present import writing
 from bottega.data.source import Source
 from bottega.engines.tensors import compare, read_tensors
 from bottega.engines.torch import TorchEngine
@@ -25,6 +27,9 @@ from bottega.schema.recipe import Recipe
 
 CARD = "README.md"
 """The last thing an export writes, and so the sign that it is whole."""
+TAG = "tags: [bottega]"
+TRIES = 5
+"""How often a checkpoint is looked for: a training beside us may delete the one that was the last a moment ago."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class SavedRun:
     recipe: Recipe
     branch: Branch
     engine: TorchEngine
+    progress: dict[str, Any] = field(default_factory=dict)
+    """Where the checkpoint stood."""
 
     @property
     def task(self) -> Any:
@@ -58,22 +65,32 @@ class SavedRun:
 
     def generate(self, prompt: str | list[str] | None = None, **asked: Any) -> Any:
         """Texts that go on from the prompts, or an array of samples; options as `bottega generate --help` lists them."""
-        stream = asked.pop("stream", None)
         if prompt is not None:
             asked["prompt"] = prompt
+        try:
+            return self.answer(asked, stream=asked.pop("stream", None))
+        except UsageError as error:
+            raise without_dashes(error) from None
+
+    def answer(self, asked: dict[str, Any], **shown: Any) -> Any:
+        """The same for the command line. `shown` is how the work is followed: `stream`, `say`."""
         self.branch.check_asked(asked)
-        if stream is not None:
-            asked["stream"] = stream
         with self.engine.sampling() as models:
-            return self.branch.generate(models, device=self.engine.device, **asked)
+            return self.branch.generate(models, device=self.engine.device, **asked, **shown)
 
     def export(self, folder: Path | None = None) -> Path:
         """The model in the layout of its ecosystem, with a card that says where it comes from. A new folder appears
         whole or not at all; in the run's own that is there, the card is gone until the rest is written."""
         target = folder or self.directory.final
+        is_own = target.resolve() == self.directory.final.resolve()
+        if not is_own:
+            _refuse_foreign(target)
+        with writing(target):
+            return self._exported(target, is_own=is_own)
+
+    def _exported(self, target: Path, *, is_own: bool) -> Path:
         if target.exists():
-            target.mkdir(exist_ok=True)  # an error where it is a file
-            if folder is None:  # elsewhere it may be somebody else's, until it is replaced
+            if is_own:
                 (target / CARD).unlink(missing_ok=True)
             self._export_to(target)
             return target
@@ -94,7 +111,7 @@ class SavedRun:
         (folder / CARD).write_text(self._card(facts), encoding="utf-8")
 
     def _card(self, facts: dict[str, Any]) -> str:
-        progress = checkpoints.read_progress(self.checkpoint)
+        progress = self.progress
         parameters = sum(p.numel() for p in self.model.parameters())
         best = progress.get("best")
         measured = (
@@ -102,7 +119,7 @@ class SavedRun:
         )
         head = "".join(f"{name}: {value}\n" for name, value in facts.items())
         return (
-            f"---\n{head}tags: [bottega]\n---\n\n"
+            f"---\n{head}{TAG}\n---\n\n"
             f"# {self.directory.path.name}\n\n"
             f"Trained with Bottega, task `{self.recipe.task}`.\n\n"
             f"- {parameters:,} parameters, checkpoint at step {progress['step']}\n{measured}"
@@ -115,20 +132,59 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the run's directory. Pickled checkpoints are never read")
     directory = RunDirectory(path).must_exist()
-    folder = choose(directory, str(checkpoint))
-    manifest = checkpoints.verify(folder)
+    folder, manifest, progress, state = _read(directory, str(checkpoint))
     recipe = load_recipe([directory.recipe]).recipe
     branch = branches.reopen(recipe, directory.codec, str(manifest.fingerprint.get("data")))
     # Trained in fp16 on a GPU, it can still be read where there is none.
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
     engine = TorchEngine(branch.task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
-    # What the manifest does not list was not verified, so a file that merely lies there is not read.
-    average = read_tensors(folder / "ema.safetensors") if "ema.safetensors" in manifest.files else {}
-    state = read_tensors(folder / "model.safetensors")
-    compare(state, engine.model.state_dict(), folder / "model.safetensors")
-    engine.model.load_state_dict({**state, **average})
-    return SavedRun(directory, folder, recipe, branch, engine)
+    compare(state["model.safetensors"], engine.model.state_dict(), folder / "model.safetensors")
+    engine.model.load_state_dict({**state["model.safetensors"], **state.get("ema.safetensors", {})})
+    return SavedRun(directory, folder, recipe, branch, engine, progress)
+
+
+def _read(
+    directory: RunDirectory, which: str
+) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
+    """A verified checkpoint with its weights by file; looked for again where it was deleted while it was read."""
+    for left in reversed(range(TRIES)):
+        try:
+            folder = choose(directory, which)
+        except CheckpointError:
+            if left and checkpoints.candidates(directory.checkpoints):  # the link was read, and then its target moved
+                continue
+            raise
+        try:
+            manifest = checkpoints.verify(folder)
+            # What the manifest does not list was not verified, so a file that merely lies there is not read.
+            files: list[str] = [name for name in ("model.safetensors", "ema.safetensors") if name in manifest.files]
+            weights = {name: read_tensors(folder / name) for name in files}
+            return folder, manifest, checkpoints.read_progress(folder), weights
+        except (CheckpointError, OSError) as error:
+            if not folder.is_dir() and left:
+                continue
+            others = [
+                str(m.step) for path, m in reversed(checkpoints.candidates(directory.checkpoints)) if path != folder
+            ]
+            remedy = f"the steps {', '.join(others)} are there too" if others else "no other is there; train it again"
+            raise CheckpointError(f"{directory.path}: {error}; {remedy}") from None
+    raise AssertionError("the last try returns or raises")
+
+
+def without_dashes(error: UsageError) -> UsageError:
+    """Who calls from Python has given a name, not a flag."""
+    return UsageError(re.sub(r"(?<!\S)--(?=[a-z])", "", str(error)))
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """An export replaces an earlier export, and nothing else."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file; name a folder to export to")
+    if folder.is_dir() and any(folder.iterdir()):
+        card = folder / CARD
+        if not card.is_file() or TAG not in card.read_text(encoding="utf-8", errors="replace"):
+            raise UsageError(f"{folder}: exists already and is no export of ours; choose another folder, or empty it")
 
 
 def choose(directory: RunDirectory, which: str) -> Path:

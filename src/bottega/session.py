@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from bottega.compose import (
 )
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
-from bottega.core.errors import CheckpointError, PeerLost
+from bottega.core.errors import CheckpointError, Diverged, PeerLost
 from bottega.core.loop import Fit, Goal
 from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.core.saver import Saver, explain, preflight
@@ -183,6 +184,8 @@ class Session:
         directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)
         try:
+            if not resume.has_begun(directory):  # what an earlier start wrote there may be of another recipe or data
+                shutil.rmtree(directory.codec, ignore_errors=True)
             branch.save_codec(directory.codec)
         except OSError as error:
             raise explain(error, directory.codec) from None
@@ -203,8 +206,9 @@ class Session:
             try:
                 with engine.sampling() as models:
                     branch.sample(models, folder, device=engine.device)
-            except OSError as error:
-                self.console.warn(f"no samples in {folder}: {error.strerror}; training goes on without them")
+            except (OSError, Diverged) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error).partition(":")[0]
+                self.console.warn(f"no samples in {folder}: {reason}; training goes on without them")
         return folder
 
     def _recovery(self, engine: TorchEngine, loader: Loader, saver: Saver) -> Any:

@@ -440,3 +440,32 @@ def test_questions_that_evaluate_cannot_answer(say: Any, train: Any, tmp_path: P
     say("evaluate", run, "--data", put(tmp_path / "a.txt", b"hello\n" * 50)).refused(3, "holds text")
     say("generate", run, "--guidance", 3).refused(2, "--guidance 3", "condition_dropout is 0")
     say("generate", run, "--class", 9).refused(2, "--class 9", "3 classes")
+
+
+# What is odd and still learnt from
+
+
+def test_names_that_seem_to_say_the_class(train: Any, tmp_path: Path) -> None:
+    for number in range(12):
+        put(tmp_path / "flat" / f"c{number % 3}_{number:02d}.png", picture())
+    said = train("image", tmp_path / "flat")
+    said.refused(3, "no labels", "data.train.pattern", '"(?P<label>[^/_]+)_"')
+    assert train("image", tmp_path / "flat", **{"data.train.pattern": "(?P<label>[^/_]+)_"}).code == 0
+
+
+def test_silence_is_remarked_on(train: Any, tmp_path: Path) -> None:
+    for number in range(8):
+        put(tmp_path / "quiet" / f"c{number % 2}" / f"{number}.wav", sound(np.zeros(800, np.int16)))
+    assert train("audio", tmp_path / "quiet").code == 0
+    assert "are silent" in log(tmp_path)
+    assert train("audio", folder(tmp_path, "audio", 8), name="loud").code == 0
+    assert "are silent" not in (tmp_path / "runs" / "loud" / "log.txt").read_text()
+
+
+def test_clips_that_are_too_short_are_counted(train: Any, tmp_path: Path) -> None:
+    data = folder(tmp_path, "video", 8)
+    assert train("video", data).code == 0
+    assert "shorter than" not in log(tmp_path)
+    assert train("video", data, name="longer", **{"data.num_frames": 40}).code == 0
+    said = (tmp_path / "runs" / "longer" / "log.txt").read_text()
+    assert "6 of 6 clips are shorter than data.num_frames 40 and repeat their last frame" in said

@@ -80,10 +80,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_run_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
-    (tmp_path / "my-first-run").mkdir()
+    for name in ("my-first-run", "another", "my-frist-runs"):
+        (tmp_path / name).mkdir()
+    for name in ("my-first-run", "another"):
+        (tmp_path / name / "recipe.yaml").write_text("")
     with pytest.raises(UsageError, match=r"did you mean .*my-first-run") as caught:
         RunDirectory(tmp_path / "my-frist-run").must_exist()
     assert caught.value.code == 2
+    with pytest.raises(UsageError, match=r"`bottega train` makes one"):
+        RunDirectory(tmp_path / "brother").must_exist()
 
 
 def row(step: int, kind: str = "train", *, batch: int = 4) -> dict[str, object]:

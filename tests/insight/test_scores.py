@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import bottega
 import small_media
 from bottega.branches.generation import GenerationBranch
-from bottega.core.errors import UsageError
+from bottega.core.errors import DataError, UsageError
 from bottega.insight import scores
 from bottega.insight.evaluate import show
 
@@ -108,7 +109,7 @@ def test_a_judge_reads_a_chunk_at_a_time(run: Path, monkeypatch: pytest.MonkeyPa
     saved = bottega.load(run, device="cpu")
     branch = saved.branch
     assert isinstance(branch, GenerationBranch)
-    judge = scores.Judge.of(saved, branch, quiet=True)
+    judge = scores.Judge.of(saved, branch, [], quiet=True)
     assert judge is not None
     samples = scores.collected(branch, [branch.raw("train")]).samples
     whole = judge.read(samples)
@@ -138,7 +139,7 @@ def test_the_judge_is_taken_as_training_left_it(
         return load(path, **options)
 
     monkeypatch.setattr(scores, "load", recorded)
-    assert scores.Judge.of(bottega.load(run, device="cpu"), branch, quiet=True) is not None
+    assert scores.Judge.of(bottega.load(run, device="cpu"), branch, [], quiet=True) is not None
     assert asked == ["last"]
 
 
@@ -162,3 +163,80 @@ def test_what_is_scored_is_what_the_loss_is_measured_on(tmp_path: Path, conditio
     assert source is not None
     assert len(source) == 3
     assert bottega.evaluate(path, count=4)["counts"]["real"] == 3
+
+
+SMALL = {"training.max_steps": 1, "model.hidden_size": 16, "model.num_layers": 1}
+FEW = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps": 2, "model.hidden_size": 8}}}
+
+
+def test_a_judge_of_few_samples_takes_smaller_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = small_media.train(tmp_path, **SMALL, needs=FEW).path
+    first = bottega.evaluate(path, count=4, quiet=False)
+    assert "training.batch_size is 16 instead of 64: there are 27 samples" in capsys.readouterr().err
+    [judge] = (tmp_path / "parts").iterdir()
+    assert bottega.load(judge).recipe.training.batch_size == 16
+    # The next start finds it by the same name, whether it is whole or has to be gone on with.
+    again = bottega.evaluate(path, count=4, quiet=False)
+    shutil.rmtree(judge / "final")
+    once_more = bottega.evaluate(path, count=4, quiet=False)
+    assert first == again == once_more
+    assert [one.name for one in (tmp_path / "parts").iterdir()] == [judge.name]
+
+
+def one_class(folder: Path) -> Path:
+    with np.load(small_media.pictures(folder)) as fields:
+        path = folder / "one.npz"
+        np.savez(path, image=fields["image"], label=np.full(36, "dark"))
+    return path
+
+
+def test_what_needs_several_classes_is_left_out_of_one(tmp_path: Path) -> None:
+    path = small_media.train(tmp_path, **SMALL, needs=FEW, **{"data.train.path": str(one_class(tmp_path))}).path
+    found = bottega.evaluate(path, count=4)
+    assert set(found["real"]) == {"variance_ratio", "nearest_ratio"}
+    [note] = found["notes"]
+    assert note.startswith("the data has one class")
+    assert show(found).splitlines()[-1] == note
+    assert not (tmp_path / "parts").exists()
+
+
+@pytest.mark.parametrize("is_judged", [False, True])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_other_data_can_be_measured_when_ones_own_has_changed(tmp_path: Path, is_judged: bool, is_gone: bool) -> None:
+    path = small_media.train(tmp_path, **SMALL, needs=FEW).path
+    if is_judged:
+        bottega.evaluate(path, count=4)
+    own = small_media.pictures(tmp_path)
+    other = own.rename(tmp_path / "other.npz")
+    if not is_gone:
+        with np.load(other) as fields:
+            np.savez(own, image=255 - fields["image"], label=fields["label"])
+    with pytest.raises(DataError, match=str(own)) as caught:
+        bottega.evaluate(path, count=4)
+    assert is_gone or "restore it, or give --data" in str(caught.value)
+    found = bottega.evaluate(path, data=other, count=4)
+    judged = {"conditional_accuracy"} if is_judged else set()
+    assert set(found["real"]) == {"variance_ratio"} | judged
+    assert str(own) in found["notes"][0]
+    assert ("needs.judge: is not trained yet" in str(found["notes"])) == (not is_judged)
+    assert "training" not in found["counts"]
+    assert len(list((tmp_path / "parts").glob("*"))) == is_judged, "nothing was trained on data of now, or set aside"
+
+
+def test_a_measure_that_is_no_number_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    path = small_media.train(tmp_path, **SMALL, needs={}).path
+    found = bottega.evaluate(path, data=small_media.pictures(tmp_path), count=4)  # of which it has learnt from most
+    assert np.isnan(found["metrics"]["nearest_ratio"])
+    shown = show(found)
+    assert "nan" not in shown
+    assert [line for line in shown.splitlines() if line.startswith("nearest_ratio")] == found["notes"]
+    assert "are training samples" in found["notes"][0]
+
+
+def test_only_a_generator_is_judged(tmp_path: Path) -> None:
+    settings = {**small_media.image(tmp_path), "training.max_steps": 1, "model.hidden_size": 8}
+    settings = {k: v for k, v in settings.items() if not k.startswith(("samples.", "model.num", "model.patch"))}
+    path = bottega.train("classify/image", settings).path
+    with pytest.raises(UsageError, match="count 4: of a run of classify no samples are judged; leave it out"):
+        bottega.evaluate(path, count=4)
+    assert bottega.evaluate(path, count=0)["metrics"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bottega.core.errors import UsageError
 from bottega.schema.flat import flatten, merge, nest
-from bottega.schema.load import Override, check_recipe, load_recipe
+from bottega.schema.load import Override, check_recipe, load_recipe, parse_overrides
 from bottega.schema.yamlfile import scalar
 
 names = st.sampled_from(["a", "b", "c"])
@@ -118,3 +118,52 @@ def test_extends_in_a_circle(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("extends: ./a.yaml\n")
     with pytest.raises(UsageError, match=r"circle: a.yaml -> b.yaml -> a.yaml"):
         load_recipe([str(tmp_path / "a.yaml")])
+
+
+# Parts of a recipe
+
+
+def needs_of(*words: str) -> Any:
+    return load_recipe(*parse_overrides(["image", *words])).recipe.needs
+
+
+def test_parts_are_set_whole_or_key_by_key() -> None:
+    assert needs_of("needs.judge.settings.training.batch_size=4")["judge"].settings == {"training": {"batch_size": 4}}
+    assert needs_of("needs.judge.settings={lr: 0.1}")["judge"].recipe == "classify/image"
+    both = needs_of("needs.tokens={recipe: image_tokens}")
+    assert (both["judge"].recipe, both["tokens"].recipe) == ("classify/image", "image_tokens")
+    assert needs_of("needs.judge=null") == {}
+    assert load_recipe(["image", {"needs": {"judge": None}}]).recipe.needs == {}
+    for words in ("needs.judge={run: runs/mine}", "needs.judge.run=runs/mine"):
+        judge = needs_of(words)["judge"]
+        assert (judge.recipe, judge.run) == (None, "runs/mine"), "a finished run takes the place of a recipe"
+    with pytest.raises(UsageError, match=r"needs\.judge\.setings\.x: unknown key"):
+        needs_of("needs.judge.setings.x=1")
+
+
+# Who said what is wrong
+
+
+def test_a_block_is_blamed_on_the_command_line_that_changed_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: audio\ndata: {fft_size: 512, hop_size: 128}\n")
+    with pytest.raises(UsageError, match=r"^command line: data: hop_size: 400 is more than half"):
+        load_recipe(*parse_overrides([str(file), "data.hop_size=400"]))
+    file.write_text("extends: audio\ndata: {fft_size: 512, hop_size: 400}\n")
+    with pytest.raises(UsageError, match=r"mine\.yaml:2: data: hop_size: 400"):
+        load_recipe([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["image", "data.image_size=9"], r"command line: model\.patch_size: .* 2 do not divide .* 9 .*; 1, 3, 9 do"),
+        (["video", "data.num_frames=5", "model.temporal_patch_size=2"], r"temporal_patch_size: .*\(data\.num_frames\)"),
+        (["audio", "data.num_mels=63", "model.axes=2", "model.patch_size=4"], r"patch_size: .*\(data\.num_mels\)"),
+    ],
+)
+def test_patches_that_do_not_fit_are_found_without_data(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_recipe(*parse_overrides(words))
+    changed = ["model.backbone=unet"] if words[0] == "image" else ["model.vae=runs/vae"]
+    assert check_recipe(*parse_overrides([*words, *changed]))

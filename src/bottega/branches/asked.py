@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import dataclass
 from numbers import Real
@@ -11,7 +12,7 @@ import numpy as np
 
 from bottega.branches.text_condition import TextCondition
 from bottega.core.errors import UsageError
-from bottega.schema.generator import Condition
+from bottega.schema.generator import Condition, Generator
 
 FLAGS = {"prompt": "text", "class": "class", "vector": "vector"}
 """Flag -> the condition that a run must have been trained with."""
@@ -28,6 +29,8 @@ class Asks:
     classes: tuple[str, ...]
     size: int
     text: TextCondition | None
+    values: int
+    """Numbers in a sample."""
 
     def rows(self, asked: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:
         """ "number" is the place that noise is drawn for."""
@@ -58,10 +61,13 @@ class Asks:
         return [names[place] for place in self._places(len(names), asked, count)] if names else None
 
     def _places(self, number: int, asked: dict[str, Any], count: int | None) -> np.ndarray:
-        """Which of so many things each sample is. Of each of them `count`; all in turn where nothing was said at all."""
-        if count is None and all(asked.get(flag) is None for flag in FLAGS):
-            return np.arange(COUNT) % number
-        return np.repeat(np.arange(number), COUNT if count is None else count)
+        """Which of so many things each sample is. Of each that was asked for `count`; else `count` in all, in turn."""
+        each = COUNT if count is None else count
+        if all(asked.get(flag) is None for flag in FLAGS):
+            check_count(each, each, self.values)
+            return np.arange(each) % number
+        check_count(each, number * each, self.values)
+        return np.repeat(np.arange(number), each)
 
     def example(self) -> str:
         """Flags to try."""
@@ -95,7 +101,27 @@ class Asks:
                 values = [float(x) for x in (one.split(",") if isinstance(one, str) else np.atleast_1d(one))]
             except (ValueError, TypeError):
                 raise UsageError(f"--vector {one}: expected {self.size} numbers between commas") from None
-            if len(values) != self.size or not np.isfinite(values).all():
-                raise UsageError(f"--vector {one}: expected {self.size} finite numbers, got {len(values)}")
+            if not np.isfinite(values).all():
+                raise UsageError(f"--vector {one}: expected finite numbers")
+            if len(values) != self.size:
+                raise UsageError(f"--vector {one}: expected {self.size} numbers between commas, got {len(values)}")
             rows.append(values)
         return np.array(rows, np.float32)
+
+
+def useful(requests: tuple[str, ...], model: Generator) -> tuple[str, ...]:
+    """Without what belongs to another condition."""
+    others = {flag for flag, condition in FLAGS.items() if condition != model.condition}
+    if model.condition == "none" or model.condition_dropout == 0:
+        others.add("guidance")
+    return tuple(name for name in requests if name not in others)
+
+
+def check_count(count: int, total: int, values: int) -> None:
+    """All samples are in memory at once, as floats and then joined; more than there is would end the process."""
+    each, there = 8 * values, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if total * each > there:
+        raise UsageError(
+            f"--count {count}: {total:,} samples take {total * each / 2**30:,.0f} GiB, and this machine has "
+            f"{there / 2**30:,.0f}; ask for fewer, several times with another --seed"
+        )

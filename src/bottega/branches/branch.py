@@ -90,9 +90,14 @@ class Branch(ABC):
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics
 
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Those of the requests that this very run has a use for."""
+        return self.requests
+
     def check_asked(self, asked: Mapping[str, Any]) -> None:
         """A flag that this task has no use for is an error, not a silence."""
         unknown = [name for name in asked if name not in self.requests]
         if unknown:
-            named = ", ".join(f"--{name}" for name in self.requests) or "nothing"
+            named = ", ".join(f"--{name}" for name in self.takes) or "nothing"
             raise UsageError(f"--{unknown[0]}: this run cannot be told that; it takes {named}")

@@ -148,7 +148,8 @@ def reopen_codes(recipe: ImageRecipe | AudioRecipe | VideoRecipe, codec: Path) -
     facts, name = _read(codec), str(recipe.model.tokenizer)
     runs = codec.absolute().parent.parent
     places = [lambda: Path(facts.folder), lambda: tokenizer_folder(recipe, name, beside=runs)]
-    folder = found_again(WHAT, facts.content, places)
+    part_of = codec.parent if name.startswith(needs.PREFIX) else None
+    folder = found_again(WHAT, facts.content, places, known=facts.folder, part_of=part_of)
     return CodeGeneration(facts.model_copy(update={"folder": str(folder)}), read_codes(folder)[0])
 
 

@@ -1,10 +1,13 @@
-"""How samples are drawn: what is asked for, else what the recipe says, checked before anything is computed."""
+"""How samples are drawn: what is asked for, else what the recipe says, checked before anything is computed and after."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from bottega.core.errors import UsageError
+import numpy as np
+import torch
+
+from bottega.core.errors import Diverged, UsageError
 from bottega.schema.generator import Generator
 
 STEPS = ("steps", "sampler", "guidance")
@@ -29,6 +32,21 @@ def drawing(recipe: Any, task: Any, asked: dict[str, Any], *, prefix: str = "--"
         _check_steps(said["steps"], said["sampler"], task.path.most_steps, prefix=prefix)
     _check_guidance(said["guidance"], model, prefix=prefix)
     return {"method" if name == "sampler" else name: value for name, value in said.items()}
+
+
+def is_half(device: Any, precision: str) -> bool:
+    return torch.device(device).type == "cuda" and precision in ("auto", "bf16") and torch.cuda.is_bf16_supported()
+
+
+def all_finite(samples: np.ndarray) -> np.ndarray:
+    """The samples; infinite ones would become pictures and sounds that look like an answer."""
+    bad = sum(not np.isfinite(sample).all() for sample in samples)
+    if bad:
+        raise Diverged(
+            f"{bad:,} of {len(samples):,} samples are not finite: the model has no answer to what is asked for, or has "
+            "diverged; ask for values as its data has them, use less guidance, or another checkpoint"
+        )
+    return samples
 
 
 def _check_steps(steps: int, sampler: str, most: int | None, *, prefix: str) -> None:

@@ -48,18 +48,21 @@ def check_same(what: str, *, now: str | None, before: str | None, named: str, wa
         )
 
 
-def found_again(what: str, content: str | None, places: Iterable[Callable[[], Path]]) -> Path:
-    """The first of the places with this content; another model is an error only where no place has the right one."""
+def found_again(
+    what: str, content: str | None, places: Iterable[Callable[[], Path]], *, known: str, part_of: Path | None = None
+) -> Path:
+    """The first of the places with this content; another model is an error only where no place has the right one.
+
+    `known` is where it was. `part_of` is the run that has it as a part, and so can have it made again.
+    """
     looked: list[Path] = []
     other: Path | None = None
-    problem: BottegaError | None = None
     for place in places:
         try:
             folder = place()
             looked.append(folder)
             found = content_of(folder)
-        except BottegaError as error:
-            problem = problem or error
+        except BottegaError:
             continue
         if found == content:
             return folder
@@ -69,7 +72,8 @@ def found_again(what: str, content: str | None, places: Iterable[Callable[[], Pa
             return folder
     if other is not None:
         raise CheckpointError(f"{other}: is another {what} than this run was trained with; put that one back")
-    raise CheckpointError(f"the {what} of this run is gone: {problem}; put it back") from problem
+    remedy = f"bottega train {part_of / 'recipe.yaml'} makes it again" if part_of is not None else "put it back"
+    raise CheckpointError(f"the {what} of this run is gone: {known}; {remedy}")
 
 
 def _set_aside(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bottega.branches.asked import Asks
+from bottega.branches.asked import Asks, useful
 from bottega.branches.codes import prepare_codes, reopen_codes
-from bottega.branches.drawing import drawing, options_of
+from bottega.branches.drawing import all_finite, drawing, is_half, options_of
 from bottega.branches.frozen import contents_of
 from bottega.branches.kept import read_kept
 from bottega.branches.latent_space import LatentFacts, compute, open_space
@@ -27,7 +28,7 @@ from bottega.data.captions import CaptionRows
 from bottega.data.classes import Classes
 from bottega.data.latents import LatentRows
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.present import ending, is_folder
+from bottega.data.present import ending, is_folder, renewed, writing
 from bottega.data.samples import media_samples
 from bottega.data.shards import Table
 from bottega.data.source import Source
@@ -353,14 +354,19 @@ class GenerationBranch(MediaBranch):
                 say("samples", before * of + done * min(size, total - before), total * of)
 
             # In bfloat16 where it was trained so: half the time on a GPU. float16 could overflow, and stays out.
-            with torch.autocast("cuda", torch.bfloat16, enabled=_is_half(device, self.recipe.training.mixed_precision)):
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_half(device, self.recipe.training.mixed_precision)):
                 x = self.task.draw(models, part, rng, **options, progress=tell)
             made.append(x.float().cpu().numpy())
-        return np.concatenate(made)
+        return all_finite(np.concatenate(made))
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        return useful(self.requests, self.recipe.model)
 
     @property
     def asks(self) -> Asks:
-        return Asks(self.facts.shape.condition.kind, self.facts.classes, self.facts.shape.condition.size, self.text)
+        condition, size = self.facts.shape.condition, math.prod(self.facts.sample)
+        return Asks(condition.kind, self.facts.classes, condition.size, self.text, size)
 
     def rows_asked(self, asked: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:
         self.check_asked({name: value for name, value in asked.items() if value is not None})
@@ -378,7 +384,9 @@ class GenerationBranch(MediaBranch):
     ) -> dict[str, Any]:
         target = out or run / "generated"
         captions = self.asks.captions(asked, count)
-        return {"files": [str(path) for path in self.write(made, target, captions)], "count": len(made)}
+        with writing(target):
+            files = renewed(target, lambda: self.write(made, target, captions))
+        return {"files": [str(path) for path in files], "count": len(made)}
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         from bottega.branches.publish import publish
@@ -389,7 +397,3 @@ class GenerationBranch(MediaBranch):
 
 def _read_facts(codec: Path) -> Facts:
     return read_kept(codec / FACTS, Facts.model_validate_json)
-
-
-def _is_half(device: Any, precision: str) -> bool:
-    return torch.device(device).type == "cuda" and precision in ("auto", "bf16") and torch.cuda.is_bf16_supported()

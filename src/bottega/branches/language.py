@@ -22,6 +22,7 @@ from bottega.data.first import First
 from bottega.data.orders import Order
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
+from bottega.data.present import writing
 from bottega.data.source import Source
 from bottega.data.tokenizer import Tokenizer
 from bottega.data.tokens import TokenDocuments, TokenWindows
@@ -36,6 +37,8 @@ from bottega.tasks.language import Language
 from bottega.tasks.sampling import generate
 
 SHAPE = "shape.json"
+MOST_TEXTS = 100_000
+"""At once: they are one batch, and its cache is what fills the memory."""
 
 
 def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> LanguageBranch:
@@ -84,7 +87,8 @@ class LanguageBranch(Branch):
         if self._prepared is None:
             self._prepared = prepare(self.recipe, say=lambda stage, done, total: None).prepared
             if self._prepared.fingerprint != self._expected:
-                raise DataError("the data of this run has changed since it was trained; evaluate with --data")
+                named = self.recipe.data.train.path or "the data of this run"
+                raise DataError(f"{named}: has changed since this run learnt from it; restore it, or give --data")
         return self._prepared
 
     @property
@@ -202,9 +206,16 @@ class LanguageBranch(Branch):
         max_tokens: int = 200,
         temperature: float = 0.8,
         stream: TextIO | None = None,
+        say: Any = None,
         **options: Any,
     ) -> list[str]:
-        """Each text with its prompt. One prompt streams token by token; a batch is printed when it is whole."""
+        """Each text with its prompt. One prompt streams token by token; a batch is printed when it is whole.
+
+        `say` is for those who do not read while it is written.
+        """
+        number = count * (1 if isinstance(prompt, str) else len(prompt))
+        if number > MOST_TEXTS:
+            raise UsageError(f"--count {count}: {number:,} texts at once are too many; ask for {MOST_TEXTS:,} at most")
         prompts = [text for text in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(count)]
         rows = [list(map(int, self.tokenizer.encode(text))) or [self.tokenizer.end_of_text] for text in prompts]
         end = self.tokenizer.end_of_text
@@ -235,7 +246,8 @@ class LanguageBranch(Branch):
     def present(self, made: list[str], out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
         """Texts are shown while they are made."""
         if out is not None:
-            out.write_text("\n\n".join(made) + "\n", encoding="utf-8")
+            with writing(out):
+                out.write_text("\n\n".join(made) + "\n", encoding="utf-8")
         return {"texts": made}
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:

@@ -60,7 +60,9 @@ class LatentFacts(BaseModel):
             lambda: known,
             lambda: runs / needs.PARTS / known.parent.name / known.name,
         ]
-        return self.model_copy(update={"folder": str(found_again(WHAT, self.content, places))})
+        part_of = codec.parent if str(recipe.model.vae).startswith(needs.PREFIX) else None  # type: ignore[attr-defined]
+        found = found_again(WHAT, self.content, places, known=self.folder, part_of=part_of)
+        return self.model_copy(update={"folder": str(found)})
 
 
 @final

@@ -84,8 +84,16 @@ class MediaBranch(Branch):
         if self._prepared is None:
             self._prepared = prepare_media(self.recipe, progress=lambda stage, done, total: None)
             if self._prepared.fingerprint != self._expected:
-                raise DataError("the data of this run has changed since it was trained; evaluate with --data")
+                raise DataError(
+                    f"{self._named()}: has changed since this run learnt from it; restore it, or give --data"
+                )
         return self._prepared
+
+    def _named(self) -> str:
+        """The run's own data in words, as its recipe names it."""
+        data = self.recipe.data
+        paths = [one.path for one in data.sources or (data.train,) if one.path is not None]
+        return ", ".join(paths) or "the data of this run"
 
     @property
     def fingerprint(self) -> str:
@@ -93,7 +101,19 @@ class MediaBranch(Branch):
 
     @property
     def notes(self) -> list[str]:
-        return self.prepared.notes()
+        heard = self.mel.notes() if self.mel is not None else []
+        return [*self.prepared.notes(), *heard, *self._short_clips()]
+
+    def _short_clips(self) -> list[str]:
+        tables = [self.prepared.table(name) for name in self.prepared.training_tables]
+        if not all("video" in table.columns for table in tables):
+            return []
+        data = self.recipe.data
+        lengths = np.concatenate([table.lengths("video") for table in tables])
+        short = int((lengths <= (data.num_frames - 1) * data.stride).sum())
+        strides = f" at a stride of {data.stride}" if data.stride > 1 else ""
+        said = f"are shorter than data.num_frames {data.num_frames}{strides} and repeat their last frame"
+        return [f"{short:,} of {len(lengths):,} clips {said}"] if short else []
 
     def training(self) -> Source:
         return self._combined[0]

@@ -131,7 +131,8 @@ def reopen_text(recipe: ImageRecipe | AudioRecipe | VideoRecipe, codec: Path) ->
     if facts.encoder is not None:
         known, name = Path(facts.encoder), recipe.model.text.from_ or facts.encoder
         places = (lambda: known, lambda: encoder_folders(needs.place(recipe, name, beside=runs))[0])
-        facts = facts.model_copy(update={"encoder": str(found_again("text encoder", facts.content, places))})
+        found = found_again("text encoder", facts.content, places, known=facts.encoder)
+        facts = facts.model_copy(update={"encoder": str(found)})
     tokens = CaptionTokens(codec / FOLDER, facts.max_tokens)
     return TextCondition(tokens, facts, recipe.model.text, recipe.samples.prompts or facts.prompts)
 

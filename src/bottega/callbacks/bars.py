@@ -8,18 +8,20 @@ from typing import Any
 
 
 @contextmanager
-def bars(console: Any) -> Iterator[Callable[[str, int, int], None]]:
-    """A function `say(stage, done, total)` in bytes; each stage has a bar with its rate and the time left."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+def bars(console: Any, *, in_bytes: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """A function `say(stage, done, total)`; each stage has a bar with the time left, and of bytes their rate."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as Bar
 
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (TaskProgressColumn(),)
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), *amounts, TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         rows: dict[str, Any] = {}
 

@@ -62,11 +62,25 @@ def _dispatch(name: str, words: list[str]) -> int:
     parser = _Parser(prog=f"bottega {name}", description=verb.says, allow_abbrev=False)
     verb.arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    arguments, rest = parser.parse_known_args(words)
+    arguments, rest = parser.parse_known_args(_joined(parser, words))
     result = verb.run(arguments, rest)
     if arguments.json and int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(finite(result if result is not None else {}), default=str))
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
+
+
+def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """`--vector -0.5,1` as `--vector=-0.5,1`: argparse takes whatever begins with a dash for an option. None of ours has
+    a single one, but for -h."""
+    valued = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
+    joined: list[str] = []
+    for word in words:
+        is_value = word.startswith("-") and not word.startswith("--") and word != "-h"
+        if is_value and joined and joined[-1] in valued:
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 class _Parser(argparse.ArgumentParser):

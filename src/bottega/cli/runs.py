@@ -61,10 +61,11 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.evaluate import evaluate, show
+    from bottega.data.present import whole, writing
+    from bottega.insight.evaluate import measure, show
 
     no_more(rest)
-    result = evaluate(
+    result = measure(
         _the_run(arguments),
         data=arguments.data or _data_of(arguments.data_config),
         split=arguments.split,
@@ -75,9 +76,11 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         quiet=arguments.json,
     )
     if arguments.output_dir:
-        folder = Path(arguments.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.json").write_text(json.dumps(finite(result["metrics"]), indent=1) + "\n")
+        file = Path(arguments.output_dir) / "metrics.json"
+        with writing(file):
+            beside = {name: value for name, value in result.items() if name not in ("metrics", "checkpoint")}
+            with whole(file) as temporary:
+                temporary.write_text(json.dumps(finite({**result["metrics"], **beside}), indent=1) + "\n")
     if not arguments.json:
         print(show(result))
     return result
@@ -102,7 +105,9 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--class", action="append", dest="class_", metavar="NAME", help="a class by name or number")
     parser.add_argument("--vector", action="append", metavar="X,Y,...", help="numbers of a vector condition")
     parser.add_argument(
-        "--count", type=int, help="samples for each of them (default: 1 text, 16 of all else; 16 in all without them)"
+        "--count",
+        type=int,
+        help="samples for each of them; without them, in all, of every class in turn (default: 1 text, 16 of all else)",
     )
     parser.add_argument("--seed", type=int, help="the same seed gives the same samples (default: 0)")
     parser.add_argument("--out", help="write them there: a file, or a folder")
@@ -126,6 +131,9 @@ ASKED = (
 
 
 def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from rich.console import Console
+
+    from bottega.callbacks.bars import bars
     from bottega.saved import open_run
 
     no_more(rest)
@@ -134,7 +142,10 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     out = Path(arguments.out) if arguments.out else None
     if out is not None:
         saved.branch.check_out(out)
-    made = saved.generate(**asked, stream=None if arguments.json else sys.stdout)
+    # A text is read while it is written, and a bar would write over it.
+    quiet = arguments.json or "max_tokens" in saved.branch.requests
+    with bars(Console(stderr=True, quiet=quiet), in_bytes=False) as say:
+        made = saved.answer(asked, stream=None if arguments.json else sys.stdout, say=say)
     result = saved.branch.present(made, out, run=saved.directory.path, **asked)
     if not arguments.json:
         for file in result.get("files", ()):

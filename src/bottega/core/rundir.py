@@ -129,7 +129,6 @@ class Lock:
 def _nearest(path: Path) -> str:
     import difflib
 
-    near = difflib.get_close_matches(
-        path.name, [p.name for p in path.parent.iterdir() if p != path] if path.parent.is_dir() else [], 1
-    )
+    runs = [p.parent.name for p in path.parent.glob("*/recipe.yaml")] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, runs, 1, cutoff=0.75)
     return f"; did you mean {path.parent / near[0]}?" if near else "; `bottega train` makes one"

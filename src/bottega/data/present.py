@@ -16,6 +16,8 @@ SHEETS = ("sheet.png", "spectrograms.png")
 SUFFIXES = (".png", ".wav", ".mp4", ".gif")
 """Of single files in a folder, and what lies beside them."""
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def is_folder(path: Path) -> bool:
     """A name without an ending is a folder, and so is whatever already is one."""
@@ -86,12 +88,13 @@ def writing(path: Path) -> Iterator[None]:
             raise
         raise _with_remedy(error, path) from None
     except Exception as error:
-        # Those of safetensors and libsndfile are no OSError, and say what the system said.
-        number = next((n for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) if os.strerror(n) in str(error)), None)
+        # Those of safetensors are no OSError, and say what the system said.
+        number = next((n for n in FULL if os.strerror(n) in str(error)), None)
         if number is None:
             raise
         raise _with_remedy(OSError(number, os.strerror(number)), path) from None
 
 
 def _with_remedy(error: OSError, path: Path) -> EnvironmentProblem:
-    return EnvironmentProblem(f"{explain(error, path)}; make room there, or choose another place with --out")
+    room = "make room there, or " if error.errno in FULL else ""
+    return EnvironmentProblem(f"{explain(error, path)}; {room}choose another place")

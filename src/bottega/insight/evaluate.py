@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import UsageError
-from bottega.saved import SavedRun, open_run
+from bottega.saved import SavedRun, open_run, without_dashes
 
+UNDEFINED = {
+    "nearest_ratio": "is left out: half or more of the held-out samples are training samples, at a distance of 0",
+    "variance_ratio": "is left out: no class has two held-out samples that differ, and two that were drawn",
+}
 TITLES = {"generated": "generated", "real": "real, held out", "through_codec": "real, through codec"}
 
 
@@ -26,9 +31,31 @@ def evaluate(
 
     `count` samples are drawn for that; 0 measures the loss alone.
     """
+    options: dict[str, Any] = {"data": data, "split": split, "checkpoint": checkpoint, "device": device}
+    try:
+        return measure(run, **options, count=count, inception=inception, quiet=quiet)
+    except UsageError as error:
+        raise without_dashes(error) from None
+
+
+def measure(
+    run: str | Path,
+    *,
+    data: str | Path | None,
+    split: str,
+    checkpoint: str | int,
+    device: str,
+    count: int | None,
+    inception: str | Path | None,
+    quiet: bool,
+) -> dict[str, Any]:
+    """The same for the command line."""
     if count is not None and count < 0:
         raise UsageError(f"--count {count}: expected 0, for the loss alone, or more")
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
+    for flag, given in {"--count": count, "--inception": inception}.items():
+        if given and not _generates(saved):
+            raise UsageError(f"{flag} {given}: of a run of {saved.recipe.task} no samples are judged; leave it out")
     metrics = {**saved.evaluate(data, split=split), **_codes_used(saved, data, split)}
     result: dict[str, Any] = {"metrics": metrics, "checkpoint": str(saved.checkpoint)}
     if not _generates(saved) or count == 0:
@@ -38,7 +65,7 @@ def evaluate(
     from bottega.callbacks.bars import bars
     from bottega.insight.scores import score
 
-    with bars(Console(stderr=True, quiet=quiet)) as say:
+    with bars(Console(stderr=True, quiet=quiet), in_bytes=False) as say:
         scores = score(
             saved,
             split=split,
@@ -53,7 +80,16 @@ def evaluate(
     if scores.through_codec:
         result["through_codec"] = scores.through_codec
     result["counts"] = scores.counts
+    notes = scores.notes + [f"{name}: {UNDEFINED.get(name, 'is no number here')}" for name in _undefined(result)]
+    if notes:
+        result["notes"] = notes
     return result
+
+
+def _undefined(result: dict[str, Any]) -> list[str]:
+    """Measures that are no number in some column, and so compare nothing."""
+    columns = [result["metrics"], *(result[name] for name in TITLES if name in result)]
+    return [name for name in result["real"] if not all(math.isfinite(values[name]) for values in columns)]
 
 
 def show(result: dict[str, Any]) -> str:
@@ -61,17 +97,20 @@ def show(result: dict[str, Any]) -> str:
     compared = result.get("real", {})
     lines = [f"{name:<20}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
     if compared:
+        undefined = _undefined(result)
         columns = {"generated": result["metrics"], **{name: result[name] for name in TITLES if name in result}}
         lines += ["", " " * 20 + "".join(f"{TITLES[name]:>22}" for name in columns)]
         lines += [
             f"{measure:<20}" + "".join(f"{values[measure]:>22.4f}" for values in columns.values())
             for measure in compared
+            if measure not in undefined
         ]
         counts = result["counts"]
         lines.append(f"{'samples':<20}" + "".join(f"{counts.get(n, counts['real']):>22,}" for n in columns))
-        some = f"{counts['training']:,} of {counts['training_available']:,} training samples"
-        lines.append(f"compared with {some}, distributions at {counts['compared']:,} samples each")
-    return "\n".join(lines)
+        if "training" in counts:
+            some = f"{counts['training']:,} of {counts['training_available']:,} training samples"
+            lines.append(f"compared with {some}, distributions at {counts['compared']:,} samples each")
+    return "\n".join([*lines, *result.get("notes", ())])
 
 
 def _codes_used(saved: SavedRun, data: str | Path | None, split: str) -> dict[str, float]:

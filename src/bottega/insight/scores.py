@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from bottega.branches.asked import check_count
 from bottega.branches.classify import ClassifyBranch
 from bottega.branches.generation import GenerationBranch
-from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.data.image.augment import normalise
 from bottega.data.source import Source
-from bottega.run import load, part
+from bottega.run import is_made, load, part
 from bottega.saved import SavedRun
+from bottega.schema import needs
 from bottega.tasks.measures.attributes import attributes, conditional_accuracy
 from bottega.tasks.measures.frechet import distance_of_moments, frechet_distance, moments
 from bottega.tasks.measures.motion import DIRECTIONS, direction
@@ -46,6 +48,8 @@ class Scores:
     real: dict[str, float]
     through_codec: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    """What is left out, and why."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,16 @@ def score(
     assert isinstance(branch, GenerationBranch)
     if data is None and split not in branch.prepared.tables:
         raise UsageError(f"this run has no {split} data; give some with --data")
+    if count is not None:  # pixels are kept as bytes
+        check_count(count, count, max(1, math.prod(branch.facts.sample) // 8))
     fid = _fid(inception, branch, saved.engine.device) if inception is not None else None
-    judge = Judge.of(saved, branch, quiet=quiet)  # what is wrong with it is said before anything is drawn
+    notes: list[str] = []
+    has_own = data is None or _has_own_data(branch, notes)
+    # What is wrong with it is said before anything is drawn.
+    judge = Judge.of(saved, branch, notes, has_own=has_own, quiet=quiet)
     held_out = collected(branch, [branch.raw_other(data) if data is not None else branch.raw(split)])
-    training = collected(branch, [branch.raw(table) for table in branch.prepared.training_tables])
+    own = [branch.raw(table) for table in branch.prepared.training_tables] if has_own else None
+    training = collected(branch, own) if own is not None else None
     count = max(COUNTS[branch.medium], len(held_out.samples)) if count is None else count
     places = _places(count, len(held_out.samples))
     generated = _generated(saved, branch, held_out, places, seed, say)
@@ -94,25 +104,37 @@ def score(
     compared = min(count, len(held_out.samples))
     chosen = dict.fromkeys(several, places[:compared]) | {"generated": np.arange(compared)}
     found = {name: reference.measures(one, chosen[name]) for name, one in several.items()}
-    if fid is not None:
+    if fid is not None and training is not None:
         for name, one in several.items():
             found[name]["fid"] = fid(one.samples[chosen[name]], training.samples)
     counts = {"generated": len(generated.samples), "real": len(held_out.samples), "compared": compared}
-    counts |= {"training": len(training.samples), "training_available": training.available}
-    return Scores(**found, counts=counts)
+    if training is not None:
+        counts |= {"training": len(training.samples), "training_available": training.available}
+    return Scores(**found, counts=counts, notes=notes)
+
+
+def _has_own_data(branch: GenerationBranch, notes: list[str]) -> bool:
+    """Whether what the run learnt from is still there; beside other data it can be done without."""
+    try:
+        return bool(branch.prepared.tables)
+    except DataError as error:
+        reason = str(error).partition(";")[0]
+        notes.append(f"{reason}; what is compared with it is left out: frechet_distance, nearest_ratio, fid")
+        return False
 
 
 class Reference:
     """What all samples are compared with, computed once: held-out and training data, as the judge and as pixels."""
 
     def __init__(
-        self, branch: GenerationBranch, judge: Judge | None, held_out: Collection, training: Collection
+        self, branch: GenerationBranch, judge: Judge | None, held_out: Collection, training: Collection | None
     ) -> None:
         self.branch, self.judge, self.held_out = branch, judge, held_out
-        self.features = moments(judge.read(training.samples)[1]) if judge is not None else None
-        self.training = _comparable(branch, training.samples)
+        seen = judge.read(training.samples)[1] if judge is not None and training is not None else None
+        self.features = moments(seen) if seen is not None else None
+        self.training = _comparable(branch, training.samples) if training is not None else None
         self.real = _comparable(branch, held_out.samples)
-        self.distances = nearest_distances(self.real, self.training)
+        self.distances = nearest_distances(self.real, self.training) if self.training is not None else None
 
     def distance(self, samples: np.ndarray) -> float:
         """The Frechet distance of their features to the training data's."""
@@ -124,18 +146,20 @@ class Reference:
         """`compared` are the places of the samples whose distribution is compared."""
         found: dict[str, float] = {}
         names, is_real = self.branch.facts.classes, one is self.held_out
-        if self.judge is not None and self.features is not None:
+        if self.judge is not None:
             chances, features = self.judge.read(one.samples)
             if one.labels is not None:
                 found |= conditional_accuracy(self.judge.to_ours(chances.argmax(1), names), one.labels, names)
-            found["frechet_distance"] = distance_of_moments(moments(features[compared]), self.features)
+            if self.features is not None:
+                found["frechet_distance"] = distance_of_moments(moments(features[compared]), self.features)
         if one.labels is not None:
             found |= _medium_measures(self.branch, one)
         values = self.real if is_real else _comparable(self.branch, one.samples)
         if one.labels is not None and self.held_out.labels is not None:
             found["variance_ratio"] = variance_ratio(values, one.labels, self.real, self.held_out.labels)
-        distances = self.distances if is_real else nearest_distances(values, self.training)
-        found["nearest_ratio"] = nearest_ratio(distances, self.distances)
+        if self.training is not None and self.distances is not None:
+            distances = self.distances if is_real else nearest_distances(values, self.training)
+            found["nearest_ratio"] = nearest_ratio(distances, self.distances)
         return found
 
 
@@ -169,10 +193,21 @@ class Judge:
         self.branch = saved.branch
 
     @classmethod
-    def of(cls, saved: SavedRun, branch: GenerationBranch, *, quiet: bool) -> Judge | None:
-        if "judge" not in branch.recipe.needs or not branch.facts.classes:
+    def of(
+        cls, saved: SavedRun, branch: GenerationBranch, notes: list[str], *, has_own: bool = True, quiet: bool
+    ) -> Judge | None:
+        """None where there is none, or nothing to train it on: one class, or data that is not there any more."""
+        need, number, beside = branch.recipe.needs.get("judge"), len(branch.facts.classes), saved.directory.path.parent
+        if need is None:
             return None
-        path = part(branch.recipe, "judge", quiet=quiet, beside=saved.directory.path.parent)
+        if number < (2 if need.run is None else 1):
+            said = f"the data has {'one class' if number else 'no classes'}, and a judge tells two or more apart"
+            notes.append(f"{said}; conditional_accuracy and frechet_distance are left out")
+            return None
+        if not has_own and need.run is None and not is_made(needs.part_run(branch.recipe, "judge", beside=beside)):
+            notes.append("needs.judge: is not trained yet, and learns from that data; conditional_accuracy is left out")
+            return None
+        path = part(branch.recipe, "judge", quiet=quiet, beside=beside, allow_data_change=not has_own)
         try:
             # Not its best step: that was chosen on the data which are held out here, and would flatter the real ones.
             opened = load(path, checkpoint="last", device=str(saved.engine.device))

@@ -46,7 +46,14 @@ def starred(key: str, schema: type[Section]) -> str:
 
 
 def has_key(key: str, schema: type[Section]) -> bool:
-    return starred(key, schema) in keys_of(schema)
+    """Also of a whole named block, such as `needs.judge`, and of what lies in a block that anything may stand in."""
+    known, form = keys_of(schema), starred(key, schema)
+    block = form.removesuffix(".*")
+    if form in known or (block in known and get_origin(known[block].annotation) is dict):
+        return True
+    parts = form.split(".")
+    above = (".".join(parts[:i]) for i in range(1, len(parts)))
+    return any(known[other].annotation == dict[str, Any] for other in above if other in known)
 
 
 def suggestion(key: str, schema: type[Section]) -> str | None:

@@ -130,6 +130,11 @@ def _taken_back(key: str, entry: Entry, layer: Flat) -> bool:
     if key in layer or key == "training.optimizer.betas":
         # One beta over a pair changes its half; a pair over one beta replaces it.
         return False
+    if key.startswith("needs.") and entry.value is not None:
+        part, _, what = key.removeprefix("needs.").partition(".")
+        # A finished run, or a recipe with its settings.
+        other = layer.get(f"needs.{part}.{'recipe' if what == 'run' else 'run'}")
+        return other is not None and other.value is not None
     others = [b if key == a else a for a, b in EITHER_OR if key in (a, b)]
     return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
 

@@ -170,6 +170,9 @@ def _resolve(total: Layer, *, task: str | None, partial: bool) -> Resolved:
     fitting = [trial for trial in trials if not trial.problems]
     best = fitting[0] if fitting else min(trials, key=lambda trial: len(trial.problems))
     problems += best.problems
+    if len(fitting) == 1 and best.recipe is not None:
+        for key, other, text in best.recipe.contradictions():
+            problems.append(Problem(_said_last(key, other, flat), key, text, key))
     if not partial and len(fitting) <= 1:
         problems += _missing(best, flat)
     if len(trials) > 1 and not fitting:
@@ -244,6 +247,12 @@ def _without(problems: list[Problem], schema: type[Recipe], flat: Flat) -> Recip
         return None
 
 
+def _said_last(key: str, other: str, flat: Flat) -> Where | None:
+    """Where two keys came to disagree: outside of files, where one of them was said there."""
+    places = [flat[name].where for name in (key, other) if name in flat]
+    return next((where for where in places if not where.line), places[0] if places else None)
+
+
 def _missing(trial: _Trial, flat: Flat) -> list[Problem]:
     """What a run cannot start without, unless the same key is reported already."""
     if trial.recipe is None:
@@ -264,8 +273,11 @@ def _interpolations(flat: Flat) -> list[Problem]:
 
 
 def _settle(flat: Flat) -> list[str]:
-    """What only the merged layers can decide: the unit of bare cadences, and single betas."""
+    """What only the merged layers can decide: parts that are left out, the unit of bare cadences, and single betas."""
     notes = []
+    for key in [key for key, entry in flat.items() if key.startswith("needs.") and entry.value is None]:
+        if key.count(".") == 1:
+            del flat[key]
     by_epochs = _value(flat, "training.max_steps") is None and _value(flat, "training.num_epochs") is not None
     for key, entry in flat.items():
         if isinstance(entry.value, Bare):

@@ -102,6 +102,23 @@ class MediaRecipe(Recipe):
     def missing(self) -> list[tuple[str, str]]:
         return super().missing() + path_problems(self.data) + _latents_problems(self)
 
+    def sides(self) -> list[tuple[str, int | None, str]]:
+        """(key of a side of a sample, the side, key of what must divide it), as far as the recipe says them."""
+        return []
+
+    def contradictions(self) -> list[tuple[str, str, str]]:
+        model: Any = self.model
+        if getattr(model, "backbone", None) != "dit" or model.vae is not None:
+            return []
+        found = []
+        for name, side, patch in self.sides():
+            part = getattr(model, patch)
+            if side is not None and side % part:
+                fits = ", ".join(str(n) for n in range(1, side + 1) if side % n == 0)
+                said = f"patches of {part} do not divide a side of {side} ({name}); {fits} do"
+                found.append((f"model.{patch}", name, said))
+        return found
+
 
 def _latents_problems(recipe: Recipe) -> list[tuple[str, str]]:
     data: Any = recipe.data
@@ -122,6 +139,9 @@ class ImageRecipe(MediaRecipe):
         default_factory=GeneratorSamples, description="what the model draws while it learns"
     )
 
+    def sides(self) -> list[tuple[str, int | None, str]]:
+        return [("data.image_size", self.data.image_size, "patch_size")]
+
 
 class AudioRecipe(MediaRecipe):
     task: Literal["audio"] = Field("audio", description="sound from noise, over mel spectrograms")
@@ -131,6 +151,9 @@ class AudioRecipe(MediaRecipe):
         default_factory=GeneratorSamples, description="what the model sounds like while it learns"
     )
 
+    def sides(self) -> list[tuple[str, int | None, str]]:
+        return [("data.num_mels", self.data.num_mels, "patch_size")] if self.model.axes == 2 else []
+
 
 class VideoRecipe(MediaRecipe):
     task: Literal["video"] = Field("video", description="video from noise")
@@ -139,3 +162,7 @@ class VideoRecipe(MediaRecipe):
     samples: GeneratorSamples = Field(
         default_factory=GeneratorSamples, description="what the model shows while it learns"
     )
+
+    def sides(self) -> list[tuple[str, int | None, str]]:
+        frames = ("data.num_frames", self.data.num_frames, "temporal_patch_size")
+        return [frames, ("data.image_size", self.data.image_size, "patch_size")]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import UsageError
+from bottega.schema import bundled
 from bottega.schema.aliases import canonical
 from bottega.schema.flat import flatten
 from bottega.schema.load import check_recipe, load_recipe
@@ -87,10 +88,10 @@ def placed(recipe: Recipe) -> Recipe:
 
 def untrained(recipe: Recipe, key: str, value: str, run: Path) -> UsageError:
     """What to say to somebody who comes before the part."""
-    command = f"bottega train {recipe.origin or recipe.task}"
-    return UsageError(
-        f"{key}: {value} is not trained yet ({run}); {command}, with the same settings as here, does that first"
-    )
+    # Of a file the recipe knows the name alone, which is no path to it.
+    known = recipe.origin in bundled.names()
+    same = f"{recipe.origin}, with the same settings" if known else "with the same recipe and settings"
+    return UsageError(f"{key}: {value} is not trained yet ({run}); bottega train {same} as here does that first")
 
 
 def _need(recipe: Recipe, name: str) -> Need:

@@ -293,6 +293,10 @@ class Recipe(Section):
         """Dotted key -> value of what changes results; keys left at null are absent, so new ones rename no run."""
         return {key: value for key, value in _leaves(self.plain()) if value is not None and not _is_neutral(key)}
 
+    def contradictions(self) -> list[tuple[str, str, str]]:
+        """(key, other key, message) of what cannot both be, as far as that is known without data."""
+        return []
+
     def run_name(self) -> str:
         """The given name, or one that the same recipe and settings always have."""
         if self.name is not None:

@@ -94,9 +94,12 @@ def locate(key: str, flat: Flat, lines: Mapping[str, Where]) -> tuple[Where | No
             entry = flat[ancestor]
             typed = entry.typed + key.removeprefix(ancestor)
             return _nearest_line(typed, lines, entry.where), typed
-    if key in lines:
+    inside = [entry for other, entry in flat.items() if other.startswith(key + ".")]
+    # The file was right before somebody changed a key of the block by hand.
+    changed = next((entry for entry in inside if not entry.where.line), None)
+    if key in lines and changed is None:
         return lines[key], key
-    first = next((entry for other, entry in flat.items() if other.startswith(key + ".")), None)
+    first = changed or next(iter(inside), None)
     return (first.where if first else None), key
 
 

@@ -146,3 +146,16 @@ def test_settings_are_saved_with_a_run(tmp_path: Path) -> None:
         Mel.load(tmp_path / "codec")
     with pytest.raises(DataError, match="cannot be read"):
         Mel.load(tmp_path)
+
+
+def test_bands_that_hear_nothing_are_counted() -> None:
+    assert Mel(sample_rate=44_100, fft_size=1024, num_mels=128).num_deaf == 0
+    with pytest.raises(UsageError, match=r"num_mels=500 is too many for fft_size=256 at 8000 Hz: \d+ of the bands"):
+        Mel(sample_rate=8000, fft_size=256, hop_size=64, num_mels=500)
+    deaf = 0
+    for num_mels in range(60, 200):  # between all that hear and one that is empty some only hear next to nothing
+        try:
+            deaf = max(deaf, Mel(sample_rate=8000, fft_size=256, hop_size=64, num_mels=num_mels).num_deaf)
+        except UsageError:
+            break
+    assert deaf

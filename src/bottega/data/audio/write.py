@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def write_wav(samples: np.ndarray, rate: int, path: Path) -> float:
     sound, factor = _within(samples)
     with whole(path) as temporary:
         if kind == ".ogg":
-            _write_ogg(sound, rate, temporary)
+            temporary.write_bytes(_encode_ogg(sound, rate))
         else:
             temporary.write_bytes(encode_wav(sound, rate) if kind == ".wav" else encode_flac(sound, rate))
     return factor
@@ -88,11 +89,14 @@ def _titled(name: str, samples: np.ndarray, rate: int) -> Sound:
     return (f"{name}   ({', '.join(said)})" if said else name), sound, rate
 
 
-def _write_ogg(sound: np.ndarray, rate: int, path: Path) -> None:
-    # In blocks: libsndfile puts a whole Vorbis write on the stack, and a minute of sound in one call ends the process.
-    with _library().SoundFile(path, "w", rate, 1, format="OGG", subtype="VORBIS") as file:
+def _encode_ogg(sound: np.ndarray, rate: int) -> bytes:
+    # In memory: of a full disk the library says "System error". In blocks: it puts a whole Vorbis write on the stack, and a
+    # minute of sound in one call ends the process.
+    out = io.BytesIO()
+    with _library().SoundFile(out, "w", rate, 1, format="OGG", subtype="VORBIS") as file:
         for start in range(0, len(sound), BLOCK):
             file.write(sound[start : start + BLOCK])
+    return out.getvalue()
 
 
 def _library() -> Any:

@@ -1,0 +1,53 @@
+"""What stands below a picture can be read, and tells it from its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import ImageFont
+
+from bottega.data.image.caption import captions_in, legible
+
+
+def letters(text: str) -> float:
+    return float(len(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("größer", "grosser"),
+        ("Zürich\n  Ñandú", "Zurich Nandu"),
+        ("smørrebrød – “łódź”", 'smorrebrod - "lodz"'),
+        ("left\u200f\u202e \x07bell", "left bell"),
+        ("日本", "日本"),
+    ],
+)
+def test_letters_that_the_font_lacks_become_those_it_has(text: str, shown: str) -> None:
+    assert legible(text) == shown
+
+
+def test_pillows_font_draws_what_is_left() -> None:
+    font = ImageFont.load_default(size=11)
+    box = bytes(font.getmask("\u0fff"))
+    assert bytes(font.getmask("ü")) == box, "a font with more letters needs no other ones"
+    assert all(bytes(font.getmask(letter)) != box for letter in legible("größer ñ é –"))
+
+
+def test_long_captions_are_broken_between_words() -> None:
+    assert captions_in(["digit=3 direction=left", "x"], 14, letters) == [["digit=3", "direction=left"], ["x"]]
+    assert captions_in(["short", ""], 14, letters) == [["short"], [""]]
+
+
+def test_what_all_have_in_common_is_dropped_before_anything_is_cut() -> None:
+    texts = [f"a small drawing of a {colour} square on the left" for colour in ("red", "dark green")]
+    assert captions_in(texts, 12, letters) == [["...red..."], ["...dark", "green..."]]
+    assert captions_in(texts, 60, letters) == [[text] for text in texts], "all of it where there is room"
+    assert captions_in(["the very same text"] * 2, 8, letters) == [["the very", "same..."]] * 2
+
+
+def test_no_line_is_wider_than_its_picture() -> None:
+    texts = ["word" * 30, "a b " * 40, "all alike " * 9, "x"]
+    for width in (5, 12, 31):
+        for lines in captions_in(texts, width, letters):
+            assert len(lines) <= 2
+            assert max(map(len, lines)) <= width
