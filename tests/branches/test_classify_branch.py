@@ -204,9 +204,23 @@ def test_held_out_sounds_are_as_long_as_those_learned_from(tmp_path: Path) -> No
     np.testing.assert_array_equal(row["mel"], branch.mel.encode(audio[:1, 500:2500]))
 
 
+def test_the_loss_is_the_one_of_the_recipe(tmp_path: Path) -> None:
+    few = pictures(tmp_path / "few", count=40)
+    labels = np.load(few / "label.npy")
+    labels[:20] = "top"
+    np.save(few / "label.npy", labels)
+    loss = {"loss.name": "focal", "loss.gamma": 1.5, "loss.class_weights": "balanced"}
+    branch = opened("image", tmp_path, **{"data.train.path": str(few), **loss})
+    counts = np.bincount(
+        branch.training().rows(np.arange(len(branch.training())), np.zeros(len(branch.training()), int))["label"]
+    )
+    np.testing.assert_allclose(branch.task.class_weights, counts.sum() / (3 * counts))
+    assert (branch.task.objective, branch.task.gamma) == ("focal", 1.5)
+    branch.save_codec(tmp_path / "codec")
+    assert branches.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint).task == branch.task
+
+
 def test_what_cannot_be_classified_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"data\.input: text cannot be classified yet"):
-        branches.prepare(load_recipe([{**SMALL, "data.train.path": "x"}]).recipe, say=lambda *_: None)
     with pytest.raises(UsageError, match=r"data\.buckets: a classifier sees pictures of one shape"):
         opened("image", tmp_path, **{"data.buckets": 3, "data.image_size": 8})
     alone = pictures(tmp_path / "alone", names=("top",), count=16)

@@ -127,6 +127,9 @@ def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> Non
     labels = branch.training().rows(np.arange(len(branch.training())), np.zeros(len(branch.training()), int))["label"]
     counts = np.bincount(labels)
     np.testing.assert_allclose(branch.task.class_weights, counts.sum() / (3 * counts))
+    branch.save_codec(tmp_path / "codec")
+    again = branches.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
+    assert again.task == branch.task, "a run that is opened again measures the same loss"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from bottega.branches import text_classify
 from bottega.branches.branch import Branch
 from bottega.branches.kept import read_kept
 from bottega.branches.media import MediaBranch
+from bottega.branches.objective import Objective
 from bottega.branches.start import start_folder
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
@@ -46,7 +47,13 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Branch:
         named = f"only the class {classes.names[0]}" if len(classes) else "no classes"
         raise DataError(f"data.train: has {named}; a classifier needs two or more, so name data.condition_field")
     mel = mel_codec(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None
-    return ClassifyBranch(checked, _shape_of(checked, prepared, len(classes), mel), classes, mel, prepared=prepared)
+
+    def labels() -> np.ndarray:
+        return np.concatenate([prepared.labels(name) for name in prepared.training_tables])
+
+    objective = Objective.of(checked.loss, labels, len(classes))
+    shape = _shape_of(checked, prepared, len(classes), mel)
+    return ClassifyBranch(checked, shape, classes, mel, objective, prepared=prepared)
 
 
 def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
@@ -54,7 +61,8 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
         return text_classify.reopen(recipe, codec, fingerprint)
     checked = _checked(recipe)
     mel = MelCodec.load(codec) if isinstance(checked, AudioClassifyRecipe) else None
-    return ClassifyBranch(checked, _read_shape(codec), _read_classes(codec), mel, expected=fingerprint)
+    objective = Objective.again(checked.loss, codec)
+    return ClassifyBranch(checked, _read_shape(codec), _read_classes(codec), mel, objective, expected=fingerprint)
 
 
 def _checked(recipe: Recipe) -> MediaRecipe:
@@ -74,19 +82,21 @@ class ClassifyBranch(MediaBranch):
         shape: ConvNetShape,
         classes: Classes,
         mel: MelCodec | None,
+        objective: Objective,
         *,
         prepared: Prepared | None = None,
         expected: str | None = None,
     ) -> None:
         """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
         super().__init__(recipe, prepared, expected=expected)
-        self.shape, self.classes, self.mel = shape, classes, mel
+        self.shape, self.classes, self.mel, self.objective = shape, classes, mel, objective
         self.key: Literal["image", "mel", "video"] = "mel" if recipe.data.input == "audio" else recipe.data.input
         start = recipe.model.from_ if prepared is not None else None
         self.task: Classification = Classification(
             key=self.key,
             shape=shape,
             label_smoothing=recipe.training.label_smoothing,
+            **objective.fields,
             pretrained=str(_start(start, shape)) if start is not None else None,
         )
 
@@ -108,6 +118,7 @@ class ClassifyBranch(MediaBranch):
         if self.mel is not None:
             self.mel.save(folder)
         (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+        self.objective.save(folder)
 
     @torch.no_grad()
     def read(

@@ -18,13 +18,14 @@ from safetensors.torch import save_file
 
 from bottega.branches.branch import Branch
 from bottega.branches.kept import NotKept, read_kept
+from bottega.branches.objective import Objective
 from bottega.branches.start import start_folder, tokenizer_of
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data import combine
 from bottega.data.classes import Classes
 from bottega.data.first import First
-from bottega.data.labelled import LabelledTexts, TextForm, balanced_weights, labelled_texts, learnt_classes
+from bottega.data.labelled import LabelledTexts, TextForm, labelled_texts, learnt_classes
 from bottega.data.orders import Order
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.prepared import Prepared
@@ -47,14 +48,19 @@ def prepare(recipe: ClassifyRecipe, *, say: Callable[[str, int, int], None]) -> 
     prepared = _prepared(recipe, say)
     classes = learnt_classes(prepared)
     shape = shape_of(recipe, prepared.tokenizer.vocab_size, classes.names)
-    return TextClassifyBranch(recipe, prepared.tokenizer, classes, shape, prepared=prepared)
+
+    def labels() -> np.ndarray:
+        tables = [labelled_texts(prepared, name, classes=classes).labels for name in prepared.training_tables]
+        return np.concatenate(tables)
+
+    objective = Objective.of(recipe.loss, labels, len(classes))
+    return TextClassifyBranch(recipe, prepared.tokenizer, classes, shape, objective, prepared=prepared)
 
 
 def reopen(recipe: ClassifyRecipe, codec: Path, fingerprint: str) -> TextClassifyBranch:
     # Shape and classes are read back: the data, or the folder that a run started from, may be gone by now.
-    return TextClassifyBranch(
-        recipe, Tokenizer.load(codec), _read_classes(codec), _read_shape(codec), expected=fingerprint
-    )
+    classes, shape, objective = _read_classes(codec), _read_shape(codec), Objective.again(recipe.loss, codec)
+    return TextClassifyBranch(recipe, Tokenizer.load(codec), classes, shape, objective, expected=fingerprint)
 
 
 def _prepared(recipe: ClassifyRecipe, say: Callable[[str, int, int], None]) -> Prepared:
@@ -73,35 +79,28 @@ class TextClassifyBranch(Branch):
         tokenizer: Tokenizer,
         classes: Classes,
         shape: TextClassifierShape,
+        objective: Objective,
         *,
         prepared: Prepared | None = None,
         expected: str | None = None,
     ) -> None:
         """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
         self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
+        self.objective = objective
         self._own, self._expected = prepared, expected
         self.metrics = SEVERAL if recipe.data.multi_label else SINGLE
-        loss, start = recipe.loss, recipe.model.from_ if prepared is not None else None
+        start = recipe.model.from_ if prepared is not None else None
         unknown = tokenizer.unknown if recipe.model.word_dropout else None
         self.task: Classification = Classification(
             key="text",
             shape=shape,
             label_smoothing=recipe.training.label_smoothing,
-            objective=loss.name if loss is not None else "cross_entropy",
-            gamma=loss.gamma if loss is not None else 2.0,
-            class_weights=self._weights() if prepared is not None else None,
+            **objective.fields,
             multi_label=recipe.data.multi_label,
             word_dropout=recipe.model.word_dropout,
             unknown=unknown,
             pretrained=str(start_folder(start)) if start is not None else None,
         )
-
-    def _weights(self) -> tuple[float, ...] | None:
-        asked = self.recipe.loss.class_weights if self.recipe.loss is not None else None
-        if asked != "balanced":
-            return asked
-        tables = [self._texts(self.prepared, name).labels for name in self.prepared.training_tables]
-        return balanced_weights(np.concatenate(tables), len(self.classes))
 
     @property
     def length(self) -> int | None:
@@ -187,6 +186,7 @@ class TextClassifyBranch(Branch):
         self.tokenizer.save(temporary)
         (temporary / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
         (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+        self.objective.save(temporary)
         if folder.exists():
             shutil.rmtree(folder)  # of a process that was killed before it had finished this
         os.rename(temporary, folder)
