@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "evaluate", "load", "prepare", "train"]
+__all__ = ["__version__", "evaluate", "load", "predict", "prepare", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +18,10 @@ def __getattr__(name: str) -> Any:
         from bottega.insight.evaluate import evaluate
 
         return evaluate
+    if name == "predict":
+        from bottega.insight.predict import predict
+
+        return predict
     if name in ("load", "train"):
         from bottega import run
 

@@ -1,4 +1,4 @@
-"""The verbs that make a run and use it: train, evaluate, generate, export."""
+"""The verbs that make a run and use it: train, evaluate, generate, predict, export."""
 
 from __future__ import annotations
 
@@ -169,9 +169,36 @@ def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return {"folder": str(folder)}
 
 
+def _predict_arguments(parser: argparse.ArgumentParser) -> None:
+    _run_argument(parser)
+    parser.add_argument("text", nargs="*", help="texts; without any and without --data, the lines of standard input")
+    parser.add_argument("--data", metavar="FILE", help="a file of lines, or a table with a field of texts")
+    parser.add_argument("--out", metavar="FILE", help="write a JSON line for each there")
+
+
+def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.insight.predict import lines_of, predict, show, texts_in, write
+
+    no_more(rest)
+    words = list(arguments.text)
+    if arguments.model_path and arguments.run:
+        words, arguments.run = [arguments.run, *words], None  # the first word is a text then
+    run = _the_run(arguments)
+    if arguments.data and words:
+        raise UsageError(f"--data {arguments.data}: texts are given as well; leave one of them out")
+    texts = texts_in(arguments.data, run) if arguments.data else words or lines_of(sys.stdin)
+    rows = predict(run, texts, checkpoint=arguments.checkpoint, device=arguments.device)
+    if arguments.out:
+        write(rows, Path(arguments.out))
+    if not arguments.json:
+        print(show(rows) if not arguments.out else f"{len(rows)} texts: {arguments.out}")
+    return {"predictions": rows}
+
+
 VERBS = {
     "train": Verb("train a recipe; the same command resumes it", _train_arguments, _train),
     "evaluate": Verb("measure a run on held-out data", _evaluate_arguments, _evaluate),
     "generate": Verb("sample from a run", _generate_arguments, _generate),
+    "predict": Verb("label new texts by a run that classifies", _predict_arguments, _predict),
     "export": Verb("write a run for the ecosystem (layout of transformers or diffusers)", _export_arguments, _export),
 }

@@ -1,0 +1,90 @@
+"""`bottega predict`: texts given by hand, in a file, in a table or on standard input, and what it cannot answer."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bottega
+import small_texts
+from bottega import cli
+
+LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.every": 40, "checkpoint.every": 40}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("predict")
+    return bottega.train("classify", {**small_texts.settings(folder, **LEARNS), "name": "run"}).path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
+    assert cli.main(["predict", *words]) == code
+    found = capsys.readouterr()
+    return found.out, found.err
+
+
+def test_texts_given_by_hand(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = said(capsys, str(run), "salt and onion, bake", "the rope with the mast")
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert [row[0] for row in rows] == ["cook", "sail"]
+    assert all(1 / 3 < float(row[1]) <= 1 for row in rows)
+    assert rows[1][2] == "the rope with the mast"
+    found = json.loads(said(capsys, str(run), "hum a verse", "--json")[0])["predictions"]
+    assert found == bottega.predict(run, ["hum a verse"])
+    assert found[0]["predicted"] == "sing"
+    assert json.loads(said(capsys, "--model_path", str(run), "hum a verse", "--json")[0])["predictions"] == found
+
+
+def test_texts_of_a_file_of_a_table_and_of_standard_input(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = small_texts.rows(12, seed=4)
+    lines = "".join(row["text"] + "\n" for row in rows)
+    (tmp_path / "new.txt").write_text(lines + "\n")
+    (tmp_path / "new.csv").write_text("id,text\n" + "".join(f"{n},{row['text']}\n" for n, row in enumerate(rows)))
+    expected = [row["label"] for row in rows]
+    for name in ("new.txt", "new.csv"):
+        out, _ = said(capsys, str(run), "--data", str(tmp_path / name))
+        assert [line.split("\t")[0] for line in out.splitlines()] == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    said(capsys, str(run), "--out", str(tmp_path / "out" / "labels.jsonl"))
+    written: list[dict[str, Any]] = [
+        json.loads(line) for line in (tmp_path / "out" / "labels.jsonl").read_text().splitlines()
+    ]
+    assert [row["predicted"] for row in written] == expected
+    assert [row["text"] for row in written] == lines.splitlines()
+
+
+def test_several_labels_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**row, "label": [row["label"], "dot"]} for row in small_texts.rows(96)]
+    path = tmp_path / "several.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = small_texts.settings(tmp_path, **LEARNS)
+    values |= {"data.train.path": str(path), "data.multi_label": True, "evaluation.metric": "macro_f1"}
+    made = bottega.train("classify", values).path
+    found = bottega.predict(made, ["salt and onion, bake"])[0]
+    assert set(found["predicted"]) == {"cook", "dot"}
+    assert found["probability"].keys() == {"cook", "dot", "sail", "sing"}
+    assert said(capsys, str(made), "salt and onion, bake")[0].startswith("cook 0.")
+
+
+def test_what_cannot_be_predicted_is_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "other.jsonl"
+    table.write_text(json.dumps({"words": "salt"}) + "\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n  \n"))
+    for words, code, message in (
+        ([str(run)], 3, "there is no text to classify"),
+        ([str(run), "--data", str(table)], 3, "has no field 'text'; it has words"),
+        ([str(run), "salt", "--data", str(table)], 2, "texts are given as well"),
+        ([str(tmp_path / "none"), "salt"], 2, "none"),
+    ):
+        _, err = said(capsys, *words, code=code)
+        assert message in err
+        assert err.count("\n") == 1
