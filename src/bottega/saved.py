@@ -15,8 +15,9 @@ from bottega import branches
 from bottega.branches.branch import Branch
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.core.loop import evaluate
+from bottega.core.loop import evaluated
 from bottega.core.rundir import RunDirectory
+from bottega.core.types import Rows
 from bottega.data.loader import evaluate_batches
 from bottega.data.present import writing
 from bottega.data.source import Source
@@ -54,6 +55,10 @@ class SavedRun:
 
     def evaluate(self, data: str | Path | None = None, *, split: str = "validation") -> dict[str, float]:
         """Means over the run's own validation or test part, or over other data."""
+        return self.examined(data, split=split)[0]
+
+    def examined(self, data: str | Path | None = None, *, split: str) -> tuple[dict[str, float], Rows, Source]:
+        """The same, with what was found for each example, and the examples."""
         if data is not None:
             source: Source | None = self.branch.other(str(data))
         else:
@@ -61,7 +66,8 @@ class SavedRun:
         if source is None:
             raise UsageError(f"this run has no {split} data; give some with --data")
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
-        return self.branch.summarise(evaluate(self.engine, evaluate_batches(source, size), score=self.task.score))
+        means, rows = evaluated(self.engine, evaluate_batches(source, size))
+        return self.branch.summarise({**means, **(self.task.score(rows) if rows else {})}), rows, source
 
     def generate(self, prompt: str | list[str] | None = None, **asked: Any) -> Any:
         """Texts that go on from the prompts, or an array of samples; options as `bottega generate --help` lists them."""

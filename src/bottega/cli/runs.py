@@ -51,7 +51,13 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="other data than the run's own")
     parser.add_argument("--data_config", "--data-config", metavar="FILE", help="a recipe file whose data is meant")
     parser.add_argument("--split", choices=("validation", "test"), default="validation", help="which of the run's own")
-    parser.add_argument("--output_dir", "--output-dir", "--out", metavar="DIR", help="write metrics.json there")
+    parser.add_argument(
+        "--output_dir",
+        "--output-dir",
+        "--out",
+        metavar="DIR",
+        help="write metrics.json there, and of a classifier its answers and pictures",
+    )
     parser.add_argument(
         "--count",
         type=int,
@@ -74,11 +80,13 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         count=arguments.count,
         inception=arguments.inception,
         quiet=arguments.json,
+        out=Path(arguments.output_dir) if arguments.output_dir else None,
     )
     if arguments.output_dir:
         file = Path(arguments.output_dir) / "metrics.json"
         with writing(file):
-            beside = {name: value for name, value in result.items() if name not in ("metrics", "checkpoint")}
+            beside = {name: value for name, value in result.items() if name not in ("metrics", "checkpoint", "files")}
+            beside["split"] = None if arguments.data or arguments.data_config else arguments.split
             with whole(file) as temporary:
                 temporary.write_text(json.dumps(finite({**result["metrics"], **beside}), indent=1) + "\n")
     if not arguments.json:

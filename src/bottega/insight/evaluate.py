@@ -16,6 +16,10 @@ UNDEFINED = {
 TITLES = {"generated": "generated", "real": "real, held out", "through_codec": "real, through codec"}
 
 
+MOST_CLASSES = 50
+"""Up to which the terminal shows each; JSON has all."""
+
+
 def evaluate(
     run: str | Path,
     *,
@@ -48,16 +52,25 @@ def measure(
     count: int | None,
     inception: str | Path | None,
     quiet: bool,
+    out: Path | None = None,
 ) -> dict[str, Any]:
-    """The same for the command line."""
+    """The same for the command line; a classifier's answers are written to `out`."""
     if count is not None and count < 0:
         raise UsageError(f"--count {count}: expected 0, for the loss alone, or more")
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     for flag, given in {"--count": count, "--inception": inception}.items():
         if given and not _generates(saved):
             raise UsageError(f"{flag} {given}: of a run of {saved.recipe.task} no samples are judged; leave it out")
-    metrics = {**saved.evaluate(data, split=split), **_codes_used(saved, data, split)}
+    found, rows, source = saved.examined(data, split=split)
+    metrics = {**found, **_codes_used(saved, data, split)}
     result: dict[str, Any] = {"metrics": metrics, "checkpoint": str(saved.checkpoint)}
+    if "probability" in rows:
+        from bottega.insight.answers import Answers
+
+        answers = Answers(rows, source, tuple(saved.branch.classes.names))  # type: ignore[attr-defined]
+        result["per_class"] = answers.per_class()
+        if out is not None:
+            result["files"] = [str(path) for path in answers.write(out)]
     if not _generates(saved) or count == 0:
         return result
     from rich.console import Console
@@ -110,7 +123,18 @@ def show(result: dict[str, Any]) -> str:
         if "training" in counts:
             some = f"{counts['training']:,} of {counts['training_available']:,} training samples"
             lines.append(f"compared with {some}, distributions at {counts['compared']:,} samples each")
+    if 1 < len(result.get("per_class", {})) <= MOST_CLASSES:
+        lines += _classes_shown(result["per_class"])
     return "\n".join([*lines, *result.get("notes", ())])
+
+
+def _classes_shown(found: dict[str, dict[str, float]]) -> list[str]:
+    width = max(20, max(map(len, found)) + 2)
+    lines = ["", " " * width + "".join(f"{name:>12}" for name in ("precision", "recall", "f1", "samples"))]
+    for name, row in found.items():
+        numbers = "".join(f"{row[key]:>12.4f}" for key in ("precision", "recall", "f1"))
+        lines.append(f"{name:<{width}}{numbers}{row['support']:>12,}")
+    return lines
 
 
 def _codes_used(saved: SavedRun, data: str | Path | None, split: str) -> dict[str, float]:

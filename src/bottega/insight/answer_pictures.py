@@ -1,0 +1,123 @@
+"""Pictures of a classifier's answers: who was taken for whom, and how sure it was beside how often it was right."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.core.errors import EnvironmentProblem
+from bottega.data.image.caption import legible
+from bottega.tasks.measures.classification import Reliability
+
+PAPER, INK, FAINT, GRID, BLUE, ORANGE = "#ffffff", "#1c1b29", "#6d6b7b", "#ececf1", "#2a5db0", "#d1602f"
+SCALE = 2
+"""Drawn twice as large, for screens of many pixels."""
+MOST_NUMBERED = 24
+"""Classes up to which a cell has room for its number."""
+
+
+class Sheet:
+    """A page to draw on in plain units; `save` writes it."""
+
+    def __init__(self, width: float, height: float) -> None:
+        try:
+            from PIL import Image, ImageDraw, ImageFont
+        except ImportError as error:
+            raise EnvironmentProblem(f"pictures need Pillow: pip install 'bottega[data]' ({error})") from error
+        self._font = ImageFont.load_default
+        self.image: Any = Image.new("RGB", (round(width * SCALE), round(height * SCALE)), PAPER)
+        self.pen = ImageDraw.Draw(self.image)
+
+    def text(self, x: float, y: float, words: str, *, anchor: str = "mm", size: float = 12, fill: str = INK) -> None:
+        font = self._font(size * SCALE)
+        self.pen.text((x * SCALE, y * SCALE), legible(words), font=font, anchor=anchor, fill=fill)
+
+    def box(self, left: float, top: float, right: float, bottom: float, fill: str) -> None:
+        if right > left and bottom > top:
+            self.pen.rectangle([round(v * SCALE) for v in (left, top, right, bottom)], fill=fill)
+
+    def line(self, *ends: float, fill: str = INK, thick: float = 1) -> None:
+        self.pen.line([round(value * SCALE) for value in ends], fill=fill, width=round(thick * SCALE))
+
+    def width_of(self, words: str, size: float) -> float:
+        return self.pen.textlength(legible(words), font=self._font(size * SCALE)) / SCALE
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.image.save(path, optimize=True)
+
+
+def draw_confusion(matrix: np.ndarray, classes: tuple[str, ...], path: Path) -> None:
+    """Rows are what examples are, columns what they were taken for; colour is the share of the row."""
+    count = len(classes)
+    cell = min(44.0, max(6.0, 640 / count))
+    size = min(12.0, max(5.0, 0.42 * cell))
+    names = [name if len(name) <= 18 else f"{name[:17]}…" for name in classes]
+    probe = Sheet(1, 1)
+    left = 30 + max(probe.width_of(name, size) for name in names)
+    top, side = 64.0, cell * count
+    below = 26 + max(probe.width_of(name, size) for name in names)
+    page = Sheet(max(left + side + 24, 360), top + side + below)
+    page.text(left, 20, "which class was taken for which", anchor="lm", size=16)
+    right, total = int(matrix.diagonal().sum()), int(matrix.sum())
+    page.text(left, 42, f"{right:,} of {total:,} right; a row is what examples are", anchor="lm", fill=FAINT)
+    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    for row in range(count):
+        y = top + cell * (row + 0.5)
+        page.text(left - 8, y, names[row], anchor="rm", size=size, fill=FAINT)
+        for column in range(count):
+            x = left + cell * column
+            tone = BLUE if row == column else ORANGE
+            page.box(x + 0.5, y - cell / 2 + 0.5, x + cell - 0.5, y + cell / 2 - 0.5, _mixed(tone, shares[row, column]))
+            if count <= MOST_NUMBERED and matrix[row, column]:
+                fill = PAPER if shares[row, column] > 0.55 else INK
+                page.text(x + cell / 2, y, f"{matrix[row, column]:,}", size=size, fill=fill)
+    for column in range(count):
+        _upright(page, left + cell * (column + 0.5), top + side + 8, names[column], size)
+    page.save(path)
+
+
+def _upright(page: Sheet, x: float, y: float, words: str, size: float) -> None:
+    """Read from below, so that long names of narrow columns fit."""
+    width, height = math.ceil(page.width_of(words, size)) + 2, math.ceil(1.6 * size)
+    label = Sheet(width, height)
+    label.text(width, height / 2, words, anchor="rm", size=size, fill=FAINT)
+    page.image.paste(label.image.rotate(90, expand=True), (round((x - height / 2) * SCALE), round(y * SCALE)))
+
+
+def draw_calibration(found: Reliability, path: Path) -> None:
+    """A bar a bin, as high as the share that was right; on the line, it was as sure as it was right."""
+    left, top, side = 62.0, 64.0, 300.0
+    page = Sheet(left + side + 30, top + side + 104)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + side * x, top + side * (1 - y)
+
+    filled = found.counts > 0
+    total = int(found.counts.sum())
+    off = float((np.abs(found.accuracy - found.confidence)[filled] * found.counts[filled]).sum()) / max(total, 1)
+    page.text(left, 20, "how sure, and how often right", anchor="lm", size=16)
+    page.text(left, 42, f"{total:,} answers; expected calibration error {off:.3f}", anchor="lm", fill=FAINT)
+    for mark in (0.0, 0.25, 0.5, 0.75, 1.0):
+        page.line(*place(0, mark), *place(1, mark), fill=GRID)
+        page.text(left - 8, place(0, mark)[1], f"{mark:g}", anchor="rm", size=11, fill=FAINT)
+        page.text(place(mark, 0)[0], top + side + 74, f"{mark:g}", size=11, fill=FAINT)
+    for i in np.flatnonzero(filled):
+        low, high = found.edges[i], found.edges[i + 1]
+        (x0, y0), (x1, _) = place(low, float(found.accuracy[i])), place(high, 0)
+        page.box(x0 + 1, y0, x1 - 1, top + side, BLUE)
+        share = found.counts[i] / found.counts.max()
+        page.box(x0 + 1, top + side + 60 - 44 * share, x1 - 1, top + side + 60, "#c9c8d3")
+    page.line(*place(0, 0), *place(1, 1), fill=ORANGE, thick=1.5)
+    page.text(left + side / 2, top + side + 93, "how sure it was; grey: how many answers", size=11, fill=FAINT)
+    page.save(path)
+
+
+def _mixed(colour: str, share: float) -> str:
+    """From paper to the colour; the square root, so that a few errors among many can be seen."""
+    amount = math.sqrt(min(1.0, max(0.0, float(share))))
+    ends = [[int(one[i : i + 2], 16) for i in (1, 3, 5)] for one in (PAPER, colour)]
+    return "#" + "".join(f"{round(a + (b - a) * amount):02x}" for a, b in zip(*ends, strict=True))
