@@ -304,7 +304,9 @@ def test_real_media_that_are_cut(say: Any, tmp_path: Path) -> None:
     # The name of a codec that nobody knows.
     put(tmp_path / "clips" / "9.avi", clip.replace(clip[112:116], b"????").replace(clip[188:192], b"????"))
     bad = [*cut, "8.mp4", "9.avi"]
-    refused_then_skipped(say, "video", tmp_path / "clips", bad, "data.image_size=16", "data.num_frames=2")
+    refused_then_skipped(
+        say, "video", tmp_path / "clips", bad, "data.image_size=16", "data.num_frames=2", "model.temporal_patch_size=1"
+    )
     sound = next((root / "audio-ljspeech-sample" / "wavs").glob("*.flac")).read_bytes()
     put(tmp_path / "speech" / "0.flac", sound)
     put(tmp_path / "speech" / "1.flac", sound[: len(sound) // 2])
