@@ -7,6 +7,7 @@ and the saved state is pickle. Its launcher is welcome: it sets the same environ
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -395,4 +396,5 @@ class TorchEngine(Engine):
         if dist.is_initialized():
             # The wrapper keeps the group alive; freed after it, the group would join threads that want the interpreter.
             self._called, self._train_models = None, {}
+            gc.collect()  # it may be part of a cycle
             dist.destroy_process_group()
