@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from bottega.branches.kept import read_kept
 from bottega.branches.media import MediaBranch
 from bottega.branches.objective import Objective
 from bottega.branches.start import start_folder
+from bottega.branches.teller import Teller
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.classes import Classes
@@ -73,7 +74,7 @@ def _checked(recipe: Recipe) -> MediaRecipe:
 
 
 @final
-class ClassifyBranch(MediaBranch):
+class ClassifyBranch(Teller, MediaBranch):
     metrics = ("loss", "accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
 
     def __init__(
@@ -147,18 +148,6 @@ class ClassifyBranch(MediaBranch):
             model.train(was)
         none = np.zeros((0, self.shape.num_labels), np.float32), np.zeros((0, self.shape.num_features), np.float32)
         return np.concatenate([none[0], *chances]), np.concatenate([none[1], *features])
-
-    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Nothing can be drawn from a classifier."""
-
-    def example(self) -> None:
-        return None
-
-    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
-        raise UsageError("a classifier does not generate; bottega evaluate says how well it tells its classes")
-
-    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
-        raise AssertionError("nothing was generated")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""

@@ -7,19 +7,15 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
 from pydantic import ValidationError
 
-from bottega.branches.branch import Branch
+from bottega.branches.from_tables import TableBranch
 from bottega.branches.start import start_folder, tokenizer_of
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.types import Models
-from bottega.data import combine
-from bottega.data.first import First
-from bottega.data.orders import Order
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.present import writing
@@ -61,7 +57,8 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> LanguageBranch:
     return LanguageBranch(recipe, Tokenizer.load(codec), None, shape=shape, expected=fingerprint)
 
 
-class LanguageBranch(Branch):
+class LanguageBranch(TableBranch):
+    recipe: LanguageRecipe
     unit = "tokens"
     metrics = ("loss", "perplexity", "bits_per_byte")
     requests = ("prompt", "count", "max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
@@ -82,45 +79,11 @@ class LanguageBranch(Branch):
         start = recipe.model.from_ if shape is None else None
         self.task: Language = Language(shape=self.shape, pretrained=str(start_folder(start)) if start else None)
 
-    @property
-    def prepared(self) -> Prepared:
-        if self._prepared is None:
-            self._prepared = prepare(self.recipe, say=lambda stage, done, total: None).prepared
-            if self._prepared.fingerprint != self._expected:
-                named = self.recipe.data.train.path or "the data of this run"
-                raise DataError(f"{named}: has changed since this run learnt from it; restore it, or give --data")
-        return self._prepared
+    def prepare_again(self) -> Prepared:
+        return prepare(self.recipe, say=lambda stage, done, total: None).prepared
 
-    @property
-    def fingerprint(self) -> str:
-        return self.prepared.fingerprint
-
-    @property
-    def notes(self) -> list[str]:
-        return self.prepared.notes()
-
-    def training(self) -> Source:
-        return self._combined[0]
-
-    @property
-    def order(self) -> Order | None:
-        return self._combined[1]
-
-    @cached_property
-    def _combined(self) -> tuple[Source, Order | None]:
-        data, prepared, seed = self.recipe.data, self.prepared, self.recipe.seed
-        tables = prepared.training_tables
-        # Shards that were prepared elsewhere may hold several sources; they are then equal among themselves.
-        options = data.sources if data.sources is not None else (data.train,) * len(tables)
-        parts = [(self._samples(prepared, table, seed=seed), one) for table, one in zip(tables, options, strict=True)]
-        replay = self._samples(prepared, "replay", seed=seed) if "replay" in prepared.tables else None
-        return combine.build(parts, data, seed=seed, replay=replay)
-
-    def validation(self) -> Source | None:
-        return self._held_out("validation")
-
-    def test(self) -> Source | None:
-        return self._held_out("test")
+    def table(self, name: str, *, is_training: bool) -> Source:
+        return self._samples(self.prepared, name, seed=self.recipe.seed if is_training else None)
 
     def other(self, path: str) -> Source:
         """Other text through this run's own tokenizer."""
@@ -131,12 +94,6 @@ class LanguageBranch(Branch):
             spec = TokenizerSpec(kind="pretrained", path=folder)
             prepared = prepare_language(data, spec, progress=lambda stage, done, total: None)
         return self._samples(prepared, "train", seed=None)
-
-    def _held_out(self, table: str) -> Source | None:
-        if table not in self.prepared.tables:
-            return None
-        samples, part = self._samples(self.prepared, table, seed=None), getattr(self.recipe.data, table)
-        return samples if part is None or part.limit is None else First(samples, part.limit)
 
     def _samples(self, prepared: Prepared, table: str, *, seed: int | None) -> Source:
         data = self.recipe.data

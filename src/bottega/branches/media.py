@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from abc import abstractmethod
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bottega.branches.branch import Branch
+from bottega.branches.from_tables import TableBranch
 from bottega.branches.kept import NotKept
 from bottega.core.errors import CheckpointError, DataError
-from bottega.data import combine
 from bottega.data.classes import Classes
-from bottega.data.first import First
 from bottega.data.mel import MelCodec, MelRows
-from bottega.data.orders import Order
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.samples import media_samples, with_codec
@@ -26,7 +22,7 @@ from bottega.data.source import Source
 from bottega.data.video.source import VideoRows
 
 
-class MediaBranch(Branch):
+class MediaBranch(TableBranch):
     """Either with prepared data, or again from the codec of a finished run, whose data is prepared when asked for."""
 
     recipe: Any
@@ -79,30 +75,13 @@ class MediaBranch(Branch):
         """The samples of the data layer as this branch's batches; of sound, its spectrogram in its place."""
         return rows if self.mel is None else MelRows(rows, self.mel)
 
-    @property
-    def prepared(self) -> Prepared:
-        if self._prepared is None:
-            self._prepared = prepare_media(self.recipe, progress=lambda stage, done, total: None)
-            if self._prepared.fingerprint != self._expected:
-                raise DataError(
-                    f"{self._named()}: has changed since this run learnt from it; restore it, or give --data"
-                )
-        return self._prepared
-
-    def _named(self) -> str:
-        """The run's own data in words, as its recipe names it."""
-        data = self.recipe.data
-        paths = [one.path for one in data.sources or (data.train,) if one.path is not None]
-        return ", ".join(paths) or "the data of this run"
-
-    @property
-    def fingerprint(self) -> str:
-        return self.prepared.fingerprint
+    def prepare_again(self) -> Prepared:
+        return prepare_media(self.recipe, progress=lambda stage, done, total: None)
 
     @property
     def notes(self) -> list[str]:
         heard = self.mel.notes() if self.mel is not None else []
-        return [*self.prepared.notes(), *heard, *self._short_clips()]
+        return [*super().notes, *heard, *self._short_clips()]
 
     def _short_clips(self) -> list[str]:
         tables = [self.prepared.table(name) for name in self.prepared.training_tables]
@@ -114,28 +93,6 @@ class MediaBranch(Branch):
         strides = f" at a stride of {data.stride}" if data.stride > 1 else ""
         said = f"are shorter than data.num_frames {data.num_frames}{strides} and repeat their last frame"
         return [f"{short:,} of {len(lengths):,} clips {said}"] if short else []
-
-    def training(self) -> Source:
-        return self._combined[0]
-
-    @property
-    def order(self) -> Order | None:
-        return self._combined[1]
-
-    @cached_property
-    def _combined(self) -> tuple[Source, Order | None]:
-        data, tables = self.recipe.data, self.prepared.training_tables
-        # Shards that were prepared elsewhere may hold several sources; they are then equal among themselves.
-        options = data.sources if data.sources is not None else (data.train,) * len(tables)
-        parts = [(self.table(table, is_training=True), one) for table, one in zip(tables, options, strict=True)]
-        replay = self.table("replay", is_training=True) if "replay" in self.prepared.tables else None
-        return combine.build(parts, data, seed=self.recipe.seed, replay=replay)
-
-    def validation(self) -> Source | None:
-        return self._held_out("validation")
-
-    def test(self) -> Source | None:
-        return self._held_out("test")
 
     def other(self, path: str) -> Source:
         """Other data in the form and with the classes of this run's own."""
@@ -178,16 +135,6 @@ class MediaBranch(Branch):
                     "(height, width, channels); resize the data to that"
                 )
         return rows
-
-    def _held_out(self, name: str) -> Source | None:
-        if name not in self.prepared.tables:
-            return None
-        return self._limited(name, self.table(name, is_training=False))
-
-    def _limited(self, name: str, samples: Source) -> Source:
-        """As many as the recipe measures of what is held out."""
-        part = getattr(self.recipe.data, name) if name in ("validation", "test") else None
-        return samples if part is None or part.limit is None else First(samples, part.limit)
 
     def save_codec(self, folder: Path) -> None:
         """Once, whole or not at all."""

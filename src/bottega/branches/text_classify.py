@@ -7,26 +7,23 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 
-from bottega.branches.branch import Branch
+from bottega.branches.from_tables import TableBranch
 from bottega.branches.kept import NotKept, read_kept
 from bottega.branches.objective import Objective
 from bottega.branches.start import start_folder, tokenizer_of
+from bottega.branches.teller import Teller
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
-from bottega.data import combine
 from bottega.data.classes import Classes
-from bottega.data.first import First
 from bottega.data.labelled import LabelledTexts, TextForm, labelled_texts, learnt_classes
-from bottega.data.orders import Order
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.source import Source
@@ -70,7 +67,7 @@ def _prepared(recipe: ClassifyRecipe, say: Callable[[str, int, int], None]) -> P
 
 
 @final
-class TextClassifyBranch(Branch):
+class TextClassifyBranch(Teller, TableBranch):
     unit = "texts"
 
     def __init__(
@@ -87,7 +84,7 @@ class TextClassifyBranch(Branch):
         """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
         self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
         self.objective = objective
-        self._own, self._expected = prepared, expected
+        self._prepared, self._expected = prepared, expected
         self.metrics = SEVERAL if recipe.data.multi_label else SINGLE
         start = recipe.model.from_ if prepared is not None else None
         unknown = tokenizer.unknown if recipe.model.word_dropout else None
@@ -108,50 +105,11 @@ class TextClassifyBranch(Branch):
         limits = [n for n in (self.recipe.data.sequence_length, self.shape.max_positions) if n is not None]
         return min(limits, default=None)
 
-    @property
-    def prepared(self) -> Prepared:
-        if self._own is None:
-            self._own = _prepared(self.recipe, lambda stage, done, total: None)
-            if self._own.fingerprint != self._expected:
-                named = self.recipe.data.train.path or "the data of this run"
-                raise DataError(f"{named}: has changed since this run learnt from it; restore it, or give --data")
-        return self._own
+    def prepare_again(self) -> Prepared:
+        return _prepared(self.recipe, lambda stage, done, total: None)
 
-    @property
-    def fingerprint(self) -> str:
-        return self.prepared.fingerprint
-
-    @property
-    def notes(self) -> list[str]:
-        return self.prepared.notes()
-
-    def training(self) -> Source:
-        return self._combined[0]
-
-    @property
-    def order(self) -> Order | None:
-        return self._combined[1]
-
-    @cached_property
-    def _combined(self) -> tuple[Source, Order | None]:
-        data, prepared = self.recipe.data, self.prepared
-        tables = prepared.training_tables
-        options = data.sources if data.sources is not None else (data.train,) * len(tables)
-        parts = [(self._texts(prepared, table), one) for table, one in zip(tables, options, strict=True)]
-        replay = self._texts(prepared, "replay") if "replay" in prepared.tables else None
-        return combine.build(parts, data, seed=self.recipe.seed, replay=replay)
-
-    def validation(self) -> Source | None:
-        return self._held_out("validation")
-
-    def test(self) -> Source | None:
-        return self._held_out("test")
-
-    def _held_out(self, table: str) -> Source | None:
-        if table not in self.prepared.tables:
-            return None
-        texts, part = self._texts(self.prepared, table), getattr(self.recipe.data, table)
-        return texts if part is None or part.limit is None else First(texts, part.limit)
+    def table(self, name: str, *, is_training: bool) -> LabelledTexts:
+        return self._texts(self.prepared, name)
 
     def other(self, path: str) -> Source:
         """Other texts through this run's own tokenizer, with the classes that it has learnt."""
@@ -208,18 +166,6 @@ class TextClassifyBranch(Branch):
             logits = self.task.predict(models, batch).float()
             found[chosen] = (logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)).cpu().numpy()
         return found
-
-    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Nothing can be drawn from a classifier."""
-
-    def example(self) -> None:
-        return None
-
-    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
-        raise UsageError("a classifier does not generate; bottega evaluate says how well it tells its classes")
-
-    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
-        raise AssertionError("nothing was generated")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """The layout of transformers where the model is one of its own; else config.json, which says all that decides the

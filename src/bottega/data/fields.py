@@ -17,6 +17,8 @@ from bottega.data.record import Record, Unreadable
 LABELS = ("label", "cls", "class", "category", "target", "digit", "genre", "speaker", "y")
 CAPTIONS = ("caption", "text", "txt", "transcript", "transcription", "normalised", "sentence")
 TEXTS = ("text", "content", "document", "sentence", "txt")
+GOES_ON = "\0goes on"
+"""Set on a piece of a text whose next piece follows; no column can have that name."""
 
 
 class Renamed(dict[str, Any]):
@@ -126,4 +128,5 @@ def vector(record: Record, field: str | None) -> np.ndarray:
 
 
 def listed(fields: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, fields)) or "no fields"
+    """What a record has, in words; without what only we put there."""
+    return ", ".join(repr(field) for field in fields if field not in ("continued", GOES_ON)) or "no fields"

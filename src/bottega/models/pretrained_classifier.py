@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.models.encoder_folder import first_line, read_encoder, silent
 from bottega.models.initial import fill, initial_value
-from bottega.models.text_encoder import _first_line, _silent
 from bottega.schema.text_classifier import PretrainedShape
 
 FRESH = ("head.", "pooling.", "backbone.pooler.")
@@ -93,7 +93,7 @@ def pretrained_shape(folder: Path, names: Sequence[str], *, multi_label: bool = 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"pretrained: {folder} is no encoder that transformers knows: {_first_line(error)}") from error
+        raise UsageError(f"pretrained: {folder} is no encoder that transformers knows: {first_line(error)}") from error
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
         raise UsageError(f"pretrained: {folder} holds a {config.model_type}, which cannot classify texts")
     config.id2label = dict(enumerate(map(str, names)))
@@ -131,40 +131,23 @@ def export_pretrained(state: Mapping[str, Tensor], shape: PretrainedShape, folde
     prefix, path = parts_of(network, shape.num_labels)
     theirs = {name: tensor.detach().cpu() for name, tensor in state.items()}
     network.load_state_dict({_theirs(name, prefix, path): tensor for name, tensor in theirs.items()})
-    with _silent(_transformers()):
+    with silent(_transformers()):
         network.save_pretrained(Path(folder))
     return Path(folder)
 
 
 def _loaded(shape: PretrainedShape, folder: Path) -> tuple[Any, set[str]]:
     """The network, and the names of what the folder does not have for it, a head for other classes among them."""
-    transformers = _transformers()
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder}: no *.safetensors in it, and pickles are never opened; convert the encoder with transformers: "
-            "model.save_pretrained(folder)"
-        )
-    try:
-        with _silent(transformers), _own_randomness():
-            network, seen = transformers.AutoModelForSequenceClassification.from_pretrained(
-                folder,
-                config=_config(shape),
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                dtype=torch.float32,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: cannot be loaded as a text encoder: {_first_line(error)}") from error
+    kind = _transformers().AutoModelForSequenceClassification
+    with _own_randomness():
+        network, seen = read_encoder(kind, folder, config=_config(shape), ignore_mismatched_sizes=True)
     mismatched = {name if isinstance(name, str) else name[0] for name in seen["mismatched_keys"]}
     return network, set(seen["missing_keys"]) | mismatched
 
 
 def _network(shape: PretrainedShape) -> Any:
     transformers = _transformers()
-    with _silent(transformers), _own_randomness():
+    with silent(transformers), _own_randomness():
         return transformers.AutoModelForSequenceClassification.from_config(
             _config(shape), trust_remote_code=False, dtype=torch.float32
         )

@@ -5,8 +5,6 @@ B batch   L text tokens   W width of a text token
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.dit import Attention, normed
+from bottega.models.encoder_folder import first_line, read_encoder
 from bottega.schema.generator import ConditionShape
 
 HEAD_SIZE = 32
@@ -83,12 +82,6 @@ def load_text_encoder(folder: Path) -> Any:
     transformers would draw it at random.
     """
     config = _config(folder)
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder}: no *.safetensors in it, and pickles are never opened; convert the encoder with transformers: "
-            "model.save_pretrained(folder)"
-        )
-    import torch
     import transformers
 
     kind: Any = transformers.AutoModel
@@ -96,18 +89,7 @@ def load_text_encoder(folder: Path) -> Any:
         kind = transformers.CLIPTextModel  # the half of a CLIP that reads
     elif type(config) in transformers.AutoModelForTextEncoding._model_mapping:
         kind = transformers.AutoModelForTextEncoding
-    try:
-        with _silent(transformers):
-            model, seen = kind.from_pretrained(
-                folder,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: cannot be loaded as a text encoder: {_first_line(error)}") from error
+    model, seen = read_encoder(kind, folder)
     if seen["missing_keys"]:
         raise CheckpointError(f"{folder}: lacks {sorted(seen['missing_keys'])[0]}; it is no complete text encoder")
     return model.eval().requires_grad_(False)
@@ -126,24 +108,5 @@ def _config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
-            f"model.text.from: {folder} is no text encoder that transformers knows: {_first_line(error)}"
+            f"model.text.from: {folder} is no text encoder that transformers knows: {first_line(error)}"
         ) from error
-
-
-@contextmanager
-def _silent(transformers: Any) -> Iterator[None]:
-    """Without bars, and without a table of the weights that half a model has no use for."""
-    logging = transformers.utils.logging
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -243,3 +243,10 @@ def test_sst2(tmp_path: Path) -> None:
     # The longest of 32 texts has about 40 words, the longest of all 53.
     widths = [train.rows(np.arange(n, n + 32), np.zeros(32, int))["input_ids"].shape[1] for n in range(0, 6400, 32)]
     assert (np.mean(widths) < 46, train.sequence_length) == (True, 53)
+
+
+def test_a_plain_text_has_no_labels_and_is_told_by_its_own_fields(tmp_path: Path) -> None:
+    path = tmp_path / "plain.txt"
+    path.write_text("no class in it, no class at all\n")
+    with pytest.raises(DataError, match=r"has no field 'label' for its label; it has 'text'$"):
+        read(path, tmp_path, WORDS)

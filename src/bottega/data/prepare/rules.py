@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bottega.data.fields import TEXTS, Renamed, usual
+from bottega.data.fields import GOES_ON, TEXTS, Renamed, listed, usual
 from bottega.data.prepare.inputs import Input, Item
 from bottega.data.record import Bad, Record
 from bottega.data.text import filters
 from bottega.data.text.clean import clean
 from bottega.schema.data import Cleaning, Filter, Source, TextData
-
-GOES_ON = "\0goes on"
-"""Set on a piece of a text whose next piece follows; no column can have that name."""
 
 
 class Dropped(NamedTuple):
@@ -111,5 +108,4 @@ def _text(record: Record) -> str | Bad:
 
 def _no_field(name: str, fields: dict[str, Any]) -> str:
     near = difflib.get_close_matches(name, fields, n=1)
-    named = ", ".join(repr(field) for field in fields if field not in ("continued", GOES_ON)) or "no fields"
-    return f"no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"the row has {named}")
+    return f"no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"the row has {listed(fields)}")

@@ -1,0 +1,88 @@
+"""A branch whose data are prepared tables: what is learnt from, what is held out, and whether it is still the same."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import cached_property
+from typing import Any
+
+from bottega.branches.branch import Branch
+from bottega.core.errors import DataError
+from bottega.data import combine
+from bottega.data.first import First
+from bottega.data.orders import Order
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.source import Source
+
+
+class TableBranch(Branch):
+    """Either with prepared data, or again for a finished run, whose data is prepared when asked for."""
+
+    recipe: Any
+    _prepared: Prepared | None
+    _expected: str | None
+    """The fingerprint that data prepared again must have."""
+
+    @abstractmethod
+    def prepare_again(self) -> Prepared:
+        """The data of the recipe, without a word about it."""
+
+    @abstractmethod
+    def table(self, name: str, *, is_training: bool) -> Source:
+        """One of its tables as samples."""
+
+    @property
+    def prepared(self) -> Prepared:
+        if self._prepared is None:
+            self._prepared = self.prepare_again()
+            if self._prepared.fingerprint != self._expected:
+                raise DataError(
+                    f"{self._named()}: has changed since this run learnt from it; restore it, or give --data"
+                )
+        return self._prepared
+
+    def _named(self) -> str:
+        """The run's own data in words, as its recipe names it."""
+        data = self.recipe.data
+        paths = [one.path for one in data.sources or (data.train,) if one.path is not None]
+        return ", ".join(paths) or "the data of this run"
+
+    @property
+    def fingerprint(self) -> str:
+        return self.prepared.fingerprint
+
+    @property
+    def notes(self) -> list[str]:
+        return self.prepared.notes()
+
+    def training(self) -> Source:
+        return self._combined[0]
+
+    @property
+    def order(self) -> Order | None:
+        return self._combined[1]
+
+    @cached_property
+    def _combined(self) -> tuple[Source, Order | None]:
+        data, tables = self.recipe.data, self.prepared.training_tables
+        # Shards that were prepared elsewhere may hold several sources; they are then equal among themselves.
+        options = data.sources if data.sources is not None else (data.train,) * len(tables)
+        parts = [(self.table(table, is_training=True), one) for table, one in zip(tables, options, strict=True)]
+        replay = self.table("replay", is_training=True) if "replay" in self.prepared.tables else None
+        return combine.build(parts, data, seed=self.recipe.seed, replay=replay)
+
+    def validation(self) -> Source | None:
+        return self._held_out("validation")
+
+    def test(self) -> Source | None:
+        return self._held_out("test")
+
+    def _held_out(self, name: str) -> Source | None:
+        if name not in self.prepared.tables:
+            return None
+        return self._limited(name, self.table(name, is_training=False))
+
+    def _limited(self, name: str, samples: Source) -> Source:
+        """As many as the recipe measures of what is held out."""
+        part = getattr(self.recipe.data, name) if name in ("validation", "test") else None
+        return samples if part is None or part.limit is None else First(samples, part.limit)
