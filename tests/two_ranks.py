@@ -23,7 +23,7 @@ from bottega import cli
 from bottega.callbacks.jsonl import JsonLines
 from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
-from bottega.core.loop import Every, Fit, evaluate
+from bottega.core.loop import Every, Fit, evaluate, evaluated
 from bottega.core.saver import Saver
 from bottega.data.loader import evaluate_batches
 from bottega.engines.nonfinite import Recovery
@@ -48,6 +48,30 @@ def splits(folder: Path) -> None:
         keep(folder, f"split-{micro}", state(one))
         if RANK == 0:
             (folder / f"split-{micro}.json").write_text(json.dumps([r["loss"] for r in reports]))
+
+
+THAWING = [{"pattern": "(second|head).*"}, {"pattern": ".*", "starts": 2}]
+
+
+def thawing(folder: Path) -> None:
+    """Some parameters join in at the third step, when their gradients have to be waited for."""
+    one = engine(training(optimizer={"name": "sgd"}, groups=THAWING))
+    one.plan(one.rate, total=8, steps_per_epoch=5)
+    advance(one, loader(of=one), 0, 4)
+    keep(folder, "thawing", state(one))
+
+
+class Named(Toy):
+    """Says of each example who it is."""
+
+    def loss(self, models: Any, batch: Any, rng: Any) -> Any:
+        return super().loss(models, batch, rng)._replace(rows={"first": batch["x"][:, 0]})
+
+
+def rows(folder: Path) -> None:
+    """37 samples in batches of 8, the last of which the ranks cannot share equally."""
+    _, found = evaluated(engine(task=Named()), evaluate_batches(source(samples=37), 8, rank=RANK, world=2))
+    keep(folder, "rows", found)
 
 
 class Cramped(Toy):
@@ -162,6 +186,8 @@ if __name__ == "__main__":
     # Each engine would leave the group, and a launcher lets nobody join twice; so it lasts until the end.
     leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     splits(out)
+    thawing(out)
+    rows(out)
     memory(out)
     evaluation(out)
     disagreement(out)

@@ -36,6 +36,22 @@ def test_weights_and_losses_are_those_of_one_process(two_ranks: Path, micro: int
     assert json.loads((two_ranks / f"split-{micro}.json").read_text()) == pytest.approx(losses, rel=1e-6)
 
 
+def test_parameters_that_begin_later_are_those_of_one_process(two_ranks: Path) -> None:
+    one = engine(training(optimizer={"name": "sgd"}, groups=script.THAWING))
+    one.plan(one.rate, total=8, steps_per_epoch=5)
+    advance(one, loader(of=one), 0, 4)
+    together = left(two_ranks, "thawing")
+    for name, array in state(one).items():
+        np.testing.assert_allclose(together[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_rows_are_each_sample_once_and_in_order(two_ranks: Path) -> None:
+    everything = source(samples=37)
+    expected = everything.rows(np.arange(37), np.zeros(37, int))["x"][:, 0]
+    for rank in (0, 1):
+        np.testing.assert_array_equal(left(two_ranks, "rows", rank)["first"], expected)
+
+
 def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path) -> None:
     one = engine(training(optimizer={"name": "sgd"}))
     advance(one, loader(of=one), 0, 3)
@@ -45,7 +61,7 @@ def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path) -> No
 
 
 def test_ranks_stay_equal_bit_for_bit(two_ranks: Path) -> None:
-    for name in ("split-None", "split-1", "split-3", "memory", "disagreement", "rollback"):
+    for name in ("split-None", "split-1", "split-3", "thawing", "memory", "disagreement", "rollback"):
         a, b = left(two_ranks, name, 0), left(two_ranks, name, 1)
         assert a.keys() == b.keys()
         assert all(a[key].tobytes() == b[key].tobytes() for key in a), name
