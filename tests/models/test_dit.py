@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bottega.core.noise import Noise, generator
 from bottega.models.dit import DiT, positions, time_frequencies
-from bottega.models.generator import Generator, build_generator
+from bottega.models.generator import ClassCondition, Generator, build_generator
 from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
 
 GRIDS: dict[str, dict[str, Any]] = {
@@ -205,3 +205,16 @@ def test_a_shape_that_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> 
     usual = {"grid": (8, 8), "patch": (2, 2), "channels": 1, "hidden_size": 24, "num_layers": 1, "num_heads": 2}
     with pytest.raises(ValueError, match=re.escape(said)):
         DiTShape(**{**usual, **wrong})
+
+
+def test_classes_learn_together_what_they_share_and_no_class_learns_of_none() -> None:
+    """A row of the second table is read by the classes that have its attribute, and by no other."""
+    shape = ConditionShape(kind="class", size=3, hidden_size=4, shared=((0, 2), (0, 3), (1, 3)))
+    condition = awake(ClassCondition(shape))
+    label, none = torch.arange(3), torch.tensor([False, False, True])
+    condition(label, None).sum().backward()
+    assert condition.shared.weight.grad[:, 0].tolist() == [2, 1, 1, 2, 0], "by how many classes each row was read"
+    own, rows = condition.embedding.weight, condition.shared.weight
+    torch.testing.assert_close(condition(label, None)[1], own[1] + rows[0] + rows[3])
+    torch.testing.assert_close(condition(label, none)[2], own[3] + 2 * rows[4])
+    torch.testing.assert_close(condition.folded()[:3], condition(label, None))
