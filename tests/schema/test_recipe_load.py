@@ -227,8 +227,8 @@ def test_recipes_are_frozen_and_hold_no_secrets() -> None:
 
 def test_loading_is_quick_and_needs_no_torch() -> None:
     script = (
-        "import sys, time; start = time.perf_counter(); import bottega.schema.load as load;"
-        "took = time.perf_counter() - start; load.load_recipe(['language']);"
+        "import sys, time; start = time.process_time(); import bottega.schema.load as load;"
+        "took = time.process_time() - start; load.load_recipe(['language']);"
         "heavy = [m for m in ('torch', 'jax', 'numpy', 'transformers') if m in sys.modules];"
         "print(took, heavy)"
     )
@@ -237,5 +237,5 @@ def test_loading_is_quick_and_needs_no_torch() -> None:
     ]
     took, _, heavy = min((o.stdout.partition(" ") for o in outputs), key=lambda parts: float(parts[0]))
     assert heavy.strip() == "[]"
-    # The best of three, because other work on the machine only ever adds.
+    # Processor time and the best of three, because other work on the machine only ever adds.
     assert float(took) < 0.35
