@@ -21,6 +21,7 @@ from bottega.core.errors import UsageError
 from bottega.core.loop import Every
 from bottega.core.rundir import RunDirectory
 from bottega.core.schedule import Schedule
+from bottega.core.task import Task
 from bottega.data import difficulty
 from bottega.data.loader import Loader, evaluate_batches
 from bottega.data.orders import Order, Staged
@@ -39,12 +40,12 @@ def prepare(recipe: Recipe, console: Console) -> Branch:
         return branches.prepare(recipe, say=say)
 
 
-def build_engine(recipe: Recipe, branch: Branch) -> TorchEngine:
+def build_engine(recipe: Recipe, task: Task) -> TorchEngine:
     """The engine with its models built; the rates are planned once the length of the run is known."""
     from bottega.engines.torch import TorchEngine
 
     return TorchEngine(
-        branch.task,
+        task,
         recipe.training,
         rate=lambda step: recipe.training.learning_rate,
         seed=recipe.seed,
@@ -138,7 +139,7 @@ def cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool
     )
 
 
-def check_metrics(recipe: Recipe, branch: Branch, *, has_validation: bool) -> None:
+def check_metrics(recipe: Recipe, measured: tuple[str, ...], *, has_validation: bool) -> None:
     """What is watched must be measured, and that is known before the first step."""
     stopping, is_plateau = recipe.training.early_stopping, recipe.training.scheduler.name == "plateau"
     if not has_validation:
@@ -150,9 +151,9 @@ def check_metrics(recipe: Recipe, branch: Branch, *, has_validation: bool) -> No
     if stopping is not None:
         watched["training.early_stopping.metric"] = stopping.metric
     for key, metric in watched.items():
-        if metric not in branch.metrics:
-            near = difflib.get_close_matches(metric, branch.metrics, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(branch.metrics)}"
+        if metric not in measured:
+            near = difflib.get_close_matches(metric, measured, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(measured)}"
             raise UsageError(f"{key}: {metric} is not measured; {hint}")
 
 

@@ -19,6 +19,7 @@ from bottega.schema.generator import Generator
 from bottega.schema.language import LanguageRecipe
 from bottega.schema.load import Resolved, check_recipe, global_batch, load_recipe, parse_overrides
 from bottega.schema.recipe import BUILT_TASKS, Recipe
+from bottega.schema.techniques import UNBUILT
 from bottega.session import Run, Session
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def refuse_unbuilt(recipe: Recipe) -> None:
         raise UsageError(f"task: {recipe.task} cannot be trained yet; there is {', '.join(BUILT_TASKS)}")
     for key, is_asked in {
         f"engine: {recipe.engine}": recipe.engine != "torch",
-        "techniques": bool(recipe.techniques),
+        **{f"techniques: {one.name}": one.name in UNBUILT for one in recipe.techniques},
         "distributed.backend": recipe.distributed.backend != "auto",
         "distributed.strategy: fsdp": recipe.distributed.strategy == "fsdp",
         "distributed.offload": recipe.distributed.offload,

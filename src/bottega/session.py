@@ -32,6 +32,8 @@ from bottega.core.loop import Fit, Goal
 from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.core.saver import Saver, explain, preflight
 from bottega.data.loader import Loader
+from bottega.methods import applied
+from bottega.methods.lesson import Lesson
 from bottega.schema import needs
 from bottega.schema.load import to_yaml
 from bottega.schema.recipe import Recipe
@@ -79,8 +81,9 @@ class Session:
         console.unit = branch.unit
         engine: TorchEngine | None = None
         try:
-            engine = build_engine(recipe, branch)
-            return self._run(branch, engine, changes)
+            lesson = applied(needs.placed(recipe), branch)
+            engine = build_engine(recipe, lesson.task)
+            return self._run(branch, lesson, engine, changes)
         except RuntimeError as error:
             from bottega.engines.ranks import is_lost_peer
 
@@ -93,18 +96,18 @@ class Session:
             if engine is not None:
                 engine.close()
 
-    def _run(self, branch: Branch, engine: TorchEngine, changes: list[str]) -> Run:
+    def _run(self, branch: Branch, lesson: Lesson, engine: TorchEngine, changes: list[str]) -> Run:
         recipe, directory, console = self.recipe, self.directory, self.console
-        validation = branch.validation()
-        check_metrics(recipe, branch, has_validation=validation is not None)
-        loader = build_loader(recipe, branch.training(), engine, branch.order)
+        validation = lesson.validation
+        check_metrics(recipe, lesson.metrics, has_validation=validation is not None)
+        loader = build_loader(recipe, lesson.training, engine, lesson.order)
         total = total_steps(recipe, loader)
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
         fingerprint = environment.fingerprint(
-            str(engine.device), engine.world, data=branch.fingerprint, frozen=branch.frozen
+            str(engine.device), engine.world, data=branch.fingerprint, frozen=dict(lesson.frozen)
         )
         found, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
-        if not engine.same(f"{progress.step} {branch.fingerprint} {sorted(branch.frozen.items())}"):
+        if not engine.same(f"{progress.step} {branch.fingerprint} {sorted(lesson.frozen.items())}"):
             raise CheckpointError(
                 f"rank {engine.rank} would go on from step {progress.step}, and another rank from elsewhere or with other "
                 f"data or parts; {directory.path}, the data and the parts must be the same files for all ranks"
@@ -113,8 +116,10 @@ class Session:
             console.say(change)
         if engine.rank == 0:
             self._write_down(branch, engine, progress)
-        for note in branch.notes:
+        for note in lesson.notes:
             console.say(note)
+        if lesson.begin is not None:
+            lesson.begin(engine, loader)
         self._introduce(branch, engine, progress)
 
         def announce(p: Progress, folder: Path) -> None:
@@ -137,7 +142,7 @@ class Session:
             every=cadences(recipe, total, loader, has_validation=validation is not None),
             goal=Goal(recipe.evaluation.metric, recipe.evaluation.mode == "max"),
             validation=validation_batches(recipe, validation, loader) if validation is not None else None,
-            score=branch.task.score,
+            score=lesson.task.score,
             summarise=branch.summarise,
             sample=lambda p: self._sample(branch, engine, p),
             saver=saver,

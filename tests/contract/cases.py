@@ -18,6 +18,7 @@ from bottega.branches.branch import Branch
 from bottega.compose import build_engine, build_loader, plan_rates
 from bottega.core import checkpoint
 from bottega.data.loader import Loader
+from bottega.methods import applied
 from bottega.models.codes import CodeAutoencoder
 from bottega.models.codes_folder import write_codes
 from bottega.schema.load import load_recipe
@@ -117,7 +118,8 @@ def build(case: Case, folder: Path, **changes: Any) -> Subject:
     recipe = load_recipe([case.recipe, values]).recipe
     assert recipe.task == case.task
     branch = branches.prepare(recipe, say=lambda stage, done, total: None)
-    engine = build_engine(recipe, branch)
-    loader = build_loader(recipe, branch.training(), engine)
+    lesson = applied(recipe, branch)
+    engine = build_engine(recipe, lesson.task)
+    loader = build_loader(recipe, lesson.training, engine, lesson.order)
     plan_rates(recipe, engine, total=8, steps_per_epoch=round(loader.steps_per_epoch))
     return Subject(branch, engine, loader)

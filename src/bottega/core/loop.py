@@ -165,11 +165,9 @@ class Fit:
             if p.step <= first:
                 self._rewind()
                 return
-        now = time.perf_counter()
-        seconds = max(now - self._clock, 1e-9)
-        host["samples_per_second"] = (
-            self.batches.samples_before(p.step) - self.batches.samples_before(p.step - self._steps)
-        ) / seconds
+        seconds = max(time.perf_counter() - self._clock, 1e-9)
+        seen = self.batches.samples_before
+        host["samples_per_second"] = (seen(p.step) - seen(p.step - self._steps)) / seconds
         host["units_per_second"] = self._units / seconds
         host["data_wait"] = min(1.0, self._waited / seconds)
         host["step_seconds"] = seconds / max(1, self._steps)
@@ -268,9 +266,6 @@ def evaluated(engine: Engine, batches: Iterator[Batch]) -> tuple[dict[str, float
             parts.append(rows)
     if not total:
         raise DataError("the validation data has no batch")
-    flat = engine.fetch(
-        {f"{name}/{part}": pair[i] for name, pair in total.items() for i, part in enumerate(("sum", "count"))}
-    )
-    counts = {name: flat[f"{name}/count"] for name in total}
-    means = {name: flat[f"{name}/sum"] / counts[name] if counts[name] else math.nan for name in total}
+    flat = engine.fetch({f"{name}/{i}": part for name, pair in total.items() for i, part in enumerate(pair)})
+    means = {name: flat[f"{name}/0"] / count if (count := flat[f"{name}/1"]) else math.nan for name in total}
     return means, engine.fetch_rows(parts) if parts else {}

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 from bottega.core.noise import Noise
-from bottega.core.types import Batch, Loss, Models, Rows
+from bottega.core.types import Array, Batch, Loss, Models, Rows
 
 
 class Task(BaseModel, ABC):
     """Stateless: its fields are its configuration, and the models are handed to it on every call.
-
     `loss` may only *call* the models, so an engine is free to wrap, shard, compile or rebind them. Randomness comes
     from `rng` alone, a value that is a function of (seed, step, position in the global batch).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    rebinds: ClassVar[bool] = False
+    """Whether `loss` calls the model with other weights than its own; it is then neither wrapped nor compiled."""
+    keeps_apart: ClassVar[bool] = False
+    """Whether the gradients of its terms are reconciled rather than added up."""
 
     @abstractmethod
     def build(self, seed: int) -> dict[str, Any]:
@@ -36,3 +40,15 @@ class Task(BaseModel, ABC):
     def score(self, rows: Rows) -> dict[str, float]:
         """What is no mean over examples, from the rows of a whole data set: each example once, in order."""
         return {}
+
+    def learns(self, name: str) -> bool:
+        """Whether a parameter is this task's to train and a checkpoint's to keep; the base under an adapter is not."""
+        return True
+
+    def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
+        """What is kept beside the weights and changes without a gradient, as it is at the start."""
+        return {}
+
+    def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
+        """What the weights themselves cost, once a step and not for each example; added to what is minimised."""
+        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -12,20 +12,27 @@ from bottega.schema.units import Cadence
 
 
 def parameter_settings(
-    training: Training, names: Sequence[str], *, total: int = 1, steps_per_epoch: int = 1
+    training: Training,
+    names: Sequence[str],
+    *,
+    total: int = 1,
+    steps_per_epoch: int = 1,
+    learns: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Setting]:
-    """By name; `names` are in the order of the model."""
+    """By name; `names` are in the order of the model. What the task does not train is no concern of the table's."""
 
     def steps(duration: Cadence | None) -> int:
         return 0 if duration is None else duration.steps(total, max(1, steps_per_epoch))
 
-    return settings(
-        names,
+    own = [name for name in names if learns(name)]
+    found = settings(
+        own,
         [Row(group.pattern, group.scale, group.weight_decay, steps(group.starts)) for group in training.groups],
         freeze=training.freeze or (),
         unfreeze_every=steps(training.unfreeze.layers_per) if training.unfreeze is not None else None,
         layer_decay=training.layer_decay,
     )
+    return {name: found.get(name, Setting(scale=None)) for name in names}
 
 
 def thaw(model: nn.Module, settings: Mapping[str, Setting], step: int) -> bool:

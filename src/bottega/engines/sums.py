@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from bottega.core.types import Sums
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,34 @@ def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, fl
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
-def pair_of(m: Local, device: torch.device) -> Tensor:
+def reduced(sums: Sums, device: torch.device) -> Sums:
+    """Sums of all ranks together."""
+    if not dist.is_initialized():
+        return sums
+    flat = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for pair in sums.values() for x in pair])
+    dist.all_reduce(flat)
+    return {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
+
+
+def fetched(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+    """All of them as numbers of the host, which waits for the device once."""
+    found = dict(metrics)
+    local = {name: m for name, m in metrics.items() if isinstance(m, Local)}
+    if local:
+        pairs = torch.stack([_pair(m, device) for m in local.values()])
+        if dist.is_initialized():
+            dist.all_reduce(pairs)
+        found |= {
+            n: value if m.count is None else value / count
+            for (n, m), (value, count) in zip(local.items(), pairs, strict=True)
+        }
+    tensors = {name: m for name, m in found.items() if torch.is_tensor(m)}
+    values = torch.stack([t.double() for t in tensors.values()]).tolist() if tensors else []
+    rest = {name: float(m) for name, m in found.items() if name not in tensors}
+    return rest | dict(zip(tensors, values, strict=True))
+
+
+def _pair(m: Local, device: torch.device) -> Tensor:
     """[value, count], for a sum over ranks."""
     count = 0.0 if m.count is None else m.count
     return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (m.value, count)])

@@ -22,7 +22,8 @@ from bottega.core.noise import Noise, seed_of
 from bottega.core.schedule import decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Rows, Sums
-from bottega.engines import optimizers, ranks
+from bottega.engines import gradients, optimizers, ranks
+from bottega.engines.average import Average
 from bottega.engines.devices import (
     batch_length,
     choose_device,
@@ -34,7 +35,7 @@ from bottega.engines.devices import (
 )
 from bottega.engines.grouping import parameter_settings, thaw
 from bottega.engines.noise import draw
-from bottega.engines.sums import Local, pair_of, sum_terms
+from bottega.engines.sums import Local, fetched, reduced, sum_terms
 from bottega.engines.tensors import TorchSnapshot, compare, read_tensors, take
 from bottega.engines.wrapping import compiled, replicated, require
 from bottega.schema.recipe import Training
@@ -71,7 +72,7 @@ class TorchEngine(Engine):
         self.model: torch.nn.Module = models["model"].to(self.device)
         frozen = {name: m.to(self.device).eval().requires_grad_(False) for name, m in models.items() if name != "model"}
         named = dict(self.model.named_parameters())
-        self.settings = parameter_settings(training, list(named))
+        self.settings = parameter_settings(training, list(named), learns=task.learns)
         self.optimizers = optimizers.build(
             named,
             self.settings,
@@ -81,14 +82,19 @@ class TorchEngine(Engine):
         )
         self._names = {id(p): name for name, p in named.items()}
         self._params = [p for p in named.values() if p.requires_grad]
-        self._ema = {n: p.detach().clone() for n, p in named.items() if p.requires_grad} if training.ema else {}
+        self._average = Average(self.model, wanted=training.ema is not None)
+        self.kept: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(named).items()}
+        """What the task keeps beside the weights, by name."""
+        self._apart = gradients.Apart(self._params) if task.keeps_apart else None
+        self.before_step: Callable[[int], None] | None = None
         if training.gradient_checkpointing:
             require(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
             self.model.checkpoint_blocks = True
 
         called: Any = self.model
-        self._fused = self.device.type == "cuda" and training.compile is not False
-        if training.compile is True or self._fused:
+        self._is_bare = task.rebinds or task.keeps_apart  # gradients are then summed over ranks by hand
+        self._fused = self.device.type == "cuda" and training.compile is not False and not self._is_bare
+        if self._fused or (training.compile is True and not self._is_bare):
             # What is recorded holds one forward and its backward: several in a step would each want a copy.
             whole = self.micro_batch_size is None and training.micro_batch_size is None
             called = compiled(self.model, graphs=self._fused and self.world == 1 and whole)
@@ -99,18 +105,18 @@ class TorchEngine(Engine):
         self._scale = torch.full((), 2.0**16, device=self.device) if self.precision is torch.float16 else None
         self._growth = torch.zeros((), dtype=torch.int32, device=self.device)
         self._buffers: dict[str, dict[str, Tensor]] = {}
-        self._has_state = self._is_averaged = self._is_gradual = False
+        self._has_state = self._is_gradual = False
 
     def plan(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
         """What depends on the length of the run: the rate at each step, and when parameters begin to learn."""
         self.rate = rate
         self.settings = parameter_settings(
-            self.training, list(self.settings), total=total, steps_per_epoch=steps_per_epoch
+            self.training, list(self.settings), total=total, steps_per_epoch=steps_per_epoch, learns=self.task.learns
         )
         self._is_gradual = any(one.starts for one in self.settings.values())
 
     def _wrap(self) -> None:
-        self._called = self._alone if self.world == 1 else replicated(self._alone, self.device)
+        self._called = self._alone if self.world == 1 or self._is_bare else replicated(self._alone, self.device)
         self._train_models = {**self._frozen, "model": self._called}
 
     # One step
@@ -125,6 +131,8 @@ class TorchEngine(Engine):
         self._ensure_state()
         if self._is_gradual and thaw(self.model, self.settings, step) and self.world > 1:
             self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
+        if self.before_step is not None:
+            self.before_step(step)
         on_device = put(batch, self.device, pin=self.pin_memory)
         if not self.model.training:
             self.model.train()
@@ -163,15 +171,36 @@ class TorchEngine(Engine):
             with self._sync(last=at + micro >= size), self._autocast():
                 out = self.task.loss(self._train_models, part, rng)
                 loss = sum_terms(out.terms, counts)
-            # DDP averages over ranks, and ours is a mean over all of them already.
-            scaled = loss if self.world == 1 else loss * self.world
-            (scaled if self._scale is None else scaled * self._scale).backward()
+            self._differentiate(loss, out.terms, counts)
             total = loss.detach() if total is None else total + loss.detach()
             for name, (value, count) in out.metrics.items():
                 old = sums.get(name)
                 sums[name] = (value, count) if old is None else (old[0] + value, old[1] + count)
         assert total is not None
-        return total, {name: Local(value, count) for name, (value, count) in sums.items()}
+        metrics: dict[str, Any] = {name: Local(value, count) for name, (value, count) in sums.items()}
+        return total, metrics | self._complete(step)
+
+    def _differentiate(self, loss: Tensor, terms: Mapping[str, Any], counts: Mapping[str, float]) -> None:
+        if self._apart is not None:
+            parts = {name: sum_terms({name: term}, counts) for name, term in terms.items()}
+            self._apart.backward(parts if self._scale is None else {n: p * self._scale for n, p in parts.items()})
+            return
+        if self.world > 1 and not self._is_bare:
+            loss = loss * self.world  # DDP averages over ranks, and ours is a mean over all of them already
+        (loss if self._scale is None else loss * self._scale).backward()
+
+    def _complete(self, step: int) -> dict[str, Any]:
+        """What is done once a step to the gradients of all micro-batches together."""
+        found: dict[str, Any] = {}
+        if self._apart is not None:
+            found["gradient_cosine"] = self._apart.settle(seed=self.seed, step=step)
+        elif self._is_bare:
+            gradients.reduce(self._params)
+        penalty = self.task.penalty(dict(self.model.named_parameters()), self.kept)
+        if penalty is not None:
+            gradients.add_penalty(penalty, self._params, scale=self._scale)
+            found["penalty"] = penalty.detach()
+        return found
 
     def _update(self, step: int, loss: Tensor) -> Tensor:
         """Clip and update, held back on the device where the loss or a gradient is not finite; and average what is then."""
@@ -202,9 +231,8 @@ class TorchEngine(Engine):
         optimizers.apply(self.optimizers, divisor=divisor, hold=hold)
         for p in self._params:
             p.grad = None
-        if self._ema:
-            with torch.no_grad():  # or each average would remember all the weights it was made of
-                torch._foreach_lerp_(list(self._ema.values()), self._params, 1 - decay_at(step, self.training.ema))
+        if self.training.ema is not None:
+            self._average.follow(self._params, decay_at(step, self.training.ema))
         return norm
 
     def _ensure_state(self) -> None:
@@ -214,7 +242,7 @@ class TorchEngine(Engine):
             self._has_state = True
 
     def _sync(self, *, last: bool) -> Any:
-        return contextlib.nullcontext() if last or self.world == 1 else self._called.no_sync()
+        return contextlib.nullcontext() if last or self._called is self._alone else self._called.no_sync()
 
     def _autocast(self) -> Any:
         if self.precision is torch.float32:
@@ -229,7 +257,7 @@ class TorchEngine(Engine):
             error: BaseException | None = None
             micro = self.micro_batch_size
             try:
-                with self._called.no_sync():
+                with self._sync(last=False):
                     self._backward(step, slice_batch(batch, 0, micro), counts, micro)
             except torch.OutOfMemoryError as caught:
                 error = caught
@@ -268,7 +296,7 @@ class TorchEngine(Engine):
             positions = torch.arange(batch_length(batch), device=self.device)
         rng = Noise(self.seed, EVALUATION, positions, torch)
         try:
-            with self._averaged(), self._autocast():
+            with self._average.in_place(), self._autocast():
                 out = self.task.loss(self._eval_models, on_device, rng)
         except torch.OutOfMemoryError as error:
             size = batch_length(batch)
@@ -277,33 +305,13 @@ class TorchEngine(Engine):
             ) from error
         sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
         sums |= {name: (torch.as_tensor(v, device=self.device).double(), n) for name, (v, n) in out.metrics.items()}
-        if self.world > 1:
-            flat = torch.stack(
-                [torch.as_tensor(x, dtype=torch.float64, device=self.device) for pair in sums.values() for x in pair]
-            )
-            dist.all_reduce(flat)
-            sums = {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
-        return Evaluated(sums, ranks.joined_rows(out.rows, on_device.get("weight")))
+        return Evaluated(reduced(sums, self.device), ranks.joined_rows(out.rows, on_device.get("weight")))
 
     def fetch_rows(self, parts: Sequence[Mapping[str, Tensor]]) -> Rows:
         return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        found = dict(metrics)
-        local = {name: m for name, m in metrics.items() if isinstance(m, Local)}
-        if local:
-            pairs = torch.stack([pair_of(m, self.device) for m in local.values()])
-            if self.world > 1:
-                dist.all_reduce(pairs)
-            found |= {
-                n: value if m.count is None else value / count
-                for (n, m), (value, count) in zip(local.items(), pairs, strict=True)
-            }
-        tensors = {name: m for name, m in found.items() if torch.is_tensor(m)}
-        values = torch.stack([t.double() for t in tensors.values()]).tolist() if tensors else []
-        return {name: float(m) for name, m in found.items() if name not in tensors} | dict(
-            zip(tensors, values, strict=True)
-        )
+        return fetched(metrics, self.device)
 
     def agree(self, flag: bool) -> bool:
         return ranks.any_rank(flag)
@@ -311,31 +319,8 @@ class TorchEngine(Engine):
     def same(self, text: str) -> bool:
         return ranks.all_same(text)
 
-    @contextlib.contextmanager
     def evaluating(self) -> Any:
-        with self._averaged():
-            self._is_averaged = True
-            try:
-                yield
-            finally:
-                self._is_averaged = False
-
-    @contextlib.contextmanager
-    def _averaged(self) -> Any:
-        """The weights that count: the averaged ones where there are any."""
-        if not self._ema or self._is_averaged:
-            yield
-            return
-        with torch.no_grad():
-            named = dict(self.model.named_parameters())
-            own = {name: named[name].detach().clone() for name in self._ema}
-            try:
-                for name, average in self._ema.items():
-                    named[name].copy_(average)
-                yield
-            finally:
-                for name, value in own.items():
-                    named[name].copy_(value)
+        return self._average.in_place()
 
     @contextlib.contextmanager
     def sampling(self) -> Any:
@@ -343,7 +328,7 @@ class TorchEngine(Engine):
         was = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self._averaged():
+            with torch.no_grad(), self._average.in_place():
                 yield self._eval_models
         finally:
             self.model.train(was)
@@ -352,12 +337,14 @@ class TorchEngine(Engine):
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """File -> name -> tensor: everything a checkpoint keeps, still on the device."""
-        files = {"model.safetensors": dict(self.model.state_dict())}
+        files = {"model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.learns(n)}}
         files["optimizer.safetensors"] = optimizers.state_tensors(self.optimizers, self._names)
         if self._scale is not None:
             files["optimizer.safetensors"] |= {"loss_scale/scale": self._scale, "loss_scale/growth": self._growth}
-        if self._ema:
-            files["ema.safetensors"] = dict(self._ema)
+        if self._average.tensors:
+            files["ema.safetensors"] = dict(self._average.tensors)
+        if self.kept:
+            files["state.safetensors"] = dict(self.kept)
         return files
 
     def snapshot(self) -> TorchSnapshot:
@@ -370,7 +357,7 @@ class TorchEngine(Engine):
         wanted = self.state()
         model = read_tensors(folder / "model.safetensors")
         compare(model, wanted["model.safetensors"], folder / "model.safetensors")
-        self.model.load_state_dict(model)
+        self.model.load_state_dict(model, strict=False)  # the rest is as it was built
         state = read_tensors(folder / "optimizer.safetensors")
         scaling = {name: state.pop(name) for name in list(state) if name.startswith("loss_scale/")}
         if self._scale is not None and scaling:  # none where the run had another precision until now
@@ -379,11 +366,12 @@ class TorchEngine(Engine):
         self._ensure_state()
         compare(state, optimizers.state_tensors(self.optimizers, self._names), folder / "optimizer.safetensors")
         optimizers.load_state(self.optimizers, self._names, state)
-        if self._ema:
-            average = read_tensors(folder / "ema.safetensors")
-            compare(average, self._ema, folder / "ema.safetensors")
-            for name, tensor in average.items():
-                self._ema[name].copy_(tensor)
+        for file, tensors in (("ema.safetensors", self._average.tensors), ("state.safetensors", self.kept)):
+            if tensors:
+                found = read_tensors(folder / file)
+                compare(found, tensors, folder / file)
+                for name, tensor in found.items():
+                    tensors[name].copy_(tensor)
         self._poison.zero_()
         self._bad_steps.zero_()
 

@@ -39,6 +39,7 @@ def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
         return saved.engine, saved.branch, saved.recipe.training.batch_size, saved.recipe.seed
     from bottega.callbacks.console import Console
     from bottega.compose import build_engine, prepare
+    from bottega.methods import applied
     from bottega.run import refuse_unbuilt
     from bottega.schema.load import load_recipe, parse_overrides
 
@@ -47,7 +48,7 @@ def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
     refuse_unbuilt(recipe)
     recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"compile": False})})
     branch = prepare(recipe, Console(unit="samples"))
-    return build_engine(recipe, branch), branch, recipe.training.batch_size, recipe.seed
+    return build_engine(recipe, applied(recipe, branch).task), branch, recipe.training.batch_size, recipe.seed
 
 
 def _row(name: str, module: torch.nn.Module) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from typing import Any
 from bottega.compose import plain_loader
 from bottega.core.errors import UsageError
 from bottega.engines.devices import batch_length
+from bottega.methods import applied
 from bottega.saved import open_run
+from bottega.schema import needs
 
 
 def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
@@ -16,9 +18,10 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     if step < 1:
         raise UsageError(f"--step {step}: steps are counted from 1, as in the log")
     saved = open_run(path, device="cpu")
-    source = saved.branch.training()
+    lesson = applied(needs.placed(saved.recipe), saved.branch)
+    source = lesson.training
     world = _world(saved.directory.environment)
-    loader = plain_loader(saved.recipe, source, world=world, order=saved.branch.order)
+    loader = plain_loader(saved.recipe, source, world=world, order=lesson.order)
     index, epoch = loader.indices(step - 1)
     report: dict[str, Any] = {
         "run": str(path),

@@ -25,6 +25,7 @@ from bottega.schema.section import (
     Section,
     Whole,
 )
+from bottega.schema.techniques import Technique
 from bottega.schema.units import Cadence, Duration, Every, EveryOrTime
 
 BUILT_TASKS = ("language", "classify", "image", "audio", "video", "image_vae", "image_tokens")
@@ -170,24 +171,6 @@ class Model(Section):
     dropout: Dropout | None = Field(
         None, description="share of activations dropped while training; null is the model's own"
     )
-
-
-class Technique(Section):
-    name: Literal[
-        "lora",
-        "adapter",
-        "soft_prompt",
-        "head",
-        "unfreeze",
-        "distill",
-        "curriculum",
-        "mixture",
-        "replay",
-        "ewc",
-        "maml",
-        "plasticity",
-    ] = Field(description="which technique")
-    options: dict[str, Any] = Field(default_factory=dict, description="the technique's own settings")
 
 
 class Need(Section):

@@ -1,0 +1,137 @@
+"""What is added to plain training: the techniques of a recipe, each with its own options."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+
+from bottega.schema.section import Dropout, Number, Positive, Probability, Section
+
+ELSEWHERE = {
+    "curriculum": "data.curriculum",
+    "mixture": "data.sources and data.mixture",
+    "unfreeze": "training.unfreeze",
+    "freeze": "training.freeze",
+    "head": "training.freeze: [backbone]",
+    "multitask": "task: multitask",
+}
+"""What people look for here and finds its place in another block."""
+
+
+class LoraOptions(Section):
+    """Low-rank changes of matrices; the base stays as it is (Hu et al., 2021)."""
+
+    rank: Positive = Field(8, description="of the change; its parameters grow with it")
+    alpha: Number | None = Field(None, gt=0, description="the change is scaled by alpha / rank; null is twice the rank")
+    dropout: Dropout = Field(0.0, description="share of the inputs of the change that is dropped while training")
+    targets: tuple[str, ...] | Literal["all-linear"] | None = Field(
+        None, description="ends of module names, or patterns over them; null is every matrix inside the blocks"
+    )
+    train: tuple[str, ...] | None = Field(
+        None, description="parts that learn in full beside it; null is the head where that is fresh"
+    )
+    start: str | None = Field(None, description="a folder of an adapter to start from, ours or peft's")
+
+
+class AdapterOptions(Section):
+    """Narrow layers behind the blocks' outputs; the base stays as it is (Houlsby et al., 2019)."""
+
+    size: Positive = Field(32, description="width of the narrow layer")
+    targets: tuple[str, ...] | None = Field(
+        None, description="ends of module names, or patterns over them; null is the last matrix of each half block"
+    )
+    train: tuple[str, ...] | None = Field(
+        None, description="parts that learn in full beside it; null is the head where that is fresh"
+    )
+
+
+class DistillOptions(Section):
+    """Learn what a teacher answers, beside what the data says (Hinton et al., 2015)."""
+
+    teacher: str = Field(description="a run, needs.NAME, or a folder of transformers")
+    temperature: Number = Field(2.0, gt=0, description="softens both answers; of classes and tokens alone")
+    alpha: Probability = Field(0.5, description="share of the teacher in the loss; the data has the rest")
+    hidden: Number = Field(0.0, ge=0, description="weight of what the blocks between say; 0 is none")
+
+
+class EwcOptions(Section):
+    """Weights that mattered for earlier sources are held where they were (Kirkpatrick et al., 2017)."""
+
+    strength: Number = Field(100.0, ge=0, description="of the pull back to the old weights")
+    samples: Positive = Field(256, description="examples of a source that tell how much each weight mattered")
+    decay: Probability = Field(1.0, description="of what was known of still earlier sources; 1 forgets none")
+
+
+class ReplayOptions(Section):
+    """A part of each batch comes from earlier sources."""
+
+    share: Probability = Field(0.2, gt=0, lt=1, description="of each batch, once there is something earlier")
+    memory: Positive | None = Field(None, description="examples kept of each earlier source; null is all")
+
+
+class MamlOptions(Section):
+    """Learn weights that a few steps adapt to a new task (Finn et al., 2017; Nichol et al., 2018)."""
+
+    method: Literal["maml", "fomaml", "reptile", "none"] = Field(
+        "maml", description="through the steps, as if they were none, by their sum; none adapts in validation alone"
+    )
+    inner_steps: Positive = Field(3, description="of adaptation in an episode")
+    inner_rate: Number = Field(0.1, gt=0, description="learning rate of these steps")
+    by: str | None = Field(None, description="what makes a task: label, source or a field; null is label, else source")
+    ways: Positive | None = Field(None, description="classify: classes in an episode, numbered anew; null is all")
+    shots: Positive = Field(5, description="examples to adapt to; classify: of each class")
+    queries: Positive = Field(5, description="examples that measure it; classify: of each class")
+
+
+OPTIONS: dict[str, type[Section]] = {
+    "lora": LoraOptions,
+    "adapter": AdapterOptions,
+    "distill": DistillOptions,
+    "ewc": EwcOptions,
+    "replay": ReplayOptions,
+    "maml": MamlOptions,
+}
+UNBUILT = ("lora", "adapter", "distill", "ewc", "replay", "maml", "soft_prompt", "plasticity")
+"""Each leaves this list with the code behind it."""
+
+
+class Technique(Section):
+    name: Literal["lora", "adapter", "distill", "ewc", "replay", "maml", "soft_prompt", "plasticity"] = Field(
+        description="which technique"
+    )
+    options: SerializeAsAny[Section] | dict[str, Any] = Field(
+        default_factory=dict, description="the technique's own settings", validate_default=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, values: Any) -> Any:
+        """A name alone is a technique with its usual options."""
+        values = {"name": values} if isinstance(values, str) else values
+        if isinstance(values, dict) and (place := ELSEWHERE.get(str(values.get("name")))):
+            raise ValueError(f"{values['name']} is no technique of this list; it is said as {place}")
+        return values
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _typed(cls, value: Any, info: Any) -> Any:
+        schema = OPTIONS.get(info.data.get("name"))
+        if schema is None or not isinstance(value, dict):
+            return value
+        try:
+            return schema.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(_first(error, schema)) from None
+
+
+def _first(error: ValidationError, schema: type[Section]) -> str:
+    detail = error.errors(include_url=False)[0]
+    key = ".".join(map(str, detail["loc"][:1]))
+    if detail["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, schema.model_fields, 1)
+        return f"{key}: unknown key; {'did you mean ' + near[0] + '?' if near else 'there is ' + ', '.join(schema.model_fields)}"
+    if detail["type"] == "missing":
+        return f"{key}: missing; it is {schema.model_fields[key].description}"
+    return f"{key}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {detail['input']!r}"
