@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "evaluate", "load", "predict", "prepare", "train"]
+__all__ = ["__version__", "crossval", "evaluate", "load", "predict", "prepare", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -14,6 +14,10 @@ def __getattr__(name: str) -> Any:
         from bottega import preparation
 
         return preparation.prepare
+    if name == "crossval":
+        from bottega.insight.crossval import crossval
+
+        return crossval
     if name == "evaluate":
         from bottega.insight.evaluate import evaluate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from bisect import bisect_right
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from bottega.core.rundir import RunDirectory
 from bottega.core.schedule import Schedule
 from bottega.core.task import Task
 from bottega.data import difficulty
+from bottega.data.in_turn import InTurn
 from bottega.data.loader import Loader, evaluate_batches
 from bottega.data.orders import Order, Staged
 from bottega.data.source import Source
@@ -47,7 +49,7 @@ def build_engine(recipe: Recipe, task: Task) -> TorchEngine:
     return TorchEngine(
         task,
         recipe.training,
-        rate=lambda step: recipe.training.learning_rate,
+        rate=lambda step: 0.0,
         seed=recipe.seed,
         device=recipe.device,
         deterministic=recipe.deterministic,
@@ -75,6 +77,9 @@ def build_loader(recipe: Recipe, source: Source, engine: TorchEngine, order: Ord
 def plain_loader(recipe: Recipe, source: Source, *, world: int, order: Order | None = None) -> Loader:
     """The same order in this thread, as one process that sees the whole batch of `world` ones."""
     loader = Loader(source, global_batch(recipe, world), seed=recipe.seed, order=order)
+    if isinstance(order, InTurn):
+        epochs = recipe.training.num_epochs if recipe.training.max_steps is None else None
+        return replace(loader, order=order.planned(total_steps(recipe, loader), loader.batch_size, epochs=epochs))
     curriculum = recipe.data.curriculum
     if curriculum is None:
         return loader
@@ -97,30 +102,53 @@ def total_steps(recipe: Recipe, loader: Loader) -> int:
     if training.max_steps is not None:
         return training.max_steps
     assert training.num_epochs is not None, "the schema asks for one of them"
+    if isinstance(loader.order, InTurn) and loader.order.lengths is not None:
+        return loader.order.steps(loader.batch_size)  # each turn of whole batches
     return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
 
 
 def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epoch: int) -> None:
-    training, s = recipe.training, recipe.training.scheduler
+    """The shape of the schedule times the peak, which stages of a curriculum may have of their own."""
+    peaks: list[float] = [peak_rate(recipe)]
+    firsts: tuple[int, ...] = (0,)
+    curriculum = recipe.data.curriculum
+    if curriculum is not None and any(stage.learning_rate for stage in curriculum.stages):
+        peaks = [stage.learning_rate or peaks[0] for stage in curriculum.stages]
+        firsts = difficulty.beginnings(curriculum, total, max(1, steps_per_epoch))
+    shapes = [_shape(recipe, peak, total=total, steps_per_epoch=steps_per_epoch) for peak in peaks]
+
+    def rate(step: int) -> float:
+        stage = bisect_right(firsts, step) - 1
+        return peaks[stage] * shapes[stage](step)
+
+    engine.plan(rate, total=total, steps_per_epoch=steps_per_epoch)
+
+
+def peak_rate(recipe: Recipe) -> float:
+    rate = recipe.training.learning_rate
+    assert rate != "auto", "a range test settles it before anything is planned"
+    return rate
+
+
+def _shape(recipe: Recipe, peak: float, *, total: int, steps_per_epoch: int) -> Schedule:
+    s = recipe.training.scheduler
     warmup = s.warmup_steps.steps(total, steps_per_epoch)
-    cycle = s.t_max or (max(1, (total - warmup) // s.cycles) if s.cycles else None)
-    shape = Schedule(
+    return Schedule(
         s.name,
         total=total,
         warmup=min(warmup, total),
-        floor=_floor(recipe),
-        cycle=cycle,
+        floor=_floor(recipe, peak),
+        cycle=s.t_max or (max(1, (total - warmup) // s.cycles) if s.cycles else None),
         power=s.power,
         gamma=s.gamma,
         decay_fraction=s.decay_fraction,
     )
-    engine.plan(lambda step: training.learning_rate * shape(step), total=total, steps_per_epoch=steps_per_epoch)
 
 
-def _floor(recipe: Recipe) -> float:
+def _floor(recipe: Recipe, peak: float) -> float:
     """The smallest rate as a share of the peak."""
     s = recipe.training.scheduler
-    share = s.eta_min / recipe.training.learning_rate if s.eta_min is not None else s.min_ratio or 0.0
+    share = s.eta_min / peak if s.eta_min is not None else s.min_ratio or 0.0
     return min(1.0, share)
 
 
@@ -133,6 +161,7 @@ def cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool
     return Every(
         log=steps(recipe.logging.every),
         evaluate=steps(recipe.evaluation.every) if has_validation else 0,
+        turns=frozenset(loader.order.turns(loader.batch_size)[1:]) if isinstance(loader.order, InTurn) else frozenset(),
         save=0 if by_clock is not None else steps(saving),
         save_seconds=by_clock,
         sample=steps(recipe.samples.every) if recipe.samples.every is not None else 0,
@@ -205,7 +234,7 @@ def _rules(recipe: Recipe) -> list[Callback]:
                 patience=scheduler.patience,
                 threshold=0.0,
                 factor=scheduler.factor,
-                floor=_floor(recipe),
+                floor=_floor(recipe, peak_rate(recipe)),
             )
         )
     return rules

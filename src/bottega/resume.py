@@ -18,6 +18,9 @@ from bottega.schema.recipe import Recipe, changed_keys
 MAY_CHANGE = ("training.batch_size", "training.gradient_accumulation_steps", "training.mixed_precision")
 """Keys a resumed run may change: it then goes on by samples, and is no longer equal bit for bit."""
 
+BATCHES = ("training.batch_size", "training.gradient_accumulation_steps")
+"""Keys that would move the turns of a sequence, and with them what was remembered at their ends."""
+
 ROUNDING = ("training.micro_batch_size", "training.compile", "training.gradient_checkpointing", "deterministic")
 """Keys that change a result by rounding, or the draws of dropout."""
 
@@ -69,13 +72,14 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
     refused, noted = [], []
     curriculum = recipe.data.curriculum
     # Stages that are a share of the run would move with its end, and with them what was seen already.
-    may_grow = curriculum is None or all(stage.steps.unit != "percent" for stage in curriculum.stages)
+    is_sequence = recipe.data.mixture == "sequence"
+    may_grow = not is_sequence and (curriculum is None or not curriculum.follows_length)
     for key, before, after in changed_keys(old, recipe):
         if key in MAY_GROW and (before or 0) < (after or 0) and may_grow:
             noted.append(f"{key}: {before} -> {after}")
         elif key in MAY_GROW and may_grow and before is not None and after is not None:
             refused.append(f"{key}: {before} -> {after}, which can only grow")
-        elif key in MAY_CHANGE:
+        elif key in MAY_CHANGE and not (is_sequence and key in BATCHES):
             noted.append(f"{key}: {before} -> {after}, going on by samples; no longer bit for bit the same run")
         else:
             refused.append(f"{key}: {before} -> {after}")

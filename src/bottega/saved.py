@@ -13,22 +13,31 @@ from typing import Any
 
 from bottega import branches
 from bottega.branches.branch import Branch
+from bottega.branches.frozen import BASE
+from bottega.branches.start import injected, injection
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.loop import evaluated
 from bottega.core.rundir import RunDirectory
-from bottega.core.types import Rows
+from bottega.core.types import Models, Rows
 from bottega.data.loader import evaluate_batches
 from bottega.data.present import writing
 from bottega.data.source import Source
 from bottega.engines.tensors import compare, read_tensors
 from bottega.engines.torch import TorchEngine
+from bottega.schema import needs
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe
+from bottega.techniques.adapter import Adapter, write_bottlenecks
+from bottega.techniques.inject import Injected, hash_of
+from bottega.techniques.lora import Lora, merged
+from bottega.techniques.peft_layout import write_adapter
 
 CARD = "README.md"
 """The last thing an export writes, and so the sign that it is whole."""
 TAG = "tags: [bottega]"
+ADAPTER = "adapter"
+"""In an export, the folder of what was put into a base."""
 TRIES = 5
 """How often a checkpoint is looked for: a training beside us may delete the one that was the last a moment ago."""
 
@@ -44,6 +53,8 @@ class SavedRun:
     engine: TorchEngine
     progress: dict[str, Any] = field(default_factory=dict)
     """Where the checkpoint stood."""
+    base: str | None = None
+    """The hash of what the model is built on and does not train, where something was put into it."""
 
     @property
     def task(self) -> Any:
@@ -113,12 +124,46 @@ class SavedRun:
 
     def _export_to(self, folder: Path) -> None:
         with self.engine.sampling() as models:
-            facts = self.branch.export(models, folder)
+            facts = self._written(models, folder)
         (folder / CARD).write_text(self._card(facts), encoding="utf-8")
 
+    def _written(self, models: Models, folder: Path) -> dict[str, Any]:
+        """A model that was adapted by matrices is written as one that was not, with its adapter beside it; narrow layers
+        are no matrix, and are written alone."""
+        task, target = self.engine.task, folder / ADAPTER
+        known: dict[str, Any] = {"base": self.base, "start": self._start()}
+        if isinstance(task, Adapter):
+            write_bottlenecks(models["model"], target, task, **known)
+            return {"library_name": "bottega"}
+        if not isinstance(task, Lora):
+            return self.branch.export(models, folder)
+        with merged(models["model"]):
+            facts = self.branch.export(models, folder)
+        write_adapter(models["model"], target, task, **known)
+        return facts
+
+    def _start(self) -> str | None:
+        """The base as others would find it: a hub name or a folder as the recipe has it, and of a run its export."""
+        named: str | None = getattr(self.recipe.model, "from_", None)
+        is_run = named is not None and (named.startswith(needs.PREFIX) or (Path(named) / "recipe.yaml").is_file())
+        return str(self.branch.task.pretrained) if is_run else named  # type: ignore[attr-defined]
+
+    def _about_base(self) -> str:
+        task = self.engine.task
+        if not isinstance(task, Injected):
+            return ""
+        named = self._start()
+        base = f"`{named}`" if named is not None else f"random weights of seed {self.recipe.seed}"
+        learnt = sum(p.numel() for name, p in self.model.named_parameters() if task.learns(name))
+        whole = "the model here has it merged in" if isinstance(task, Lora) else "it is all there is here"
+        return (
+            f"- `{ADAPTER}/` holds the {learnt:,} parameters that learnt; {whole}\n- base: {base}, sha256 {self.base}\n"
+        )
+
     def _card(self, facts: dict[str, Any]) -> str:
-        progress = self.progress
-        parameters = sum(p.numel() for p in self.model.parameters())
+        progress, task = self.progress, self.engine.task
+        added = task.is_own if isinstance(task, Injected) else lambda name: False
+        parameters = sum(p.numel() for name, p in self.model.named_parameters() if not added(name))
         best = progress.get("best")
         measured = (
             f"- best {self.recipe.evaluation.metric} {best:.4f} at step {progress['best_step']}\n" if best else ""
@@ -128,7 +173,7 @@ class SavedRun:
             f"---\n{head}{TAG}\n---\n\n"
             f"# {self.directory.path.name}\n\n"
             f"Trained with Bottega, task `{self.recipe.task}`.\n\n"
-            f"- {parameters:,} parameters, checkpoint at step {progress['step']}\n{measured}"
+            f"- {parameters:,} parameters, checkpoint at step {progress['step']}\n{measured}{self._about_base()}"
             f"- data: `{json.dumps(self.recipe.plain()['data']['train'])}`\n"
         )
 
@@ -144,10 +189,21 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     # Trained in fp16 on a GPU, it can still be read where there is none.
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
-    engine = TorchEngine(branch.task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
-    compare(state["model.safetensors"], engine.model.state_dict(), folder / "model.safetensors")
-    engine.model.load_state_dict({**state["model.safetensors"], **state.get("ema.safetensors", {})})
-    return SavedRun(directory, folder, recipe, branch, engine, progress)
+    options = injection(recipe)
+    task = branch.task if options is None else injected(branch.task, options, of=branch.task, again=True)
+    engine = TorchEngine(task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
+    base = hash_of(engine.model, task.learns) if options is not None else None
+    before = (manifest.fingerprint.get("frozen") or {}).get(BASE)
+    if base != before:
+        named = getattr(recipe.model, "from_", None)
+        raise CheckpointError(
+            f"{directory.path}: model.from {named} is another base than this run was trained with "
+            f"({str(before)[:12]}, now {str(base)[:12]}); put that one back"
+        )
+    wanted = {name: tensor for name, tensor in engine.model.state_dict().items() if task.learns(name)}
+    compare(state["model.safetensors"], wanted, folder / "model.safetensors")
+    engine.model.load_state_dict({**state["model.safetensors"], **state.get("ema.safetensors", {})}, strict=False)
+    return SavedRun(directory, folder, recipe, branch, engine, progress, base)
 
 
 def _read(

@@ -34,6 +34,7 @@ from bottega.core.saver import Saver, explain, preflight
 from bottega.data.loader import Loader
 from bottega.methods import applied
 from bottega.methods.lesson import Lesson
+from bottega.methods.range_test import settled
 from bottega.schema import needs
 from bottega.schema.load import to_yaml
 from bottega.schema.recipe import Recipe
@@ -81,9 +82,10 @@ class Session:
         console.unit = branch.unit
         engine: TorchEngine | None = None
         try:
+            recipe = settled(recipe, branch, directory, resume_from=self.resume_from, console=console)
             lesson = applied(needs.placed(recipe), branch)
             engine = build_engine(recipe, lesson.task)
-            return self._run(branch, lesson, engine, changes)
+            return self._run(recipe, branch, lesson, engine, changes)
         except RuntimeError as error:
             from bottega.engines.ranks import is_lost_peer
 
@@ -96,8 +98,9 @@ class Session:
             if engine is not None:
                 engine.close()
 
-    def _run(self, branch: Branch, lesson: Lesson, engine: TorchEngine, changes: list[str]) -> Run:
-        recipe, directory, console = self.recipe, self.directory, self.console
+    def _run(self, recipe: Recipe, branch: Branch, lesson: Lesson, engine: TorchEngine, changes: list[str]) -> Run:
+        """`recipe` has a number where the one that is kept says `learning_rate: auto`."""
+        directory, console = self.directory, self.console
         validation = lesson.validation
         check_metrics(recipe, lesson.metrics, has_validation=validation is not None)
         loader = build_loader(recipe, lesson.training, engine, lesson.order)
@@ -107,7 +110,8 @@ class Session:
             str(engine.device), engine.world, data=branch.fingerprint, frozen=dict(lesson.frozen)
         )
         found, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
-        if not engine.same(f"{progress.step} {branch.fingerprint} {sorted(lesson.frozen.items())}"):
+        rate = recipe.training.learning_rate
+        if not engine.same(f"{progress.step} {rate} {branch.fingerprint} {sorted(lesson.frozen.items())}"):
             raise CheckpointError(
                 f"rank {engine.rank} would go on from step {progress.step}, and another rank from elsewhere or with other "
                 f"data or parts; {directory.path}, the data and the parts must be the same files for all ranks"
@@ -143,7 +147,7 @@ class Session:
             goal=Goal(recipe.evaluation.metric, recipe.evaluation.mode == "max"),
             validation=validation_batches(recipe, validation, loader) if validation is not None else None,
             score=lesson.task.score,
-            summarise=branch.summarise,
+            summarise=lambda metrics: lesson.summary(branch.summarise(metrics)),
             sample=lambda p: self._sample(branch, engine, p),
             saver=saver,
             callbacks=callbacks,
@@ -151,10 +155,10 @@ class Session:
         )
         began = time.monotonic()
         last = _Last()
-        fit.callbacks = [*callbacks, last]
+        fit.callbacks = [*lesson.callbacks, *callbacks, last]
         fit.run()
-        if progress.stop:
-            console.say(f"stopped early: {progress.stop}")
+        if lesson.finish is not None and engine.rank == 0:
+            lesson.finish(directory, console)
         self._farewell(progress, time.monotonic() - began)
         return Run(directory.path, progress.step, last.metrics or _last_metrics(directory))
 
@@ -231,6 +235,8 @@ class Session:
     def _farewell(self, progress: Progress, seconds: float) -> None:
         """The end of the story: a sample to look at, where everything is, and what to try next."""
         console, path = self.console, self.directory.path
+        if progress.stop:
+            console.say(f"stopped early: {progress.stop}")
         newest = max(self.directory.samples.glob("step-*"), default=None)
         if newest is not None:
             _show_samples(console, newest)

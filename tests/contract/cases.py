@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+import small_parts
 import small_texts
 from bottega import branches
 from bottega.branches.branch import Branch
@@ -86,6 +87,7 @@ CASES = [
     Case("torch", "classify", "classify", small_texts.settings),
     Case("torch", "classify", "classify/cnn", classify_cnn),
     Case("torch", "classify", "classify/image", classify_image),
+    Case("torch", "multitask", "multitask", small_parts.settings),
 ]
 
 

@@ -175,6 +175,20 @@ def test_folds_are_corrected(make: Make) -> None:
     assert again["statistic"] == pytest.approx(t)
 
 
+def test_repeated_folds_are_one_group(make: Make) -> None:
+    """Two repeats of three folds: six pairs, and the share that a fold holds out stays a third."""
+    values = {"cv-a": (0.80, 0.81, 0.79, 0.82, 0.80, 0.78), "cv-b": (0.83, 0.85, 0.82, 0.84, 0.83, 0.84)}
+    for name, numbers in values.items():
+        for number, value in enumerate(numbers):
+            split = {"data.split.folds": 3, "data.split.fold": number % 3, "data.split.seed": number // 3}
+            make(f"{name}/fold-{number}", value, settings=split, data=f"part {number}")
+    (pair,) = compare(["runs/cv-a", "runs/cv-b"])["pairs"]
+    differences = np.subtract(values["cv-b"], values["cv-a"])
+    t = differences.mean() / np.sqrt(differences.var(ddof=1) * (1 / 6 + 1 / 2))
+    assert (pair["n"], pair["statistic"]) == (6, pytest.approx(t))
+    assert pair["changed"] == {}
+
+
 def test_single_classifiers_go_by_their_answers(make: Make) -> None:
     a, b = make("a", 0.8), make("b", 0.8, seed=1, settings={"model.num_filters": 64})
     answers(a, [True] * 60 + [False] * 30 + [True] * 10)

@@ -65,7 +65,7 @@ checkpoint: {every: 3 blah}
         ("training: {batch_size: 1.5}", "expected a whole number, got 1.5"),
         ("training: {batch_size: 0}", "must be greater than 0, got 0"),
         ("training: {learning_rate: .nan}", "must be greater than 0|expected a finite number"),
-        ("training: {learning_rate: fast}", "expected a number, got 'fast'"),
+        ("training: {learning_rate: fast}", "expected a number or auto, got 'fast'"),
         ("training: {gradient_checkpointing: perhaps}", "expected true or false, got 'perhaps'"),
         ("training: {groups: all}", "expected a list, got 'all'"),
         ("training: {groups: []}", "expected a list of at least 1, got []"),
@@ -99,7 +99,7 @@ def test_the_key_is_shown_as_it_was_typed(tmp_path: Path) -> None:
     found = problems("training:\n  train_batch_size: many\n", tmp_path, Override("lr", "abc"))
     assert found[:2] == [
         "recipe.yaml:2: training.train_batch_size: expected a whole number, got 'many'",
-        "command line: lr: expected a number, got 'abc'",
+        "command line: lr: expected a number or auto, got 'abc'",
     ]
 
 

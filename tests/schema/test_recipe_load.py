@@ -31,7 +31,8 @@ BUNDLED = [name for name, _, _ in bundled_recipes()]
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_recipes_load_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
-    recipe = load_recipe([name], DATA).recipe
+    lacks_data = any(key.startswith("data.") for key, _ in check_recipe([name]).recipe.missing())
+    recipe = load_recipe([name], DATA if lacks_data else ()).recipe
     path = tmp_path / "recipe.yaml"
     path.write_text(to_yaml(recipe))
     again = load_recipe([str(path)]).recipe

@@ -21,6 +21,7 @@ MODULES = {
     "video": "bottega.branches.video",
     "image_vae": "bottega.branches.vae",
     "image_tokens": "bottega.branches.tokens",
+    "multitask": "bottega.branches.multitask",
 }
 
 

@@ -19,7 +19,7 @@ from bottega.branches.branch import Branch
 from bottega.branches.kept import read_kept
 from bottega.branches.media import MediaBranch
 from bottega.branches.objective import Objective
-from bottega.branches.start import start_folder
+from bottega.branches.start import folder_of
 from bottega.branches.teller import Teller
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
@@ -63,7 +63,8 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
     checked = _checked(recipe)
     mel = MelCodec.load(codec) if isinstance(checked, AudioClassifyRecipe) else None
     objective = Objective.again(checked.loss, codec)
-    return ClassifyBranch(checked, _read_shape(codec), _read_classes(codec), mel, objective, expected=fingerprint)
+    shape, classes = _read_shape(codec), _read_classes(codec)
+    return ClassifyBranch(checked, shape, classes, mel, objective, expected=fingerprint, codec=codec)
 
 
 def _checked(recipe: Recipe) -> MediaRecipe:
@@ -87,18 +88,19 @@ class ClassifyBranch(Teller, MediaBranch):
         *,
         prepared: Prepared | None = None,
         expected: str | None = None,
+        codec: Path | None = None,
     ) -> None:
         """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
         super().__init__(recipe, prepared, expected=expected)
         self.shape, self.classes, self.mel, self.objective = shape, classes, mel, objective
         self.key: Literal["image", "mel", "video"] = "mel" if recipe.data.input == "audio" else recipe.data.input
-        start = recipe.model.from_ if prepared is not None else None
+        start = folder_of(recipe, codec=codec)
         self.task: Classification = Classification(
             key=self.key,
             shape=shape,
             label_smoothing=recipe.training.label_smoothing,
             **objective.fields,
-            pretrained=str(_start(start, shape)) if start is not None else None,
+            pretrained=str(_checked_start(start, shape)) if start is not None else None,
         )
 
     def frame(self) -> tuple[int, ...]:
@@ -186,9 +188,8 @@ def _shape_of(recipe: MediaRecipe, prepared: Prepared, num_labels: int, mel: Mel
     )
 
 
-def _start(name: str, shape: ConvNetShape) -> Path:
+def _checked_start(folder: Path, shape: ConvNetShape) -> Path:
     """The folder to start from, refused by name where its network is another one."""
-    folder = start_folder(name)
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         found = ConvNetShape.model_validate(config["shape"])
@@ -197,7 +198,7 @@ def _start(name: str, shape: ConvNetShape) -> Path:
     for key in ("hidden_size", "num_layers", "num_labels", "channels", "grid"):
         asked, has = getattr(shape, key), getattr(found, key)
         if asked != has:
-            raise UsageError(f"model.from: {name} has {key} {has}, and {asked} is needed here")
+            raise UsageError(f"model.from: {folder} has {key} {has}, and {asked} is needed here")
     return folder
 
 

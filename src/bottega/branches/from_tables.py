@@ -10,6 +10,7 @@ from bottega.branches.branch import Branch
 from bottega.core.errors import DataError
 from bottega.data import combine
 from bottega.data.first import First
+from bottega.data.in_turn import Spread
 from bottega.data.orders import Order
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.source import Source
@@ -83,6 +84,9 @@ class TableBranch(Branch):
         return self._limited(name, self.table(name, is_training=False))
 
     def _limited(self, name: str, samples: Source) -> Source:
-        """As many as the recipe measures of what is held out."""
+        """As many as the recipe measures of what is held out; of a sequence, of each source."""
+        rows = self.prepared.meta.get("by_source", {}).get(name)
+        if rows is not None:
+            samples = Spread(samples, rows, name=name)
         part = getattr(self.recipe.data, name) if name in ("validation", "test") else None
         return samples if part is None or part.limit is None else First(samples, part.limit)

@@ -11,7 +11,11 @@ from bottega.core.errors import BottegaError, CheckpointError
 from bottega.data.readers.fingerprint import content_hashes
 
 SETTINGS = ("config.json", "mel.json")
+BASE = "base"
+"""What stays as it is under parts that were put into it; its hash is over tensors rather than files."""
 KEYS = {
+    BASE: "model.from",
+    "teacher": "techniques.distill.teacher",
     "autoencoder": "model.vae",
     "tokenizer": "model.tokenizer",
     "text encoder": "model.text.from",

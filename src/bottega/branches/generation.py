@@ -19,7 +19,7 @@ from bottega.branches.frozen import contents_of
 from bottega.branches.kept import read_kept
 from bottega.branches.latent_space import LatentFacts, compute, open_space
 from bottega.branches.media import MediaBranch
-from bottega.branches.start import start_folder
+from bottega.branches.start import folder_of
 from bottega.branches.text_condition import prepare_text, reopen_text
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import Noise
@@ -93,9 +93,7 @@ class GenerationBranch(MediaBranch):
         self.text = None
         if recipe.model.condition == "text":
             self.text = prepare_text(recipe, self.prepared) if codec is None else reopen_text(recipe, codec)
-        # A finished run has its own weights, and where it started from may be gone.
-        start = recipe.model.from_ if codec is None else None
-        self._start = start_folder(start) if start is not None else None
+        self._start = folder_of(recipe, codec=codec)
         self.facts = self._measure() if codec is None else self._known(codec)
         self.task = self._task()
         if codec is None:  # hours before the first sample is drawn

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from pydantic import ValidationError
 
 from bottega.branches.from_tables import TableBranch
-from bottega.branches.start import start_folder, tokenizer_of
+from bottega.branches.start import folder_of, tokenizer_of
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.prepare.language import prepare_language
@@ -54,7 +54,7 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> LanguageBranch:
         raise CheckpointError(
             f"{codec / SHAPE} cannot be read; start the same training again to have it written"
         ) from None
-    return LanguageBranch(recipe, Tokenizer.load(codec), None, shape=shape, expected=fingerprint)
+    return LanguageBranch(recipe, Tokenizer.load(codec), None, shape=shape, expected=fingerprint, codec=codec)
 
 
 class LanguageBranch(TableBranch):
@@ -71,13 +71,14 @@ class LanguageBranch(TableBranch):
         *,
         shape: TransformerShape | None = None,
         expected: str | None = None,
+        codec: Path | None = None,
     ) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
         self._prepared, self._expected = prepared, expected
         self.shape = shape or shape_of(recipe, tokenizer.vocab_size)
         self.length = recipe.data.sequence_length or self.shape.context
-        start = recipe.model.from_ if shape is None else None
-        self.task: Language = Language(shape=self.shape, pretrained=str(start_folder(start)) if start else None)
+        start = folder_of(recipe, codec=codec)
+        self.task: Language = Language(shape=self.shape, pretrained=str(start) if start else None)
 
     def prepare_again(self) -> Prepared:
         return prepare(self.recipe, say=lambda stage, done, total: None).prepared
@@ -224,7 +225,9 @@ def shape_of(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:
     if said.get("vocab_size", vocab_size) < vocab_size:
         raise UsageError(f"model.vocab_size: {said['vocab_size']} rows cannot hold the tokenizer's {vocab_size} tokens")
     if model.from_ is not None:
-        base = read_shape(start_folder(model.from_)).model_dump()
+        start = folder_of(recipe)
+        assert start is not None, "model.from is said"
+        base = read_shape(start).model_dump()
         fixed = sorted(k for k in said if k not in ("dropout", "context") and said[k] != base[k])
         if fixed:
             raise UsageError(f"model.{fixed[0]}: {said[fixed[0]]} was asked for, and model.from has {base[fixed[0]]}")

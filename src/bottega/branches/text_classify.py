@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from bottega.branches.from_tables import TableBranch
 from bottega.branches.kept import NotKept, read_kept
 from bottega.branches.objective import Objective
-from bottega.branches.start import start_folder, tokenizer_of
+from bottega.branches.start import folder_of, tokenizer_of
 from bottega.branches.teller import Teller
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
@@ -57,7 +57,9 @@ def prepare(recipe: ClassifyRecipe, *, say: Callable[[str, int, int], None]) -> 
 def reopen(recipe: ClassifyRecipe, codec: Path, fingerprint: str) -> TextClassifyBranch:
     # Shape and classes are read back: the data, or the folder that a run started from, may be gone by now.
     classes, shape, objective = _read_classes(codec), _read_shape(codec), Objective.again(recipe.loss, codec)
-    return TextClassifyBranch(recipe, Tokenizer.load(codec), classes, shape, objective, expected=fingerprint)
+    return TextClassifyBranch(
+        recipe, Tokenizer.load(codec), classes, shape, objective, expected=fingerprint, codec=codec
+    )
 
 
 def _prepared(recipe: ClassifyRecipe, say: Callable[[str, int, int], None]) -> Prepared:
@@ -80,13 +82,14 @@ class TextClassifyBranch(Teller, TableBranch):
         *,
         prepared: Prepared | None = None,
         expected: str | None = None,
+        codec: Path | None = None,
     ) -> None:
         """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
         self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
         self.objective = objective
         self._prepared, self._expected = prepared, expected
         self.metrics = SEVERAL if recipe.data.multi_label else SINGLE
-        start = recipe.model.from_ if prepared is not None else None
+        start = folder_of(recipe, codec=codec)
         unknown = tokenizer.unknown if recipe.model.word_dropout else None
         self.task: Classification = Classification(
             key="text",
@@ -96,7 +99,7 @@ class TextClassifyBranch(Teller, TableBranch):
             multi_label=recipe.data.multi_label,
             word_dropout=recipe.model.word_dropout,
             unknown=unknown,
-            pretrained=str(start_folder(start)) if start is not None else None,
+            pretrained=str(start) if start is not None else None,
         )
 
     @property
@@ -192,8 +195,9 @@ def shape_of(recipe: ClassifyRecipe, vocab_size: int, names: Sequence[str]) -> T
     """What the recipe says of the model, and the customary sizes for the rest."""
     model = recipe.model
     if model.kind == "pretrained":
-        assert model.from_ is not None, "the schema asks for it"
-        return pretrained_shape(start_folder(model.from_), names, multi_label=recipe.data.multi_label)
+        start = folder_of(recipe)
+        assert start is not None, "the schema asks for it"
+        return pretrained_shape(start, names, multi_label=recipe.data.multi_label)
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise UsageError(
             f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {vocab_size}; leave it out"

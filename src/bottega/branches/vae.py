@@ -136,7 +136,7 @@ class VaeBranch(MediaBranch):
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Held-out samples, or where none are held out training ones, each beside what comes back of it."""
         name = "validation" if "validation" in self.prepared.tables else self.prepared.training_tables[0]
-        rows, seen = self.raw(name), self.table(name, is_training=False)
+        rows, seen = self.raw(name), self._limited(name, self.table(name, is_training=False))
         index = np.arange(min(self.recipe.samples.count, len(rows)))
         values = seen.rows(index, np.zeros_like(index))[self.key]
         found = round_trip(models["model"], torch.from_numpy(values).to(device)).cpu().numpy()

@@ -11,8 +11,8 @@ from typing import Any
 
 from bottega import __version__
 from bottega.cli import data, insights, recipes, runs
-from bottega.cli.verb import finite
 from bottega.core.errors import BottegaError, EnvironmentProblem, OutOfMemory, UsageError
+from bottega.data.present import finite
 
 HELP = """\
 usage: bottega VERB [...]            one recipe, one command; `bottega VERB --help` says more

@@ -1,4 +1,4 @@
-"""The verbs that look closer: doctor, inspect, ledger, verify-resume, compare."""
+"""The verbs that look closer: lr-find, doctor, inspect, ledger, verify-resume, crossval, compare."""
 
 from __future__ import annotations
 
@@ -90,9 +90,80 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return report
 
 
+def _crossval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega crossval RECIPE... [key=value | --key value]... [options]"
+    parser.add_argument("--folds", type=int, help="parts, each held out once (default: the recipe's, else 5)")
+    parser.add_argument(
+        "--by",
+        choices=("fraction", "hash", "file", "stratified", "group"),
+        help="how rows are shared out (default: the recipe's; else stratified where rows have a class; else fraction)",
+    )
+    parser.add_argument("--stratified", action="store_const", dest="by", const="stratified", help="--by stratified")
+    parser.add_argument("--field", help="--by group or hash: the field whose rows stay together")
+    parser.add_argument("--repeats", type=int, default=1, help="the same again with other splits (default: 1)")
+    parser.add_argument("--jobs", default="auto", help="folds at a time (default: auto, what the machine has room for)")
+    parser.add_argument("--checkpoint", default="best", help="which is measured, best or last (default: best)")
+    parser.add_argument("--out", metavar="DIR", help="where (default: output_dir/NAME-crossval)")
+    parser.add_argument("--fresh", action="store_true", help="start over; the old folds are kept under another name")
+    parser.add_argument("--quiet", action="store_true", help="say nothing but errors and the result")
+
+
+def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.insight.crossval import crossval_command
+    from bottega.insight.fold_table import show
+
+    report = crossval_command(
+        rest,
+        folds=arguments.folds,
+        by=arguments.by,
+        field=arguments.field,
+        repeats=arguments.repeats,
+        jobs=arguments.jobs,
+        checkpoint=arguments.checkpoint,
+        out=arguments.out,
+        fresh=arguments.fresh,
+        quiet=arguments.quiet,
+    )
+    if not arguments.json:
+        print(show(report))
+    return report
+
+
+def _lr_find_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega lr-find RECIPE-or-RUN [key=value]... [options]"
+    parser.add_argument("what", help="a recipe, or a run directory to go on from")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps from the lowest rate to the highest (default: 100)"
+    )
+    parser.add_argument("--min", type=float, default=1e-7, help="the lowest rate (default: 1e-7)")
+    parser.add_argument("--max", type=float, default=10.0, help="the highest rate (default: 10)")
+    parser.add_argument(
+        "--out", default=".", metavar="DIR", help="where lr-find.png and lr-find.json go (default: here)"
+    )
+
+
+def _lr_find(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.insight.lr_find import find, show
+
+    report = find(
+        arguments.what,
+        rest,
+        low=arguments.min,
+        high=arguments.max,
+        steps=arguments.steps,
+        out=Path(arguments.out),
+        quiet=arguments.json,
+    )
+    if not arguments.json and "picture" in report:
+        print(show(report))
+    return report
+
+
 VERBS = {
+    "lr-find": Verb("which learning rate to begin with, by a range test", _lr_find_arguments, _lr_find),
     "inspect": Verb("the module tree with parameters and gradients", _inspect_arguments, _inspect),
     "ledger": Verb("which samples made a step; replay of that batch", _ledger_arguments, _ledger),
+    "crossval": Verb("train a recipe on folds of its data; mean and interval", _crossval_arguments, _crossval),
     "compare": Verb("whether groups of runs differ, by a test that fits", _compare_arguments, _compare),
     "verify-resume": Verb("kill a run, resume it, compare bit for bit", _verify_arguments, _verify),
     "doctor": Verb("versions, devices and what is missing", no_arguments, _doctor),

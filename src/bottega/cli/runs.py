@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from bottega.cli.verb import Verb, finite, no_more
+from bottega.cli.verb import Verb, no_more
 from bottega.core.errors import UsageError
 
 
@@ -67,7 +66,6 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.data.present import whole, writing
     from bottega.insight.evaluate import measure, show
 
     no_more(rest)
@@ -82,13 +80,6 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         quiet=arguments.json,
         out=Path(arguments.output_dir) if arguments.output_dir else None,
     )
-    if arguments.output_dir:
-        file = Path(arguments.output_dir) / "metrics.json"
-        with writing(file):
-            beside = {name: value for name, value in result.items() if name not in ("metrics", "checkpoint", "files")}
-            beside["split"] = None if arguments.data or arguments.data_config else arguments.split
-            with whole(file) as temporary:
-                temporary.write_text(json.dumps(finite({**result["metrics"], **beside}), indent=1) + "\n")
     if not arguments.json:
         print(show(result))
     return result
@@ -118,6 +109,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples for each of them; without them, in all, of every class in turn (default: 1 text, 16 of all else)",
     )
     parser.add_argument("--seed", type=int, help="the same seed gives the same samples (default: 0)")
+    parser.add_argument("--part", metavar="NAME", help="which of several tasks, where more than one can")
     parser.add_argument("--out", help="write them there: a file, or a folder")
     text = parser.add_argument_group("text")
     text.add_argument("--max_tokens", "--max-tokens", type=int, help="tokens to add (default: 200)")
@@ -134,7 +126,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 ASKED = (
     *("prompt", "class_", "vector", "count", "seed", "max_tokens", "temperature", "top_k", "top_p"),
-    *("repetition_penalty", "steps", "sampler", "guidance"),
+    *("repetition_penalty", "steps", "sampler", "guidance", "part"),
 )
 
 
@@ -182,6 +174,7 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="*", help="texts; without any and without --data, the lines of standard input")
     parser.add_argument("--data", metavar="FILE", help="a file of lines, or a table with a field of texts")
     parser.add_argument("--out", metavar="FILE", help="write a JSON line for each there")
+    parser.add_argument("--part", metavar="NAME", help="which of several tasks, where more than one classifies text")
 
 
 def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -195,7 +188,7 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if arguments.data and words:
         raise UsageError(f"--data {arguments.data}: texts are given as well; leave one of them out")
     texts = texts_in(arguments.data, run) if arguments.data else words or lines_of(sys.stdin)
-    rows = predict(run, texts, checkpoint=arguments.checkpoint, device=arguments.device)
+    rows = predict(run, texts, part=arguments.part, checkpoint=arguments.checkpoint, device=arguments.device)
     if arguments.out:
         write(rows, Path(arguments.out))
     if not arguments.json:

@@ -28,10 +28,11 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Every:
-    """How often, in steps (0 = never). `save_seconds` is the one cadence that follows the clock."""
+    """How often, in steps (0 = never). `save_seconds` alone follows the clock; an evaluation also ends each of `turns`."""
 
     log: int = 10
     evaluate: int = 0
+    turns: frozenset[int] = frozenset()
     save: int = 0
     sample: int = 0
     save_seconds: float | None = None
@@ -146,7 +147,7 @@ class Fit:
 
     def _evaluation_due(self) -> bool:
         p, every = self.progress, self.every.evaluate
-        return self._due(every, p.step) or (every > 0 and p.step >= p.total)
+        return self._due(every, p.step) or (every > 0 and (p.step >= p.total or p.step in self.every.turns))
 
     def _save_time(self) -> bool:
         limit = self.every.save_seconds
@@ -156,8 +157,7 @@ class Fit:
         """Wait for the device once, look for trouble, and tell the callbacks."""
         p = self.progress
         host = self.engine.fetch(metrics)
-        bad = int(host.pop("bad_steps", 0))
-        if bad:
+        if bad := int(host.pop("bad_steps", 0)):
             first = p.step - bad
             if self.recover is None:
                 raise Diverged(f"the loss or a gradient was not finite at step {first + 1}")

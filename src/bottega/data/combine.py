@@ -11,6 +11,7 @@ import numpy as np
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.first import First
+from bottega.data.in_turn import InTurn
 from bottega.data.orders import Mixture, Order
 from bottega.data.source import Source
 from bottega.schema import data as schema
@@ -176,6 +177,8 @@ def build(
     limits = [option.limit for option in options]
     repeats = [option.repeat or 1 for option in options]
     plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_names(data, len(parts)))
+    if mixture == "sequence":
+        return _in_turn(plain, data, seed)
     by_source = shares(plain.sizes, mixture, [option.weight for option in options], data.temperature)
     if replay is None and (by_source is None or len(parts) == 1):
         alone = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
@@ -208,6 +211,15 @@ def _mixed(
     if by_source is None:
         sizes = [sum(sizes[:-1]), sizes[-1]]
     return whole, Mixture(tuple(sizes), tuple(parts), seed=seed)
+
+
+def _in_turn(plain: Concat, data: schema.Data, seed: int) -> tuple[Source, Order]:
+    if data.limit is not None:
+        # A trial of so many samples goes through all sources, not through the first one alone.
+        limits = [max(1, round(data.limit * size / len(plain))) for size in plain.sizes]
+        plain = Concat(plain.sources, repeats=plain.repeats, limits=limits, names=plain.names)
+    _check(plain)
+    return plain, InTurn(tuple(plain.sizes), seed=seed)
 
 
 def _check(source: Concat) -> None:

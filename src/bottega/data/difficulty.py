@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,14 @@ from bottega.core.errors import DataError, UsageError
 from bottega.data.combine import Concat
 from bottega.data.first import First
 from bottega.data.orders import Stage
+from bottega.data.shards import Table
 from bottega.data.source import Source
-from bottega.schema.data import Curriculum
+from bottega.schema.data import Competence, Curriculum
 
 # Rows looked at at once: 256 windows of 1,024 tokens are 1 MiB.
 BLOCK = 256
+# Steps in which competence rises; between two of them it lags by at most a fiftieth of what there is to add.
+LEVELS = 50
 
 Scores = Callable[[Source], np.ndarray]
 
@@ -49,7 +54,8 @@ def _lengths(source: Source) -> np.ndarray:
     lengths = offered(source, "lengths")
     if lengths is None:
         raise UsageError(
-            "data.curriculum.by=length: these samples are all of one length; use rarity, or the name of a field with a score"
+            "data.curriculum.by=length: these samples are all of one length; use rarity or data.padding=true for text, or "
+            "the name of a field with a score"
         )
     return lengths
 
@@ -83,7 +89,15 @@ def offered(source: Source, name: str, *arguments: Any) -> np.ndarray | None:
             parts.append(np.tile(inner, repeat))
         return np.concatenate(parts)
     method = getattr(source, name, None)
-    return None if method is None else np.asarray(method(*arguments))
+    if method is not None:
+        return np.asarray(method(*arguments))
+    inner = getattr(source, "source", None)  # the same samples seen in another way: sounds as spectrograms, latents
+    if isinstance(inner, Source) and len(inner) == len(source):
+        return offered(inner, name, *arguments)
+    table = getattr(source, "table", None)
+    if name == "scores" and isinstance(table, Table) and "score" in table.columns:
+        return np.asarray(table.values("score"))
+    return None
 
 
 def rarity(source: Source) -> np.ndarray:
@@ -128,12 +142,15 @@ def stages(
     curriculum: Curriculum, *, size: int, total_steps: int, steps_per_epoch: int, batch_size: int, times: int = 1
 ) -> tuple[Stage, ...]:
     """The stages in steps and samples. A stage's own batch size counts `times` (accumulated steps times processes)."""
+    if curriculum.competence is not None:
+        steps = curriculum.competence.steps.steps(total_steps, steps_per_epoch)
+        return _levels(curriculum.competence, size=size, steps=steps, total=total_steps, batch_size=batch_size)
     found: list[Stage] = []
     problems: list[str] = []
-    first = 0
-    for i, stage in enumerate(curriculum.stages):
+    for i, (first, stage) in enumerate(
+        zip(beginnings(curriculum, total_steps, steps_per_epoch), curriculum.stages, strict=True)
+    ):
         name = f"data.curriculum.stages[{i}]"
-        steps = stage.steps.steps(total_steps, steps_per_epoch)
         one = Stage(
             first=first,
             batch_size=batch_size if stage.batch_size is None else stage.batch_size * times,
@@ -144,7 +161,7 @@ def stages(
             problems.append(
                 f"{name} would begin at step {first}, and the run has {total_steps}; shorten those before it"
             )
-        if steps == 0:
+        if stage.steps.amount == 0:
             problems.append(f"{name}.steps is 0; leave the stage out or give it steps")
         if one.count < one.batch_size:
             problems.append(
@@ -155,7 +172,42 @@ def stages(
             reason = "adds no samples to the stage before it" if found else "has no stage before it"
             problems.append(f"{name}.replay={one.replay:g}: the stage {reason}; leave replay out")
         found.append(one)
-        first += steps
     if problems:
         raise UsageError("; ".join(problems))
     return tuple(found)
+
+
+def beginnings(curriculum: Curriculum, total_steps: int, steps_per_epoch: int) -> tuple[int, ...]:
+    """The step at which each of the declared stages begins."""
+    lengths = [stage.steps.steps(total_steps, steps_per_epoch) for stage in curriculum.stages]
+    return tuple(accumulate(lengths[:-1], initial=0))
+
+
+def competence_at(step: int, competence: Competence, *, steps: int) -> float:
+    """The share of the samples, the easiest ones, that a learner is up to at a step (Platanios et al., 2019)."""
+    start = competence.initial**competence.power
+    return min(1.0, (step * (1 - start) / steps + start) ** (1 / competence.power))
+
+
+def _levels(competence: Competence, *, size: int, steps: int, total: int, batch_size: int) -> tuple[Stage, ...]:
+    """Competence as short stages: each begins where it has reached the next level, and so never sees more than it may."""
+    name = "data.curriculum.competence"
+    if steps == 0:
+        raise UsageError(f"{name}.steps is 0, and all samples are there from the start; leave the curriculum out")
+    if steps > total:
+        raise UsageError(
+            f"{name}.steps is {steps}, and the run has {total}, so the hardest samples would never be seen; lower it"
+        )
+    start = competence.initial**competence.power
+    counts: dict[int, int] = {}
+    for level in range(LEVELS + 1):
+        share = competence.initial + (1 - competence.initial) * level / LEVELS
+        first = math.ceil(steps * (share**competence.power - start) / (1 - start) - 1e-9)
+        # Of the levels that one step reaches, the last counts.
+        counts[min(max(first, 0), steps)] = max(1, math.floor(share * size + 1e-9))
+    if counts[0] < batch_size:
+        raise UsageError(
+            f"{name}.initial={competence.initial:g} of {size} samples is {counts[0]}, fewer than one batch of "
+            f"{batch_size}; raise it or lower training.batch_size"
+        )
+    return tuple(Stage(first, batch_size, count) for first, count in counts.items())

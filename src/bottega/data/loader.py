@@ -62,7 +62,7 @@ class Loader:
     @property
     def steps_per_epoch(self) -> float:
         """As many steps as see each sample once: with a mixture as many samples as there are, with stages all of them."""
-        return self._order.size / self.batch_size
+        return self._order.epoch / self.batch_size
 
     def batch_size_at(self, step: int) -> int:
         return self.pace.batch_size_at(step)

@@ -34,7 +34,12 @@ class Order(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many samples there are; so many positions are what people call an epoch."""
+        """How many samples there are."""
+
+    @property
+    def epoch(self) -> int:
+        """How many positions are what people call an epoch."""
+        return self.size
 
     @abstractmethod
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -103,8 +108,14 @@ class Mixture(Order):
         return self.block if self.block <= EXACT else WINDOW
 
     @cached_property
-    def _keys(self) -> list[int]:
-        return [seed_of("mixture", self.seed, i) for i in range(-1, len(self.sizes))]
+    def seeds(self) -> list[int]:
+        """Of the shuffles of each source."""
+        return [seed_of("mixture", self.seed, i) for i in range(len(self.sizes))]
+
+    def given(self, positions: int) -> tuple[int, ...]:
+        """How many of the first so many positions each source has had for certain: to the end of a window."""
+        slots = positions // (self.grain * self.window) * self.window
+        return tuple((self._given(np.array([slots]))[0] * self.grain).tolist())
 
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         flat = np.asarray(positions, dtype=np.int64).ravel()
@@ -117,7 +128,7 @@ class Mixture(Order):
             mine = np.flatnonzero(source == i)
             if len(mine):
                 place = number[mine] % size
-                index[mine] = offset + permute(place, size=size, seed=self._keys[i + 1], epoch=epoch[mine])
+                index[mine] = offset + permute(place, size=size, seed=self.seeds[i], epoch=epoch[mine])
             offset += size
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
@@ -135,7 +146,8 @@ class Mixture(Order):
         rows = np.arange(len(windows))[:, None]
         # The cards of a window are numbered source by source; a shuffle deals them to its slots.
         deck = np.broadcast_to(np.arange(width), (len(windows), width))
-        cards = permute(deck, size=width, seed=self._keys[0], epoch=np.broadcast_to(windows[:, None], deck.shape))
+        key = seed_of("mixture", self.seed, -1)
+        cards = permute(deck, size=width, seed=key, epoch=np.broadcast_to(windows[:, None], deck.shape))
         owner = np.searchsorted((ends + rows * width).ravel(), cards + rows * width, side="right")
         owner -= rows * len(self.sizes)
         # In the order of the slots, not of the cards: a source goes through its own stream without a step back.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.core.saver import explain
@@ -17,6 +19,15 @@ SUFFIXES = (".png", ".wav", ".mp4", ".gif")
 """Of single files in a folder, and what lies beside them."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN; null is what a reader can tell from a number."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_folder(path: Path) -> bool:

@@ -124,6 +124,13 @@ class TokenWindows(Tokens):
         head = f"{self.name} tokens {start} to {start + self.sequence_length}, from {where}"
         return f"{head}\n{self._text(self._windows[start])}"
 
+    def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The documents in which each window begins and ends, as epoch 0 cuts them."""
+        start = index * self.sequence_length + int(self._offset(np.array([0])))
+        ends = self.table.ends("tokens")
+        first, last = (np.searchsorted(ends, at, side="right") for at in (start, start + self.sequence_length))
+        return first, last
+
     def _offset(self, epoch: np.ndarray) -> Any:
         if self.offsets == 1 or self.seed is None:
             return 0
@@ -178,6 +185,10 @@ class TokenDocuments(Tokens):
         _check_score(self.meta, name)
         document = np.searchsorted(self._ends, np.arange(len(self)), side="right")
         return self.table.values("score")[document]
+
+    def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        document = np.searchsorted(self._ends, index, side="right")
+        return document, document
 
     def _spans(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         document = np.searchsorted(self._ends, index, side="right")

@@ -77,7 +77,7 @@ class TorchEngine(Engine):
             named,
             self.settings,
             training.optimizer,
-            learning_rate=training.learning_rate,
+            learning_rate=rate(0),
             weight_decay=training.weight_decay,
         )
         self._names = {id(p): name for name, p in named.items()}

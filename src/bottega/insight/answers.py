@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.types import Rows
+from bottega.data.in_turn import Spread
 from bottega.data.present import whole, writing
 from bottega.data.source import Source
 from bottega.insight.answer_pictures import draw_calibration, draw_confusion
@@ -84,5 +85,6 @@ class Answers:
 def _key(source: Any, number: int) -> str:
     """The name of a record, however its source is wrapped."""
     while not hasattr(source, "table"):
+        number = source.place(number) if isinstance(source, Spread) else number
         source = source.source
     return str(source.table.row("key", number))

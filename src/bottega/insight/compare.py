@@ -246,7 +246,7 @@ def show(report: dict[str, Any]) -> str:
         rows.append(
             [group["label"], group["name"], n, number(group["mean"]), deviation, _span(group["interval"], number)]
         )
-    lines += [*_table(rows, right=(2, 3, 4, 5)), ""]
+    lines += [*table(rows, right=(2, 3, 4, 5)), ""]
     p_title = "p" if len(report["pairs"]) == 1 else "p (Holm)"
     rows = [["pair", "difference", level, "test", "n", p_title, "effect", ""]]
     for pair in report["pairs"]:
@@ -255,7 +255,7 @@ def show(report: dict[str, Any]) -> str:
         name = f"{pair['second']} - {pair['first']}"
         told = [pair["test"], f"{pair['n']:,}", _p(pair["p_adjusted"]), effect, pair["outcome"]]
         rows.append([name, difference, span, *told])
-    lines += [*_table(rows, right=(1, 2, 4, 5)), ""]
+    lines += [*table(rows, right=(1, 2, 4, 5)), ""]
     for pair in report["pairs"]:
         name, ranks = f"{pair['second']} - {pair['first']}", pair["ranks"]
         second = ""
@@ -289,7 +289,7 @@ def _span(interval: dict[str, float], number: Callable[..., str], sign: str = ""
     return f"{number(interval['low'], sign)} to {number(interval['high'], sign)}"
 
 
-def _table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
+def table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = [
         [
@@ -302,13 +302,15 @@ def _table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """A PNG: every run is a dot, beside them the group's mean and interval; lines join runs of one seed or fold."""
+    """A PNG: every run is a dot, beside them the group's mean and interval; lines join runs of one seed or fold.
+
+    One group alone is drawn as well, without pairs."""
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
         raise EnvironmentProblem(f"pictures need Pillow: pip install 'bottega[data]' ({error})") from error
     groups, shown = report["groups"], [pair["verdict"] for pair in report["pairs"][:MOST_PAIRS]]
-    column = max(COLUMN, 560 // len(groups), math.ceil(LETTER * max(map(len, shown)) / len(groups)))
+    column = max(COLUMN, 560 // len(groups), math.ceil(LETTER * max(map(len, shown), default=0) / len(groups)))
     width, height = LEFT + column * len(groups) + RIGHT, TOP + HEIGHT + 62 + 19 * len(shown)
     sheet = Image.new("RGB", (width * SCALE, height * SCALE), PAPER)
     pen = ImageDraw.Draw(sheet)
@@ -322,7 +324,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     bounds = [group["interval"][end] for group in groups for end in ("low", "high")]
     ticks, place = _axis([*bounds, *(run["value"] for group in groups for run in group["runs"])])
     spots = [_spots(group, LEFT + column * (i + 0.5), place) for i, group in enumerate(groups)]
-    joined = ", lines join those of one seed or fold" if groups[0]["kind"] != "samples" else ""
+    is_joined = groups[0]["kind"] != "samples" and len(groups) > 1
+    joined = ", lines join those of one seed or fold" if is_joined else ""
     text(LEFT, 22, f"{report['metric']}{TOWARDS[report['mode']]}", size=16)
     text(LEFT, 43, f"each dot is a run{joined}; beside it the mean and its {_level(report)}", fill=FAINT)
     for value, words in ticks:
@@ -342,7 +345,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
             pen.ellipse(box, fill=colour, outline=PAPER, width=SCALE)
         most = int(column / LETTER)
         name = group["name"] if len(group["name"]) <= most else f"…{group['name'][1 - most :]}"
-        text(x, TOP + HEIGHT + 18, f"{group['label']}   {group['n']:,} {group['kind']}", anchor="mm", fill=colour)
+        text(
+            x, TOP + HEIGHT + 18, f"{group['label']}   {group['n']:,} {group['kind']}".strip(), anchor="mm", fill=colour
+        )
         text(x, TOP + HEIGHT + 35, name, anchor="mm", size=11, fill=FAINT)
     for number, verdict in enumerate(shown):
         text(LEFT, TOP + HEIGHT + 62 + 19 * number, verdict)

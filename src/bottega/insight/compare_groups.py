@@ -21,7 +21,7 @@ from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe, changed_keys
 
-FOLD = "data.split.fold"
+FOLD, FOLD_SEED = "data.split.fold", "data.split.seed"
 FROM_TRAIN = ("data.train", "data.sources", "data.split", "data.validation", "data.test")
 """Keys that choose the held-out rows where these are a share of train."""
 CHOOSING = (
@@ -124,7 +124,8 @@ def _folds_in(path: Path) -> list[Path]:
 def _read_member(path: Path) -> Member:
     recipe = load_recipe([RunDirectory(path).must_exist().recipe]).recipe
     named, split = re.fullmatch(r"fold-(\d+)", path.name), recipe.data.split
-    fold = split.fold if split is not None and split.folds is not None else int(named[1]) if named else None
+    # The name comes first: where folds are repeated with other splits, there are several of one number.
+    fold = int(named[1]) if named else split.fold if split is not None and split.folds is not None else None
     found = checkpoint.candidates(path / "checkpoints")
     data = found[0][1].fingerprint.get("data") if found else None
     return Member(path, recipe, fold, str(data) if data is not None else None)
@@ -134,7 +135,8 @@ def _check_alike(group: Group) -> None:
     first = group.members[0]
     seen: dict[int | None, Path] = {}
     for member in group.members:
-        changed = [c for c in changed_keys(first.recipe, member.recipe) if c[0] not in ("seed", FOLD)]
+        own = ("seed", FOLD, FOLD_SEED) if group.folds else ("seed", FOLD)
+        changed = [c for c in changed_keys(first.recipe, member.recipe) if c[0] not in own]
         if changed:
             raise UsageError(
                 f"{group.name}: {first.path} and {member.path} differ in more than the {group.kind}: {_listed(changed)}; "
@@ -226,7 +228,9 @@ def best_value(run: Path, metric: str, goal: Goal) -> float:
     for row in rows:
         if _is_number(row.get(goal.metric)) and goal.better(row[goal.metric], best.get(goal.metric)):
             best = row
-    return _number(best or rows[-1], metric if best else goal.metric, where=run / "metrics.jsonl")
+    # What follows from the whole run, such as the backward transfer of a sequence, stands in its last evaluation alone.
+    chosen = rows[-1] if metric not in best and metric in rows[-1] else best or rows[-1]
+    return _number(chosen, metric if best else goal.metric, where=run / "metrics.jsonl")
 
 
 def result_value(run: Path, metric: str, split: str) -> tuple[float, bool]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import UsageError
+from bottega.data.present import finite, whole, writing
 from bottega.saved import SavedRun, open_run, without_dashes
 
 UNDEFINED = {
@@ -29,20 +31,37 @@ def evaluate(
     device: str = "auto",
     count: int | None = None,
     inception: str | Path | None = None,
+    out: str | Path | None = None,
     quiet: bool = True,
 ) -> dict[str, Any]:
     """`bottega.evaluate`: {"metrics": ...} and, of a generator, the same measures of real data beside them.
 
-    `count` samples are drawn for that; 0 measures the loss alone.
+    `count` samples are drawn for that; 0 measures the loss alone. A classifier's answers are written to `out`.
     """
     options: dict[str, Any] = {"data": data, "split": split, "checkpoint": checkpoint, "device": device}
     try:
-        return measure(run, **options, count=count, inception=inception, quiet=quiet)
+        return measure(
+            run, **options, count=count, inception=inception, quiet=quiet, out=Path(out) if out is not None else None
+        )
     except UsageError as error:
         raise without_dashes(error) from None
 
 
 def measure(
+    run: str | Path, *, data: str | Path | None, split: str, out: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """The same for the command line. To `out` goes metrics.json, and of a classifier its answers and pictures."""
+    result = _measured(run, data=data, split=split, out=out, **options)
+    if out is not None:
+        file = out / "metrics.json"
+        beside = {name: value for name, value in result.items() if name not in ("metrics", "checkpoint", "files")}
+        fields = {**result["metrics"], **beside, "split": None if data is not None else split}
+        with writing(file), whole(file) as temporary:
+            temporary.write_text(json.dumps(finite(fields), indent=1) + "\n")
+    return result
+
+
+def _measured(
     run: str | Path,
     *,
     data: str | Path | None,
@@ -52,9 +71,8 @@ def measure(
     count: int | None,
     inception: str | Path | None,
     quiet: bool,
-    out: Path | None = None,
+    out: Path | None,
 ) -> dict[str, Any]:
-    """The same for the command line; a classifier's answers are written to `out`."""
     if count is not None and count < 0:
         raise UsageError(f"--count {count}: expected 0, for the loss alone, or more")
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
@@ -108,7 +126,8 @@ def _undefined(result: dict[str, Any]) -> list[str]:
 def show(result: dict[str, Any]) -> str:
     """The loss, and a table of what was drawn beside what is real."""
     compared = result.get("real", {})
-    lines = [f"{name:<20}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
+    width = max(20, *(len(name) + 2 for name in result["metrics"]))
+    lines = [f"{name:<{width}}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
     if compared:
         undefined = _undefined(result)
         columns = {"generated": result["metrics"], **{name: result[name] for name in TITLES if name in result}}

@@ -32,11 +32,14 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     }
     if replay:
         batch = loader.batch(step - 1)
-        total, count = saved.engine.eval_step(batch).sums["loss"]
+        if "query" in batch:  # an episode is adapted to, and only the lesson's own task knows how
+            saved.engine.task = lesson.task
+        sums = saved.engine.eval_step(batch).sums
+        means = {name: float(total) / float(count) for name, (total, count) in sums.items() if count}
         report["replay"] = {
             "checkpoint": saved.checkpoint.name,
             "samples": batch_length(batch),
-            "loss": float(total) / float(count),
+            "loss": saved.branch.summarise(means)["loss"],
         }
     return report
 

@@ -29,6 +29,7 @@ def _story(recipe: Recipe) -> str:
     t = recipe.training
     length = f"{t.max_steps} steps" if t.max_steps else f"{t.num_epochs} epochs" if t.num_epochs else "no length yet"
     batch = f"batches of {t.batch_size * (t.gradient_accumulation_steps or 1)}"
-    how = f"{t.optimizer.name} at {t.learning_rate:g}, {t.scheduler.name}"
+    rate = "a rate that a range test finds" if t.learning_rate == "auto" else f"{t.learning_rate:g}"
+    how = f"{t.optimizer.name} at {rate}, {t.scheduler.name}"
     later = "" if recipe.task in BUILT_TASKS else f" ({recipe.task} cannot be trained yet)"
     return f"valid; {recipe.task}: {length}, {batch}, {how}, in {recipe.output_dir}/{recipe.run_name()}{later}"

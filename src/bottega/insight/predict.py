@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from bottega.branches.multitask import MultitaskBranch
 from bottega.branches.text_classify import TextClassifyBranch
 from bottega.core.errors import DataError, UsageError
 from bottega.data.fields import text_of
@@ -15,24 +16,36 @@ from bottega.data.readers import find
 from bottega.data.record import Bad
 from bottega.saved import open_run
 from bottega.schema.data import Source
+from bottega.tasks.multitask import whole as whole_part
 
 THRESHOLD = 0.5
 """Where a text may have several classes: those that are more likely than not."""
 
 
 def predict(
-    run: str | Path, texts: Sequence[str], *, checkpoint: str | int = "best", device: str = "auto"
+    run: str | Path,
+    texts: Sequence[str],
+    *,
+    part: str | None = None,
+    checkpoint: str | int = "best",
+    device: str = "auto",
 ) -> list[dict[str, Any]]:
     """`bottega.predict`: for each text {"text", "predicted", "probability"}; with several labels, "predicted" is a list of
-    classes and "probability" a dict of all."""
+    classes and "probability" a dict of all. `part` is for a run of several tasks, where more than one classifies text."""
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     branch = saved.branch
+    if isinstance(branch, MultitaskBranch):
+        part = branch.of(part, wanted=lambda one: isinstance(one, TextClassifyBranch), verb="predict")
+        branch = branch.parts[part]
+    elif part is not None:
+        raise UsageError(f"--part {part}: {run} is a run of one task; leave it out")
     if not isinstance(branch, TextClassifyBranch):
         raise UsageError(f"{run} is a run of {saved.recipe.task} and classifies no text")
     if not texts:
         raise DataError("there is no text to classify; give some, a file with --data, or lines on standard input")
     with saved.engine.sampling() as models:
-        chances = branch.predict(models, texts, device=saved.engine.device)
+        own = models if part is None else whole_part(models, part)
+        chances = branch.predict(own, texts, device=saved.engine.device)
     names = branch.classes.names
     rows: list[dict[str, Any]] = []
     for text, row in zip(texts, chances.tolist(), strict=True):

@@ -25,4 +25,6 @@ def applied(recipe: Recipe, branch: Branch) -> Lesson:
             raise UsageError(f"techniques: {name} is listed {names.count(name)} times; keep one")
     for technique in recipe.techniques:
         lesson = import_module(MODULES[technique.name]).apply(lesson, technique.options, recipe, branch)
+    if recipe.data.mixture == "sequence":
+        lesson = import_module("bottega.methods.continual").watched(lesson, recipe)
     return lesson

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from bottega.branches.branch import Branch
+from bottega.callbacks.console import Console
+from bottega.core.callback import Callback
+from bottega.core.rundir import RunDirectory
 from bottega.core.task import Task
 from bottega.data.loader import Loader
 from bottega.data.orders import Order
@@ -31,6 +34,12 @@ class Lesson:
     notes: tuple[str, ...] = ()
     begin: Callable[[TorchEngine, Loader], None] | None = None
     """Called once before the first step, with everything in place."""
+    callbacks: tuple[Callback, ...] = ()
+    """Who watches besides, in every process and before all others."""
+    summary: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
+    """An evaluation with what follows from its means."""
+    finish: Callable[[RunDirectory, Console], None] | None = None
+    """Called once after the last step, by the main process."""
 
     @classmethod
     def of(cls, branch: Branch) -> Lesson:
@@ -43,3 +52,14 @@ class Lesson:
             frozen=branch.frozen,
             notes=tuple(branch.notes),
         )
+
+    def beginning(self, begin: Callable[[TorchEngine, Loader], None]) -> Lesson:
+        """With `begin` after what is begun with already."""
+        earlier = self.begin
+
+        def both(engine: TorchEngine, loader: Loader) -> None:
+            if earlier is not None:
+                earlier(engine, loader)
+            begin(engine, loader)
+
+        return replace(self, begin=both)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from bottega.schema.section import Number, Pattern, Positive, Probability, Section, Whole
-from bottega.schema.units import Duration
+from bottega.schema.section import Label, Number, Pattern, Positive, Probability, Rate, RunName, Section, Whole
+from bottega.schema.units import Cadence, Duration
 
 Kind = Literal[
     "auto",
@@ -47,6 +48,10 @@ class Source(Section):
     )
     pattern: Pattern | None = Field(
         None, description="fields in a record's name, as named groups: '(?P<label>[0-9])_(?P<speaker>[a-z]+)_'"
+    )
+    name: RunName | None = Field(None, description="what messages and measures call it; null is source-0 and so on")
+    labels: tuple[Label, ...] | None = Field(
+        None, min_length=1, description="only the examples of these classes, such as [0, 1]; null is all"
     )
     weight: Number | None = Field(None, gt=0, description="share in a weighted mixture; null is 1")
     limit: Positive | None = Field(None, description="at most so many examples of this source")
@@ -94,12 +99,34 @@ class Stage(Section):
     share: Probability = Field(1.0, gt=0, description="the easiest so many of the examples")
     steps: Duration = Field(description='how long: steps, "1 epoch" or "20%"; the last stage goes on to the end')
     batch_size: Positive | None = Field(None, description="of this stage; null is training.batch_size")
+    learning_rate: Rate | None = Field(None, description="the schedule's peak in this stage; null is training's")
     replay: Probability = Field(0.0, lt=1, description="share of each batch from the examples of earlier stages")
+
+
+class Competence(Section):
+    """Platanios et al., 2019: at step t the easiest min(1, (t (1 - initial^power) / steps + initial^power)^(1/power))."""
+
+    initial: Probability = Field(0.1, gt=0, lt=1, description="the easiest so many of the examples at the first step")
+    steps: Duration = Field(Cadence(50, "percent"), description='when all of them are seen: steps, "1 epoch" or "50%"')
+    power: Number = Field(2.0, gt=0, description="1 adds as many examples in every step, 2 fewer and fewer")
 
 
 class Curriculum(Section):
     by: str = Field("length", description="length, rarity, or the name of a field with a score; small is easy")
-    stages: tuple[Stage, ...] = Field(min_length=1, description="from easy to hard")
+    stages: tuple[Stage, ...] = Field((), description="from easy to hard")
+    competence: Competence | None = Field(None, description="a little harder all the time, in place of stages")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Curriculum:
+        if bool(self.stages) == (self.competence is not None):
+            raise ValueError("expected either stages or competence")
+        return self
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether the length of the run decides what is seen when."""
+        lengths = [stage.steps for stage in self.stages] if self.competence is None else [self.competence.steps]
+        return any(length.unit == "percent" for length in lengths)
 
 
 class Replay(Source):
@@ -111,10 +138,10 @@ class Data(Section):
 
     train: Source = Field(default_factory=Source, description="what is learned from")
     sources: tuple[Source, ...] | None = Field(None, min_length=1, description="several sources in place of train")
-    mixture: Literal["concatenate", "weighted", "temperature"] | None = Field(
+    mixture: Literal["concatenate", "weighted", "temperature", "sequence"] | None = Field(
         None,
-        description="how sources are combined: each example once an epoch, by weight, or by size; null is by weight "
-        "where one is given, else the first",
+        description="how sources are combined: each example once an epoch, by weight, by size, or one source after the "
+        "other; null is by weight where one is given, else the first",
     )
     temperature: Number | None = Field(
         None, gt=0, description="mixture temperature: shares are size^(1/temperature); null is 1"
@@ -141,7 +168,25 @@ class Data(Section):
             raise ValueError("temperature: a mixture by size needs sources")
         if self.temperature is not None and self.mixture not in (None, "temperature"):
             raise ValueError(f"temperature has no meaning with mixture {self.mixture}; leave one out")
+        if self.mixture == "sequence":
+            self._check_sequence()
         return self
+
+    def _check_sequence(self) -> None:
+        if self.sources is None or len(self.sources) < 2:
+            raise ValueError("mixture: a sequence needs two sources or more, one after the other")
+        for key in ("replay", "curriculum"):
+            if getattr(self, key) is not None:
+                remedy = "name the earlier data as the first source" if key == "replay" else "leave one out"
+                raise ValueError(f"{key}: a sequence has an order of its own; {remedy}")
+        names = source_names(self.sources)
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"sources: {names.count(name)} are named {name}; give each a name of its own")
+
+
+def source_names(sources: Sequence[Source]) -> list[str]:
+    return [source.name or f"source-{number}" for number, source in enumerate(sources)]
 
 
 class Cleaning(Section):

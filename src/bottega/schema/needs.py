@@ -49,8 +49,9 @@ def part_recipe(recipe: Recipe, name: str) -> Recipe:
 
 
 def referenced(recipe: Recipe) -> list[str]:
-    """The needs that the model is built on, and so are trained before it."""
-    return sorted({value.removeprefix(PREFIX) for value in _texts(recipe.model) if value.startswith(PREFIX)})
+    """The needs that the model is built on or learns from, and so are trained before it."""
+    said = [value for block in (recipe.model, *recipe.techniques) for value in _texts(block)]
+    return sorted({value.removeprefix(PREFIX) for value in said if value.startswith(PREFIX)})
 
 
 def check(recipe: Recipe, chain: tuple[str, ...] = ()) -> None:
@@ -77,13 +78,16 @@ def part_run(recipe: Recipe, name: str, *, beside: Path | None = None) -> Path:
 
 
 def place(recipe: Recipe, value: str, *, beside: Path | None = None) -> str:
-    """A value of the model as it is, or the folder of the run that it names as a part."""
+    """A value of the recipe as it is, or the folder of the run that it names as a part."""
     return str(part_run(recipe, value.removeprefix(PREFIX), beside=beside)) if value.startswith(PREFIX) else value
 
 
 def placed(recipe: Recipe) -> Recipe:
     """The recipe with the runs of its parts in place of their names, for whoever only knows folders."""
-    return recipe.model_copy(update={"model": _placed(recipe, recipe.model)}) if referenced(recipe) else recipe
+    if not referenced(recipe):
+        return recipe
+    techniques = tuple(_placed(recipe, technique) for technique in recipe.techniques)
+    return recipe.model_copy(update={"model": _placed(recipe, recipe.model), "techniques": techniques})
 
 
 def untrained(recipe: Recipe, key: str, value: str, run: Path) -> UsageError:

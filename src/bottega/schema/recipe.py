@@ -20,6 +20,7 @@ from bottega.schema.section import (
     Pattern,
     Positive,
     Precision,
+    Rate,
     RunName,
     Scale,
     Section,
@@ -28,7 +29,7 @@ from bottega.schema.section import (
 from bottega.schema.techniques import Technique
 from bottega.schema.units import Cadence, Duration, Every, EveryOrTime
 
-BUILT_TASKS = ("language", "classify", "image", "audio", "video", "image_vae", "image_tokens")
+BUILT_TASKS = ("language", "classify", "image", "audio", "video", "image_vae", "image_tokens", "multitask")
 """The tasks that can be trained; the schemas of the others are here so that their recipes can be checked."""
 
 
@@ -125,7 +126,9 @@ class Training(Section):
     gradient_accumulation_steps: Whole | None = Field(
         None, gt=0, description="forward passes of batch_size in a step; makes batch_size per process"
     )
-    learning_rate: Number = Field(3e-4, gt=0, description="the peak of the schedule")
+    learning_rate: Rate | Literal["auto"] = Field(
+        3e-4, description="the peak of the schedule; auto takes what a range test before the first step finds"
+    )
     weight_decay: Number = Field(0.1, ge=0, description="of matrices; norms and biases are not decayed")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="the update rule and its constants")
     scheduler: Scheduler = Field(default_factory=Scheduler, description="the learning rate over the run")

@@ -48,6 +48,13 @@ def _pattern(value: str) -> str:
     return value
 
 
+def _label(value: Any) -> Any:
+    """As the data has it: true is the class of that name, and 3.0 the class 3."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else value
+
+
 def _run_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", value, re.ASCII):
         raise ValueError(f"expected letters, digits, '-', '_' and '.', because it names a folder; got {value!r}")
@@ -58,6 +65,7 @@ def _run_name(value: str) -> str:
 Whole = Annotated[int, Strict()]
 Positive = Annotated[int, Strict(), Field(gt=0)]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Rate = Annotated[Number, Field(gt=0)]
 Probability = Annotated[Number, Field(ge=0, le=1)]
 Dropout = Annotated[Number, Field(ge=0, lt=1)]
 Precision = Annotated[Literal["auto", "fp32", "bf16", "fp16"], BeforeValidator(_precision)]
@@ -67,4 +75,5 @@ Mode = Literal["min", "max"]
 Level = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
 Collection = Annotated[Literal["flickr", "pog", "ser"], BeforeValidator(_lower)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
+Label = Annotated[str, BeforeValidator(_label)]
 RunName = Annotated[str, AfterValidator(_run_name)]

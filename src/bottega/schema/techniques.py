@@ -30,7 +30,7 @@ class LoraOptions(Section):
         None, description="ends of module names, or patterns over them; null is every matrix inside the blocks"
     )
     train: tuple[str, ...] | None = Field(
-        None, description="parts that learn in full beside it; null is the head where that is fresh"
+        None, description="parts that learn in full beside it; null is what begins at random, such as a head"
     )
     start: str | None = Field(None, description="a folder of an adapter to start from, ours or peft's")
 
@@ -43,7 +43,7 @@ class AdapterOptions(Section):
         None, description="ends of module names, or patterns over them; null is the last matrix of each half block"
     )
     train: tuple[str, ...] | None = Field(
-        None, description="parts that learn in full beside it; null is the head where that is fresh"
+        None, description="parts that learn in full beside it; null is what begins at random, such as a head"
     )
 
 
@@ -59,7 +59,7 @@ class DistillOptions(Section):
 class EwcOptions(Section):
     """Weights that mattered for earlier sources are held where they were (Kirkpatrick et al., 2017)."""
 
-    strength: Number = Field(100.0, ge=0, description="of the pull back to the old weights")
+    strength: Number = Field(1000.0, ge=0, description="of the pull back to the old weights")
     samples: Positive = Field(256, description="examples of a source that tell how much each weight mattered")
     decay: Probability = Field(1.0, description="of what was known of still earlier sources; 1 forgets none")
 
@@ -79,7 +79,9 @@ class MamlOptions(Section):
     )
     inner_steps: Positive = Field(3, description="of adaptation in an episode")
     inner_rate: Number = Field(0.1, gt=0, description="learning rate of these steps")
-    by: str | None = Field(None, description="what makes a task: label, source or a field; null is label, else source")
+    by: str | None = Field(
+        None, description="what makes a task: label, source, region of a text, or a field; null is the first there is"
+    )
     ways: Positive | None = Field(None, description="classify: classes in an episode, numbered anew; null is all")
     shots: Positive = Field(5, description="examples to adapt to; classify: of each class")
     queries: Positive = Field(5, description="examples that measure it; classify: of each class")
@@ -93,7 +95,7 @@ OPTIONS: dict[str, type[Section]] = {
     "replay": ReplayOptions,
     "maml": MamlOptions,
 }
-UNBUILT = ("lora", "adapter", "distill", "ewc", "replay", "maml", "soft_prompt", "plasticity")
+UNBUILT = ("soft_prompt", "plasticity")
 """Each leaves this list with the code behind it."""
 
 

@@ -58,6 +58,10 @@ def prepare_classify(
     data = in_place(data, "jsonl", lambda: DOCSTRINGS)
     inputs, shares = inputs_of(data)
     check_medium(inputs, "text")
+    if data.multi_label and any(input.found.source.labels is not None for input in inputs):
+        raise UsageError(
+            "labels: texts of several classes cannot be chosen by class; leave it out, or give files apart"
+        )
     changes = data.augmentation if data.augmentation is not None and data.augmentation.enabled else None
     # Another thesaurus gives other copies.
     thesaurus = synonyms.source() if changes and "synonym_replacement" in changes.techniques else None

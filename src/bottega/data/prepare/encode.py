@@ -13,11 +13,11 @@ from bottega.core.errors import DataError
 from bottega.data.encoder import Encoder
 from bottega.data.prepare.inputs import Input, Item
 from bottega.data.prepare.jobs import Jobs, Progress, run
-from bottega.data.prepare.rules import Dropped, Rules, records
+from bottega.data.prepare.rules import OTHER_CLASS, Dropped, Rules, records
 from bottega.data.prepare.scan import Decisions
 from bottega.data.prepare.tally import Tally
 from bottega.data.record import Bad, Record
-from bottega.data.shards import ShardWriter, merge
+from bottega.data.shards import ShardWriter, Table, merge
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,26 @@ def encode(jobs: Encode, folder: Path, *, max_bad: float | None, progress: Progr
             raise DataError(_nothing(table, jobs.inputs, by_input))
         rows = merge(found, folder / table, jobs.encoder.columns)
         tables[table] = {"rows": rows, **counts.get(table, {})}
-    return {"tables": tables, **vars(tally)}
+    return {"tables": tables, **vars(tally), **_by_source(jobs, parts)}
+
+
+def _by_source(jobs: Encode, parts: list[Path]) -> dict[str, dict[str, list[int]]]:
+    """How many rows of what is held out are of each source of a sequence; they stand one source after the other."""
+    numbers = [jobs.inputs[job[0].input].source for job in jobs.jobs]
+    found: dict[str, list[int]] = {}
+    for table in ("validation", "test"):
+        rows = [
+            (number, len(Table(part / table)))
+            for number, part in zip(numbers, parts, strict=True)
+            if (part / table).is_dir()
+        ]
+        sources = [number for number, _ in rows if number is not None]
+        if rows and len(sources) == len(rows):
+            counts = [0] * (1 + max(number for number in numbers if number is not None))
+            for number, count in zip(sources, (count for _, count in rows), strict=True):
+                counts[number] += count
+            found[table] = counts
+    return {"by_source": found} if found else {}
 
 
 def _nothing(table: str, inputs: tuple[Input, ...], tallies: Mapping[int, Tally]) -> str:
@@ -105,5 +124,7 @@ def _nothing(table: str, inputs: tuple[Input, ...], tallies: Mapping[int, Tally]
     rest = tally.records - tally.bad - sum(tally.dropped.values())
     counts = {**tally.dropped, "bad": tally.bad, "duplicate": rest}
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()) if count)
-    remedy = "loosen data.filter" if tally.dropped.keys() - {"empty"} else "give other data"
+    remedy = "loosen data.filter" if tally.dropped.keys() - {"empty", OTHER_CLASS} else "give other data"
+    if OTHER_CLASS in tally.dropped and found.source.labels is not None:
+        remedy = f"labels asks for {', '.join(found.source.labels)}"
     return f"nothing is left of the {tally.records:,} records of {found.root}: {reasons}; {remedy}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,8 @@ class Input:
     """train, or train.0 and so on; validation; test; replay."""
     is_split: bool = False
     """Shares of it go to validation and test."""
+    source: int | None = None
+    """Which of a sequence it is of; None where that does not matter or is not known."""
 
 
 class Item(NamedTuple):
@@ -72,15 +75,17 @@ def inputs_of(data: Data) -> tuple[tuple[Input, ...], Shares]:
     if (shares.validation or 0) + (shares.test or 0) >= 1:
         raise UsageError("data.validation.split and data.test.split leave nothing of train; their sum must be below 1")
     found = [
-        Input(_find(_own(part, sources[0]), f"data.{name}"), name)
+        Input(_find(_labelled(_own(part, sources[i or 0]), sources, i), f"data.{name}"), name, source=i)
         for name, part in held_out
         if part is not None and not isinstance(part.split, float)
+        for i in _told_apart(part, data)
     ]
     folds = data.split is not None and data.split.folds is not None
     for i, source in enumerate(sources):
         key = "data.train" if data.sources is None else f"data.sources.{i}"
         table = "train" if len(sources) == 1 else f"train.{i}"
-        found.append(Input(_find(source, key), table, is_split=bool(shares) or folds))
+        number = i if data.mixture == "sequence" else None
+        found.append(Input(_find(source, key), table, is_split=bool(shares) or folds, source=number))
     if data.replay is not None:
         options = data.replay.model_dump(exclude={"share"})
         found.append(Input(_find(Source(**options), "data.replay"), "replay"))
@@ -105,6 +110,23 @@ def _own(part: HeldOut, train: Source) -> Source:
         name: trained[name] for name in ("field", "label", "columns", "delimiter", "pattern") if options[name] is None
     }
     return Source(**{**options, **alike})
+
+
+def _told_apart(part: HeldOut, data: Data) -> list[int | None]:
+    """The sources of a sequence that held-out data can be divided by: each has a part of that name, or classes."""
+    sources = data.sources or ()
+    has_parts = part.path is None and part.kind != "embedded"
+    if data.mixture != "sequence" or not (has_parts or all(source.labels for source in sources)):
+        return [None]
+    return list(range(len(sources)))
+
+
+def _labelled(held_out: Source, sources: Sequence[Source], number: int | None) -> Source:
+    """With the classes of the source that it measures, or of all of them together where it measures all."""
+    wanted = sources if number is None else [sources[number]]
+    chosen = [source.labels for source in wanted if source.labels is not None]
+    every = tuple(dict.fromkeys(label for labels in chosen for label in labels)) if len(chosen) == len(wanted) else None
+    return held_out.model_copy(update={"labels": held_out.labels if number is None and held_out.labels else every})
 
 
 def _find(source: Source, key: str) -> Found:

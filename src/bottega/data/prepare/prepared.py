@@ -18,12 +18,12 @@ import numpy as np
 from bottega.core.durable import flush, flush_all
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import cached, damage
-from bottega.data.classes import Classes, classes_of
+from bottega.data.classes import Classes, classes_of, texts_of
 from bottega.data.encoder import Encoder
 from bottega.data.prepare.encode import Encode, encode
 from bottega.data.prepare.inputs import Input, Item, Shares, items_of, jobs_of
 from bottega.data.prepare.jobs import Progress
-from bottega.data.prepare.rules import Rules
+from bottega.data.prepare.rules import OTHER_CLASS, Rules
 from bottega.data.prepare.scan import Decisions, Scan, decide
 from bottega.data.prepare.scored import Scored
 from bottega.data.shards import Table
@@ -69,7 +69,8 @@ class Prepared:
         if meta["unread_parts"]:
             names, one = ", ".join(meta["unread_parts"]), meta["unread_parts"][0]
             lines.append(f"only the part train is read, not {names}; data.{one}.split={one} would read that")
-        lines += [f"{count:,} records left out: {reason}" for reason, count in sorted(meta["dropped"].items())]
+        dropped = {reason: count for reason, count in meta["dropped"].items() if reason != OTHER_CLASS}
+        lines += [f"{count:,} records left out: {reason}" for reason, count in sorted(dropped.items())]
         if meta["bad"]:
             lines.append(
                 f"{meta['bad']:,} of {meta['records']:,} records left out as bad; the first: {meta['named'][0]}"
@@ -120,7 +121,7 @@ class Plan:
 
     @cached_property
     def key(self) -> str:
-        inputs = [(*_named(input), input.table, input.is_split) for input in self.inputs]
+        inputs = [(*_named(input), input.table, input.is_split, *_chosen(input)) for input in self.inputs]
         parts = (FORMAT, self.task, inputs, self.shares, self.data.split, self.rules, self.deduplicate)
         labels = (self.label_field, self.num_classes, self.needs_classes)
         policy = (self.stop, self.data.max_bad, *labels, self.score_field)
@@ -147,6 +148,12 @@ def _named(input: Input) -> tuple[str, str | None, str | None]:
     """A source by its content and the fields that are read of it."""
     source = input.found.source
     return input.found.fingerprint, source.field, source.label
+
+
+def _chosen(input: Input) -> tuple[Any, ...]:
+    """What only some inputs say; data without it has the name that it had before this could be said."""
+    labels, number = input.found.source.labels, input.source
+    return () if labels is None and number is None else (labels, number)
 
 
 @dataclass(frozen=True)
@@ -232,7 +239,10 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
     known = encode(work, folder, max_bad=plan.data.max_bad, progress=progress)
     for name, count in (decisions.dropped if decisions else {}).items():
         known["dropped"][name] = count
-    classes = _classes(plan, folder, known["tables"]) if "label" in encoder.columns else None
+    classes = None
+    if "label" in encoder.columns:
+        _check_labels(plan, folder)
+        classes = _classes(plan, folder, known["tables"])
     meta = {
         "format": FORMAT,
         "task": plan.task,
@@ -278,6 +288,21 @@ def _classes(plan: Plan, folder: Path, tables: Iterable[str]) -> list[str]:
     if len(classes):
         classes.ids(list(first_of), keys=list(first_of.values()))
     return list(classes.names)
+
+
+def _check_labels(plan: Plan, folder: Path) -> None:
+    """A class that is asked for and occurs nowhere is a slip."""
+    for input in plan.inputs:
+        labels = input.found.source.labels
+        if labels is None or not input.table.startswith("train"):
+            continue
+        found = set(texts_of(Table(folder / input.table), "label"))
+        wrong = [label for label in labels if label not in found]
+        if wrong:
+            raise DataError(
+                f"{input.found.root}: no record is of the class {wrong[0]!r} that labels asks for; of those asked for there "
+                f"is {', '.join(sorted(found))}"
+            )
 
 
 def _column(table: Table, name: str) -> Iterator[str]:

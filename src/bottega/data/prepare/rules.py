@@ -9,10 +9,14 @@ from typing import Any, NamedTuple
 
 from bottega.data.fields import GOES_ON, TEXTS, Renamed, listed, usual
 from bottega.data.prepare.inputs import Input, Item
-from bottega.data.record import Bad, Record
+from bottega.data.prepare.labels import LabelReader
+from bottega.data.record import Bad, Record, Unreadable
 from bottega.data.text import filters
 from bottega.data.text.clean import clean
 from bottega.schema.data import Cleaning, Filter, Source, TextData
+
+OTHER_CLASS = "of another class"
+"""Why a record is left out that `labels` does not ask for."""
 
 
 class Dropped(NamedTuple):
@@ -52,6 +56,12 @@ class Rules:
                 renamed[named] = record.fields[own]
         aliases = {own for own in (source.field, source.label) if own is not None} - renamed.keys()
         record = record._replace(fields=Renamed({**record.fields, **renamed}, own=aliases))
+        if source.labels is not None:
+            try:
+                if LabelReader(self.label).read(record)[0] not in source.labels:
+                    return Dropped(record.key, OTHER_CLASS)
+            except Unreadable as error:
+                return Bad(record.key, record.where, str(error))
         return self._text(record, starts=starts, ends=ends) if self.is_text else record
 
     def _text(self, record: Record, *, starts: bool, ends: bool) -> Record | Bad | Dropped:

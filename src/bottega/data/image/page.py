@@ -1,0 +1,44 @@
+"""A page to draw diagrams on: text, boxes and lines in plain units, saved as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bottega.core.errors import EnvironmentProblem
+from bottega.data.image.caption import legible
+
+PAPER, INK, FAINT, GRID, BLUE, ORANGE = "#ffffff", "#1c1b29", "#6d6b7b", "#ececf1", "#2a5db0", "#d1602f"
+SCALE = 2
+"""Drawn twice as large, for screens of many pixels."""
+
+
+class Sheet:
+    """A page to draw on in plain units; `save` writes it."""
+
+    def __init__(self, width: float, height: float) -> None:
+        try:
+            from PIL import Image, ImageDraw, ImageFont
+        except ImportError as error:
+            raise EnvironmentProblem(f"pictures need Pillow: pip install 'bottega[data]' ({error})") from error
+        self._font = ImageFont.load_default
+        self.image: Any = Image.new("RGB", (round(width * SCALE), round(height * SCALE)), PAPER)
+        self.pen = ImageDraw.Draw(self.image)
+
+    def text(self, x: float, y: float, words: str, *, anchor: str = "mm", size: float = 12, fill: str = INK) -> None:
+        font = self._font(size * SCALE)
+        self.pen.text((x * SCALE, y * SCALE), legible(words), font=font, anchor=anchor, fill=fill)
+
+    def box(self, left: float, top: float, right: float, bottom: float, fill: str) -> None:
+        if right > left and bottom > top:
+            self.pen.rectangle([round(v * SCALE) for v in (left, top, right, bottom)], fill=fill)
+
+    def line(self, *ends: float, fill: str = INK, thick: float = 1) -> None:
+        self.pen.line([round(value * SCALE) for value in ends], fill=fill, width=round(thick * SCALE))
+
+    def width_of(self, words: str, size: float) -> float:
+        return self.pen.textlength(legible(words), font=self._font(size * SCALE)) / SCALE
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.image.save(path, optimize=True)

@@ -1,0 +1,59 @@
+"""How much each weight matters for some examples: the diagonal of the empirical Fisher information."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bottega.core.noise import Noise
+from bottega.core.types import Batch
+from bottega.engines.devices import put
+from bottega.engines.sums import sum_terms
+from bottega.engines.torch import TorchEngine
+
+DRAWN_FOR = -2
+"""The step whose noise the examples see: none that training or an evaluation draws."""
+
+
+def diagonal(
+    engine: TorchEngine, examples: Iterable[tuple[int, Batch]], *, count: int, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """For each of the parameters `names` the mean over `count` examples of the squared gradient of an example's loss.
+
+    `examples` are this rank's, each a batch of one with its number among all; the ranks' sums are added up. One example
+    at a time, because the square of a mean gradient says nothing about its parts. Without dropout, at the present
+    weights and not at their averages. By `grad`, not by `backward`, which would tell the hooks of replicated parameters.
+    """
+    named = dict(engine.model.named_parameters())
+    parameters = [named[name] for name in names]
+    learns = [p.requires_grad for p in parameters]
+    squares = [torch.zeros_like(p, requires_grad=False) for p in parameters]
+    engine.model.eval()
+    try:
+        for p in parameters:
+            p.requires_grad_(True)  # what begins to learn later matters already
+        for number, example in examples:
+            gradients = torch.autograd.grad(_loss(engine, number, example), parameters, allow_unused=True)
+            used = [(s, g) for s, g in zip(squares, gradients, strict=True) if g is not None]
+            torch._foreach_addcmul_([s for s, _ in used], [g for _, g in used], [g for _, g in used])
+    finally:
+        for p, was in zip(parameters, learns, strict=True):
+            p.requires_grad_(was)
+    if dist.is_initialized():
+        for square in squares:
+            dist.all_reduce(square)
+    return {name: square / count for name, square in zip(names, squares, strict=True)}
+
+
+def _loss(engine: TorchEngine, number: int, example: Batch) -> Tensor:
+    counts = engine.task.counts(example)
+    on_device = put(example, engine.device, pin=engine.pin_memory)
+    rng = Noise(engine.seed, DRAWN_FOR, torch.tensor([number], device=engine.device), torch)
+    half = engine.precision is not torch.float32
+    with torch.autocast(engine.device.type, dtype=engine.precision) if half else contextlib.nullcontext():
+        out = engine.task.loss(engine._eval_models, on_device, rng)
+        return sum_terms(out.terms, counts)

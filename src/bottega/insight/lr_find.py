@@ -1,0 +1,105 @@
+"""Which learning rate to begin with: a range test on a copy of a recipe's model, or of a run's, that leaves both alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from bottega import resume
+from bottega.callbacks.bars import bars
+from bottega.callbacks.console import Console
+from bottega.compose import prepare
+from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.rundir import RunDirectory
+from bottega.data.present import whole, writing
+from bottega.engines.rate_range import check_range
+from bottega.methods.range_picture import draw
+from bottega.methods.range_test import JSON, PICTURE, measured
+from bottega.run import part, refuse_unbuilt
+from bottega.schema import needs
+from bottega.schema.load import global_batch, load_recipe, parse_overrides
+from bottega.schema.recipe import Recipe
+
+
+def find(
+    what: str, words: list[str], *, low: float, high: float, steps: int, out: Path, quiet: bool = False
+) -> dict[str, Any]:
+    """The report of a range test; its curve and its numbers are in `out`."""
+    check_range(low, high, steps)
+    run = RunDirectory(Path(what))
+    is_run = run.recipe.is_file()
+    if is_run and words:
+        raise UsageError(f"{what} is a run and has its own recipe; leave out {' '.join(words)}")
+    if is_run:
+        recipe, start = load_recipe([run.recipe]).recipe, _newest(run)
+    else:
+        sources, overrides = parse_overrides([what, *words])
+        recipe, start = load_recipe(sources, overrides).recipe, None
+    refuse_unbuilt(recipe)
+    global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    needs.check(recipe)
+    for name in needs.referenced(recipe):
+        part(recipe, name, quiet=quiet)
+    is_main = int(os.environ.get("RANK", 0)) == 0
+    console = Console(unit="samples", quiet=quiet or not is_main)
+    branch = prepare(needs.placed(recipe), console)
+    if start is not None and start[1] != branch.fingerprint:
+        raise DataError(f"{what}: the data has changed since its last checkpoint; undo the change")
+    with bars(console.rich, in_bytes=False) as say:
+        report = measured(
+            recipe,
+            branch,
+            start=start[0] if start is not None else None,
+            low=low,
+            high=high,
+            steps=steps,
+            say=lambda done, total: say("lr-find", done, total),
+        )
+    report["command"] = _command(what, words, recipe, report, is_run=is_run)
+    return _written(report, out) if is_main else report
+
+
+def _newest(run: RunDirectory) -> tuple[Path, str]:
+    """The run's newest good checkpoint, and the fingerprint of the data it has learnt from."""
+    found = resume.find(run, None, lambda text: None)
+    if found is None:
+        raise CheckpointError(f"{run.path} has no checkpoint yet; give its recipe in place of the run")
+    return found[0], str(found[1].fingerprint.get("data"))
+
+
+def _command(what: str, words: list[str], recipe: Recipe, report: dict[str, Any], *, is_run: bool) -> str:
+    rate = f"training.learning_rate={report['suggestion']:g}"
+    if not is_run:
+        said = [word for word in words if not word.startswith(("training.learning_rate=", "learning_rate=", "lr="))]
+        return shlex.join(["bottega", "train", what, *said, rate])
+    run = RunDirectory(Path(what))
+    name, longer = f"name={run.path.resolve().name}-again", []
+    if recipe.training.max_steps is not None and report["from_step"] >= recipe.training.max_steps:
+        longer = [f"training.max_steps={report['from_step'] + recipe.training.max_steps}"]
+    return shlex.join(["bottega", "train", str(run.recipe), name, rate, *longer, "--resume_from", what])
+
+
+def _written(report: dict[str, Any], out: Path) -> dict[str, Any]:
+    files = {"picture": str(out / PICTURE), "json": str(out / JSON)}
+    with writing(out / JSON):
+        with whole(out / JSON) as temporary:
+            temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        draw(report, out / PICTURE)
+    return {**report, **files}
+
+
+def show(report: dict[str, Any]) -> str:
+    rates = report["curve"]["rate"]
+    end = f"diverges at {report['diverged']:.2e}" if report["diverged"] is not None else f"ends at {rates[-1]:.2e}"
+    lines = [
+        f"loss {report['start_loss']:.4f} -> {report['lowest_loss']:.4f}, rates from {rates[0]:.2e} on; it {end}",
+        f"  steepest fall    {report['steepest']:.2e}",
+        f"  minimum / 10     {report['minimum_tenth']:.2e}",
+        f"  suggestion       {report['suggestion']:.2e}",
+    ]
+    if report["still_falling"]:
+        lines.append("the loss still falls at the highest rate; --max may be raised")
+    return "\n".join([*lines, f"curve:  {report['picture']}", f"use it: {report['command']}"])

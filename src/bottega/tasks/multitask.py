@@ -1,0 +1,132 @@
+"""Several tasks at once: one model, a block of the batch for each, and the sum of what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, final
+
+import torch
+
+from bottega.core.noise import Noise, seed_of
+from bottega.core.task import Task
+from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
+from bottega.models.several import Several
+
+COUNTED = "counted"
+
+
+class Multitask(Task):
+    """A batch holds a block for each part, {part: {...}}, as that part's task expects it; all have equally many rows.
+
+    Optional: `weight` [b] beside them, where 0 marks a row that counts for no part. A part that is not there is left out.
+    Everything a part says is named PART/NAME.
+    """
+
+    parts: dict[str, Task]
+    weights: dict[str, float]
+    """Of each part's loss in the sum."""
+    balance: Literal["fixed", "uncertainty", "pcgrad"] = "fixed"
+    """uncertainty learns a log variance s of each part (Kendall et al., 2018): its loss L costs exp(-s) L + s / 2. pcgrad
+    adds gradients up once they no longer point against each other (Yu et al., 2020)."""
+
+    @property
+    def keeps_apart(self) -> bool:  # type: ignore[override]
+        return self.balance == "pcgrad"
+
+    def build(self, seed: int) -> dict[str, Any]:
+        built = {name: part.build(seed) for name, part in self.parts.items()}
+        # Weights that were learnt before are worth more than drawn ones, whichever part brings them.
+        first = sorted(self.parts, key=lambda name: getattr(self.parts[name], "pretrained", None) is None)
+        models = {name: found.pop("model") for name, found in built.items()}
+        frozen = {f"{name}/{inner}": model for name, found in built.items() for inner, model in found.items()}
+        return {"model": Several(models, first=first, log_variances=self.balance == "uncertainty"), **frozen}
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        found: dict[str, float] = {}
+        for name, part in self._of(batch).items():
+            found |= prefixed(name, part.counts(block(batch, name)))
+        return found
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        terms: dict[str, tuple[Array, Any]] = {}
+        metrics: Sums = {}
+        rows: dict[str, Array] = {}
+        trust = models["model"](None) if self.balance == "uncertainty" else None
+        for number, name in enumerate(self.parts):
+            if name not in batch:
+                continue
+            own = block(batch, name)
+            # Parts must not draw the same numbers for the samples that happen to lie side by side.
+            out = self.parts[name].loss(
+                called_by(models, name), own, replace(rng, seed=seed_of("part", name, rng.seed))
+            )
+            weight: Any = self.weights[name] if trust is None else self.weights[name] * trust[number]
+            terms |= prefixed(name, {term: (total, inner * weight) for term, (total, inner) in out.terms.items()})
+            metrics |= prefixed(name, out.metrics)
+            if trust is not None:
+                metrics[f"{name}/weight"] = (weight.detach(), torch.ones_like(weight))
+            if out.rows:
+                all_of_them = torch.ones(len(next(iter(out.rows.values()))), device=rng.positions.device)
+                rows |= prefixed(name, {**out.rows, COUNTED: own.get("weight", all_of_them)})
+        return Loss(terms, metrics, rows)
+
+    def score(self, rows: Rows) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, part in self.parts.items():
+            own = under(name, rows)
+            if own:
+                counted = own.pop(COUNTED) > 0
+                found |= prefixed(name, part.score({key: value[counted] for key, value in own.items()}))
+        return found
+
+    def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
+        if self.balance != "uncertainty":
+            return None
+        # Half of each log variance, which is what keeps them from growing without end.
+        return torch.stack([parameters[f"log_variance.{name}"] for name in self.parts]).sum() / 2
+
+    def _of(self, batch: Batch) -> dict[str, Task]:
+        return {name: part for name, part in self.parts.items() if name in batch}
+
+
+def prefixed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{name}/{key}": value for key, value in values.items()}
+
+
+def under(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The other way: what one part says, under its own names."""
+    return {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")}
+
+
+def block(batch: Batch, name: str) -> dict[str, Any]:
+    """One part's block; what counts for nobody does not count for it."""
+    own = dict(batch[name])
+    if "weight" in batch:
+        own["weight"] = batch["weight"] * own["weight"] if "weight" in own else batch["weight"]
+    return own
+
+
+def called_by(models: Models, name: str) -> dict[str, Any]:
+    """The models as a part's loss knows them; its own is called through the one that an engine may have wrapped."""
+    return {"model": _Called(models["model"], name), **under(name, models)}
+
+
+def whole(models: Models, name: str) -> dict[str, Any]:
+    """The same for those who want the part's module itself, to draw from or to export."""
+    return {"model": models["model"].part(name), **under(name, models)}
+
+
+@final
+class _Called:
+    """A part of a model that may be wrapped."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.model, self.name = model, name
+
+    @property
+    def training(self) -> bool:
+        return bool(self.model.training)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.model(self.name, *args, **named)

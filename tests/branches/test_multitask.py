@@ -1,0 +1,183 @@
+"""Several tasks in one run: trained, measured part by part, used part by part, and refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import bottega
+import small_parts
+import small_texts
+from bottega import cli
+from bottega.core.errors import BottegaError, DataError, UsageError
+from bottega.core.loop import evaluate
+from bottega.core.rundir import read_metrics
+from bottega.data.loader import evaluate_batches
+from bottega.engines.torch import TorchEngine
+from bottega.insight.ledger import ledger
+from bottega.schema.load import load_recipe
+from bottega.schema.multitask import MultitaskRecipe
+from small_media import image
+from small_run import different, tensors
+
+
+def train(folder: Path, **changes: Any) -> Any:
+    return bottega.train(["multitask", small_parts.settings(folder)], changes)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("parts"), name="both").path
+
+
+def refused(folder: Path, **changes: Any) -> str:
+    with pytest.raises(BottegaError) as caught:
+        train(folder, **changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("weights", ["fixed", "uncertainty", "pcgrad"])
+def test_a_run_in_two_halves_is_the_same_run_bit_for_bit(weights: str, tmp_path: Path) -> None:
+    options = {"data.weights": weights, "training.scheduler.name": "constant", "training.ema": 0.9}
+    whole = train(tmp_path / "a", name="x", **options)
+    train(tmp_path / "b", name="x", **options, **{"training.max_steps": 4})
+    halves = train(tmp_path / "b", name="x", **options)
+    assert different(tensors(whole.path), tensors(halves.path)) == []
+    rows = [r for r in read_metrics(whole.path / "metrics.jsonl") if r["kind"] == "train"]
+    assert ("gradient_cosine" in rows[0]) == (weights == "pcgrad")
+    assert ("text/weight" in rows[0]) == ("penalty" in rows[0]) == (weights == "uncertainty")
+
+
+def test_an_evaluation_has_the_measures_of_each_part_and_their_weighted_loss(run: Path) -> None:
+    found = bottega.load(run).evaluate()
+    assert list(found)[:3] == ["loss", "text/perplexity", "topics/accuracy"], "what the recipe asked for first"
+    assert found["loss"] == pytest.approx(0.5 * found["text/loss"] + found["topics/loss"])
+    assert {"text/bits_per_byte", "topics/macro_f1", "topics/auroc"} <= found.keys()
+    last = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "eval"][-1]
+    assert {key: last[key] for key in found} == pytest.approx(found, rel=1e-5)
+
+
+def test_each_part_is_measured_as_it_would_be_alone(run: Path) -> None:
+    """On its own validation samples, each once: the parts have 4 and 24 of them."""
+    saved = bottega.load(run)
+    together = saved.evaluate()
+    sizes = {name: len(part.validation() or ()) for name, part in saved.branch.parts.items()}
+    assert len(set(sizes.values())) == 2
+    for name, part in saved.branch.parts.items():
+        alone = TorchEngine(part.task, saved.recipe.training, rate=lambda step: 0.0, device="cpu")
+        alone.model.load_state_dict(saved.model.part(name).state_dict())
+        source = part.validation()
+        assert source is not None
+        measured = evaluate(alone, evaluate_batches(source, 3), score=part.task.score)
+        for key, value in part.summarise(measured).items():
+            assert together[f"{name}/{key}"] == pytest.approx(value, rel=1e-5), key
+
+
+def test_it_generates_predicts_and_exports_by_part(run: Path, tmp_path: Path, capsys: Any) -> None:
+    saved = bottega.load(run)
+    (text,) = saved.generate("alpha", max_tokens=4, part="text")
+    assert text.startswith("alpha")
+    assert saved.generate("alpha", max_tokens=4) == [text], "only one part can"
+    (row,) = bottega.predict(run, ["mast and rope"])
+    assert row["predicted"] in small_texts.WORDS
+    assert cli.main(["predict", str(run), "mast", "--part", "topics"]) == 0
+    assert cli.main(["generate", str(run), "--part", "topics"]) == 2
+    assert "--part text" in capsys.readouterr().err
+    folder = saved.export(tmp_path / "out")
+    from transformers import AutoModelForCausalLM
+
+    opened = AutoModelForCausalLM.from_pretrained(folder / "text")
+    assert opened.config.hidden_size == 16
+    exported = load_file(folder / "topics" / "model.safetensors")
+    assert exported["embedding.weight"].tobytes() == opened.model.embed_tokens.weight.detach().numpy().tobytes()
+
+
+def test_a_batch_can_be_watched_again(run: Path) -> None:
+    report = ledger(run, step=3, replay=True)
+    assert report["described"][0].startswith("text: ")
+    assert report["replay"]["loss"] > 0
+
+
+def test_other_data_is_of_one_part(run: Path, tmp_path: Path) -> None:
+    more = small_texts.texts(tmp_path, "more.jsonl", count=30, seed=9)
+    found = bottega.load(run).evaluate(f"topics={more}")
+    assert {name.partition("/")[0] for name in found} == {"loss", "topics"}
+    with pytest.raises(UsageError, match="say which part it is of: text=PATH or topics=PATH"):
+        bottega.load(run).evaluate(more)
+
+
+def test_a_run_remembers_the_recipes_of_its_parts(tmp_path: Path) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_text("extends: classify\ndata: {sequence_length: 32}\n")
+    options = {"name": "x", "data.parts.topics.recipe": str(own)}
+    path = train(tmp_path, **options).path
+    own.write_text("extends: classify\ndata: {sequence_length: 32, label_field: other}\n")
+    assert bottega.load(path).evaluate()["topics/accuracy"] >= 0
+    with pytest.raises(BottegaError, match=r"data\.parts\.topics: .*label"):
+        train(tmp_path, **options, **{"training.max_steps": 9})
+    own.write_text("extends: classify\ndata: {sequence_length: 32}\nmodel: {attention_dropout: 0.3}\n")
+    with pytest.raises(DataError, match=r"data\.parts\.topics: model\.attention_dropout: None -> 0\.3 since this run"):
+        train(tmp_path, **options, **{"training.max_steps": 9})
+
+
+def test_all_parts_of_text_read_with_one_tokenizer(tmp_path: Path) -> None:
+    run = train(tmp_path, name="x", **{"data.tokenizer.kind": "bpe", "data.tokenizer.vocab_size": 270})
+    assert json.loads((run.path / "codec" / "parts.json").read_text())["given_tokenizer"] == ["topics"]
+    branch = bottega.load(run.path).branch
+    assert branch.parts["text"].tokenizer.fingerprint == branch.parts["topics"].tokenizer.fingerprint
+    assert "text, topics" in (run.path / "log.txt").read_text(), "and the run says what is shared"
+    state = tensors(run.path)
+    assert state["model.safetensors/shared.embedding.weight"].shape == (270, 16)
+
+
+def test_two_classifiers_of_pictures_share_their_convolutions(tmp_path: Path) -> None:
+    shared = {k: v for k, v in image(tmp_path).items() if k.startswith("data.")}
+    one = {"recipe": "classify/image", "settings": shared}
+    blank = dict.fromkeys(("data.parts.text", "data.parts.topics"))
+    parts = {"data.parts.a": one, "data.parts.b": {**one, "weight": 2.0}}
+    sizes = {"model.hidden_size": 8, "model.num_layers": 1, "model.num_heads": None, "data.tokenizer": None}
+    run = train(tmp_path, name="pictures", **blank, **parts, **sizes)
+    names = {name for name in tensors(run.path) if name.startswith("model.")}
+    assert "model.safetensors/shared.stem.weight" in names
+    assert {name for name in names if "head.weight" in name} == {
+        f"model.safetensors/parts.{part}.head.weight" for part in "ab"
+    }
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"data.parts.topics": None}, "data.parts: expected at least two tasks, got text"),
+    (
+        {"data.parts.topics.recipe": "clasify"},
+        "data.parts.topics: clasify: no bundled recipe of this name; did you mean",
+    ),
+    ({"data.parts.topics.settings.model.kind": "cnn"}, "its model has no layer that another part has too"),
+    (
+        {"data.parts.topics.metric": "acuracy"},
+        "data.parts.topics.metric: acuracy is not measured; did you mean accuracy?",
+    ),
+    ({"data.parts.topics.recipe": "multitask"}, "data.parts.topics: a part cannot be of task multitask; it can be"),
+    ({"data.parts.topics.recipe": "routing"}, "data.parts.topics: a part cannot be of task routing; it can be"),
+    ({"data.parts.weight": {"recipe": "classify"}}, "data.parts: 'weight' cannot name a part"),
+    ({"data.train.path": "x.txt"}, "data.train: is a part's own; say data.parts.NAME.settings.data.train"),
+    ({"model.hidden_size": 15}, "model: hidden_size: 15 does not give each of 2 heads"),
+    ({"techniques": ["ewc"]}, "techniques: ewc does not go with several tasks; leave it out"),
+    ({"data.parts.topics.settings.techniques": ["lora"]}, "data.parts.topics: techniques does not go with"),
+    ({"data.parts.topics.settings.model.word_dropout": 0.5}, "data.parts.topics: word_dropout: 0.5 needs texts, and"),
+    ({"data.parts.topics.settings.data.train.path": "gone.jsonl"}, "data.parts.topics: "),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BAD, ids=[next(iter(changes)) for changes, _ in BAD])
+def test_what_cannot_be_is_said_in_one_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert said in refused(tmp_path, **changes)
+
+
+def test_weights_that_change_by_themselves_are_those_by_uncertainty() -> None:
+    recipe = load_recipe(["multitask", {"data.weights": "dynamic"}]).recipe
+    assert isinstance(recipe, MultitaskRecipe)
+    assert recipe.data.weights == "uncertainty"

@@ -1,0 +1,237 @@
+"""A curriculum sees what it declares: competence never more than the easiest c(t), stages their share, batch and rate."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bottega
+import small_media
+import small_run
+import small_texts
+from bottega import branches
+from bottega.compose import plain_loader, total_steps
+from bottega.core.errors import BottegaError, UsageError
+from bottega.core.schedule import Schedule
+from bottega.data.difficulty import LEVELS, competence_at, ranking, stages
+from bottega.data.loader import Loader
+from bottega.data.orders import Staged
+from bottega.data.source import ArraySource
+from bottega.schema.data import Competence, Curriculum
+from bottega.schema.load import load_recipe
+from small_run import different, tensors
+
+
+def staged(
+    competence: Competence, *, size: int, total: int, batch_size: int, steps_per_epoch: int = 10
+) -> tuple[Staged, np.ndarray]:
+    """An order over scores that are shuffled, and the place of each sample in the ranking."""
+    scores = np.random.default_rng(size).permutation(size)
+    ranked = np.argsort(scores)
+    curriculum = Curriculum(competence=competence)
+    found = stages(
+        curriculum, size=size, total_steps=total, steps_per_epoch=steps_per_epoch, batch_size=batch_size, times=1
+    )
+    return Staged(ranked, found, seed=3), scores
+
+
+@given(
+    size=st.integers(60, 400),
+    steps=st.integers(1, 120),
+    more=st.integers(0, 60),
+    initial=st.floats(0.15, 0.9),
+    power=st.floats(0.5, 4),
+    batch_size=st.sampled_from([1, 2, 8]),
+)
+def test_only_the_easiest_are_seen_and_all_of_them_in_the_end(
+    size: int, steps: int, more: int, initial: float, power: float, batch_size: int
+) -> None:
+    competence = Competence.model_validate({"initial": initial, "steps": steps, "power": power})
+    order, place = staged(competence, size=size, total=steps + more, batch_size=batch_size)
+    loader = Loader(ArraySource({"x": place}), batch_size, seed=0, order=order)
+    for step in range(steps + more):
+        able = competence_at(step, competence, steps=steps)
+        index, _ = loader.indices(step)
+        assert place[index].max() < able * size + 1e-6
+        pool = order.stages[order.pace.stage(step)].count
+        assert pool > (able - (1 - initial) / LEVELS) * size - 1 - 1e-6, "it lags by less than a level"
+    assert competence_at(steps, competence, steps=steps) == pytest.approx(1)
+    assert order.stages[-1].count == size
+    assert len(order.stages) <= LEVELS + 1
+    last = order.pace.starts[-1]
+    assert set(order.places(np.arange(last, last + size))[0]) == set(range(size))
+
+
+def test_competence_is_the_published_formula() -> None:
+    """Platanios et al., 2019, equation 5: square root, c0 = 0.01, T = 1000."""
+    competence = Competence.model_validate({"initial": 0.01, "steps": 1000})
+    for step in (0, 10, 250, 999, 1000, 5000):
+        expected = min(1.0, math.sqrt(step * (1 - 0.01**2) / 1000 + 0.01**2))
+        assert competence_at(step, competence, steps=1000) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_share_what_one_process_sees(world: int) -> None:
+    order, place = staged(Competence(initial=0.2), size=100, total=40, batch_size=8)
+    source = ArraySource({"x": np.arange(100)})
+    alone = Loader(source, 8, seed=0, order=order)
+    ranks = [Loader(source, 8, seed=0, order=order, rank=rank, world=world) for rank in range(world)]
+    streams = [rank(0) for rank in ranks]
+    for step in range(40):
+        seen = np.concatenate([next(stream)["x"] for stream in streams])
+        assert (seen == alone.indices(step)[0]).all()
+        assert place[seen].max() < competence_at(step, Competence(initial=0.2), steps=20) * 100 + 1e-6
+    for stream in streams:
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "batch_size", "said"),
+    [
+        ({"steps": 41}, 4, r"competence\.steps is 41, and the run has 40"),
+        ({"steps": 0}, 4, r"competence\.steps is 0"),
+        ({"initial": 0.05}, 8, r"competence\.initial=0\.05 of 100 samples is 5, fewer than one batch of 8"),
+    ],
+)
+def test_what_cannot_be_is_said(options: dict[str, Any], batch_size: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        staged(Competence.model_validate(options), size=100, total=40, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("given_", [{}, {"stages": []}, {"competence": {}, "stages": [{"steps": 3}]}])
+def test_either_stages_or_competence(given_: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"data\.curriculum: expected either stages or competence"):
+        load_recipe(["language", {"data.curriculum": given_}])
+
+
+def test_a_run_whose_competence_is_a_share_cannot_grow(tmp_path: Path, text_file: Path) -> None:
+    how = {"data.curriculum": {"by": "rarity", "competence": {"initial": 0.5, "steps": "50%"}}, "name": "grown"}
+    small_run.train(tmp_path, text_file, **how)
+    with pytest.raises(UsageError, match="started with another recipe"):
+        small_run.train(tmp_path, text_file, **how, **{"training.max_steps": 12})
+
+
+# Three media
+
+
+def scored_texts(folder: Path) -> Path:
+    file = folder / "scored.jsonl"
+    draw = np.random.default_rng(1)
+    lines = (json.dumps({**row, "hardness": float(draw.random())}) for row in small_texts.rows())
+    file.write_text("".join(line + "\n" for line in lines))
+    return file
+
+
+def scored_pictures(folder: Path) -> Path:
+    fields = dict(np.load(small_media.pictures(folder)))
+    hardness = -fields["image"].mean(axis=(1, 2))
+    np.savez(folder / "scored.npz", **fields, hardness=hardness)
+    return folder / "scored.npz"
+
+
+def language(folder: Path) -> tuple[str, dict[str, Any]]:
+    return "language/shakespeare", {**small_run.settings(folder, scored_texts(folder)), "data.padding": True}
+
+
+def classify(folder: Path) -> tuple[str, dict[str, Any]]:
+    return "classify", {**small_texts.settings(folder), "data.train.path": str(scored_texts(folder))}
+
+
+def image(folder: Path) -> tuple[str, dict[str, Any]]:
+    return "image", {**small_media.image(folder), "data.train.path": str(scored_pictures(folder))}
+
+
+MEDIA = [language, classify, image]
+STAGES = [
+    {"share": 0.4, "steps": 2, "batch_size": 4, "learning_rate": 1e-2},
+    {"share": 0.7, "steps": "50%", "batch_size": 6},
+    {"share": 1.0, "steps": 1, "learning_rate": 1e-4},
+]
+PEAKS, SIZES, FIRSTS = (1e-2, 2e-3, 1e-4), (4, 6, 8), (0, 2, 6)
+COMMON = {"training.learning_rate": 2e-3, "training.batch_size": 8, "training.scheduler.eta_min": 1e-5}
+
+
+def test_the_score_of_a_picture_is_its_own(tmp_path: Path) -> None:
+    """Bright ones are easy here, so that the ranking can be seen."""
+    name, values = image(tmp_path)
+    recipe = load_recipe(
+        [name, {**values, "data.curriculum": {"by": "hardness", "competence": {"initial": 0.5}}}]
+    ).recipe
+    source = branches.prepare(recipe, say=lambda stage, done, total: None).training()
+    ranked = ranking(source, "hardness")
+    light = source.rows(ranked, np.zeros_like(ranked))["image"].mean(axis=(1, 2, 3))
+    assert (np.diff(light) <= 1e-6).all()
+    assert light[0] > light[-1] + 0.5
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=lambda m: m.__name__)
+def test_each_stage_sees_what_it_declares(medium: Any, tmp_path: Path) -> None:
+    name, values = medium(tmp_path)
+    curriculum = {"data.curriculum": {"by": "hardness", "stages": STAGES}}
+    recipe = load_recipe([name, {**values, **COMMON, **curriculum}]).recipe
+    source = branches.prepare(recipe, say=lambda stage, done, total: None).training()
+    loader = plain_loader(recipe, source, world=1)
+    assert total_steps(recipe, loader) == 8
+    place = np.argsort(ranking(source, "hardness"))
+    for step in range(8):
+        stage = sum(step >= first for first in FIRSTS) - 1
+        index, _ = loader.indices(step)
+        assert len(index) == SIZES[stage]
+        assert place[index].max() < max(1, round(STAGES[stage]["share"] * len(source)))
+    run = bottega.train(recipe=name, overrides={**values, **COMMON, **curriculum, "name": "staged"})
+    rates = [row["learning_rate"] for row in run.history() if row["kind"] == "train"]
+    for step, rate in enumerate(rates):
+        stage = sum(step >= first for first in FIRSTS) - 1
+        peak = PEAKS[stage]
+        shape = Schedule(recipe.training.scheduler.name, total=8, warmup=2, floor=min(1.0, 1e-5 / peak))
+        assert rate == peak * shape(step)
+
+
+@pytest.mark.parametrize("medium", MEDIA, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("kind", ["stages", "competence"])
+def test_a_curriculum_resumes_bit_for_bit(medium: Any, kind: str, tmp_path: Path) -> None:
+    name, values = medium(tmp_path)
+    how = {"stages": STAGES} if kind == "stages" else {"competence": {"initial": 0.5, "steps": 6, "power": 1}}
+    changes = {**values, **COMMON, "data.curriculum": {"by": "hardness", **how}}
+    whole = bottega.train(name, {**changes, "name": "whole"})
+    shutil.copytree(whole.path, tmp_path / "again", symlinks=True)
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-00000008")
+    again = bottega.train(name, {**changes, "name": "again"})
+    assert again.step == 8
+    assert not different(tensors(whole.path), tensors(again.path))
+
+
+def test_what_a_curriculum_can_go_by(tmp_path: Path) -> None:
+    """Words are told in one line with the way out."""
+    refused = {
+        ("image", "length"): "all of one length; .* the name of a field with a score",
+        ("image", "rarity"): "needs tokens, .* use the name of a field with a score",
+        ("image", "label"): "'label', which data.curriculum goes by, must be a number, not 'dark'",
+        ("classify", "label"): "must be a number, not 'cook'",
+        ("classify", "mood"): "'mood', which data.curriculum goes by, must be a number, not None",
+    }
+    for medium in (image, classify):
+        name, values = medium(tmp_path)
+        for by in ("length", "rarity", "hardness", "label", "mood"):
+            recipe = load_recipe(
+                [name, {**values, "data.curriculum": {"by": by, "competence": {"initial": 0.5}}}]
+            ).recipe
+            said = refused.get((name, by), None if by != "mood" else "must be a number")
+
+            def ordered(recipe: Any = recipe) -> Loader:
+                branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+                return plain_loader(recipe, branch.training(), world=1)
+
+            if said is None:
+                assert isinstance(ordered().order, Staged)
+            else:
+                with pytest.raises(BottegaError, match=said):
+                    ordered()

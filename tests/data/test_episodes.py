@@ -1,0 +1,165 @@
+"""Episodes: what they are drawn from, how, and that they are the same for any world and batch."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import small_media
+import small_texts
+from bottega.core.errors import DataError, UsageError
+from bottega.data import episodes
+from bottega.data.combine import Concat
+from bottega.data.episodes import LEFT_OUT, Episodes
+from bottega.data.first import First
+from bottega.data.loader import Loader, evaluate_batches
+from bottega.data.source import ArraySource
+
+SAMPLES = 60
+
+
+def source(samples: int = SAMPLES) -> ArraySource:
+    """Each sample says who it is, and its class."""
+    number = np.arange(samples)
+    return ArraySource({"number": number, "label": (number % 6).astype(np.int32), "x": np.zeros((samples, 3))})
+
+
+def made(**changes: object) -> Episodes:
+    options = {"shots": 2, "queries": 3, "length": 100, "seed": 0, **changes}
+    return Episodes(source(), np.arange(SAMPLES) % 6, **options)  # type: ignore[arg-type]
+
+
+@given(index=st.integers(0, 99), epoch=st.integers(0, 9), ways=st.sampled_from([None, 1, 3, 6]), seed=st.integers(0, 5))
+def test_support_and_query_are_other_samples_of_the_same_tasks(
+    index: int, epoch: int, ways: int | None, seed: int
+) -> None:
+    one = made(ways=ways, seed=seed)
+    rows = one.rows(np.array([index]), np.array([epoch]))
+    support, query = rows["support"]["number"][0], rows["query"]["number"][0]
+    assert len(support) == 2 * (ways or 1)
+    assert len(query) == 3 * (ways or 1)
+    assert len({*support.tolist(), *query.tolist()}) == len(support) + len(query)
+    tasks = [np.unique(part % 6, return_counts=True) for part in (support, query)]
+    np.testing.assert_array_equal(tasks[0][0], tasks[1][0])
+    assert len(tasks[0][0]) == (ways or 1)
+    assert set(tasks[0][1]) == {2}
+    assert set(tasks[1][1]) == {3}
+
+
+@given(index=st.integers(0, 99), epoch=st.integers(0, 3))
+def test_classes_are_numbered_anew_one_to_one(index: int, epoch: int) -> None:
+    rows = made(ways=4, renumbered="label").rows(np.array([index]), np.array([epoch]))
+    pairs = {
+        (int(number) % 6, int(label))
+        for part in rows.values()
+        for number, label in zip(part["number"][0], part["label"][0], strict=True)
+    }
+    assert len(pairs) == 4, "each class has one number"
+    assert {label for _, label in pairs} == set(range(4))
+    assert rows["support"]["label"].dtype == np.int32
+
+
+def test_a_class_has_any_of_the_numbers() -> None:
+    """Six classes at three places, 100 times each on average: chi-square of 10 degrees stays below 29.6 in 999 of 1,000."""
+    one, found = made(ways=3, length=600), np.zeros((6, 3))
+    for index in range(600):
+        found[one.draw(index, 0).tasks, np.arange(3)] += 1
+    assert ((found - 100) ** 2 / 100).sum() < 29.6
+
+
+def test_an_episode_does_not_depend_on_what_it_is_fetched_with() -> None:
+    one = made(ways=2, renumbered="label")
+    together = one.rows(np.array([5, 90, 5]), np.array([1, 0, 2]))
+    for place, (index, epoch) in enumerate([(5, 1), (90, 0), (5, 2)]):
+        alone = pickle.loads(pickle.dumps(one)).rows(np.array([index]), np.array([epoch]))
+        for part in ("support", "query"):
+            for name, value in alone[part].items():
+                np.testing.assert_array_equal(together[part][name][place], value[0])
+    assert (together["support"]["number"][0] != together["support"]["number"][2]).any(), "another epoch, another draw"
+
+
+def test_every_task_has_its_turn_equally_often() -> None:
+    one = made(length=60)
+    turns = [int(one.draw(index, epoch).tasks[0]) for epoch in range(2) for index in range(60)]
+    assert np.bincount(turns).tolist() == [20] * 6
+    assert turns[:60] != turns[60:]
+    assert sorted(turns[:6]) == list(range(6)), "also where an evaluation stops early"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_share_the_episodes_of_a_batch(world: int) -> None:
+    loader = Loader(made(ways=3, renumbered="label"), 8, seed=3)
+    for step in (0, 7, 40):
+        whole = loader.batch(step)
+        ranks = [replace(loader, rank=rank, world=world).batch(step) for rank in range(world)]
+        for part in ("support", "query"):
+            for name, value in whole[part].items():
+                np.testing.assert_array_equal(np.concatenate([rank[part][name] for rank in ranks]), value)
+
+
+def test_an_evaluation_sees_the_same_episodes_each_time() -> None:
+    def seen(size: int) -> np.ndarray:
+        return np.concatenate([batch["query"]["number"] for batch in evaluate_batches(made(length=7), size)])
+
+    np.testing.assert_array_equal(seen(7), seen(2))
+
+
+def test_tasks_of_too_few_samples_are_left_out_or_an_error() -> None:
+    tasks = np.repeat([0, 1, 2, LEFT_OUT], [20, 4, 20, 16])
+    one = Episodes(source(), tasks, shots=2, queries=3, length=30, seed=0)
+    assert (len(one.members), one.num_tasks) == (2, 3)
+    assert {int(one.draw(i, 0).tasks[0]) for i in range(30)} == {0, 2}
+    with pytest.raises(
+        DataError, match=r"^data.train: 2 of 3 tasks have 5 samples or more, and an episode takes 3"
+    ) as e:
+        Episodes(source(), tasks, shots=2, queries=3, length=30, seed=0, ways=3)
+    assert "\n" not in str(e.value)
+
+
+def test_copies_of_a_sample_are_no_other_samples() -> None:
+    twice = Concat([source(10), source(5)], repeats=[2, 1])
+    labels, sources = episodes.by_label(twice), episodes.by_source(twice)
+    assert labels is not None
+    assert sources is not None
+    assert labels.tolist() == [n % 6 for n in range(10)] + [LEFT_OUT] * 10 + [n % 6 for n in range(5)]
+    assert sources.tolist() == [0] * 10 + [LEFT_OUT] * 10 + [1] * 5
+    assert episodes.by_label(First(twice, 4)).tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
+
+
+def test_regions_are_equal_and_large_enough() -> None:
+    found = episodes.by_region(source(), size=7, parts=64)
+    assert (np.diff(found) >= 0).all()
+    assert np.bincount(found).min() >= 7
+    assert np.bincount(found).tolist() == [8, 7, 8, 7, 8, 7, 8, 7]
+    assert episodes.by_region(source(3), size=7).tolist() == [0, 0, 0]
+
+
+def test_tables_tell_their_labels_and_fields(tmp_path: Path) -> None:
+    from bottega import branches
+    from bottega.schema.load import load_recipe
+
+    def training(name: str, values: dict[str, object]) -> object:
+        recipe = load_recipe([name, values]).recipe
+        return branches.prepare(recipe, say=lambda stage, done, total: None).training()
+
+    for name, values in (("image", small_media.image(tmp_path)), ("audio", small_media.audio(tmp_path))):
+        rows = training(name, values)
+        labels, field = episodes.by_label(rows), episodes.by_field(rows, "label")  # type: ignore[arg-type]
+        index = np.arange(len(rows))  # type: ignore[arg-type]
+        np.testing.assert_array_equal(labels, rows.rows(index, 0 * index)["label"])  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(np.unique(labels, return_inverse=True)[1].shape, field.shape)  # type: ignore[arg-type]
+    texts = training("classify", small_texts.settings(tmp_path))
+    one = Episodes(texts, episodes.by_label(texts), shots=2, queries=2, length=9, seed=0, ways=3)  # type: ignore[arg-type]
+    rows = one.rows(np.arange(4), np.zeros(4, np.int64))
+    assert rows["support"]["input_ids"].shape[:2] == (4, 6)
+    assert rows["support"]["input_ids"].shape[2] == rows["query"]["input_ids"].shape[2]
+    assert "numbered" not in one.describe(0, 0)
+    assert one.describe(0, 0).startswith("episode 0, epoch 0: tasks ")
+    with pytest.raises(UsageError, match=r"no field 'speaker'; there is .*label.*source"):
+        episodes.by_field(texts, "speaker")  # type: ignore[arg-type]

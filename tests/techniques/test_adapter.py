@@ -1,0 +1,140 @@
+"""Bottleneck adapters: nothing at first, a base that stays, and a folder of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import bottega
+import small_media
+import small_run
+import small_texts
+from bottega.core.errors import UsageError
+from bottega.core.noise import Noise
+from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
+from bottega.schema.text_classifier import KimShape
+from bottega.schema.transformer import TransformerShape
+from bottega.tasks.classify import Classification
+from bottega.tasks.generation import Generation
+from bottega.tasks.language import Language
+from bottega.techniques.adapter import Adapter, Bottleneck
+from small_run import different, tensors
+
+STEADY = {"training.scheduler.name": "constant", "training.scheduler.warmup_steps": 0}
+SHAPE = TransformerShape(
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    num_kv_heads=2,
+    head_size=8,
+    intermediate_size=32,
+    vocab_size=20,
+    context=16,
+)
+TOKENS = {"input_ids": torch.arange(30).view(3, 10) % 20}
+
+
+def answer(task: Any, model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return task.loss({"model": model.eval()}, TOKENS, Noise(0, 0, torch.arange(3), torch)).terms["loss"][0]
+
+
+def behind(model: nn.Module) -> dict[str, Bottleneck]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Bottleneck)}
+
+
+def test_it_is_nothing_at_first_and_each_has_a_say() -> None:
+    task = Language(shape=SHAPE)
+    plain, model = task.build(3)["model"], Adapter(inner=task, size=4).build(3)["model"]
+    before = answer(task, plain)
+    assert torch.equal(answer(task, model), before)
+    layers = behind(model)
+    ends = ("self_attn.o_proj", "mlp.down_proj")
+    assert list(layers) == [f"model.layers.{number}.{end}" for number in (0, 1) for end in ends]
+    for name, layer in layers.items():
+        with torch.no_grad():
+            layer.adapter_up.copy_(torch.linspace(-1, 1, 64).view(16, 4).sin())
+        assert not torch.equal(answer(task, model), before), name
+        nn.init.zeros_(layer.adapter_up)
+    assert torch.equal(answer(task, model), before)
+
+
+def test_it_stands_behind_the_outputs_of_others_too(tmp_path: Path) -> None:
+    from bottega.models.pretrained_classifier import pretrained_shape
+
+    folder = small_texts.encoder(tmp_path)
+    shape = pretrained_shape(folder, ["a", "b", "c"])
+    task = Classification(key="text", shape=shape, pretrained=str(folder))
+    ends = ("attention.output.dense", "output.dense")
+    wanted = [f"backbone.encoder.layer.{number}.{end}" for number in (0, 1) for end in ends]
+    assert list(behind(Adapter(inner=task).build(0)["model"])) == wanted
+    backbone = DiTShape(grid=(8, 8), channels=1, patch=(2, 2), hidden_size=16, num_layers=1, num_heads=2)
+    generator = GeneratorShape(backbone=backbone, condition=ConditionShape(kind="none", hidden_size=16))
+    found = behind(Adapter(inner=Generation(key="image", shape=generator)).build(0)["model"])
+    assert list(found) == ["backbone.blocks.0.attn.to_out", "backbone.blocks.0.down"]
+
+
+def test_targets_that_name_nothing_are_refused() -> None:
+    task = Language(shape=SHAPE)
+    with pytest.raises(UsageError, match=r"adapter\.targets: 'o_prj' matches no layer.*did you mean o_proj"):
+        Adapter(inner=task, targets=("o_prj",)).build(0)
+    kim = KimShape(vocab_size=20, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3))
+    with pytest.raises(UsageError, match=r"adapter\.targets: Kim has no matrix inside numbered blocks"):
+        Adapter(inner=Classification(key="text", shape=kim)).build(0)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    settings = {**small_media.image(folder), "name": "base", "training.max_steps": 4}
+    run = bottega.train("image", settings)
+    bottega.load(run.path, device="cpu").export()
+    return run.path
+
+
+def settings(medium: str, folder: Path, base: Path) -> tuple[str, dict[str, Any]]:
+    if medium == "image":
+        return "image", {**small_media.image(folder), "model.from": str(base)}
+    if medium == "classify":
+        return "classify", small_texts.settings(folder)
+    text = small_run.write_text(folder / "text.txt")
+    return "language/shakespeare", small_run.settings(folder, text)
+
+
+@pytest.mark.parametrize("medium", ["language", "classify", "image"])
+def test_a_run_saves_what_learnt_resumes_to_the_bit_and_opens_again(base: Path, tmp_path: Path, medium: str) -> None:
+    recipe, values = settings(medium, tmp_path, base)
+    values |= {**STEADY, "training.ema": 0.9, "techniques": [{"name": "adapter", "options": {"size": 4}}]}
+    straight = bottega.train(recipe, {**values, "name": "straight"})
+    bottega.train(recipe, {**values, "name": "cut", "training.max_steps": 4})
+    bottega.train(recipe, {**values, "name": "cut"})
+    end = tensors(straight.path)
+    assert different(end, tensors(tmp_path / "cut")) == []
+    saved = {name.partition("/")[2] for name in end if name.startswith("model.safetensors/")}
+    assert all(".adapter_" in name or name.startswith("head.") for name in saved)
+    again = bottega.load(straight.path, checkpoint="last", device="cpu")
+    assert again.evaluate() == pytest.approx(straight.metrics, rel=1e-6)
+    kept, now = again.branch.task.build(0)["model"].state_dict(), again.model.state_dict()
+    assert all(torch.equal(now[name], kept[name]) for name in kept if not name.startswith("head."))
+
+
+def test_the_folder_holds_the_adapter_alone(base: Path, tmp_path: Path) -> None:
+    recipe, values = settings("image", tmp_path, base)
+    run = bottega.train(recipe, {**values, "name": "drawn", "techniques": ["adapter"]})
+    saved = bottega.load(run.path, device="cpu")
+    folder = saved.export()
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "adapter"]
+    said = json.loads((folder / "adapter" / "bottega.json").read_text())
+    assert (said["kind"], said["size"], said["base"]) == ("bottleneck", 32, saved.base)
+    assert said["layers"] == list(behind(saved.model))
+    state = saved.model.state_dict()
+    found = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == {name for name in state if ".adapter_" in name}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+    assert "it is all there is here" in (folder / "README.md").read_text()

@@ -1,0 +1,391 @@
+"""Learning one source after the other: what is measured, what is held, what survives a kill, and what is forgotten less."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+import bottega
+import small_media
+import small_run
+import small_texts
+from bottega.core.callback import Progress
+from bottega.core.errors import DataError, UsageError
+from bottega.core.loop import Goal, evaluate
+from bottega.core.noise import Noise
+from bottega.core.types import Batch, Loss, Models
+from bottega.data.first import First
+from bottega.data.loader import evaluate_batches
+from bottega.data.source import ArraySource, Source
+from bottega.engines.fisher import DRAWN_FOR, diagonal
+from bottega.engines.sums import sum_terms
+from bottega.insight.compare import compare
+from bottega.insight.verify_resume import compare as first_difference
+from bottega.methods.forgetting import Forgetting, transfer
+from bottega.techniques.by_source import BySource
+from bottega.techniques.ewc import Ewc, consolidate
+from toy_task import Toy, engine, source
+
+BOTH = [{"name": "ewc", "options": {"samples": 6}}, {"name": "replay", "options": {"share": 0.25, "memory": 5}}]
+
+
+# What is measured
+
+
+class Padded(Toy):
+    """Filled-up rows count nowhere, and each example says who it is."""
+
+    def counts(self, batch: Batch) -> Any:
+        mask = (
+            np.asarray(batch["mask"]) * (np.asarray(batch["weight"]) > 0)[:, None]
+            if "weight" in batch
+            else batch["mask"]
+        )
+        return {"error": float(np.sum(mask)), "mean": float((np.sum(mask, axis=1) > 0).sum())}
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        weight = (batch["weight"] > 0).float() if "weight" in batch else torch.ones(len(batch["x"]))
+        mask = batch["mask"].float()
+        x = batch["x"] + self.noise * rng.normal("x", tuple(batch["x"].shape[1:]))
+        wrong = (models["model"](x) - batch["y"]) ** 2 * mask * weight[:, None]
+        return Loss(
+            terms={"error": (wrong.sum(), 1.0), "mean": ((wrong.sum(1) / mask.sum(1)).sum(), 0.25)},
+            metrics={"absolute": (wrong.detach().sqrt().sum(), (mask * weight[:, None]).sum())},
+            rows={"first": batch["x"][:, 0, 0]},
+        )
+
+
+def with_sources(count: int = 37) -> ArraySource:
+    owner = np.arange(count) % 3 - (np.arange(count) == 5) * 10  # the sixth is nobody's
+    return ArraySource({**source(samples=count).arrays, "source": owner})
+
+
+def test_each_source_is_measured_as_if_it_were_alone() -> None:
+    samples = with_sources()
+    plain = engine(task=Padded(noise=0.0))
+    both = engine(task=BySource(inner=Padded(noise=0.0), names=("a", "b", "c")))
+    found = evaluate(both, evaluate_batches(samples, 8))
+    everything = ArraySource({k: v for k, v in samples.arrays.items() if k != "source"})
+    for name, value in evaluate(plain, evaluate_batches(everything, 8)).items():
+        assert found[name] == pytest.approx(value, rel=1e-6)
+    for number, name in enumerate("abc"):
+        own = samples.arrays["source"] == number
+        alone = ArraySource({k: v[own] for k, v in everything.arrays.items()})
+        for metric, value in evaluate(plain, evaluate_batches(alone, 5)).items():
+            assert found[f"{name}/{metric}"] == pytest.approx(value, rel=1e-6)
+
+
+def test_shares_of_two_ranks_add_up_and_rows_stay_in_order() -> None:
+    samples, one = with_sources(), engine(task=BySource(inner=Padded(), names=("a", "b", "c")))
+    whole = [one.eval_step(batch) for batch in evaluate_batches(samples, 8)]
+    ranks = [[one.eval_step(batch) for batch in evaluate_batches(samples, 8, rank=r, world=2)] for r in range(2)]
+    for step, (sums, rows) in enumerate(whole):
+        shares = [rank[step] for rank in ranks]
+        for name, (total, count) in sums.items():
+            assert float(sum(share.sums[name][0] for share in shares)) == pytest.approx(
+                float(total), rel=1e-5, abs=1e-7
+            )
+            assert float(sum(share.sums[name][1] for share in shares)) == float(count)
+        joined = torch.cat([share.rows["first"] for share in shares])
+        assert torch.equal(joined, rows["first"])
+        assert [list(share.sums) for share in shares] == [list(sums)] * 2  # ranks add up by the order of the names
+
+
+def test_training_does_not_see_the_number_of_a_source() -> None:
+    batch = next(evaluate_batches(with_sources(), 8))
+    inner, outer = engine(task=Padded()), engine(task=BySource(inner=Padded(), names=("a", "b", "c")))
+    plain = {name: value for name, value in batch.items() if name not in ("source", "index")}
+    for one, given in ((inner, plain), (outer, {**plain, "source": batch["source"]})):
+        one.train_step(0, given)
+    for a, b in zip(inner.model.parameters(), outer.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# The matrix
+
+
+def test_transfer_of_a_hand_worked_matrix() -> None:
+    matrix = np.array([[0.9, 0.2, 0.1], [0.6, 0.8, 0.3], [0.5, 0.85, 0.7]])
+    found = transfer(matrix, maximise=True)
+    assert found["average"] == pytest.approx((0.5 + 0.85 + 0.7) / 3)
+    assert found["backward_transfer"] == pytest.approx(((0.5 - 0.9) + (0.85 - 0.8)) / 2)
+    assert found["forgetting"] == pytest.approx(((0.9 - 0.5) + (0.8 - 0.85)) / 2)
+    # A loss that rises is transfer below 0 as well.
+    assert transfer(1 - matrix, maximise=False)["backward_transfer"] == pytest.approx(found["backward_transfer"])
+    assert transfer(1 - matrix, maximise=False)["forgetting"] == pytest.approx(found["forgetting"])
+
+
+def test_the_matrix_is_of_the_ends_of_turns_and_survives_a_resume() -> None:
+    progress = Progress(total=9)
+    watch = Forgetting(("a", "b"), Goal("accuracy", maximise=True))
+    watch.firsts = (0, 4)
+    watch.start(progress)
+    for step, a, b in ((2, 0.1, 0.1), (4, 0.8, 0.2)):
+        progress.step = step
+        measured = {"accuracy": 0.5, "a/accuracy": a, "b/accuracy": b}
+        assert watch.summarise(measured) == measured
+    again = Forgetting(("a", "b"), Goal("accuracy", maximise=True))
+    again.firsts = (0, 4)
+    again.recall(json.loads(json.dumps(watch.note())))
+    again.start(progress)
+    progress.step = 9
+    found = again.summarise({"accuracy": 0.5, "a/accuracy": 0.5, "b/accuracy": 0.9})
+    assert again.matrix == [[0.8, 0.2], [0.5, 0.9]]
+    assert found["backward_transfer"] == pytest.approx(-0.3)
+    again.recall({})
+    assert again.matrix == [[None, None], [None, None]]
+
+
+# What is held
+
+
+def test_fisher_is_the_mean_of_squared_gradients_of_single_examples() -> None:
+    one, samples = engine(task=Toy(dropout=0.5)), source(samples=7)
+    names = [name for name, _ in one.model.named_parameters()]
+    one.model.first.weight.requires_grad_(False)  # as if it began to learn later
+    single = [(i, samples.rows(np.array([i]), np.array([0]))) for i in range(7)]
+    found = diagonal(one, single, count=7, names=names)
+    assert not one.model.first.weight.requires_grad
+
+    model, wanted = one.model.eval().requires_grad_(True), dict.fromkeys(names, 0.0)
+    for number, batch in single:
+        model.zero_grad()
+        rng = Noise(one.seed, DRAWN_FOR, torch.tensor([number]), torch)
+        out = one.task.loss({"model": model}, {k: torch.from_numpy(v) for k, v in batch.items()}, rng)
+        sum_terms(out.terms, one.task.counts(batch)).backward()
+        for name, p in model.named_parameters():
+            wanted[name] = wanted[name] + p.grad**2 / 7
+    for name in names:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-12)
+    assert all(float(f.sum()) > 0 for f in found.values())
+    # Two ranks with every other example each have the same sum.
+    halves = [diagonal(one, single[rank::2], count=7, names=names) for rank in range(2)]
+    for name in names:
+        torch.testing.assert_close(halves[0][name] + halves[1][name], found[name], rtol=1e-5, atol=1e-12)
+
+
+def test_penalty_pulls_back_by_importance() -> None:
+    task = Ewc(inner=Toy(), strength=3.0)
+    one = engine(task=task)
+    named = dict(one.model.named_parameters())
+    assert set(one.kept) == {f"{kind}/{name}" for kind in ("fisher", "anchor") for name in named}
+    penalty = task.penalty(named, one.kept)
+    assert penalty.item() == 0.0
+    importance = {name: torch.rand_like(p) for name, p in named.items()}
+    consolidate(one.kept, named, importance, decay=0.5)
+    at = {name: p.detach().clone() for name, p in named.items()}
+    with torch.no_grad():
+        for p in named.values():
+            p.add_(0.1)
+    gradients = torch.autograd.grad(task.penalty(named, one.kept), list(named.values()))
+    for (name, p), gradient in zip(named.items(), gradients, strict=True):
+        torch.testing.assert_close(gradient, 3.0 * importance[name] * (p - at[name]))
+    consolidate(one.kept, named, importance, decay=0.5)
+    for name, p in named.items():
+        torch.testing.assert_close(one.kept[f"fisher/{name}"], 1.5 * importance[name])
+        assert torch.equal(one.kept[f"anchor/{name}"], p)
+
+
+# Runs
+
+
+def language(folder: Path) -> dict[str, Any]:
+    paths = [small_run.write_text(folder / f"{i}.txt", seed=i, words=words) for i, words in enumerate((600, 400))]
+    changes = {"data.sources": [{"path": str(path)} for path in paths], "data.validation.split": 0.2}
+    values = {**small_run.settings(folder, paths[0]), **changes, "data.train.path": None}
+    return {key: value for key, value in values.items() if key != "data.train.path"}
+
+
+def by_class(values: dict[str, Any], first: list[str], second: list[str]) -> dict[str, Any]:
+    path = values["data.train.path"]
+    sources = [{"path": path, "labels": first, "name": "early"}, {"path": path, "labels": second, "name": "late"}]
+    kept = {key: value for key, value in values.items() if not key.startswith("data.train")}
+    return {**kept, "data.train": {}, "data.sources": sources}
+
+
+def classify(folder: Path) -> dict[str, Any]:
+    values = small_texts.settings(folder, "cnn", **{"model.word_dropout": 0.2, "data.split": None})
+    return by_class(values, ["cook", "sail"], ["sing"])
+
+
+def image(folder: Path) -> dict[str, Any]:
+    return by_class(small_media.image(folder), ["dark", "grey"], ["bright"])
+
+
+CASES: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
+    "language": ("language/shakespeare", language),
+    "classify": ("classify", classify),
+    "image": ("image", image),
+}
+
+
+def train(case: str, folder: Path, **changes: Any) -> Any:
+    recipe, settings = CASES[case]
+    return bottega.train(recipe, {**settings(folder), "name": "run", "data.mixture": "sequence", **changes})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_kill_at_around_and_between_borders_changes_nothing(case: str, tmp_path: Path) -> None:
+    changes = {"techniques": BOTH, "checkpoint.every": 1, "checkpoint.keep": 20, "evaluation.every": 7}
+    run = train(case, tmp_path, **changes)
+    matrix = json.loads((run.path / "forgetting.json").read_text())
+    assert (run.path / "forgetting.png").stat().st_size > 1000
+    names = matrix["sources"]
+    assert names == (["source-0", "source-1"] if case == "language" else ["early", "late"])
+    assert {f"{name}/loss" for name in names} <= set(run.metrics)
+    assert run.metrics["backward_transfer"] == pytest.approx(matrix["backward_transfer"])
+    evaluated = small_run.steps_logged(run.path, "eval")
+    (border,) = set(evaluated) - {7, 8}  # the first step of the second source
+    assert 0 < border < 8
+    whole = tmp_path / "whole"
+    shutil.move(run.path, whole)
+    for last in (border, border + 1):
+        shutil.rmtree(run.path, ignore_errors=True)
+        shutil.copytree(whole, run.path, symlinks=True)
+        (run.path / "forgetting.json").unlink()
+        for folder in (run.path / "checkpoints").glob("step-*"):
+            if int(folder.name.removeprefix("step-")) > last:
+                shutil.rmtree(folder)
+        train(case, tmp_path, **changes)
+        assert first_difference(whole, run.path) is None, last
+        assert json.loads((run.path / "forgetting.json").read_text()) == matrix
+
+
+def test_before_the_first_border_nothing_is_held(tmp_path: Path) -> None:
+    """Bit for bit the plain run up to the second source, and another one after it."""
+    found = {}
+    for name, techniques in (("plain", []), ("held", BOTH[:1])):
+        changes = {"checkpoint.every": 1, "checkpoint.keep": 20, "techniques": techniques}
+        run = train("classify", tmp_path, **changes, name=name)
+        border = (set(small_run.steps_logged(run.path, "eval")) - {4, 8}).pop()
+        for step in (border, border + 2):  # at the border itself the weights are the anchors
+            folder = run.path / "checkpoints" / f"step-{step:08d}"
+            tensors = {f: load_file(folder / f"{f}.safetensors") for f in ("model", "optimizer")}
+            found[name, step] = {f"{f}/{n}": a for f in tensors for n, a in tensors[f].items()}
+    assert small_run.different(found["plain", border], found["held", border]) == []
+    assert small_run.different(found["plain", border + 2], found["held", border + 2])
+    rows = [json.loads(line) for line in (tmp_path / "held" / "metrics.jsonl").read_text().splitlines()]
+    penalties = {row["step"]: row["penalty"] for row in rows if row["kind"] == "train"}
+    assert {penalties[step] for step in range(1, border + 2)} == {0.0}
+    assert min(penalties[step] for step in range(border + 2, 9)) > 0
+
+
+def test_a_limit_and_few_batches_still_measure_every_source(tmp_path: Path) -> None:
+    run = train("classify", tmp_path, **{"data.validation.limit": 6, "evaluation.max_batches": 1})
+    assert np.isfinite([run.metrics[f"{name}/accuracy"] for name in ("early", "late")]).all()
+    saved = bottega.load(run.path)
+    held_out: Source = saved.branch.validation()
+    assert isinstance(held_out, First)
+    assert len(held_out) == 6
+    result = bottega.evaluate(run.path)
+    assert result["metrics"]["accuracy"] >= 0
+
+
+def test_what_evaluate_writes_names_the_right_examples(tmp_path: Path) -> None:
+    from bottega.insight.answers import Answers
+
+    saved = bottega.load(train("classify", tmp_path).path)
+    _, rows, held_out = saved.examined(split="validation")
+    lines = Answers(rows, held_out, tuple(saved.branch.classes.names)).lines()
+    table = saved.branch.prepared.table("validation")
+    labels = {table.row("key", i): table.row("label", i) for i in range(len(table))}
+    assert {line["key"]: line["label"] for line in lines} == labels
+
+
+def test_one_pass_over_a_stream(tmp_path: Path) -> None:
+    run = train(
+        "classify", tmp_path, **{"training.max_steps": None, "training.num_epochs": 1, "training.batch_size": 7}
+    )
+    saved = bottega.load(run.path)
+    sizes = [saved.branch.prepared.tables[f"train.{i}"]["rows"] for i in range(2)]
+    assert run.step == sum(-(-size // 7) for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        (
+            {"data.mixture": None, "techniques": ["ewc"]},
+            UsageError,
+            "ewc is about sources .* say data.mixture: sequence",
+        ),
+        ({"data.mixture": None, "techniques": ["replay"]}, UsageError, "replay is about sources"),
+        ({"data.sources": [{"kind": "embedded"}]}, UsageError, "a sequence needs two sources or more"),
+        ({"data.replay.path": "x"}, UsageError, "a sequence has an order of its own"),
+        ({"training.max_steps": 1}, UsageError, r"data.sources\[.\] has .* not one is its own"),
+        ({"data.validation.split": 0.01}, DataError, r"data.validation: has no sample of data.sources\[.\]"),
+    ],
+)
+def test_what_makes_no_sequence_is_said(
+    changes: dict[str, Any], kind: type[Exception], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=words):
+        train("classify", tmp_path, **changes)
+
+
+def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
+    values = classify(tmp_path)
+    twice = [{**source, "name": "same"} for source in values["data.sources"]]
+    with pytest.raises(UsageError, match="2 are named same"):
+        train("classify", tmp_path, **{"data.sources": twice})
+
+
+def test_without_validation_there_is_no_matrix_and_that_is_said(tmp_path: Path) -> None:
+    run = train("classify", tmp_path, **{"data.validation": None})
+    assert "nothing measures what is forgotten" in (run.path / "log.txt").read_text()
+    assert not (run.path / "forgetting.json").exists()
+
+
+def test_turns_cannot_be_moved_by_a_resume(tmp_path: Path) -> None:
+    train("classify", tmp_path)
+    for changes in ({"training.max_steps": 12}, {"training.batch_size": 4}):
+        with pytest.raises(UsageError, match="was started with another recipe"):
+            train("classify", tmp_path, **changes)
+
+
+# What it is for
+
+
+def digits(folder: Path, name: str, seed: int, techniques: list[Any]) -> None:
+    source = {"kind": "embedded"}
+    sources = [{**source, "labels": list(range(5))}, {**source, "labels": list(range(5, 10))}]
+    values = {
+        "output_dir": str(folder),
+        "name": f"{name}-s{seed}",
+        "seed": seed,
+        "techniques": techniques,
+        "model.hidden_size": 8,
+        "data.train": {},
+        "data.sources": sources,
+        "data.mixture": "sequence",
+        "training.max_steps": 60,
+        "training.batch_size": 32,
+        "training.scheduler": {"name": "constant", "warmup_steps": 5},
+        "evaluation.every": 60,
+        "logging.tensorboard": False,
+        "logging.resources": False,
+    }
+    bottega.train("classify/image", values)
+
+
+@pytest.mark.slow
+def test_ewc_and_replay_forget_less_than_plain_training_at_equal_steps(tmp_path: Path) -> None:
+    """Digits 0 to 4, then 5 to 9, with one head for all ten: five seeds each."""
+    for seed in range(5):
+        digits(tmp_path, "plain", seed, [])
+        digits(tmp_path, "ewc", seed, [{"name": "ewc", "options": {"samples": 128}}])
+        digits(tmp_path, "replay", seed, ["replay"])
+    groups = [str(tmp_path / f"{name}-s*") for name in ("plain", "ewc", "replay")]
+    for metric in ("backward_transfer", "average"):
+        report = compare(groups, metric=metric)
+        for pair in report["pairs"][:2]:
+            assert pair["difference"] > 0, pair["verdict"]
+            assert pair["p_adjusted"] < 0.05, pair["verdict"]

@@ -1,0 +1,551 @@
+"""Distillation: the same question to both, the formula by hand, nothing lost on the way, and teachers that do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bottega
+import small_media
+import small_run
+import small_texts
+from bottega import branches, cli
+from bottega.compose import build_engine, build_loader, plan_rates
+from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.loop import evaluate
+from bottega.core.noise import Noise
+from bottega.core.rundir import read_metrics
+from bottega.core.task import Task
+from bottega.core.types import Loss
+from bottega.data.loader import evaluate_batches
+from bottega.insight.compare import compare
+from bottega.methods import applied
+from bottega.models.transformer import Transformer
+from bottega.schema import needs
+from bottega.schema.load import load_recipe, to_yaml
+from bottega.schema.transformer import TransformerShape
+from bottega.tasks.language import Language
+from bottega.techniques.distill import Distilled, binary_divergence, divergence, state_difference
+from bottega.techniques.overheard import Overheard, blocks_of, matched
+from small_run import different, tensors
+
+Settings = Callable[[Path], dict[str, Any]]
+
+
+def language(folder: Path) -> dict[str, Any]:
+    return small_run.settings(folder, small_run.write_text(folder / "text.txt"))
+
+
+def pictures(folder: Path) -> dict[str, Any]:
+    shared = {
+        key: value for key, value in small_media.image(folder).items() if not key.startswith(("model.", "samples."))
+    }
+    return {**shared, "model.hidden_size": 8}
+
+
+SMALLER: dict[str, tuple[Settings, dict[str, Any]]] = {
+    "language/shakespeare": (language, {"model.num_layers": 2}),
+    "classify": (small_texts.settings, {"model.num_layers": 1}),
+    "classify/image": (pictures, {"model.hidden_size": 4}),
+    "image": (small_media.image, {"model.num_layers": 1}),
+}
+"""Recipe -> its settings, and what is another size in the student than in the teacher."""
+
+
+def taught(teacher: Path | str, **options: Any) -> dict[str, Any]:
+    return {"techniques": [{"name": "distill", "options": {"teacher": str(teacher), **options}}]}
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("teachers")
+    return {name: train(name, folder / name.replace("/", "-"), name="teacher") for name in SMALLER}
+
+
+def values(recipe: str, folder: Path, /, **changes: Any) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return {**SMALLER[recipe][0](folder), **changes}
+
+
+def train(recipe: str, folder: Path, /, **changes: Any) -> Path:
+    path: Path = bottega.train(recipe, values(recipe, folder, **changes)).path
+    return path
+
+
+@pytest.fixture(params=SMALLER)
+def recipe(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Subject:
+    """One process of a run, without the loop around it."""
+
+    def __init__(self, recipe: str, folder: Path, /, **changes: Any) -> None:
+        resolved = load_recipe([recipe, values(recipe, folder, **changes)]).recipe
+        self.branch: Any = branches.prepare(resolved, say=lambda stage, done, total: None)
+        self.lesson = applied(resolved, self.branch)
+        self.engine = build_engine(resolved, self.lesson.task)
+        self.loader = build_loader(resolved, self.lesson.training, self.engine, self.lesson.order)
+        plan_rates(resolved, self.engine, total=8, steps_per_epoch=round(self.loader.steps_per_epoch))
+
+    def advance(self, steps: int, change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> list[dict[str, float]]:
+        batches = (change(dict(self.loader.batch(step))) for step in range(steps))
+        return [self.engine.fetch(self.engine.train_step(step, batch)) for step, batch in enumerate(batches)]
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: tensor.detach().numpy().copy() for name, tensor in self.engine.model.state_dict().items()}
+
+
+# What is learnt
+
+
+def test_a_teacher_without_a_say_changes_no_bit(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+    more = {"training.micro_batch_size": 3, "model.dropout": 0.1}
+    plain = Subject(recipe, tmp_path, **more)
+    silent = Subject(recipe, tmp_path, **more, **taught(teachers[recipe], alpha=0.0))
+    assert [r["loss"] for r in plain.advance(3)] == [r["loss"] for r in silent.advance(3)]
+    assert different(plain.weights(), silent.weights()) == []
+
+
+def test_validation_means_what_it_meant(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+    """The loss of the data, whatever the teacher's share; and how far the student is from the teacher."""
+    found = []
+    for changes in ({}, taught(teachers[recipe], alpha=0.9, temperature=3.0)):
+        subject = Subject(recipe, tmp_path, **changes)
+        assert subject.lesson.validation is not None
+        found.append(evaluate(subject.engine, evaluate_batches(subject.lesson.validation, 5)))
+    plain, distilled = found
+    assert distilled.pop("distill") > 0
+    assert distilled == pytest.approx(plain, rel=1e-6)
+    assert "distill" in subject.lesson.metrics
+
+
+@pytest.mark.parametrize("name", ["classify", "classify/image"])
+def test_the_teacher_alone_needs_no_labels(name: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+    """Not even where classes have weights, by which the task's own loss is counted."""
+    options = {**taught(teachers[name], alpha=1.0), "loss.class_weights": [5.0, 1.0, 0.2]}
+    told, misled = Subject(name, tmp_path, **options), Subject(name, tmp_path, **options)
+    told.advance(4)
+    misled.advance(4, lambda batch: {**batch, "label": (batch["label"] + 1) % 3})
+    assert different(told.weights(), misled.weights()) == []
+    half = {**taught(teachers[name], alpha=0.5), "loss.class_weights": [5.0, 1.0, 0.2]}
+    other, another = Subject(name, tmp_path, **half), Subject(name, tmp_path, **half)
+    other.advance(4)
+    another.advance(4, lambda batch: {**batch, "label": (batch["label"] + 1) % 3})
+    assert different(other.weights(), another.weights()), "with half a say the data is heard"
+
+
+def test_a_student_follows(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+    subject = Subject(
+        recipe, tmp_path, seed=1, **taught(teachers[recipe], alpha=1.0), **{"training.learning_rate": 3e-3}
+    )
+    batch = dict(subject.loader.batch(0))
+    steps = [subject.engine.fetch(subject.engine.train_step(0, dict(batch))) for _ in range(40)]
+    assert steps[-1]["distill"] < 0.7 * steps[0]["distill"]
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.5])
+def test_the_mean_is_exact_under_any_split(
+    recipe: str, hidden: float, teachers: dict[str, Path], tmp_path: Path
+) -> None:
+    plain = {"training.optimizer.name": "sgd", "training.learning_rate": 0.1, "model.dropout": 0.0}
+    plain |= {**SMALLER[recipe][1], **taught(teachers[recipe], hidden=hidden)}
+
+    def without_last(batch: dict[str, Any], *, other: bool = False) -> dict[str, Any]:
+        """As if the last two rows only filled the batch up; with `other` by other samples."""
+        size = len(next(value for value in batch.values() if np.ndim(value)))
+        rows = np.r_[: size - 2, 0, 1] if other else np.arange(size)
+        batch = {name: value[rows] if np.ndim(value) else value for name, value in batch.items()}
+        return {**batch, "weight": (np.arange(size) < size - 2).astype(np.float32)}
+
+    whole = Subject(recipe, tmp_path, **plain)
+    split = Subject(recipe, tmp_path, **plain, **{"training.micro_batch_size": 3})
+    a, b = whole.advance(3, without_last), split.advance(3, lambda batch: without_last(batch, other=True))
+    for name in ("loss", "distill", *(["hidden"] if hidden else [])):
+        # A divergence is the difference of logarithms near 1, each of them rounded.
+        assert [r[name] for r in b] == pytest.approx([r[name] for r in a], rel=1e-5, abs=1e-7), name
+    for name, tensor in whole.weights().items():
+        np.testing.assert_allclose(split.weights()[name], tensor, rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+    options = {**SMALLER[recipe][1], **taught(teachers[recipe], hidden=0.3), "training.scheduler.name": "constant"}
+    straight = train(recipe, tmp_path, name="straight", **options)
+    cut = train(recipe, tmp_path, name="cut", **{**options, "training.max_steps": 5})
+    train(recipe, tmp_path, name="cut", **options)
+    assert different(tensors(straight), tensors(cut)) == []
+    rows = [row for row in read_metrics(cut / "metrics.jsonl") if row["kind"] == "eval"]
+    assert {"loss", "distill", "hidden"} <= rows[-1].keys()
+    assert not any("teacher" in name for name in tensors(cut)), "a teacher is no part of what was learnt"
+    assert bottega.load(cut, checkpoint="last").evaluate()["loss"] == pytest.approx(rows[-1]["loss"], rel=1e-5)
+
+
+# The formula, by hand
+
+
+class Answers(Task):
+    """A task that asks a linear model for two classes."""
+
+    def build(self, seed: int) -> dict[str, Any]:
+        return {"model": linear([[0.3, -0.2], [0.1, 0.4], [-0.5, 0.2]])}
+
+    def counts(self, batch: Any) -> dict[str, float]:
+        return {"loss": float(len(batch["x"]))}
+
+    def loss(self, models: Any, batch: Any, rng: Any) -> Loss:
+        logits = models["model"](batch["x"])
+        return Loss(terms={"loss": (nn.functional.cross_entropy(logits, batch["label"], reduction="sum"), 1.0)})
+
+
+def linear(weight: list[list[float]]) -> nn.Linear:
+    layer = nn.Linear(2, 3, bias=False).double()
+    layer.weight.data = torch.tensor(weight, dtype=torch.float64)
+    return layer
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_the_gradient_is_that_of_the_formula(temperature: float) -> None:
+    """alpha T (softmax(s / T) - softmax(t / T)) + (1 - alpha) (softmax(s) - onehot), for each example."""
+    teacher = linear([[2.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])
+    task = Distilled(inner=Answers(), form="classes", teacher=teacher, temperature=temperature, alpha=0.3)
+    models = task.build(0)
+    x = torch.tensor([[1.0, -2.0], [0.5, 0.7], [3.0, 1.0]], dtype=torch.float64)
+    batch = {"x": x, "label": torch.tensor([0, 2, 1]), "weight": torch.tensor([1.0, 1.0, 0.0])}
+    out = task.loss(models, batch, Noise(0, 0, torch.arange(3), torch))
+    assert {name: weight for name, (_, weight) in out.terms.items()} == pytest.approx({"loss": 0.7, "distill": 0.3})
+    sum(total * weight for total, weight in out.terms.values()).backward()  # type: ignore[union-attr]
+    with torch.no_grad():
+        s, t = x @ models["model"].weight.T, x @ teacher.weight.T
+        soft = temperature * ((s / temperature).softmax(1) - (t / temperature).softmax(1))
+        soft[2] = 0.0  # it fills the batch up; of the task's own loss that is the task's affair
+        hard = s.softmax(1) - nn.functional.one_hot(batch["label"], 3)
+        wanted = (0.3 * soft + 0.7 * hard).T @ x
+    torch.testing.assert_close(models["model"].weight.grad, wanted, rtol=1e-5, atol=1e-7)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_temperatures_are_of_one_size() -> None:
+    """Hot, the divergence is half the mean squared difference of centred logits, whatever the temperature (Hinton, 2015);
+    what is left out is of the order of a logit over the temperature, here 3 / 50."""
+    rng = torch.Generator().manual_seed(0)
+    s, t = torch.randn(5, 7, generator=rng), torch.randn(5, 7, generator=rng)
+    limit = ((s - t) - (s - t).mean(1, keepdim=True)).square().sum(1) / 14
+    torch.testing.assert_close(divergence(s, t, 50.0), limit, rtol=6e-2, atol=1e-3)
+    assert (divergence(s, s, 2.0).abs() < 1e-6).all()
+
+
+def test_two_classes_are_one_question() -> None:
+    """A yes or no told by one logit is the softmax over that logit and 0."""
+    rng = torch.Generator().manual_seed(0)
+    s, t = torch.randn(4, 3, generator=rng), torch.randn(4, 3, generator=rng)
+    pairs = [torch.stack((z, torch.zeros_like(z)), dim=-1) for z in (s, t)]
+    torch.testing.assert_close(binary_divergence(s, t, 2.0), divergence(*pairs, 2.0).mean(1))
+
+
+def test_a_language_model_says_the_same_to_who_listens() -> None:
+    """The sum that is made of logits is the one that the transformer makes itself, ignored targets left out."""
+    shape = TransformerShape(
+        num_layers=1,
+        hidden_size=16,
+        num_heads=2,
+        num_kv_heads=2,
+        head_size=8,
+        intermediate_size=32,
+        vocab_size=11,
+        context=8,
+    )
+    model = Language(shape=shape).build(0)["model"]
+    tokens = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(-1, 1).masked_fill(torch.arange(8) > 5, -100)
+    heard = Overheard(model, tokens=True)
+    torch.testing.assert_close(heard(tokens, targets), model(tokens, targets))
+    assert heard.call.answer.shape == (3, 8, 11)
+    assert heard.call.kept is not None
+    assert int(heard.call.kept.sum()) == 18
+    assert heard.training == model.training
+
+
+# Between the blocks
+
+
+def test_states_are_compared_as_directions() -> None:
+    rng = torch.Generator().manual_seed(0)
+    own, theirs = torch.randn(2, 6, 5, generator=rng), torch.randn(2, 6, 5, generator=rng)
+    kept = torch.arange(6)[None] < torch.tensor([[6], [4]])
+    found = state_difference(own, theirs, kept)
+    cosine = nn.functional.cosine_similarity(own, theirs, dim=-1)
+    torch.testing.assert_close(found, torch.stack([(2 - 2 * cosine[0]).mean(), (2 - 2 * cosine[1, :4]).mean()]))
+    torch.testing.assert_close(state_difference(3 * own, theirs, kept), found)
+    spoilt = own.clone()
+    spoilt[1, 4:] = float("nan")
+    torch.testing.assert_close(state_difference(spoilt, theirs, kept), found), "what fills up a row is of any value"
+
+
+def test_of_other_widths_relations_are_compared() -> None:
+    """A turn of all states into another space changes no relation, and so nothing is to be learnt."""
+    rng = torch.Generator().manual_seed(0)
+    own = torch.randn(2, 6, 5, generator=rng)
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=rng))[0][:5]
+    kept = torch.ones(2, 6, dtype=torch.bool)
+    assert (state_difference(own, own @ turn, kept) < 1e-10).all()
+    assert (state_difference(own, torch.randn(2, 6, 8, generator=rng), kept) > 1e-2).all()
+    with pytest.raises(UsageError, match=r"hidden: a block of the teacher has 4 positions, and the student's 6"):
+        state_difference(own, own[:, :4], kept)
+    assert state_difference(torch.randn(1, 5000, 2), torch.randn(1, 5000, 3), None).isfinite().all()
+
+
+def test_blocks_meet_at_the_same_depth() -> None:
+    own, theirs = [nn.Linear(1, 1) for _ in range(2)], [nn.Linear(1, 1) for _ in range(5)]
+    assert matched(own, theirs) == [(own[0], theirs[1]), (own[1], theirs[4])]
+    assert matched(theirs, own) == [(theirs[1], own[0]), (theirs[4], own[1])]
+
+
+def test_activations_that_are_made_again_are_heard_once(teachers: dict[str, Path], tmp_path: Path) -> None:
+    options = {**taught(teachers["language/shakespeare"], hidden=1.0), "model.num_layers": 2}
+    plain = Subject("language/shakespeare", tmp_path, **options)
+    again = Subject("language/shakespeare", tmp_path, **options, **{"training.gradient_checkpointing": True})
+    assert plain.advance(3) == again.advance(3)
+    assert different(plain.weights(), again.weights()) == []
+    assert isinstance(plain.engine.model, Transformer)
+    assert not any(block._forward_hooks for block in blocks_of(plain.engine.model)), "nobody listens on"
+
+
+def test_who_listens_inside_does_not_compile(teachers: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"training\.compile: true, and techniques\.distill\.hidden"):
+        Subject("classify", tmp_path, **taught(teachers["classify"], hidden=1.0), **{"training.compile": True})
+    cnn = small_texts.settings(tmp_path / "cnn", "cnn", **{"data.sequence_length": 64})
+    with pytest.raises(UsageError, match=r"hidden: the student is a Kim, which has no blocks one after the other"):
+        bottega.train("classify/cnn", {**cnn, **taught(teachers["classify"], hidden=1.0)})
+
+
+# Who teaches
+
+
+def refused(match: str, recipe: str, folder: Path, /, **changes: Any) -> None:
+    with pytest.raises(UsageError, match=match) as caught:
+        train(recipe, folder, **changes)
+    assert caught.value.code == 2
+    assert str(caught.value).startswith("techniques.distill.teacher: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_another_vocabulary_is_refused_and_the_remedy_works(tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("".join(f"Quick foxes jump over {n} lazy dogs!\n" for n in range(300)))
+    teacher = train("language/shakespeare", tmp_path, name="teacher", **{"data.train.path": str(other)})
+    refused(
+        r"has tokenizer \w{12}, and here it is tokenizer \w{12}; set data\.tokenizer",
+        "language/shakespeare",
+        tmp_path,
+        **taught(teacher),
+    )
+    wider = train("language/shakespeare", tmp_path, name="wider", **{"model.vocab_size": 64})
+    refused(
+        r"vocab_size 64, and here it is vocab_size 14; set model\.vocab_size=64",
+        "language/shakespeare",
+        tmp_path,
+        **taught(wider),
+    )
+    longer = {"data.sequence_length": 32, "model.context": 32}
+    refused(
+        r"reads 16 tokens at most, and here a text may have 32; set data\.sequence_length=16",
+        "language/shakespeare",
+        tmp_path,
+        **longer,
+        **taught(train("language/shakespeare", tmp_path, name="short")),
+    )
+    less = tmp_path / "less.txt"
+    less.write_text("lazy dogs jump over foxes\n" * 300)
+    remedy = {"data.tokenizer.kind": "pretrained", "data.tokenizer.path": str(teacher / "codec")}
+    assert train(
+        "language/shakespeare", tmp_path, name="x", **{"data.train.path": str(less)}, **remedy, **taught(teacher)
+    )
+
+
+def test_other_classes_and_sizes_are_refused(teachers: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "classes"
+    folder.mkdir()
+    rows = [{**row, "label": row["label"].upper()} for row in small_texts.rows()]
+    (folder / "upper.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    upper = {"data.train.path": str(folder / "upper.jsonl")}
+    refused(
+        r"has the 3 classes cook, sail, sing, and here it is the 3 classes COOK, SAIL, SING",
+        "classify",
+        folder,
+        **upper,
+        **taught(teachers["classify"]),
+    )
+    refused(
+        r"has a sample of image 8 x 8 x 1, and here it is a sample of image 4 x 4 x 1",
+        "classify/image",
+        tmp_path,
+        **{"data.image_size": 4},
+        **taught(teachers["classify/image"]),
+    )
+    refused(
+        r"has objective flow, and here it is objective v; set model\.objective=flow",
+        "image",
+        tmp_path,
+        **{"model.objective": "v"},
+        **taught(teachers["image"]),
+    )
+    refused(
+        r"has condition class, and here it is condition none; set model\.condition=class",
+        "image",
+        tmp_path,
+        **{"model.condition": "none"},
+        **taught(teachers["image"]),
+    )
+    refused(
+        r"has normalise \w+, and here it is normalise unit; set data\.normalise",
+        "image",
+        tmp_path,
+        **{"data.normalise": "unit"},
+        **taught(teachers["image"]),
+    )
+    refused(r"has learnt image, and here it is classify of text", "classify", tmp_path, **taught(teachers["image"]))
+    refused(r"there is no run and no folder at .*nowhere", "classify", tmp_path, **taught(tmp_path / "nowhere"))
+    refused(r"is neither a run nor a saved model", "classify", tmp_path, **taught(tmp_path))
+    refused(r"is no run; of images the teacher is the directory of a run", "image", tmp_path, **taught(tmp_path))
+
+
+def test_what_has_no_answer_has_no_teacher(teachers: dict[str, Path], tmp_path: Path) -> None:
+    shared = {k: v for k, v in small_media.image(tmp_path).items() if not k.startswith(("model.", "samples."))}
+    with pytest.raises(UsageError, match=r"^techniques: distill has no answer of image_vae to follow"):
+        bottega.train("image_vae/digits", {**shared, "model.hidden_size": 8, **taught(teachers["image"])})
+
+
+def test_an_exported_folder_teaches_as_its_run_does(teachers: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("language/shakespeare", "classify", "classify/image"):
+        bottega.load(teachers[name]).export(tmp_path / name / "out")
+        by_run = Subject(name, tmp_path / name, **taught(teachers[name]))
+        by_folder = Subject(name, tmp_path / name, **taught(tmp_path / name / "out"))
+        assert by_run.lesson.frozen == by_folder.lesson.frozen
+        assert by_run.advance(2) == by_folder.advance(2)
+
+
+def test_a_classifier_of_transformers_teaches_and_a_bare_encoder_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    encoder = small_texts.encoder(tmp_path / "encoder")
+    small = {key: value for key, value in small_texts.settings(tmp_path).items() if not key.startswith("model.")}
+    tuned = bottega.train(
+        "classify/pretrained", {**small, "model.from": str(encoder), "name": "tuned", "training.num_epochs": None}
+    )
+    folder = bottega.load(tuned.path).export(tmp_path / "out")
+    student = {"data.tokenizer.kind": "pretrained", "data.tokenizer.path": str(encoder), "data.sequence_length": 32}
+    by_run, by_folder = (
+        Subject("classify", tmp_path, **student, **taught(who, hidden=0.5)) for who in (tuned.path, folder)
+    )
+    assert by_run.advance(2) == by_folder.advance(2)
+    refused(r"holds an encoder that has learnt no classes", "classify", tmp_path, **student, **taught(encoder))
+
+
+def test_a_run_goes_on_with_its_teacher_only(teachers: dict[str, Path], tmp_path: Path) -> None:
+    teacher = Path(shutil.copytree(teachers["classify"], tmp_path / "teacher", symlinks=True))
+    options = {**taught(teacher), "training.scheduler.name": "constant", "name": "x"}
+    train("classify", tmp_path, **{**options, "training.max_steps": 4})
+    shutil.rmtree(teacher)
+    train("classify", tmp_path, seed=5, name="teacher")
+    with pytest.raises(CheckpointError, match=r"is another teacher than this run began with"):
+        train("classify", tmp_path, **options)
+    shutil.rmtree(teacher)
+    shutil.copytree(teachers["classify"], teacher, symlinks=True)
+    train("classify", tmp_path, **options)
+
+
+# A teacher that is a part of the recipe
+
+
+def test_a_teacher_that_is_needed_is_trained_first_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = {"training.max_steps": 4, "training.batch_size": 8, "model.hidden_size": 8, "logging.tensorboard": False}
+    options = {**taught("needs.teacher"), "needs.teacher": {"recipe": "classify/image", "settings": part}}
+    resolved = load_recipe(["classify/image", {**values("classify/image", tmp_path), **options}]).recipe
+    assert needs.referenced(resolved) == ["teacher"]
+    place = needs.part_run(resolved, "teacher")
+    chosen: Any = needs.placed(resolved).techniques[0].options
+    assert chosen.teacher == str(place)
+    file = tmp_path / "both.yaml"
+    file.write_text(to_yaml(resolved))
+    assert cli.main(["train", str(file), "name=one"]) == 0
+    said = capsys.readouterr().err
+    assert said.index("needs.teacher is trained first") < said.index("distill: the teacher is")
+    made = (place / "checkpoints" / "last").stat().st_mtime_ns
+    assert cli.main(["train", str(file), "name=two", "seed=1"]) == 0
+    assert "is trained first" not in capsys.readouterr().err
+    assert (place / "checkpoints" / "last").stat().st_mtime_ns == made
+    assert (
+        cli.main(["train", str(file), "name=three", "techniques=[{name: distill, options: {teacher: needs.other}}]"])
+        == 2
+    )
+    assert "needs.other is named, and the recipe's needs are teacher" in capsys.readouterr().err
+
+
+# What it is good for
+
+TINY = {
+    "model.num_layers": 1,
+    "model.hidden_size": 32,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_size": 16,
+}
+TINY |= {"model.intermediate_size": 64, "model.context": 32, "data.sequence_length": 32}
+LARGER = {
+    "model.num_layers": 2,
+    "model.hidden_size": 64,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_size": 32,
+}
+LARGER |= {"model.intermediate_size": 128, "model.context": 32, "data.sequence_length": 32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "student", "teacher", "options"),
+    [
+        (
+            "image",
+            {"model.hidden_size": 32, "model.num_layers": 2, "training.max_steps": 100, "training.batch_size": 16},
+            {"model.hidden_size": 64, "model.num_layers": 3, "training.max_steps": 400, "training.batch_size": 64},
+            {"alpha": 0.9},
+        ),
+        (
+            "language",
+            {**TINY, "training.max_steps": 100, "training.batch_size": 8},
+            {**LARGER, "training.max_steps": 400, "training.batch_size": 16},
+            {"alpha": 0.9, "temperature": 1.0},
+        ),
+    ],
+    ids=["digits", "source-text"],
+)
+def test_a_distilled_student_beats_the_same_student_alone(
+    tmp_path: Path, recipe: str, student: dict[str, Any], teacher: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Five seeds, equal steps, by the data's own loss on what is held out; the teacher has learnt from the same data."""
+    quiet = {
+        "output_dir": str(tmp_path),
+        "logging.tensorboard": False,
+        "logging.resources": False,
+        "training.ema": None,
+    }
+    quiet |= {"samples.every": None, "evaluation.every": None, "checkpoint.every": None, "evaluation.max_batches": 8}
+    quiet |= {"training.scheduler.warmup_steps": 10, "evaluation.batch_size": 32}
+    path = bottega.train(recipe, {**quiet, **teacher, "name": "teacher"}).path
+    for seed in range(5):
+        both = {**quiet, **student, "seed": seed}
+        bottega.train(recipe, {**both, "name": f"alone-s{seed}"})
+        bottega.train(recipe, {**both, "name": f"taught-s{seed}", **taught(path, **options)})
+    report = compare([str(tmp_path / "alone-s*"), str(tmp_path / "taught-s*")])
+    alone, distilled = report["groups"]
+    assert (alone["n"], distilled["n"], report["metric"]) == (5, 5, "loss")
+    assert distilled["mean"] < alone["mean"]
+    assert report["pairs"][0]["p_adjusted"] < 0.05

@@ -1,0 +1,486 @@
+"""LoRA: nothing at first, a base that stays to the bit, a checkpoint that holds no more than what learnt, and peft."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import nn
+
+import bottega
+import small_media
+import small_run
+import small_texts
+from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.noise import Noise
+from bottega.insight.inspect import inspect
+from bottega.insight.ledger import ledger
+from bottega.schema.convnet import ConvNetShape
+from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
+from bottega.schema.text_classifier import EncoderShape, KimShape
+from bottega.schema.transformer import TransformerShape
+from bottega.tasks.classify import Classification
+from bottega.tasks.generation import Generation
+from bottega.tasks.language import Language
+from bottega.techniques.inject import hash_of
+from bottega.techniques.lora import Lora, changed_layers, merge, merged, unmerge
+from small_run import different, tensors
+
+STEADY = {"training.scheduler.name": "constant", "training.scheduler.warmup_steps": 0}
+LANGUAGE = {key: value for key, value in small_run.SMALL.items() if not key.startswith("model.")}
+
+
+def transformer(**changes: Any) -> TransformerShape:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
+    return TransformerShape(**{**sizes, "intermediate_size": 32, "vocab_size": 20, "context": 16, **changes})
+
+
+def language_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    return Language(shape=transformer()), {"input_ids": torch.arange(30).view(3, 10) % 20}
+
+
+def untied_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    return Language(shape=transformer(tie_embeddings=False)), {"input_ids": torch.arange(30).view(3, 10) % 20}
+
+
+def texts_of(shape: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    ids = torch.arange(24).view(4, 6) % 20
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "label": torch.tensor([0, 1, 2, 0])}
+    return Classification(key="text", shape=shape), batch
+
+
+def encoder_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    return texts_of(EncoderShape(vocab_size=20, num_labels=3, hidden_size=16, num_layers=2, num_heads=2))
+
+
+def kim_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    return texts_of(KimShape(vocab_size=20, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3)))
+
+
+def pictures_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    shape = ConvNetShape(grid=(8, 8), channels=1, num_labels=3, hidden_size=8, num_layers=1)
+    x = torch.linspace(-1, 1, 256).view(4, 8, 8, 1)
+    return Classification(key="image", shape=shape), {"image": x, "label": torch.tensor([0, 1, 2, 0])}
+
+
+def films_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    shape = ConvNetShape(grid=(4, 8, 8), channels=1, num_labels=3, hidden_size=8, num_layers=1)
+    x = torch.linspace(-1, 1, 512).view(2, 4, 8, 8, 1)
+    return Classification(key="video", shape=shape), {"video": x, "label": torch.tensor([0, 1])}
+
+
+def image_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    backbone = DiTShape(grid=(8, 8), channels=1, patch=(2, 2), hidden_size=16, num_layers=2, num_heads=2)
+    shape = GeneratorShape(backbone=backbone, condition=ConditionShape(kind="class", size=3, hidden_size=16))
+    batch = {"image": torch.linspace(-1, 1, 256).view(4, 8, 8, 1), "label": torch.tensor([0, 1, 2, 0])}
+    return Generation(key="image", shape=shape), batch
+
+
+TASKS = [language_task, untied_task, encoder_task, kim_task, pictures_task, films_task, image_task]
+
+
+def noisy(model: nn.Module, *, seed: int = 0) -> nn.Module:
+    """Every weight at random: a diffusion transformer begins with zeros that would hide everything behind them."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+def answer(task: Any, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    rng = Noise(0, 0, torch.arange(len(next(iter(batch.values())))), torch)
+    with torch.no_grad():
+        return task.loss({"model": model.eval()}, batch, rng).terms["loss"][0]
+
+
+@pytest.fixture(params=TASKS, ids=lambda make: make.__name__)
+def made(request: pytest.FixtureRequest) -> tuple[Any, dict[str, torch.Tensor]]:
+    return request.param()
+
+
+def test_it_is_nothing_at_first(made: tuple[Any, dict[str, torch.Tensor]]) -> None:
+    task, batch = made
+    plain, lora = task.build(3)["model"], Lora(inner=task, rank=2).build(3)["model"]
+    assert len(changed_layers(lora)) >= 2
+    assert torch.equal(answer(task, plain, batch), answer(task, lora, batch))
+    names = dict(plain.state_dict())
+    kept = {name: tensor for name, tensor in lora.state_dict().items() if "lora_" not in name}
+    assert list(kept) == list(names)
+    assert all(torch.equal(kept[name], names[name]) for name in names)
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear", (".*",)], ids=str)
+def test_every_chosen_layer_has_a_say(made: tuple[Any, dict[str, torch.Tensor]], targets: Any) -> None:
+    """A head that a fused loss reads, or a matrix that another module uses as well, would not, or not everywhere."""
+    task, batch = made
+    if targets == "all-linear" and type(task.build(0)["model"]).__name__ in ("Kim", "ConvNet"):
+        with pytest.raises(UsageError, match="has no matrix"):  # but the head
+            Lora(inner=task, targets=targets).build(0)
+        return
+    model = noisy(Lora(inner=task, rank=2, targets=targets).build(0)["model"])
+    layers = changed_layers(model)
+    for layer in layers.values():
+        nn.init.zeros_(layer.lora_B)
+    before = answer(task, model, batch)
+    for name, layer in layers.items():
+        with torch.no_grad():  # no constant: a softmax or a norm would not see it
+            layer.lora_B.copy_(torch.linspace(-1, 1, layer.lora_B.numel()).view_as(layer.lora_B).sin())
+        assert not torch.equal(answer(task, model, batch), before), name
+        nn.init.zeros_(layer.lora_B)
+
+
+def test_merged_is_the_same_but_for_rounding_and_unmerged_to_the_bit(made: tuple[Any, Any]) -> None:
+    task, batch = made
+    model = noisy(Lora(inner=task, rank=2).build(0)["model"])
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = answer(task, model, batch)
+    merge(model)
+    merge(model)  # once more changes nothing
+    assert not all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    torch.testing.assert_close(answer(task, model, batch), before, rtol=1e-5, atol=1e-5)
+    unmerge(model)
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(answer(task, model, batch), before)
+    plain = task.build(0)["model"]
+    with merged(model):
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert not changed_layers(model)
+        plain.load_state_dict(model.state_dict())
+    torch.testing.assert_close(answer(task, plain, batch), before, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(answer(task, model, batch), before)
+
+
+def test_where_it_begins_is_a_function_of_seed_and_name() -> None:
+    task, _ = language_task()
+    few = changed_layers(Lora(inner=task, targets=("q_proj",)).build(1)["model"])
+    all_of_them = changed_layers(Lora(inner=task).build(1)["model"])
+    other = changed_layers(Lora(inner=task).build(2)["model"])
+    assert len({layer.lora_A.detach().numpy().tobytes() for layer in few.values()}) == len(few)
+    for name, layer in few.items():
+        assert torch.equal(layer.lora_A, all_of_them[name].lora_A)
+        assert not torch.equal(layer.lora_A, other[name].lora_A)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (("q_prj",), "did you mean q_proj"),
+        (("nothing",), "there is down_proj, gate_proj"),
+        (("lm_head",), "read elsewhere"),
+        (("[",), "is not a regular expression"),
+        (("layers.7.*",), "matches no layer"),
+    ],
+)
+def test_targets_that_name_nothing_are_refused(targets: tuple[str, ...], said: str) -> None:
+    task, _ = untied_task()
+    with pytest.raises(UsageError, match=said):
+        Lora(inner=task, targets=targets).build(0)
+
+
+def test_targets_are_ends_of_names_or_patterns() -> None:
+    task, _ = untied_task()
+    chosen = changed_layers(Lora(inner=task, targets=("q_proj", r".*\.1\.mlp\.up_proj")).build(0)["model"])
+    assert list(chosen) == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
+    assert "lm_head" not in changed_layers(Lora(inner=task, targets="all-linear").build(0)["model"])
+
+
+def test_parts_that_learn_in_full() -> None:
+    task, _ = encoder_task()
+    lora = Lora(inner=task, train=("head", r"layers\.1\..*layernorm.*"))
+    learnt = [name for name, _ in lora.build(0)["model"].named_parameters() if lora.learns(name)]
+    full = [name for name in learnt if "lora_" not in name]
+    assert full == ["layers.1.input_layernorm.weight", "layers.1.post_attention_layernorm.weight", *HEAD]
+    with pytest.raises(UsageError, match="'tail' is no part of the model"):
+        Lora(inner=task, train=("tail",)).build(0)
+    with pytest.raises(UsageError, match="learns in full"):
+        Lora(inner=task, train=("head",), targets=("head",)).build(0)
+
+
+HEAD = ["head.weight", "head.bias"]
+
+
+def test_the_hash_is_of_the_base_alone() -> None:
+    task, _ = encoder_task()
+    lora = Lora(inner=task, train=("head",))
+    found, model = lora.base(0), lora.build(0)["model"]
+    assert found == Lora(inner=task, train=("head",), rank=3, targets=("q_proj",)).base(0)
+    assert found != lora.base(1)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+        next(iter(changed_layers(model).values())).lora_B.add_(1)
+        assert hash_of(model, lora.learns) == found
+        model.embedding.weight[0, 0] += 1e-6
+    assert hash_of(model, lora.learns) != found
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """language/, image/: runs that were exported; encoder/: a BERT of transformers."""
+    folder = tmp_path_factory.mktemp("bases")
+    text = small_run.write_text(folder / "text.txt")
+    small_run.train(folder, text, name="language", **{"model.num_layers": 2, "training.max_steps": 4})
+    bottega.train("image", {**small_media.image(folder), "name": "image", "training.max_steps": 4})
+    for name in ("language", "image"):
+        bottega.load(folder / name, device="cpu").export()
+    small_texts.encoder(folder / "encoder")
+    return folder
+
+
+def language(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    text = small_run.write_text(folder / "other.txt", seed=1)
+    own = {"output_dir": str(folder), "data.train.path": str(text), "model.from": str(bases / "language")}
+    return "language/shakespeare", {**LANGUAGE, **EMPTY, **own}
+
+
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "intermediate_size",
+    "context",
+    "dropout",
+)
+EMPTY = {f"model.{key}": None for key in SIZES}
+
+
+def classify(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    settings = small_texts.settings(folder)
+    own = {key: value for key, value in settings.items() if not key.startswith("model.")}
+    return "classify/pretrained", {**own, "model.from": str(bases / "encoder")}
+
+
+def image(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    return "image", {**small_media.image(folder), "model.from": str(bases / "image")}
+
+
+MEDIA: dict[str, Callable[[Path, Path], tuple[str, dict[str, Any]]]] = {
+    "language": language,
+    "classify": classify,
+    "image": image,
+}
+
+
+def train(bases: Path, folder: Path, medium: str, *, technique: Any = "lora", **changes: Any) -> Any:
+    recipe, settings = MEDIA[medium](bases, folder)
+    return bottega.train(recipe, {**settings, **STEADY, "techniques": [technique], **changes})
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_a_run_learns_saves_what_learnt_resumes_to_the_bit_and_opens_again(
+    bases: Path, tmp_path: Path, medium: str
+) -> None:
+    more = {"training.ema": 0.9, "training.micro_batch_size": 2}
+    technique = {"name": "lora", "options": {"rank": 2, "dropout": 0.1}}
+    straight = train(bases, tmp_path, medium, technique=technique, name="straight", **more)
+    train(bases, tmp_path, medium, technique=technique, name="cut", **more, **{"training.max_steps": 4})
+    train(bases, tmp_path, medium, technique=technique, name="cut", **more)
+    end = tensors(straight.path)
+    assert different(end, tensors(tmp_path / "cut")) == []
+    saved = [name for name in end if name.startswith("model.safetensors/")]
+    assert all("lora_" in name or "/head." in name for name in saved)
+    assert any(np.abs(end[name]).max() > 0 for name in saved if name.endswith("lora_B"))
+    # What was measured while training is measured again, and the base is what it was.
+    again = bottega.load(straight.path, checkpoint="last", device="cpu")
+    assert again.evaluate() == pytest.approx(straight.metrics, rel=1e-6)
+    base = again.branch.task.build(0)["model"].state_dict()
+    now = again.model.state_dict()
+    assert all(torch.equal(now[name], base[name]) for name in base if not name.startswith("head."))
+    counted = {name: parameter.numel() for name, parameter in again.model.named_parameters()}
+    learnt = sum(size for name, size in counted.items() if again.engine.task.learns(name))
+    assert sum(end[name].size for name in saved) == learnt < 0.5 * sum(counted.values())
+
+
+def test_the_verbs_work_on_such_a_run(bases: Path, tmp_path: Path) -> None:
+    run = train(bases, tmp_path, "language", name="verbs").path
+    saved = bottega.load(run, device="cpu")
+    text = saved.generate("alpha", max_tokens=8, temperature=0.0)
+    with merged(saved.model):
+        assert saved.generate("alpha", max_tokens=8, temperature=0.0) == text
+    assert ledger(run, step=3, replay=True)["replay"]["loss"] > 0
+    rows = {row["name"]: row for row in inspect(str(run), [])["modules"]}
+    assert rows["model.embed_tokens"]["trainable"] == 0
+    assert rows["model.layers.0.self_attn.q_proj"]["trainable"] == 8 * (16 + 16)
+    labels = train(bases, tmp_path, "classify", name="labels").path
+    assert bottega.predict(labels, ["salt and onion"])[0]["predicted"] in small_texts.WORDS
+
+
+def test_the_exported_model_is_the_adapted_one(bases: Path, tmp_path: Path) -> None:
+    run = train(bases, tmp_path, "image", name="drawn")
+    saved = bottega.load(run.path, device="cpu")
+    made = saved.generate(count=2, **{"class": ["dark"]})
+    folder = saved.export()
+    whole = bottega.train(
+        "image", {**image(bases, tmp_path)[1], "model.from": str(folder), "name": "on", "training.learning_rate": 1e-30}
+    )
+    again = bottega.load(whole.path, device="cpu").generate(count=2, **{"class": ["dark"]})
+    assert np.abs(made.astype(int) - again.astype(int)).max() <= 1
+    assert "merged in" in (folder / "README.md").read_text()
+    assert json.loads((folder / "adapter" / "bottega.json").read_text())["base"] == saved.base
+
+
+def test_another_base_is_refused(bases: Path, tmp_path: Path) -> None:
+    shutil.copytree(bases / "language", tmp_path / "base")
+    changes = {"model.from": str(tmp_path / "base"), "name": "held"}
+    run = train(bases, tmp_path, "language", **changes, **{"training.max_steps": 4}).path
+    small_run.train(tmp_path, tmp_path / "other.txt", name="odd", seed=1, **{"model.num_layers": 2})
+    other = bottega.load(tmp_path / "odd", device="cpu").export(tmp_path / "odd-export")
+    shutil.copy(other / "model.safetensors", tmp_path / "base" / "final" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.from.* is another base than this run was trained with"):
+        bottega.load(run)
+    with pytest.raises(CheckpointError, match=r"model\.from: is another base than this run began with"):
+        train(bases, tmp_path, "language", **changes)
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"the base of this run is gone: model\.from"):
+        bottega.load(run)
+
+
+def test_a_run_that_moved_with_its_base_opens(bases: Path, tmp_path: Path) -> None:
+    shutil.copytree(bases / "language", tmp_path / "before" / "base")
+    run = train(bases, tmp_path / "before", "language", name="moved", **{"model.from": str(tmp_path / "before/base")})
+    assert run.path.parent == tmp_path / "before"
+    shutil.move(tmp_path / "before", tmp_path / "after")
+    assert bottega.load(tmp_path / "after" / "moved").model is not None
+
+
+def test_two_that_change_the_same_layers_are_refused(bases: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="keep one"):
+        train(bases, tmp_path, "image", name="both", techniques=["lora", "adapter"])
+    shared = {k: v for k, v in small_media.image(tmp_path).items() if not k.startswith(("model.", "samples."))}
+    with pytest.raises(UsageError, match="not for image_vae"):
+        bottega.train("image_vae/digits", {**shared, "techniques": ["lora"]})
+
+
+def test_a_random_base_is_said_and_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {**small_media.image(tmp_path), **STEADY, "name": "random", "training.learning_rate": 0.01}
+    run = bottega.train("image", {**settings, "techniques": ["lora"]}, quiet=False)
+    assert "the base is random weights of seed 0" in capsys.readouterr().err
+    learnt = tensors(run.path)
+    assert {name for name in learnt if name.endswith(("attn.to_q.lora_B", "down.lora_B")) and np.any(learnt[name])}
+    bottega.load(run.path)
+
+
+# peft
+
+
+def test_our_adapter_opens_in_peft(bases: Path, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    run = train(bases, tmp_path, "language", name="ours", **{"training.learning_rate": 0.05})
+    saved = bottega.load(run.path, device="cpu")
+    adapter = saved.export() / "adapter"
+    base = transformers.AutoModelForCausalLM.from_pretrained(bases / "language" / "final")
+    theirs = peft.PeftModel.from_pretrained(base, adapter).eval()
+    tokens = torch.arange(8)[None]
+    with torch.no_grad(), saved.engine.sampling() as models:
+        ours = models["model"](tokens)
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=1e-5, atol=1e-5)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(saved.directory.final).eval()
+        torch.testing.assert_close(plain(tokens).logits, ours, rtol=1e-5, atol=1e-5)
+        with theirs.disable_adapter():
+            assert (theirs(tokens).logits - ours).abs().max() > 1e-3
+
+
+def test_our_classifier_and_its_head_open_in_peft(bases: Path, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    run = train(bases, tmp_path, "classify", name="ours", **{"training.learning_rate": 0.05})
+    saved = bottega.load(run.path, device="cpu")
+    adapter = saved.export() / "adapter"
+    transformers.utils.logging.set_verbosity_error()
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(bases / "encoder", num_labels=3)
+    theirs = peft.PeftModel.from_pretrained(base, adapter).eval()
+    ids = torch.tensor([[2, 7, 9, 3]])
+    with torch.no_grad(), saved.engine.sampling() as models:
+        ours = models["model"](ids, torch.ones_like(ids, dtype=torch.bool))
+        torch.testing.assert_close(theirs(input_ids=ids).logits, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_peft_s_adapter_is_a_start(bases: Path, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(bases / "language" / "final")
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(base, config).eval()
+    noisy_parts = [p for name, p in theirs.named_parameters() if "lora_B" in name]
+    with torch.no_grad():
+        for number, parameter in enumerate(noisy_parts):
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * (number + 1) / 4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    options = {"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj"], "start": str(tmp_path / "theirs")}
+    still = {"training.learning_rate": 1e-30, "training.weight_decay": 0.0, "name": "still"}
+    run = train(bases, tmp_path, "language", technique={"name": "lora", "options": options}, **still)
+    shutil.move(tmp_path / "theirs", tmp_path / "gone")  # a finished run has no use for it
+    saved, tokens = bottega.load(run.path, device="cpu"), torch.arange(8)[None]
+    with torch.no_grad(), saved.engine.sampling() as models:
+        torch.testing.assert_close(theirs(tokens).logits, models["model"](tokens), rtol=1e-5, atol=1e-5)
+    options["start"] = str(tmp_path / "gone")
+    for change, said in (
+        ({"rank": 8}, r"lora\.rank: 8, and .* has 4"),
+        ({"alpha": None}, r"lora\.alpha: 8, and .* has 6"),
+        ({"targets": None}, r"lacks model\.layers.*; it has q_proj, v_proj"),
+        ({"targets": ["q_proj"]}, "holds .*v_proj.*, which does not learn here"),
+        ({"start": str(tmp_path / "nowhere")}, "cannot be read"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            train(bases, tmp_path, "language", technique={"name": "lora", "options": {**options, **change}}, name="no")
+
+
+def test_our_own_adapter_is_a_start_too(bases: Path, tmp_path: Path) -> None:
+    first = train(bases, tmp_path, "classify", name="first", **{"training.learning_rate": 0.05})
+    adapter = bottega.load(first.path, checkpoint="last", device="cpu").export() / "adapter"
+    technique = {"name": "lora", "options": {"start": str(adapter)}}
+    still = {"training.learning_rate": 1e-30, "training.weight_decay": 0.0, "name": "still"}
+    second = train(bases, tmp_path, "classify", technique=technique, **still)
+    name = "model.safetensors"
+    one, other = (load_file(run.path / "checkpoints" / "last" / name) for run in (first, second))
+    assert different(one, other) == []
+
+
+NEW = ("table", "lamp", "zeal", "glad", "path", "debt")
+
+
+@pytest.mark.slow
+def test_five_seeds_go_most_of_the_way_of_full_training(tmp_path: Path) -> None:
+    """From a base that knows six words to a text of six others in the same letters, at equal steps."""
+    from bottega.insight.compare import compare
+
+    text = small_run.write_text(tmp_path / "text.txt", words=4000)
+    new = dict(zip(("alpha", "beta", "gamma", "delta", "zeta", "theta"), NEW, strict=True))
+    other = tmp_path / "other.txt"
+    other.write_text("".join(" ".join(new[w] for w in line.split()) + "\n" for line in text.read_text().splitlines()))
+    sizes = {"model.hidden_size": 32, "model.intermediate_size": 64, "model.num_layers": 2, "model.head_size": 16}
+    steps = {"training.batch_size": 16, "evaluation.every": 150, "checkpoint.every": 150}
+    rate = {"training.max_steps": 300, "training.learning_rate": 3e-3}
+    base = small_run.train(tmp_path, text, name="base", **sizes, **steps, **rate)
+    bottega.load(base.path, device="cpu").export()
+    common = {**LANGUAGE, **EMPTY, **steps, "data.train.path": str(other), "output_dir": str(tmp_path)}
+    common |= {"model.from": str(base.path), "training.max_steps": 150}
+    kinds: dict[str, dict[str, Any]] = {
+        "still": {"training.learning_rate": 1e-12},
+        "full": {"training.learning_rate": 3e-3},
+        "lora": {"training.learning_rate": 1e-2, "techniques": ["lora"]},
+    }
+    for seed in range(5):
+        for kind, changes in kinds.items():
+            bottega.train("language/shakespeare", {**common, **changes, "seed": seed, "name": f"{kind}-s{seed}"})
+    report = compare([str(tmp_path / f"{kind}-s*") for kind in kinds], metric="loss")
+    still, full, lora = (group["mean"] for group in report["groups"])
+    found = next(pair for pair in report["pairs"] if (pair["first"], pair["second"]) == ("A", "C"))
+    assert found["better"] == "C", found["verdict"]
+    assert found["p"] < 0.01
+    assert still - lora > 0.5 * (still - full), (still, full, lora)

@@ -1,0 +1,484 @@
+"""Meta-learning: the gradients by hand and by differences, the promises of every run, and that it adapts better than plain."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bottega
+import small_media
+import small_run
+import small_texts
+from bottega import branches
+from bottega.compose import build_engine, build_loader, plan_rates
+from bottega.core import checkpoint
+from bottega.core.errors import BottegaError, DataError, UsageError
+from bottega.core.loop import evaluate
+from bottega.core.noise import Noise
+from bottega.core.task import Task
+from bottega.core.types import Batch, Loss, Models
+from bottega.data.loader import Loader, evaluate_batches
+from bottega.engines.devices import put
+from bottega.insight.compare import compare
+from bottega.insight.ledger import ledger
+from bottega.methods import applied
+from bottega.methods.lesson import Lesson
+from bottega.schema.load import load_recipe
+from bottega.techniques.maml import Maml, Rebound
+from small_run import different
+
+F, S, Q = 3, 4, 5
+METHODS = ("maml", "fomaml", "reptile", "none")
+
+
+class Line(Task):
+    """Least squares in double precision: every gradient can be written down."""
+
+    def build(self, seed: int) -> dict[str, Any]:
+        return {"model": nn.Linear(F, 1, bias=False).double()}
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        return {"loss": float(len(batch["y"]))}
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        wrong = models["model"](batch["x"]).squeeze(-1) - batch["y"]
+        return Loss(terms={"loss": (wrong.square().sum(), 1.0)})
+
+
+def episodes(count: int = 3, *, seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {
+        name: {
+            "x": torch.from_numpy(rng.standard_normal((count, n, F))),
+            "y": torch.from_numpy(rng.standard_normal((count, n))),
+        }
+        for name, n in (("support", S), ("query", Q))
+    }
+
+
+def noise(count: int) -> Noise:
+    return Noise(0, 0, torch.arange(count), torch)
+
+
+def meta_gradient(task: Maml, model: nn.Module, batch: Batch) -> np.ndarray:
+    """As the engine has it: of the sum over the count."""
+    model.train()
+    host = {part: {name: value.numpy() for name, value in fields.items()} for part, fields in batch.items()}
+    total, _ = task.loss({"model": model}, batch, noise(len(batch["support"]["y"]))).terms["loss"]
+    model.zero_grad()
+    (total / task.counts(host)["loss"]).backward()
+    return np.concatenate([p.grad.numpy().ravel() for p in model.parameters() if p.grad is not None])
+
+
+def by_hand(method: str, w: np.ndarray, batch: Batch, *, steps: int, rate: float) -> np.ndarray:
+    """The mean over episodes. The slope of a mean square is 2/n X'(Xw - y), its curvature 2/n X'X."""
+    found = []
+    for number in range(len(batch["support"]["x"])):
+        parts = {n: (batch[n]["x"][number].numpy(), batch[n]["y"][number].numpy()) for n in ("support", "query")}
+        both = tuple(np.concatenate(pair) for pair in zip(parts["support"], parts["query"], strict=True))
+        x, y = both if method in ("reptile", "none") else parts["support"]
+        at, moved = w, np.eye(len(w))
+        for _ in range(0 if method == "none" else steps):
+            moved = (np.eye(len(w)) - rate * 2 / len(y) * x.T @ x) @ moved
+            at = at - rate * 2 / len(y) * x.T @ (x @ at - y)
+        if method == "reptile":
+            found.append(w - at)
+            continue
+        qx, qy = both if method == "none" else parts["query"]
+        slope = 2 / len(qy) * qx.T @ (qx @ at - qy)
+        found.append(moved.T @ slope if method == "maml" else slope)
+    return np.mean(found, axis=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_gradients_are_those_written_down(method: Any, steps: int) -> None:
+    task, batch = Maml(inner=Line(), method=method, inner_steps=steps, inner_rate=0.1), episodes()
+    model = task.build(0)["model"]
+    w = model.weight.detach().numpy().ravel().copy()
+    found = meta_gradient(task, model, batch)
+    np.testing.assert_allclose(found, by_hand(method, w, batch, steps=steps, rate=0.1), rtol=1e-9, atol=1e-12)
+    np.testing.assert_array_equal(model.weight.detach().numpy().ravel(), w)
+
+
+def test_an_evaluation_tells_each_step_and_leaves_the_weights_alone() -> None:
+    task, batch = Maml(inner=Line(), method="reptile", inner_steps=2, inner_rate=0.1), episodes(1)
+    model = task.build(0)["model"].eval()
+    with torch.no_grad():
+        out = task.loss({"model": model}, batch, noise(1))
+    x, y, qx, qy = (batch[part][name][0].numpy() for part in ("support", "query") for name in ("x", "y"))
+    w = model.weight.detach().numpy().ravel()
+    for name in ("loss_before", "loss_1", "loss_2"):
+        total, count = out.metrics[name]
+        assert (float(total), count) == (pytest.approx(((qx @ w - qy) ** 2).sum()), Q)
+        w = w - 0.1 * 2 / S * x.T @ (x @ w - y)
+    assert float(out.terms["loss"][0]) == float(out.metrics["loss_2"][0])
+    assert out.rows == {}
+    assert task.score({}) == {}
+
+
+def test_only_what_learns_is_adapted_and_a_plain_batch_is_the_inner_task() -> None:
+    task = Maml(inner=Line(), method="fomaml", inner_steps=1, inner_rate=0.1)
+    model = nn.Sequential(nn.Linear(F, F), nn.Linear(F, 1)).double()
+    model[0].requires_grad_(False)
+    seen: list[set[str]] = []
+
+    class Spy(Line):
+        def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+            if isinstance(models["model"], Rebound):
+                seen.append(set(models["model"]._weights))
+            return super().loss(models, batch, rng)
+
+    spying = task.model_copy(update={"inner": Spy()})
+    spying.loss({"model": model}, episodes(2), noise(2))
+    assert seen == [{"model.1.weight", "model.1.bias"}] * 4
+    plain = {name: value[0] for name, value in episodes()["query"].items()}
+    assert spying.loss({"model": model}, plain, noise(Q)) == Spy().loss({"model": model}, plain, noise(Q))
+    assert spying.counts({name: value.numpy() for name, value in plain.items()}) == {"loss": Q}
+    assert len(seen) == 4
+
+
+def test_noise_differs_by_episode_example_part_and_step_and_not_by_the_split() -> None:
+    drawn: dict[float, int] = {}
+
+    class Noisy(Line):
+        def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+            for value in rng.normal("x").tolist():
+                drawn[value] = drawn.get(value, 0) + 1
+            return super().loss(models, batch, rng)
+
+    task = Maml(inner=Noisy(), method="fomaml", inner_steps=3, inner_rate=0.1)
+    model, batch = task.build(0)["model"], episodes(2)
+    task.loss({"model": model}, batch, noise(2))
+    assert len(drawn) == 2 * (3 * S + Q)
+    assert set(drawn.values()) == {1}
+    for number in range(2):
+        one = {part: {n: v[number : number + 1] for n, v in fields.items()} for part, fields in batch.items()}
+        task.loss({"model": model}, one, Noise(0, 0, torch.arange(number, number + 1), torch))
+    assert set(drawn.values()) == {2}
+    model.eval()
+    with torch.no_grad():
+        drawn.clear()
+        task.loss({"model": model}, batch, noise(2))
+    assert sorted(drawn.values()) == [1] * 2 * 3 * S + [4] * 2 * Q, "the query is asked in the same way after each step"
+
+
+# On the real tasks
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "language": {"shots": 2, "queries": 2},
+    "classify": {"shots": 2, "queries": 2, "ways": 2},
+    "classify/image": {"shots": 2, "queries": 2},
+    "image": {"shots": 2, "queries": 2},
+}
+
+
+def maml(name: str, method: str, **more: Any) -> list[dict[str, Any]]:
+    options = {"method": method, "inner_steps": 2, "inner_rate": 0.05, **OPTIONS[name], **more}
+    return [{"name": "maml", "options": options}]
+
+
+def settings(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "language":
+        text = small_run.write_text(folder / "text.txt", words=1200)
+        return "language/shakespeare", {**small_run.settings(folder, text), "data.validation.split": 0.2}
+    if name == "classify":
+        return "classify", {**small_texts.settings(folder), "model.dropout": 0.0}
+    values = {**small_media.image(folder), "data.validation.split": 0.4}
+    if name == "image":
+        return "image", values
+    shared = {key: value for key, value in values.items() if not key.startswith(("model.", "samples."))}
+    return "classify/image", {**shared, "model.hidden_size": 8, "model.dropout": 0.0}
+
+
+class Subject:
+    """One process of a run, without the loop around it."""
+
+    def __init__(self, name: str, folder: Path, method: str, *, options: Mapping[str, Any] = {}, **more: Any) -> None:
+        recipe_name, values = settings(name, folder)
+        values = {**values, "techniques": maml(name, method, **options), "training.batch_size": 4, **more}
+        recipe = load_recipe([recipe_name, values]).recipe
+        self.branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+        self.lesson: Lesson = applied(recipe, self.branch)
+        self.engine = build_engine(recipe, self.lesson.task)
+        self.loader: Loader = build_loader(recipe, self.lesson.training, self.engine, self.lesson.order)
+        plan_rates(recipe, self.engine, total=8, steps_per_epoch=round(self.loader.steps_per_epoch))
+
+    def advance(self, start: int, stop: int) -> list[dict[str, float]]:
+        return [self.engine.fetch(self.engine.train_step(s, self.loader.batch(s))) for s in range(start, stop)]
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {
+            f"{file}/{name}": array.copy()
+            for file, arrays in self.engine.snapshot().files().items()
+            for name, array in arrays.items()
+        }
+
+
+NAMES = tuple(OPTIONS)
+EACH = (
+    ("language", "maml"),
+    ("classify", "maml"),
+    ("classify/image", "fomaml"),
+    ("image", "reptile"),
+    ("image", "none"),
+)
+"""Every task and every method, and not all of their pairs."""
+
+
+def meta_loss(one: Subject) -> torch.Tensor:
+    """Of the first batch, as a mean."""
+    engine, batch = one.engine, one.loader.batch(0)
+    rng = Noise(0, 0, torch.arange(4), torch)
+    total, _ = engine.task.loss({"model": engine.model.train()}, put(batch, engine.device), rng).terms["loss"]
+    return total / engine.task.counts(batch)["loss"]
+
+
+def slopes(one: Subject) -> list[torch.Tensor]:
+    found = torch.autograd.grad(meta_loss(one), list(one.engine.model.parameters()), allow_unused=True)
+    zeros = (torch.zeros_like(p) for p in one.engine.model.parameters())
+    return [zero if slope is None else slope for zero, slope in zip(zeros, found, strict=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_maml_goes_through_the_steps_of_a_real_model(name: str, tmp_path: Path) -> None:
+    """Along its own gradient, against differences. First order alone is further off: the second is there, and is right."""
+    options = {"inner_rate": 2.0 if name == "language" else 0.3, "inner_steps": 1}
+    second, first = (Subject(name, tmp_path, method, options=options) for method in ("maml", "fomaml"))
+    whole, rough = slopes(second), slopes(first)
+    length = torch.linalg.vector_norm(torch.cat([slope.flatten() for slope in whole]))
+    # Norms right behind weights that begin at 0 turn at once, and the network of pictures has such.
+    ends, near = [], 1e-4 if name == "classify/image" else 2e-3
+    for far in (near, -near):
+        with torch.no_grad():
+            for parameter, slope in zip(second.engine.model.parameters(), whole, strict=True):
+                parameter.add_(slope / length, alpha=far)
+        ends.append(float(meta_loss(second).detach()))
+        with torch.no_grad():
+            for parameter, slope in zip(second.engine.model.parameters(), whole, strict=True):
+                parameter.sub_(slope / length, alpha=far)
+    measured = (ends[0] - ends[1]) / (2 * near)
+    assert float(length) == pytest.approx(measured, rel=0.02)
+    along = sum(float((a * b).sum()) for a, b in zip(rough, whole, strict=True)) / float(length)
+    assert abs(along - measured) > 0.04 * measured
+
+
+@pytest.mark.parametrize(("name", "method"), EACH)
+def test_the_mean_is_exact_under_any_split(name: str, method: str, tmp_path: Path) -> None:
+    sgd = {"training.optimizer.name": "sgd", "training.learning_rate": 0.1}
+    whole, split = Subject(name, tmp_path, method, **sgd), Subject(name, tmp_path, method, **sgd)
+    split.engine.micro_batch_size = 3
+    a, b = whole.advance(0, 2), split.advance(0, 2)
+    assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=1e-6)
+    for key, value in whole.state().items():
+        np.testing.assert_allclose(split.state()[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize(("name", "method"), EACH)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, method: str, tmp_path: Path) -> None:
+    """Also past an evaluation, and with dropout and averaged weights."""
+    more = {"training.ema": 0.9, "training.micro_batch_size": 3, "model.dropout": 0.1}
+    straight = Subject(name, tmp_path, method, **more)
+    reports = straight.advance(0, 4)
+    first = Subject(name, tmp_path, method, **more)
+    assert first.advance(0, 2) == reports[:2]
+    held_out = first.lesson.validation
+    assert held_out is not None
+    means = evaluate(first.engine, evaluate_batches(held_out, 4, limit=4))
+    assert means["loss"] == means["loss_2"]
+    assert all(map(np.isfinite, means.values()))
+    assert set(means) <= set(first.lesson.metrics)
+    files = first.engine.snapshot().files()
+    saved = checkpoint.write(tmp_path / "cut", step=2, files=files, progress={"step": 2}, fingerprint={})
+    second = Subject(name, tmp_path, method, **more)
+    second.engine.load(saved)
+    assert second.advance(2, 4) == reports[2:]
+    assert different(straight.state(), second.state()) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_evaluation_is_free_of_batches_and_ranks(name: str, tmp_path: Path) -> None:
+    """Two ranks share five episodes: one share is filled up, and what fills it counts nowhere."""
+    subject = Subject(name, tmp_path, "fomaml")
+    held_out = subject.lesson.validation
+    assert held_out is not None
+    usual = evaluate(subject.engine, evaluate_batches(held_out, 5, limit=5))
+    assert evaluate(subject.engine, evaluate_batches(held_out, 2, limit=5)) == pytest.approx(usual, rel=1e-5)
+    shares = [
+        subject.engine.eval_step(next(evaluate_batches(held_out, 5, rank=rank, world=2, limit=5))).sums
+        for rank in range(2)
+    ]
+    for key, mean in usual.items():
+        total, count = (sum(float(share[key][i]) for share in shares) for i in range(2))
+        assert total / count == pytest.approx(mean, rel=1e-5), key
+
+
+@pytest.mark.parametrize("method", ["maml", "fomaml"])
+def test_half_precision_adapts_too(method: str, tmp_path: Path) -> None:
+    """Autocast remembers what it has cast, and a copy without a gradient would make the steps stand still."""
+    exact, half = (
+        Subject("classify", tmp_path, method, **{"training.mixed_precision": precision})
+        for precision in ("fp32", "bf16")
+    )
+    assert [r["loss"] for r in half.advance(0, 2)] == pytest.approx([r["loss"] for r in exact.advance(0, 2)], rel=0.03)
+    held_out = half.lesson.validation
+    assert held_out is not None
+    means, wanted = (evaluate(one.engine, evaluate_batches(held_out, 4, limit=8)) for one in (half, exact))
+    assert means == pytest.approx(wanted, rel=0.1)
+    assert means["loss_before"] != means["loss_1"] != means["loss_2"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_trains_and_is_a_usual_one_afterwards(name: str, tmp_path: Path) -> None:
+    recipe, values = settings(name, tmp_path)
+    values = {**values, "techniques": maml(name, "fomaml"), "evaluation.max_batches": 1, "name": "whole"}
+    values |= {"training.max_steps": 4, "evaluation.every": 2, "checkpoint.every": 2, "training.batch_size": 4}
+    run = bottega.train(recipe, values)
+    last = [row for row in run.history() if row["kind"] == "eval"][-1]
+    assert last["loss"] == last["loss_2"]
+    assert "loss_before" in last
+    assert ("accuracy_before" in last) == name.startswith("classify")
+    assert ("perplexity" in last) == (name == "language")
+    found = ledger(run.path, step=3, replay=True)
+    assert found["described"][0].startswith(f"episode {found['samples'][0]}, epoch 0: task")
+    assert np.isfinite(found["replay"]["loss"])
+    means = bottega.evaluate(run.path, **({"count": 0} if name == "image" else {}))["metrics"]
+    assert np.isfinite(means["loss"])
+    assert "loss_before" not in means
+
+
+def refused(name: str, folder: Path, *, options: Mapping[str, Any] = {}, **more: Any) -> str:
+    with pytest.raises(BottegaError) as caught:
+        Subject(name, folder, "maml", options=options, **more)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, UsageError | DataError)
+    return str(caught.value)
+
+
+def test_what_cannot_be_an_episode_is_one_line(tmp_path: Path) -> None:
+    def said(name: str, **more: Any) -> str:
+        return refused(name, tmp_path, **more)
+
+    assert "data.train: 0 of 1 tasks have 5004 samples or more" in said(
+        "language", options={"shots": 5000, "queries": 4}
+    )
+    assert "an episode takes 9" in said("classify", options={"ways": 9})
+    assert "maml.ways: 2" in said("image", options={"ways": 2})
+    assert "maml.ways: 2" in said("language", options={"ways": 2})
+    assert "maml.by: label, and the samples have none" in said("language", options={"by": "label"})
+    assert "maml.by: source, and there is one" in said("classify", options={"by": "source", "ways": None})
+    assert "no field 'speaker'; there is" in said("classify", options={"by": "speaker", "ways": None})
+    unlabelled = {"data.train.path": str(_unlabelled(tmp_path)), "model.condition": "none"}
+    assert "no label and come from one source; give data.sources" in said("image", **unlabelled)
+    assert "gradient_checkpointing" in said("image", **{"training.gradient_checkpointing": True})
+    assert "loss.class_weights" in said("classify", **{"loss.class_weights": "balanced"})
+    assert "mixed_precision" in said("classify", **{"training.mixed_precision": "fp16"})
+    assert "data.curriculum" in said("classify", **{"data.curriculum": {"stages": [{"steps": 2}]}})
+
+
+def _unlabelled(folder: Path) -> Path:
+    path = folder / "unlabelled.npz"
+    np.savez(path, image=np.random.default_rng(0).integers(0, 255, (36, 8, 8), dtype=np.uint8))
+    return path
+
+
+def test_sources_and_fields_are_tasks_too(tmp_path: Path) -> None:
+    texts = [small_run.write_text(tmp_path / f"{n}.txt", seed=n, words=900) for n in range(3)]
+    several = {"data.sources": [{"path": str(path)} for path in texts], "data.train.path": None}
+    by_source = Subject("language", tmp_path, "fomaml", **several)
+    assert "one of 3 tasks by source" in by_source.lesson.notes[-1]
+    by_region = Subject("language", tmp_path, "fomaml", options={"by": "region"})
+    assert " tasks by region" in by_region.lesson.notes[-1]
+    by_field = Subject("image", tmp_path, "fomaml", options={"by": "caption"}, **{"model.condition": "none"})
+    assert " tasks by caption" in by_field.lesson.notes[-1]
+
+
+def test_plain_training_is_told_the_classes_as_they_are(tmp_path: Path) -> None:
+    plain, meta = (Subject("classify", tmp_path, method).lesson for method in ("none", "maml"))
+    index = np.arange(20)
+    labels = [one.training.rows(index, 0 * index)["support"]["label"] for one in (plain, meta)]
+    assert labels[0].max() == 2
+    assert labels[1].max() == 1
+    held_out = [one.validation.rows(index, 0 * index)["query"]["label"] for one in (plain, meta)]  # type: ignore[union-attr]
+    np.testing.assert_array_equal(*held_out)
+    assert held_out[0].max() == 1
+
+
+def test_with_lora_only_the_change_is_adapted_and_learnt(tmp_path: Path) -> None:
+    lora = {"name": "lora", "options": {"rank": 2}}
+    both = Subject("classify", tmp_path, "maml", techniques=[lora, *maml("classify", "maml")])
+    before = {name: p.detach().clone() for name, p in both.engine.model.named_parameters()}
+    both.advance(0, 2)
+    for name, parameter in both.engine.model.named_parameters():
+        assert torch.equal(parameter, before[name]) != both.engine.task.learns(name), name
+    assert "list it after lora" in refused("classify", tmp_path, techniques=[*maml("classify", "maml"), lora])
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_with_one(tmp_path: Path) -> None:
+    """Each has half of the episodes, and the gradients are summed by hand."""
+    recipe, values = settings("classify", tmp_path)
+    values |= {"techniques": maml("classify", "maml"), "training.optimizer.name": "sgd", "training.max_steps": 3}
+    values |= {"evaluation.max_batches": 1, "checkpoint.every": 3, "evaluation.every": 3}
+    alone = bottega.train(recipe, {**values, "name": "one"})
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "bottega"]
+    done = subprocess.run(
+        [*launch, "train", recipe, *words, "name=two", "--quiet"],
+        env=small_run.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    a, b = small_run.tensors(alone.path), small_run.tensors(tmp_path / "two")
+    for key, value in a.items():
+        np.testing.assert_allclose(b[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+# Adapting to digits that training never saw, 3 of them at a time by 2 pictures each. The rate is the one of 0.03, 0.1 and
+# 0.3 that plain training does best with.
+CLAIM: dict[str, Any] = {
+    "model.hidden_size": 8,
+    "data.split": {"by": "group", "field": "label"},
+    "data.validation.split": 0.4,
+    "training.max_steps": 60,
+    "training.batch_size": 4,
+    "training.scheduler.warmup_steps": 10,
+    "evaluation.every": 60,
+    "evaluation.max_batches": 8,
+    "evaluation.metric": "loss",
+    "evaluation.mode": "min",
+    "checkpoint.every": 60,
+    "logging.tensorboard": False,
+    "logging.resources": False,
+}
+
+
+@pytest.mark.slow
+def test_it_adapts_faster_than_plain_training(tmp_path: Path) -> None:
+    """Five seeds each, as `bottega compare` reads them: the loss after three steps, and the accuracy with it."""
+    few = {"ways": 3, "shots": 2, "queries": 5, "inner_steps": 3, "inner_rate": 0.03}
+    for method in ("none", "fomaml"):
+        for seed in range(5):
+            values = {**CLAIM, "output_dir": str(tmp_path), "name": f"{method}-s{seed}", "seed": seed}
+            bottega.train(
+                "classify/image", {**values, "techniques": [{"name": "maml", "options": {**few, "method": method}}]}
+            )
+    report = compare([str(tmp_path / f"{method}-s*") for method in ("none", "fomaml")])
+    plain, meta = report["groups"]
+    assert report["pairs"][0]["better"] == meta["label"], report["pairs"][0]["verdict"]
+    assert meta["mean"] < 0.9 * plain["mean"]
+    right = compare([str(tmp_path / f"{method}-s*") for method in ("none", "fomaml")], metric="accuracy")["groups"]
+    assert right[1]["mean"] > right[0]["mean"]
