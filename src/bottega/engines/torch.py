@@ -173,9 +173,11 @@ class TorchEngine(Engine):
                 loss = sum_terms(out.terms, counts)
             self._differentiate(loss, out.terms, counts)
             total = loss.detach() if total is None else total + loss.detach()
-            for name, (value, count) in out.metrics.items():
+            parts = out.terms if len(out.terms) > 1 else {}  # of one, the loss says it all
+            shares = {n: (t.detach() / max(counts[n], 1e-12), None) for n, (t, _) in parts.items() if n != "loss"}
+            for name, (value, count) in {**shares, **out.metrics}.items():
                 old = sums.get(name)
-                sums[name] = (value, count) if old is None else (old[0] + value, old[1] + count)
+                sums[name] = (value, count) if old is None else (old[0] + value, count and old[1] + count)
         assert total is not None
         metrics: dict[str, Any] = {name: Local(value, count) for name, (value, count) in sums.items()}
         return total, metrics | self._complete(step)

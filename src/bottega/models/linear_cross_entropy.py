@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}
 """Size of one chunk of logits: enough rows for a full matrix product, on a CPU few enough to stay near the caches."""
@@ -83,6 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
+    @once_differentiable  # the gradients are made in the forward: a second derivative would come out wrong, not missing
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (
             None if saved is None else saved.to(dtype) * grad.to(dtype)
