@@ -104,6 +104,43 @@ def test_the_export_of_a_pretrained_encoder_opens_in_transformers(run: Path, tmp
     assert model.config.id2label == dict(enumerate(saved.branch.classes.names))
 
 
+def test_an_encoder_is_frozen_then_thawed_layer_by_layer_and_exported(tmp_path: Path) -> None:
+    """The head alone, then one layer more every four steps, the embeddings never; transformers then says the same."""
+    import transformers
+    from safetensors.numpy import load_file
+
+    start = small_texts.encoder(tmp_path / "encoder")
+    values = {k: v for k, v in small_texts.settings(tmp_path).items() if not k.startswith("model.")}
+    values |= {"model.from": str(start), "training.freeze": ["backbone.embeddings"], "training.unfreeze.layers_per": 4}
+    values |= {"training.max_steps": 16, "checkpoint.every": 4, "checkpoint.keep": 9, "name": "thawed"}
+    found = bottega.train("classify", values).path
+    before = load_file(start / "model.safetensors")
+    at = {step: load_file(found / f"checkpoints/step-{step:08d}/model.safetensors") for step in (4, 8, 12, 16)}
+
+    def moved(name: str, step: int) -> bool:
+        (kept,) = (tensor for own, tensor in at[step].items() if own.endswith(name))
+        return not np.array_equal(kept, before[name])
+
+    layers = [f"encoder.layer.{n}.attention.self.query.weight" for n in range(2)]
+    assert [[moved(name, step) for name in layers] for step in (4, 8, 12, 16)] == [
+        [False, False],
+        [False, True],
+        [True, True],
+        [True, True],
+    ]
+    assert not moved("embeddings.word_embeddings.weight", 16)
+
+    saved = bottega.load(found, checkpoint="last")
+    folder = saved.export(tmp_path / "export")
+    texts = [row["text"] for row in small_texts.rows(7, seed=3)]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    given = transformers.AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+    with torch.no_grad(), saved.engine.sampling() as models:
+        theirs = model(**given).logits
+        ours = saved.task.predict(models, {k: given[k] for k in ("input_ids", "attention_mask")})
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
 def test_several_labels(tmp_path: Path) -> None:
     rows = [
         {**row, "label": [row["label"], "long"] if len(row["text"]) > 40 else [row["label"]]}
