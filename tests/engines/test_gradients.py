@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.core.noise import generator
+from bottega.core.noise import Noise, generator
+from bottega.core.types import Batch, Loss, Models
 from bottega.engines.gradients import Apart, add_penalty
+from toy_task import Toy, engine, loader
 
 
 def settled(rows: list[list[float]], *, seed: int = 0, step: int = 0, micro: int = 1) -> tuple[np.ndarray, float]:
@@ -72,8 +77,9 @@ def test_exactly_opposite_ones_cancel() -> None:
 
 
 def test_a_term_without_a_gradient_changes_nothing() -> None:
-    found, _ = settled([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
-    np.testing.assert_array_equal(found, [1.0, 2.0, 3.0])
+    found, cosine = settled([[1e-5, 2e-5, 3e-5], [0.0, 0.0, 0.0]])
+    np.testing.assert_array_equal(found, [1e-5, 2e-5, 3e-5])
+    assert cosine == 0.0  # and no number at all where the product of two small squares would vanish
 
 
 @pytest.mark.parametrize("step", range(4))
@@ -111,3 +117,36 @@ def test_a_penalty_is_added_once_and_scaled_as_the_loss_was() -> None:
     add_penalty(penalty, [parameter, frozen], scale=torch.tensor(8.0))
     assert parameter.grad.tolist() == [1.0 + 8.0 * 4.0]
     assert frozen.grad is None
+
+
+def test_a_penalty_of_what_is_frozen_changes_nothing() -> None:
+    parameter, frozen = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.tensor([5.0]), requires_grad=False)
+    add_penalty(frozen.square().sum(), [parameter, frozen], scale=None)
+    assert parameter.grad is None
+
+
+class Halves(Toy):
+    """The terms of one task are on one side: they are added up before anybody is asked to give way."""
+
+    keeps_apart: ClassVar[bool] = True
+    named: tuple[str, str] = ("a/error", "a/mean")
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        return dict(zip(self.named, super().counts(batch).values(), strict=True))
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        error, mean = super().loss(models, batch, rng).terms.values()
+        return Loss(dict(zip(self.named, (error, (-3 * mean[0], mean[1])), strict=True)))
+
+
+def test_only_tasks_are_reconciled_and_not_the_terms_of_one() -> None:
+    plain = engine(task=Plainly())
+    batch = loader(of=plain).batch(0)
+    one, two = engine(task=Halves()), engine(task=Halves(named=("a/error", "b/error")))
+    found = [of.fetch(of.train_step(0, batch))["grad_norm"] for of in (plain, one, two)]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] != pytest.approx(found[0], rel=1e-3)
+
+
+class Plainly(Halves):
+    keeps_apart: ClassVar[bool] = False

@@ -14,6 +14,7 @@ import torch
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
+from bottega.core.types import Batch, Loss, Models
 from bottega.data.loader import evaluate_batches
 from bottega.engines.devices import put
 from bottega.engines.sums import sum_terms
@@ -46,6 +47,24 @@ def test_gradients_are_those_of_the_whole_batch_under_any_split(micro: int) -> N
         assert a.grad is not None
         assert b.grad is not None
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+class Halting(Toy):
+    """A metric that counts nothing in some micro-batches, as one over rare tokens does."""
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        found = super().loss(models, batch, rng)
+        counted = (batch["index"] < 4).float()
+        return Loss(found.terms, {"rare": ((2.0 * counted).sum(), counted.sum())})
+
+
+def test_a_micro_batch_that_counts_nothing_takes_no_count_away() -> None:
+    for micro in (None, 4, 3, 1):
+        one = engine(task=Halting(), micro=micro)
+        batch = {**loader(of=one).batch(0), "index": np.arange(8)}
+        reported = one.fetch(one.train_step(0, batch))
+        assert reported["rare"] == 2.0
+        assert reported["mean"] > 0  # terms are told by name where there are several
 
 
 def test_the_mean_is_the_one_written_down_by_hand() -> None:

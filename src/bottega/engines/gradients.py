@@ -18,6 +18,8 @@ def add_penalty(penalty: Tensor, parameters: Sequence[Tensor], *, scale: Tensor 
     Not by `backward`: the hooks of replicated parameters would take it for another micro-batch.
     """
     learning = [p for p in parameters if p.requires_grad]
+    if not penalty.requires_grad:  # all that it is about is frozen
+        return
     found = torch.autograd.grad(penalty, learning, allow_unused=True)
     for parameter, gradient in zip(learning, found, strict=True):
         if gradient is None:
@@ -73,7 +75,7 @@ class Apart:
         for i, own in enumerate(flat):
             changed = own
             for j in rng.permutation(np.delete(np.arange(len(flat)), i)):
-                worst = torch.minimum(worst, torch.dot(own, flat[j]) / (squares[i] * squares[j]).sqrt())
+                worst = torch.minimum(worst, torch.dot(own, flat[j]) / (squares[i].sqrt() * squares[j].sqrt()))
                 against = torch.dot(changed, flat[j]).clamp(max=0.0)
                 changed = changed - flat[j] * (against / squares[j])
             total += changed

@@ -141,6 +141,7 @@ class TorchEngine(Engine):
         while True:
             try:
                 loss, metrics = self._backward(step, on_device, counts, size)
+                metrics |= self._complete(step)
                 break
             except torch.OutOfMemoryError as error:
                 self._back_off(size, error)
@@ -157,9 +158,11 @@ class TorchEngine(Engine):
     def _backward(
         self, step: int, batch: Batch, counts: Mapping[str, float], size: int
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Gradients of the exact global mean, micro-batch by micro-batch."""
+        """This rank's gradients of the exact global mean, micro-batch by micro-batch; `_complete` joins the ranks'."""
         micro = min(self.micro_batch_size or size, size)
         first = self.rank * size
+        if self._apart is not None:
+            self._apart.gradients = {}  # of a try that ran out of memory
         total: Tensor | None = None
         sums: dict[str, tuple[Tensor, Any]] = {}
         for number, at in enumerate(range(0, size, micro)):
@@ -177,14 +180,18 @@ class TorchEngine(Engine):
             shares = {n: (t.detach() / max(counts[n], 1e-12), None) for n, (t, _) in parts.items() if n != "loss"}
             for name, (value, count) in {**shares, **out.metrics}.items():
                 old = sums.get(name)
-                sums[name] = (value, count) if old is None else (old[0] + value, count and old[1] + count)
+                sums[name] = (
+                    (value, count) if old is None else (old[0] + value, None if count is None else old[1] + count)
+                )
         assert total is not None
-        metrics: dict[str, Any] = {name: Local(value, count) for name, (value, count) in sums.items()}
-        return total, metrics | self._complete(step)
+        return total, {name: Local(value, count) for name, (value, count) in sums.items()}
 
     def _differentiate(self, loss: Tensor, terms: Mapping[str, Any], counts: Mapping[str, float]) -> None:
         if self._apart is not None:
-            parts = {name: sum_terms({name: term}, counts) for name, term in terms.items()}
+            tasks: dict[str, dict[str, Any]] = {}  # each may have several terms, which are on one side
+            for name, term in terms.items():
+                tasks.setdefault(name.partition("/")[0], {})[name] = term
+            parts = {task: sum_terms(own, counts) for task, own in tasks.items()}
             self._apart.backward(parts if self._scale is None else {n: p * self._scale for n, p in parts.items()})
             return
         if self.world > 1 and not self._is_bare:
