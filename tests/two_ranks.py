@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -83,12 +83,24 @@ class Cramped(Toy):
         return super().loss(models, batch, rng)
 
 
+class Bare(Cramped):
+    rebinds: ClassVar[bool] = True
+
+
+class Apart(Cramped):
+    keeps_apart: ClassVar[bool] = True
+
+
+CRAMPED = {"memory": Cramped, "memory-bare": Bare, "memory-apart": Apart}
+
+
 def memory(folder: Path) -> None:
-    """What fits one rank alone is not tried by the other."""
-    one = engine(training(micro_batch_size="auto", optimizer={"name": "sgd"}), task=Cramped())
-    advance(one, loader(of=one), 0, 3)
-    assert one.micro_batch_size == 2
-    keep(folder, "memory", state(one))
+    """What fits one rank alone is not tried by the other, and nobody waits for the gradients of one that had no room."""
+    for name, task in CRAMPED.items():
+        one = engine(training(micro_batch_size="auto", optimizer={"name": "sgd"}), task=task())
+        advance(one, loader(of=one), 0, 3)
+        assert one.micro_batch_size == 2
+        keep(folder, name, state(one))
 
 
 def evaluation(folder: Path) -> None:

@@ -52,16 +52,17 @@ def test_rows_are_each_sample_once_and_in_order(two_ranks: Path) -> None:
         np.testing.assert_array_equal(left(two_ranks, "rows", rank)["first"], expected)
 
 
-def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path) -> None:
-    one = engine(training(optimizer={"name": "sgd"}))
+@pytest.mark.parametrize("kind", script.CRAMPED)
+def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path, kind: str) -> None:
+    one = engine(training(optimizer={"name": "sgd"}), task=script.CRAMPED[kind]())
     advance(one, loader(of=one), 0, 3)
-    together = left(two_ranks, "memory")
+    together = left(two_ranks, kind)
     for name, array in state(one).items():
         np.testing.assert_allclose(together[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 def test_ranks_stay_equal_bit_for_bit(two_ranks: Path) -> None:
-    for name in ("split-None", "split-1", "split-3", "thawing", "memory", "disagreement", "rollback"):
+    for name in ("split-None", "split-1", "split-3", "thawing", *script.CRAMPED, "disagreement", "rollback"):
         a, b = left(two_ranks, name, 0), left(two_ranks, name, 1)
         assert a.keys() == b.keys()
         assert all(a[key].tobytes() == b[key].tobytes() for key in a), name
