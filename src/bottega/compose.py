@@ -221,7 +221,7 @@ def _rules(recipe: Recipe) -> list[Callback]:
         rules.append(
             EarlyStop(
                 metric=stopping.metric,
-                maximise=stopping.mode == "max",
+                maximise=stopping.maximise,
                 patience=stopping.patience,
                 threshold=stopping.threshold,
             )
@@ -230,7 +230,7 @@ def _rules(recipe: Recipe) -> list[Callback]:
         rules.append(
             Plateau(
                 metric=recipe.evaluation.metric,
-                maximise=recipe.evaluation.mode == "max",
+                maximise=recipe.evaluation.maximise,
                 patience=scheduler.patience,
                 threshold=0.0,
                 factor=scheduler.factor,

@@ -82,7 +82,7 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
         elif key in MAY_CHANGE and not (is_sequence and key in BATCHES):
             noted.append(f"{key}: {before} -> {after}, going on by samples; no longer bit for bit the same run")
         else:
-            refused.append(f"{key}: {before} -> {after}")
+            refused.append(f"{key}: {_said(before)} -> {_said(after)}")
     for key in ROUNDING:
         before, after = _value(old, key), _value(recipe, key)
         if before != after:
@@ -97,6 +97,13 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
 def has_begun(run: RunDirectory) -> bool:
     """Whether there is a checkpoint, be it a damaged one."""
     return any(run.checkpoints.glob("step-*"))
+
+
+def _said(value: Any) -> Any:
+    """Of a list of blocks what tells them apart, which is enough where one was added or taken away."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return f"[{', '.join(str(item.get('name') or item.get('path') or item) for item in value)}]"
+    return value
 
 
 def _value(recipe: Recipe, key: str) -> Any:

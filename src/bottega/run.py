@@ -96,7 +96,7 @@ def _train(
     if not is_main:
         return session().run()
     if fresh and directory.path.exists():
-        _set_aside(directory.path)
+        set_aside(directory.path)
     directory.create()
     with Lock(directory):
         if parts:
@@ -168,7 +168,7 @@ def part(
 def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool, allow_data_change: bool) -> None:
     is_begun = (run / "final").exists() or bool(checkpoint.candidates(run / "checkpoints"))
     if data is not None and is_begun and _data_of(run) != data:
-        _set_aside(run, why=f"needs.{name} has learnt from other data than there is now, and is trained anew; ")
+        set_aside(run, why=f"needs.{name} has learnt from other data than there is now, and is trained anew; ")
     if not quiet:
         sys.stderr.write(f"bottega: needs.{name} is trained first: {run}\n")
     recipe = _fitted(recipe, run, name=name, quiet=quiet)
@@ -257,11 +257,11 @@ def refuse_unbuilt(recipe: Recipe) -> None:
         raise UsageError(f"distributed.processes: {wanted} asked for, {world} started; start them with {start}")
 
 
-def _set_aside(path: Path, *, why: str = "") -> None:
+def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
     """--fresh loses nothing: the old run keeps its files under another name."""
     number = 1
     while (other := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     with Lock(RunDirectory(path)):
         os.rename(path, other)
-    sys.stderr.write(f"bottega: {why}the old run is kept as {other}\n")
+    sys.stderr.write(f"bottega: {why}the old {what} kept as {other}\n")

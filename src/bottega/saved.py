@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,11 @@ from bottega.data.present import writing
 from bottega.data.source import Source
 from bottega.engines.tensors import compare, read_tensors
 from bottega.engines.torch import TorchEngine
-from bottega.schema import needs
+from bottega.schema.data import source_names
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe
-from bottega.techniques.adapter import Adapter, write_bottlenecks
-from bottega.techniques.inject import Injected, hash_of
-from bottega.techniques.lora import Lora, merged
-from bottega.techniques.peft_layout import write_adapter
+from bottega.techniques.by_source import BySource
+from bottega.techniques.inject import Injected
 
 CARD = "README.md"
 """The last thing an export writes, and so the sign that it is whole."""
@@ -53,8 +52,10 @@ class SavedRun:
     engine: TorchEngine
     progress: dict[str, Any] = field(default_factory=dict)
     """Where the checkpoint stood."""
+    parts: Injected | None = None
+    """What was put into the model, where something was."""
     base: str | None = None
-    """The hash of what the model is built on and does not train, where something was put into it."""
+    """The hash of what the model is then built on and does not train."""
 
     @property
     def task(self) -> Any:
@@ -126,44 +127,46 @@ class SavedRun:
         with self.engine.sampling() as models:
             facts = self._written(models, folder)
         (folder / CARD).write_text(self._card(facts), encoding="utf-8")
+        _share(folder)
 
     def _written(self, models: Models, folder: Path) -> dict[str, Any]:
-        """A model that was adapted by matrices is written as one that was not, with its adapter beside it; narrow layers
-        are no matrix, and are written alone."""
-        task, target = self.engine.task, folder / ADAPTER
-        known: dict[str, Any] = {"base": self.base, "start": self._start()}
-        if isinstance(task, Adapter):
-            write_bottlenecks(models["model"], target, task, **known)
-            return {"library_name": "bottega"}
-        if not isinstance(task, Lora):
+        def whole() -> dict[str, Any]:
             return self.branch.export(models, folder)
-        with merged(models["model"]):
-            facts = self.branch.export(models, folder)
-        write_adapter(models["model"], target, task, **known)
-        return facts
+
+        if self.parts is None:
+            return whole()
+        return self.parts.export(models["model"], folder / ADAPTER, origin=self._start(), whole=whole)
 
     def _start(self) -> str | None:
         """The base as others would find it: a hub name or a folder as the recipe has it, and of a run its export."""
         named: str | None = getattr(self.recipe.model, "from_", None)
-        is_run = named is not None and (named.startswith(needs.PREFIX) or (Path(named) / "recipe.yaml").is_file())
-        return str(self.branch.task.pretrained) if is_run else named  # type: ignore[attr-defined]
+        folder: str | None = getattr(self.branch.task, "pretrained", None)
+        is_run = folder is not None and (Path(folder).parent / "recipe.yaml").is_file()
+        return folder if is_run else named
 
     def _about_base(self) -> str:
-        task = self.engine.task
-        if not isinstance(task, Injected):
+        if self.parts is None:
             return ""
         named = self._start()
         base = f"`{named}`" if named is not None else f"random weights of seed {self.recipe.seed}"
-        learnt = sum(p.numel() for name, p in self.model.named_parameters() if task.learns(name))
-        whole = "the model here has it merged in" if isinstance(task, Lora) else "it is all there is here"
         return (
-            f"- `{ADAPTER}/` holds the {learnt:,} parameters that learnt; {whole}\n- base: {base}, sha256 {self.base}\n"
+            f"- `{ADAPTER}/` holds the parameters that learnt; {self.parts.of_export}\n"
+            f"- base: {base}, sha256 {self.base}\n"
         )
 
+    def _about_data(self) -> str:
+        """Of each source what was said of it."""
+        data = self.recipe.data
+        said = [one.model_dump(mode="json", exclude_defaults=True) for one in data.sources or (data.train,)]
+        lines = ["; ".join(f"{key} `{_word(value)}`" for key, value in one.items()) for one in said if one]
+        return "".join(f"- data: {line}\n" for line in lines)
+
     def _card(self, facts: dict[str, Any]) -> str:
-        progress, task = self.progress, self.engine.task
-        added = task.is_own if isinstance(task, Injected) else lambda name: False
-        parameters = sum(p.numel() for name, p in self.model.named_parameters() if not added(name))
+        progress = self.progress
+        sizes = {name: p.numel() for name, p in self.model.named_parameters()}
+        learnt = sum(size for name, size in sizes.items() if self.engine.settings[name].scale is not None)
+        total = sum(sizes.values())
+        parameters = f"{total:,} parameters" if learnt == total else f"{learnt:,} of {total:,} parameters learnt"
         best = progress.get("best")
         measured = (
             f"- best {self.recipe.evaluation.metric} {best:.4f} at step {progress['best_step']}\n" if best else ""
@@ -173,8 +176,7 @@ class SavedRun:
             f"---\n{head}{TAG}\n---\n\n"
             f"# {self.directory.path.name}\n\n"
             f"Trained with Bottega, task `{self.recipe.task}`.\n\n"
-            f"- {parameters:,} parameters, checkpoint at step {progress['step']}\n{measured}{self._about_base()}"
-            f"- data: `{json.dumps(self.recipe.plain()['data']['train'])}`\n"
+            f"- {parameters}, checkpoint at step {progress['step']}\n{measured}{self._about_base()}{self._about_data()}"
         )
 
 
@@ -190,9 +192,12 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
     options = injection(recipe)
-    task = branch.task if options is None else injected(branch.task, options, of=branch.task, again=True)
+    parts = injected(branch.task, options, of=branch.task) if options is not None else None
+    task = parts or branch.task
+    if recipe.data.mixture == "sequence":  # measured as training measures it
+        task = BySource(inner=task, names=tuple(source_names(recipe.data.sources or ())))
     engine = TorchEngine(task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
-    base = hash_of(engine.model, task.learns) if options is not None else None
+    base = parts.base_of(engine.model) if parts is not None else None
     before = (manifest.fingerprint.get("frozen") or {}).get(BASE)
     if base != before:
         named = getattr(recipe.model, "from_", None)
@@ -200,10 +205,14 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
             f"{directory.path}: model.from {named} is another base than this run was trained with "
             f"({str(before)[:12]}, now {str(base)[:12]}); put that one back"
         )
-    wanted = {name: tensor for name, tensor in engine.model.state_dict().items() if task.learns(name)}
-    compare(state["model.safetensors"], wanted, folder / "model.safetensors")
-    engine.model.load_state_dict({**state["model.safetensors"], **state.get("ema.safetensors", {})}, strict=False)
-    return SavedRun(directory, folder, recipe, branch, engine, progress, base)
+    wanted = {
+        "model.safetensors": {name: t for name, t in engine.model.state_dict().items() if task.learns(name)},
+        "ema.safetensors": {name: p for name, p in engine.model.named_parameters() if p.requires_grad},
+    }
+    for file, tensors in state.items():
+        compare(tensors, wanted[file], folder / file)
+        engine.model.load_state_dict(tensors, strict=False)  # the rest is as it was built
+    return SavedRun(directory, folder, recipe, branch, engine, progress, parts, base)
 
 
 def _read(
@@ -232,6 +241,22 @@ def _read(
             remedy = f"the steps {', '.join(others)} are there too" if others else "no other is there; train it again"
             raise CheckpointError(f"{directory.path}: {error}; {remedy}") from None
     raise AssertionError("the last try returns or raises")
+
+
+def _share(folder: Path) -> None:
+    """Every file as readable as a new one is here: safetensors are written for their owner alone."""
+    probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            with suppress(PermissionError):  # of somebody else, who shares the folder
+                path.chmod(mode)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def without_dashes(error: UsageError) -> UsageError:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bottega import environment, resume
 from bottega.branches.branch import Branch
+from bottega.branches.start import PLACE, based, local_start
 from bottega.callbacks.console import Console
 from bottega.compose import (
     build_engine,
@@ -78,7 +79,10 @@ class Session:
         recipe, directory, console = self.recipe, self.directory, self.console
         is_main = int(os.environ.get("RANK", 0)) == 0  # the others might look before --fresh has set the old run aside
         changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
-        self.branch = branch = prepare(needs.placed(recipe), console)
+        self._placed = needs.placed(recipe)
+        if resume.has_begun(directory):
+            self._placed = based(self._placed, directory.codec)
+        self.branch = branch = prepare(self._placed, console)
         console.unit = branch.unit
         engine: TorchEngine | None = None
         try:
@@ -144,7 +148,7 @@ class Session:
             batches=loader,
             progress=progress,
             every=cadences(recipe, total, loader, has_validation=validation is not None),
-            goal=Goal(recipe.evaluation.metric, recipe.evaluation.mode == "max"),
+            goal=Goal(recipe.evaluation.metric, recipe.evaluation.maximise),
             validation=validation_batches(recipe, validation, loader) if validation is not None else None,
             score=lesson.task.score,
             summarise=lambda metrics: lesson.summary(branch.summarise(metrics)),
@@ -190,6 +194,8 @@ class Session:
         directory.truncate_metrics(progress)
         directory.write(directory.recipe, to_yaml(self.recipe))
         facts = environment.describe(str(engine.device), engine.world)
+        if (start := local_start(self._placed)) is not None:
+            facts[PLACE] = start
         directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)
         try:
@@ -198,14 +204,16 @@ class Session:
             branch.save_codec(directory.codec)
         except OSError as error:
             raise explain(error, directory.codec) from None
-        copies = 3 if self.recipe.training.ema is None else 4  # the weights, two moments of each, and their average
-        preflight(directory.checkpoints, size=copies * _bytes(engine), keep=self.recipe.checkpoint.keep)
+        preflight(directory.checkpoints, size=_bytes(engine), keep=self.recipe.checkpoint.keep)
 
     def _introduce(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:
-        parameters = sum(p.numel() for p in engine.model.parameters())
+        sizes = {name: p.numel() for name, p in engine.model.named_parameters()}
+        learning = sum(size for name, size in sizes.items() if engine.settings[name].scale is not None)
+        total = sum(sizes.values())
+        parameters = f"{total:,} parameters" if learning == total else f"{learning:,} of {total:,} parameters learn"
         precision = str(engine.precision).removeprefix("torch.")
         self.console.say(
-            f"{self.directory.path}: {self.recipe.task}, {parameters:,} parameters, {engine.device} {precision}, "
+            f"{self.directory.path}: {self.recipe.task}, {parameters}, {engine.device} {precision}, "
             f"{engine.world} process{'es' if engine.world > 1 else ''}, {progress.total} steps"
         )
 
@@ -284,7 +292,9 @@ def _show_samples(console: Console, folder: Path) -> None:
 
 
 def _bytes(engine: TorchEngine) -> int:
-    return sum(p.numel() * p.element_size() for p in engine.model.parameters())
+    """Of a checkpoint, whose tensors are all made before the first step, and of which none is copied to be counted."""
+    engine._ensure_state()
+    return sum(t.numel() * t.element_size() for tensors in engine.state().values() for t in tensors.values())
 
 
 def _last_metrics(directory: RunDirectory) -> dict[str, float]:

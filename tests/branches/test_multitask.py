@@ -167,7 +167,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model.hidden_size": 15}, "model: hidden_size: 15 does not give each of 2 heads"),
     ({"techniques": ["ewc"]}, "techniques: ewc does not go with several tasks; leave it out"),
     ({"data.parts.topics.settings.techniques": ["lora"]}, "data.parts.topics: techniques does not go with"),
-    ({"data.parts.topics.settings.model.word_dropout": 0.5}, "data.parts.topics: word_dropout: 0.5 needs texts, and"),
+    (
+        {"data.parts.turns": {"recipe": "classify/continual", "settings": {"techniques": []}}},
+        "data.parts.turns: data.mixture: sequence does not go with several tasks; leave it out of the part",
+    ),
+    ({"data.parts.topics.settings.model.word_dropout": 0.5}, "data.parts.topics: model.word_dropout: 0.5 needs texts, and"),
     ({"data.parts.topics.settings.data.train.path": "gone.jsonl"}, "data.parts.topics: "),
 ]
 

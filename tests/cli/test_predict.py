@@ -40,12 +40,28 @@ def test_texts_given_by_hand(run: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(said(capsys, "--model_path", str(run), "hum a verse", "--json")[0])["predictions"] == found
 
 
+def test_texts_may_follow_an_option(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["hum a verse", "salt and onion, bake"]
+    expected = bottega.predict(run, texts)
+    for words in (
+        [str(run), "--checkpoint", "best", *texts],
+        [str(run), texts[0], "--device", "cpu", texts[1]],
+        ["--checkpoint", "best", str(run), *texts],
+        ["--model_path", str(run), texts[0], "--device", "cpu", texts[1]],
+        ["--model_path", str(run), "--device", "cpu", *texts],
+    ):
+        assert json.loads(said(capsys, *words, "--json")[0])["predictions"] == expected, words
+    dashed = said(capsys, str(run), "--device", "cpu", "--json", "--", "-5 knots, the mast")[0]
+    assert json.loads(dashed)["predictions"][0]["text"] == "-5 knots, the mast"
+    assert "unexpected --top" in said(capsys, str(run), "--top", "3", "hum", code=2)[1]
+
+
 def test_texts_of_a_file_of_a_table_and_of_standard_input(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = small_texts.rows(12, seed=4)
     lines = "".join(row["text"] + "\n" for row in rows)
-    (tmp_path / "new.txt").write_text(lines + "\n")
+    (tmp_path / "new.txt").write_text(lines)
     (tmp_path / "new.csv").write_text("id,text\n" + "".join(f"{n},{row['text']}\n" for n, row in enumerate(rows)))
     expected = [row["label"] for row in rows]
     for name in ("new.txt", "new.csv"):
@@ -70,7 +86,35 @@ def test_several_labels_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixt
     found = bottega.predict(made, ["salt and onion, bake"])[0]
     assert set(found["predicted"]) == {"cook", "dot"}
     assert found["probability"].keys() == {"cook", "dot", "sail", "sing"}
-    assert said(capsys, str(made), "salt and onion, bake")[0].startswith("cook 0.")
+    columns = said(capsys, str(made), "salt and onion, bake")[0].rstrip("\n").split("\t")
+    assert (columns[0], columns[2], len(columns)) == ("cook, dot", "salt and onion, bake", 3)
+    assert len(columns[1].split(", ")) == 2
+
+
+def test_each_line_has_its_answer(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["salt and onion", "", "hum\ta verse", "   ", "rope"]
+    (tmp_path / "new.txt").write_text("\n".join(lines) + "\n")
+    for source in (["--data", str(tmp_path / "new.txt")], []):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
+        rows = [line.split("\t") for line in said(capsys, str(run), *source)[0].splitlines()]
+        assert [row[0] for row in rows] == ["cook", "-", "sing", "-", "sail"]
+        assert {len(row) for row in rows} == {3}
+        assert rows[2][2] == r"hum\ta verse"
+    assert said(capsys, str(run), "salt\nand rope")[0].count("\n") == 1
+    assert bottega.predict(run, ["salt", ""])[1] == {"text": "", "predicted": None, "probability": None}
+    (tmp_path / "new.txt").write_bytes(b"salt\nse\xf1or\n")
+    _, err = said(capsys, str(run), "--data", str(tmp_path / "new.txt"), code=3)
+    assert "new.txt, line 2: not UTF-8: byte 0xf1 at column 3; convert it" in err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"salt\nse\xf1or\n")))
+    assert "standard input, line 2: not UTF-8" in said(capsys, str(run), code=3)[1]
+
+
+def test_texts_that_are_cut_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = said(capsys, str(run), "salt " * 400, "salt")
+    assert len(out.splitlines()) == 2
+    assert "1 of 2 texts are cut at 128 tokens" in err
 
 
 def test_what_cannot_be_predicted_is_one_line(

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.in_turn import NOBODY, InTurn, Spread, owners
+from bottega.data.in_turn import InTurn
 from bottega.data.loader import Loader
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.language import prepare_language
 from bottega.data.source import ArraySource
+from bottega.data.spread import NOBODY, Spread, owners
 from bottega.data.tokens import TokenDocuments, TokenWindows
 from bottega.data.vocabulary import TokenizerSpec
 from bottega.schema.classify import ClassifyData

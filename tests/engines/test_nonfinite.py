@@ -22,6 +22,7 @@ from bottega.core.saver import Saver
 from bottega.data.loader import evaluate_batches
 from bottega.engines import optimizers
 from bottega.engines.nonfinite import MOST_SKIPS, Recovery
+from bottega.techniques.ewc import Ewc
 from small_run import different
 from toy_task import Toy, advance, engine, loader, source, state, training
 
@@ -151,9 +152,19 @@ def test_a_bad_first_step_leaves_no_trace(tmp_path: Path, name: str) -> None:
     assert different(state(one), state(other)) == []
 
 
+def test_techniques_that_can_make_a_loss_grow_are_named(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, "halt")
+    trial.engine.task = Ewc(inner=Ewc(inner=trial.engine.task, strength=1.0), strength=1.0)
+    twice = (
+        r"lower training\.learning_rate or techniques\.ewc\.strength or techniques\.ewc\.strength, or look at the batch"
+    )
+    with pytest.raises(Diverged, match=twice):
+        trial.recovery(trial.progress, 0)
+
+
 def test_too_many_skips_are_a_divergence(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "skip", total=MOST_SKIPS + 10, log=10, save=0, learning_rate=1e30, max_grad_norm=None)
-    with pytest.raises(Diverged, match="lower the learning rate"):
+    with pytest.raises(Diverged, match=r"has diverged, lower training\.learning_rate$"):
         trial.run()
 
 

@@ -58,7 +58,7 @@ def test_a_line_is_what_was_answered_for_the_example_of_its_name() -> None:
     assert several["predicted"] == [name for name in NAMES if several["probability"][name] >= 0.5]
 
 
-@pytest.mark.parametrize("count", [2, 11, 60])
+@pytest.mark.parametrize("count", [2, 11, 60, 400])
 def test_pictures_fit_any_number_of_classes(count: int, tmp_path: Path) -> None:
     from bottega.insight.answer_pictures import draw_confusion
 

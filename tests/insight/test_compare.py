@@ -142,8 +142,8 @@ def test_another_metric_is_read_where_the_run_was_best(make: Make) -> None:
             (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     report = compare(["runs/a-s*", "runs/b-s*"], metric="accuracy")
     assert [run["value"] for run in report["groups"][0]["runs"]] == pytest.approx([0.70, 0.71, 0.72])
-    assert report["mode"] is None
-    assert report["pairs"][0]["better"] is None  # nobody said which way is better
+    assert report["mode"] == "max"  # the name says it, though the runs were kept by another metric
+    assert compare(["runs/a-s*", "runs/b-s*"], metric="loss")["mode"] == "min"
 
 
 def test_no_seed_in_common_means_no_pairs(seeds: Callable[..., str]) -> None:
@@ -338,6 +338,14 @@ def test_single_runs_without_predictions(make: Make) -> None:
     assert "runs/a is a single run" in refused("runs/a", "runs/b")
 
 
+def test_answers_to_other_samples(make: Make) -> None:
+    for name, keys in (("a", range(8)), ("b", range(8, 28))):
+        file = make(name, 0.8) / "results" / "predictions.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(f'{{"key": "{key}", "label": "yes", "predicted": "no"}}\n' for key in keys))
+    assert "different data: 8 and 20 samples, none in common" in refused("runs/a", "runs/b")
+
+
 def test_a_single_run_against_seeds(make: Make, seeds: Callable[..., str]) -> None:
     make("one", 0.9)
     assert "runs/one is a single run: at least 2" in refused(seeds("a", GOOD), "runs/one")
@@ -374,7 +382,8 @@ def test_different_goals(seeds: Callable[..., str]) -> None:
     text = refused(one, seeds("b", BETTER, settings={"evaluation.metric": "loss", "evaluation.mode": "min"}))
     assert "kept its best by accuracy (max)" in text
     assert "by loss (min)" in text
-    assert "accuracy (min)" in refused(one, seeds("c", BETTER, settings={"evaluation.mode": "min"}))
+    text = refused(one, seeds("c", BETTER, settings={"evaluation.mode": "min"}))
+    assert "evaluation.mode: min, and of accuracy larger is better" in text
 
 
 def test_metrics_that_are_missing(make: Make, seeds: Callable[..., str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import scipy.stats
 
 import bottega
 from bottega.core import checkpoint
-from bottega.core.errors import UsageError
+from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.core.rundir import Lock, RunDirectory
 from bottega.insight.compare import compare
 from bottega.insight.fold_plan import is_trained, plan_folds, splitting
-from bottega.insight.fold_runs import places
+from bottega.insight.fold_runs import Work, places, train_all
 from bottega.insight.fold_table import pooled, show, summary
+from bottega.parts import PartFailed
 from bottega.preparation import prepare_recipe
 from bottega.schema.load import load_recipe, to_yaml
 from small_texts import rows as texts
@@ -186,6 +189,63 @@ def test_the_report_holds_the_numbers_of_the_folds(report: dict[str, Any]) -> No
     assert "(1/3 + 1/2), not 1/3" in text
 
 
+@pytest.mark.parametrize("error", [EnvironmentProblem("pictures need Pillow"), OSError("no space left")])
+def test_without_pictures_the_numbers_are_there(
+    report: dict[str, Any], folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        held = json.loads((Path(report["folder"]) / "crossval.json").read_text())
+        assert held["pooled"] == report["pooled"], "written before anything is drawn"
+        raise error
+
+    (Path(report["folder"]) / "crossval.json").unlink()
+    monkeypatch.setattr("bottega.insight.compare.draw", fail)
+    monkeypatch.setattr("bottega.insight.answer_pictures.draw_confusion", fail)
+    found = bottega.crossval("classify", tiny(folder), folds=FOLDS)
+    assert found["metrics"] == report["metrics"]
+    assert list(found["files"]) == ["predictions"]
+    assert found["notes"][-2:] == [f"no confusion.png: {error}", f"no crossval.png: {error}"]
+    assert json.loads((Path(report["folder"]) / "crossval.json").read_text()) == found
+    monkeypatch.undo()
+    assert bottega.crossval("classify", tiny(folder), folds=FOLDS) == report  # as the others expect it
+
+
+def test_pictures_of_a_fold_that_cannot_be_drawn_are_a_note(
+    report: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise EnvironmentProblem("pictures need Pillow")
+
+    results = Path(report["folder"]) / "fold-1" / "results"
+    shutil.copytree(results, folder / "before")
+    shutil.rmtree(results)
+    monkeypatch.setattr("bottega.insight.answers.draw_calibration", fail)
+    found = bottega.crossval("classify", tiny(folder), folds=FOLDS)
+    assert found["metrics"] == report["metrics"]
+    assert found["pooled"] == report["pooled"]
+    assert "no pictures of single folds: pictures need Pillow" in found["notes"]
+    assert bottega.crossval("classify", tiny(folder), folds=FOLDS) == found
+    monkeypatch.undo()
+    shutil.rmtree(results)
+    shutil.copytree(folder / "before", results)
+    assert bottega.crossval("classify", tiny(folder), folds=FOLDS) == report  # as the others expect it
+
+
+def test_an_interval_is_shown_as_far_as_its_metric_goes(report: dict[str, Any]) -> None:
+    metrics = {"accuracy": [0.9, 1.0, 1.0], "ece": [0.01, 0.1, 0.02], "loss": [0.1, 0.6, 0.1], "psnr": [1, 9, 2]}
+    own = {name: summary(values, folds=FOLDS) for name, values in metrics.items()}
+    runs = [{**run, "metrics": {k: v[i] for k, v in metrics.items()}} for i, run in enumerate(report["runs"])]
+    text = show({**report, "metrics": own, "runs": runs, "pooled": {}})
+    low, high = (
+        next(r for r in text.splitlines() if r.startswith(f"95 % {end}")).split()[3:] for end in ("from", "to")
+    )
+    assert (high[0], low[1], low[2]) == ("*1.0000", "*0.0000", "*0.0000")
+    assert (low[0], low[3]) == tuple(f"{own[name]['interval']['low']:.4f}" for name in ("accuracy", "psnr"))
+    assert "note: * the interval goes beyond what the metric can be" in text
+    assert own["accuracy"]["interval"]["high"] > 1
+    assert "note: *" not in show({**report, "metrics": {"psnr": own["psnr"]}, "runs": runs})
+
+
 def test_answers_of_several_classes_are_pooled() -> None:
     rows = [
         {"label": ["a", "b"], "predicted": ["a", "b"]},
@@ -219,6 +279,11 @@ def test_another_recipe_is_refused_until_all_is_set_aside(report: dict[str, Any]
         bottega.crossval("classify", tiny(folder, **{"training.learning_rate": 0.5}), folds=FOLDS)
     with pytest.raises(UsageError, match=r"another recipe \(.*data.split.folds: 3 -> 4"):
         bottega.crossval("classify", tiny(folder), folds=4)
+
+
+def test_what_python_is_told_has_no_dashes(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"fewer than folds 40; lower it, or say by fraction"):
+        bottega.crossval("classify", tiny(folder), folds=40, out=tmp_path / "many")
 
 
 @pytest.mark.parametrize(
@@ -261,6 +326,67 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places("cuda", "auto", wanted=9)] == ["4", "6"]
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places("auto", 3, wanted=9)] == ["4", "6", "4"]
+
+
+class Ended:
+    """In place of a training: over at once, with the code that is asked for."""
+
+    code = 0
+
+    def __init__(self, work: Work, place: dict[str, str]) -> None:
+        self.work, self.place = work, place
+
+    def follow(self, say: Any, bar: Any) -> bool:
+        return True
+
+    def error(self) -> str:
+        return "no"
+
+
+def works(folder: Path, number: int) -> list[Work]:
+    found = [Work(RunDirectory(folder / f"fold-{n}"), folder / f"fold-{n}.yaml") for n in range(number)]
+    for work in found:
+        work.run.create()
+    return found
+
+
+def test_who_lives_on_counts_as_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two folds of a command that was killed are still trained: with two places a third begins when one of them ends."""
+    said: list[str] = []
+    held = works(tmp_path, 3)
+    locks = [Lock(work.run) for work in held[:2]]
+    rounds = 0
+
+    def sleep(_: float) -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 3:
+            assert not any("training" in text for text in said), said
+            locks[0].__exit__(None, None, None)
+        if rounds == 6:
+            assert [text for text in said if text.endswith(": training")] == ["fold-0: training", "fold-2: training"]
+            locks[1].__exit__(None, None, None)
+
+    monkeypatch.setattr("bottega.insight.fold_runs._Child", Ended)
+    monkeypatch.setattr("bottega.insight.fold_runs.time.sleep", sleep)
+    for lock in locks:
+        lock.__enter__()
+    train_all(held, [{}, {}], say=said.append, bar=lambda *_: None)
+    assert said[-1] == "fold-1: training"
+
+
+def test_what_is_said_of_folds_that_fail_and_that_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failed(Ended):
+        code = 3
+
+    monkeypatch.setattr("bottega.insight.fold_runs._Child", Failed)
+    two = works(tmp_path, 2)
+    checkpoint.write(two[1].run.checkpoints, step=6, files={}, progress={"step": 6, "total": 8}, fingerprint={})
+    said: list[str] = []
+    for trained, end in ((0, r"\(and 1 more\)$"), (1, r"\(and 1 more\); the other folds are kept$")):
+        with pytest.raises(PartFailed, match=end):
+            train_all(two, [{}, {}], trained=trained, say=said.append, bar=lambda *_: None)
+    assert said[:2] == ["fold-0: training", "fold-1: resumed at step 6"]
 
 
 # From end to end.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from bottega import cli
+from bottega import branches, cli, compose
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
@@ -28,6 +31,7 @@ from bottega.data.source import ArraySource
 from bottega.engines.rate_range import HIGH, LOW, STEPS, Swept, found_in, sweep
 from bottega.insight.lr_find import find
 from bottega.methods import range_test
+from bottega.methods.range_picture import below
 from bottega.schema.load import load_recipe
 from small_run import bottega as command
 from small_run import different, tensors
@@ -83,11 +87,50 @@ def test_the_steepest_place_of_a_curve_that_is_known() -> None:
     assert found.start_loss == pytest.approx(3, abs=0.03)
 
 
+FLAT = r"the loss never falls between the rates|falls from .* too little to tell where batches differ by .*batch_size or more --s"
+
+
+def test_what_is_said_of_a_loss_that_does_not_fall_enough() -> None:
+    rising = 2 + np.linspace(0, 1, STEPS) ** 2
+    with pytest.raises(UsageError, match=r"^the loss never falls between the rates 1e-07 and 10, .*\(--min, --max\)"):
+        found_in(curve(rising), low=LOW, high=HIGH, steps=STEPS)
+    little = 2 - 0.03 * np.linspace(0, 1, STEPS)
+    with pytest.raises(UsageError, match=r"falls from 2\.\d+ to 1\.9\d+ at best, too little to tell") as caught:
+        found_in(curve(little, noise=0.1, seed=1), low=LOW, high=HIGH, steps=STEPS)
+    assert "never falls" not in str(caught.value)
+
+
+def test_it_diverges_where_it_is_above_its_start_again() -> None:
+    """Not where the test ends, which is some steps after."""
+    exponents = np.linspace(np.log10(LOW), np.log10(HIGH), STEPS)
+    heights = 3 - 2 / (1 + np.exp(-3 * (exponents + 3))) + np.where(exponents > -0.5, 40 * (exponents + 0.5), 0)
+    swept = curve(heights)
+    assert found_in(swept, low=LOW, high=HIGH, steps=STEPS).diverges is None
+    ended = Swept(swept.rates, swept.losses, diverged=True)
+    found = found_in(ended, low=LOW, high=HIGH, steps=STEPS)
+    assert found.diverges is not None
+    assert found.minimum < found.diverges
+    assert found.diverges == pytest.approx(10**-0.45, rel=0.5)
+    sudden = Swept(swept.rates[:60], swept.losses[:61], diverged=True)  # from one step to the next, to no number
+    assert found_in(sudden, low=LOW, high=HIGH, steps=STEPS).diverges == swept.rates[59]
+
+
+def test_a_line_is_cut_off_at_the_top_of_the_picture() -> None:
+    """Heights grow downwards, and 10 is the edge."""
+    points = [(0.0, 14.0), (1.0, 12.0), (2.0, 8.0), (3.0, 4.0), (4.0, 16.0), (5.0, 6.0)]
+    assert below(10.0, points) == [
+        [(0.0, 14.0), (1.0, 12.0), (1.5, 10.0)],
+        [(3.5, 10.0), (4.0, 16.0), (4.6, 10.0)],
+    ]
+    assert below(10.0, points[:2]) == [points[:2]]
+    assert below(10.0, points[2:4]) == []
+
+
 def test_a_loss_that_never_falls_is_refused() -> None:
     rising = 2 + np.linspace(0, 1, STEPS) ** 2
     for seed in range(40):
         for heights in (np.full(STEPS, 2.0), rising):
-            with pytest.raises(UsageError, match="the loss never falls between the rates 1e-07 and 10"):
+            with pytest.raises(UsageError, match=FLAT):
                 found_in(curve(heights, noise=0.3, seed=seed), low=LOW, high=HIGH, steps=STEPS)
 
 
@@ -229,7 +272,73 @@ def test_auto_is_the_number_that_is_found(medium: Any, tmp_path: Path, monkeypat
     again = bottega.train(name, {**values, **AUTO, "name": "again"})
     assert again.step == 8
     assert not different(tensors(auto.path), tensors(again.path))
-    assert "as the range test found" in (again.path / "log.txt").read_text()
+    log = (again.path / "log.txt").read_text()
+    assert f"auto is {kept['suggestion']:g}, as the range test found" in log
+    assert re.search(r"resumed \S+ at step \d of 8", log)
+
+
+def ewc(folder: Path) -> tuple[str, dict[str, Any]]:
+    name, values = classify(folder)
+    path = values.pop("data.train.path")
+    sources = [{"path": path, "labels": ["cook", "sail"]}, {"path": path, "labels": ["sing"]}]
+    own = {"data.train": {}, "data.sources": sources, "data.mixture": "sequence", "techniques": ["ewc"]}
+    return name, {**values, **own, "data.split": None}
+
+
+def test_nothing_of_the_test_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A technique that is called before each step holds the engine, and so the model would be in memory twice."""
+    made: list[weakref.ref[Any]] = []
+
+    def build(*given: Any) -> Any:
+        one = compose.build_engine(*given)
+        made.append(weakref.ref(one))
+        return one
+
+    monkeypatch.setattr(range_test, "build_engine", build)
+    name, values = ewc(tmp_path)
+    recipe = load_recipe([name, values]).recipe
+    branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+    gc.disable()
+    try:
+        range_test.measured(recipe, branch, steps=20)
+        assert [one() for one in made] == [None]
+    finally:
+        gc.enable()
+
+
+def test_the_checkpoint_to_go_on_from_is_verified_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, values = classify(tmp_path)
+    start = bottega.train(name, {**values, "name": "first"}).path
+    words = ["train", name, *as_words({**values, **AUTO, "training.batch_size": 16}), "--resume_from", str(start)]
+    (file,) = start.glob("checkpoints/step-00000008/model.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert cli.main([*words, "name=auto"]) == 4
+    assert "model.safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "auto" / "lr-find.json").exists()
+    file.write_bytes(whole)
+    assert cli.main([*words, "name=auto"]) == 0
+    assert json.loads((tmp_path / "auto" / "lr-find.json").read_text())["from_step"] == 4  # in batches twice as large
+
+
+def test_what_learnt_is_not_tested_on_another_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There it means nothing, however well the loss falls."""
+    name, values = image(tmp_path)
+    exports = [
+        bottega.load(bottega.train(name, {**values, "name": f"base-{seed}", "seed": seed}).path).export()
+        for seed in range(2)
+    ]
+    values |= {"model.from": str(tmp_path / "base-0"), "techniques": [{"name": "lora", "options": {"rank": 2}}]}
+    run = bottega.train(name, {**values, "name": "held"}).path
+    with pytest.raises(UsageError, match=FLAT):  # it was tested: so few parameters learn little
+        run_find(str(run), [], tmp_path / "out")
+    for file in exports[1].rglob("*.safetensors"):
+        shutil.copy(file, exports[0] / file.relative_to(exports[1]))
+    with pytest.raises(CheckpointError, match=r"model\.from: is another base than this run began with"):
+        run_find(str(run), [], tmp_path / "out")
+    assert cli.main(["train", name, *as_words({**values, **AUTO}), "name=auto", "--resume_from", str(run)]) == 4
+    assert "model.from: is another base" in capsys.readouterr().err
+    assert not (tmp_path / "auto" / "lr-find.json").exists()
 
 
 def test_a_run_keeps_its_rate(tmp_path: Path) -> None:

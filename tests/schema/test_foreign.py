@@ -314,14 +314,26 @@ TABLE: list[tuple[str, str, str, Any]] = [
     (HUGGING, "logging_strategy: epoch", "logging.every", "1 epoch"),
     (ANY, "save_total_limit: 2", "checkpoint.keep", 2),
     (ANY, "metric_for_best_model: eval_loss", "evaluation.metric", "loss"),
-    (ANY, "metric_for_best_model: eval_loss", "evaluation.mode", "min"),
-    (ANY, "metric_for_best_model: accuracy", "evaluation.mode", "max"),
-    (ANY, "greater_is_better: false", "evaluation.mode", "min"),
-    (ANY, "greater_is_better: true", "evaluation.mode", "max"),
+    (ANY, "metric_for_best_model: eval_perplexity", "evaluation.metric", "perplexity"),
+    ("trainer", "metric_for_best_model: eval_accuracy", "evaluation.metric", "accuracy"),
+    ("trainer", "metric_for_best_model: acc", "evaluation.metric", "accuracy"),
+    ("trainer", "metric_for_best_model: eval_f1", "evaluation.metric", "macro_f1"),
+    ("trainer", "metric_for_best_model: f1", "evaluation.metric", "macro_f1"),
+    (
+        "lightning",
+        "trainer: {callbacks: [{class_path: x.ModelCheckpoint, init_args: {monitor: val_acc, mode: max}}]}",
+        "evaluation.metric",
+        "accuracy",
+    ),
     ("axolotl trainer", "early_stopping_patience: 2", "training.early_stopping.patience", 2),
     ("trainer", "early_stopping_threshold: 0.1", "training.early_stopping.threshold", 0.1),
     ("llamafactory", "early_stopping_steps: 2", "training.early_stopping.patience", 2),
-    ("axolotl", "{early_stopping_patience: 2, metric_for_best_model: f1}", "training.early_stopping.mode", "max"),
+    (
+        "axolotl",
+        "{early_stopping_patience: 2, metric_for_best_model: ppl}",
+        "training.early_stopping.metric",
+        "perplexity",
+    ),
     (ANY, "seed: 3", "seed", 3),
     (ANY, "output_dir: here/there", "output_dir", "here/there"),
     (HUGGING, "full_determinism: true", "deterministic", True),
@@ -637,6 +649,22 @@ def known(kind: str) -> set[str]:
     left = {key for table in tables for part in (table.nothing, table.later, table.idle) for key in part}
     said = [parse_yaml(snippet, "s").value for name, snippet, _, _ in ROWS if name == kind]
     return left | {key for one in said for key, _ in leaves(one)} | {key for key, _ in leaves(EXAMPLES[kind])}
+
+
+@pytest.mark.parametrize(
+    ("kind", "snippet", "left"),
+    [
+        ("trainer", "metric_for_best_model: eval_rouge", ["metric_for_best_model"]),
+        ("axolotl", "metric_for_best_model: accuracy", ["metric_for_best_model"]),
+        ("trainer", "{metric_for_best_model: acc, greater_is_better: false}", ["greater_is_better"]),
+        ("trainer", "{metric_for_best_model: f1, greater_is_better: true}", []),
+        ("trainer", "greater_is_better: true", ["greater_is_better"]),
+    ],
+)
+def test_a_metric_that_nothing_measures_is_not_written(kind: str, snippet: str, left: list[str]) -> None:
+    sheet = sheet_of(kind, merged(BASES[kind], parse_yaml(snippet, "snippet").value))
+    assert [row.theirs for row in sheet.unmapped if row.why == "not understood"] == left
+    assert "mode" not in sheet.recipe().get("evaluation", {})
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -14,7 +14,7 @@ from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
 from bottega.data.loader import Loader, evaluate_batches
 from bottega.data.orders import Shuffled
-from bottega.data.side_by_side import InTurn, SideBySide
+from bottega.data.side_by_side import AsTheyStand, SideBySide
 from bottega.data.source import ArraySource, Source
 from bottega.engines.devices import put
 from bottega.engines.torch import TorchEngine
@@ -80,7 +80,7 @@ def engine(of: Multitask, **options: Any) -> TorchEngine:
 
 
 def loader(count: int = 6) -> Loader:
-    return Loader(beside(), count, seed=0, order=InTurn(len(beside())))
+    return Loader(beside(), count, seed=0, order=AsTheyStand(len(beside())))
 
 
 # What is shared

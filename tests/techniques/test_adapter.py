@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from bottega.core.errors import UsageError
+from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
 from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
 from bottega.schema.text_classifier import KimShape
@@ -138,3 +139,44 @@ def test_the_folder_holds_the_adapter_alone(base: Path, tmp_path: Path) -> None:
     assert found.keys() == {name for name in state if ".adapter_" in name}
     assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
     assert "it is all there is here" in (folder / "README.md").read_text()
+
+
+def test_such_a_folder_is_a_start(base: Path, tmp_path: Path) -> None:
+    recipe, values = settings("image", tmp_path, base)
+    values |= {**STEADY, "training.weight_decay": 0.0}
+    technique: dict[str, Any] = {"name": "adapter", "options": {"size": 4, "train": ["backbone.out"]}}
+    first = bottega.train(
+        recipe, {**values, "name": "first", "techniques": [technique], "training.learning_rate": 0.05}
+    )
+    folder = bottega.load(first.path, checkpoint="last", device="cpu").export() / "adapter"
+    options = {**technique["options"], "start": str(folder)}
+
+    def again(name: str, **changes: Any) -> Any:
+        asked = [{"name": "adapter", "options": {**options, **changes.pop("options", {})}}]
+        still = {"training.learning_rate": 1e-30, "name": name, "techniques": asked}
+        return bottega.train(recipe, {**values, **still, **changes})
+
+    second = again("second", **{"training.max_steps": 4})
+    one, other = (load_file(run.path / "checkpoints" / "last" / "model.safetensors") for run in (first, second))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any(torch.any(one[name]) for name in one if name.endswith("adapter_up"))
+    again("more", options={"train": ["backbone.out", "backbone.modulation_out"]})
+    for change, said in (
+        ({"options": {"size": 8}}, r"adapter\.size: 8, and .* has 4; set it to that"),
+        ({"options": {"targets": ["to_out"]}}, r"adapter\.targets: .* holds .*\.down\..*; it has down, to_out"),
+        ({"options": {"train": []}}, r"holds backbone\.out\..*, which does not learn here"),
+        ({"options": {"start": str(tmp_path)}}, r"techniques\.adapter\.start: .*bottega\.json cannot be read"),
+        ({"model.from": None}, r"techniques\.adapter\.start: .* over another base \(.*base/final; .* differs\)"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            again("no", **change)
+    said = json.loads((folder / "bottega.json").read_text())
+    (folder / "bottega.json").write_text(json.dumps({**said, "kind": "lora"}))
+    with pytest.raises(UsageError, match="is of kind lora, not bottleneck"):
+        again("no")
+    (folder / "bottega.json").write_text(json.dumps({**said, "version": 0}))
+    with pytest.raises(CheckpointError, match="export its run again"):
+        again("no")
+    shutil.rmtree(folder)
+    assert again("second").step > 4  # which has all it needs

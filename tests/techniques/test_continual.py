@@ -172,6 +172,28 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_examples() -> None:
         torch.testing.assert_close(halves[0][name] + halves[1][name], found[name], rtol=1e-5, atol=1e-12)
 
 
+def test_fisher_of_a_run_in_fp16_is_in_fp32() -> None:
+    """Beneath 6e-8 half precision knows nothing, and there is no loss scale here."""
+    samples, found = source(samples=5), {}
+    single = [(i, samples.rows(np.array([i]), np.array([0]))) for i in range(5)]
+    for precision in (torch.float32, torch.float16, torch.bfloat16):
+        one = engine(task=Faint())
+        one.precision = precision
+        found[precision] = diagonal(one, single, count=5, names=[n for n, _ in one.model.named_parameters()])
+    for name, wanted in found[torch.float32].items():
+        assert float(wanted.sum()) > 0
+        assert torch.equal(found[torch.float16][name], wanted)
+    assert any(not torch.equal(found[torch.bfloat16][name], wanted) for name, wanted in found[torch.float32].items())
+
+
+class Faint(Toy):
+    """As the loss of many thousand tokens is: each of them has a share of next to nothing."""
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        terms = super().loss(models, batch, rng).terms
+        return Loss(terms={name: (1e-7 * total, weight) for name, (total, weight) in terms.items()})
+
+
 def test_penalty_pulls_back_by_importance() -> None:
     task = Ewc(inner=Toy(), strength=3.0)
     one = engine(task=task)

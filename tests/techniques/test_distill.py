@@ -28,12 +28,14 @@ from bottega.core.types import Loss
 from bottega.data.loader import evaluate_batches
 from bottega.insight.compare import compare
 from bottega.methods import applied
+from bottega.methods.distill import _hash_of
 from bottega.models.transformer import Transformer
 from bottega.schema import needs
 from bottega.schema.load import load_recipe, to_yaml
 from bottega.schema.transformer import TransformerShape
 from bottega.tasks.language import Language
 from bottega.techniques.distill import Distilled, binary_divergence, divergence, state_difference
+from bottega.techniques.inject import hash_of
 from bottega.techniques.overheard import Overheard, blocks_of, matched
 from small_run import different, tensors
 
@@ -337,6 +339,18 @@ def refused(match: str, recipe: str, folder: Path, /, **changes: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_teacher_is_known_by_its_weights_and_by_what_is_in_no_weight() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
+    shape = TransformerShape(**sizes, intermediate_size=32, vocab_size=20, context=16)
+    turned = shape.model_copy(update={"rope_theta": 500.0})
+    model, again, other, elsewhere = (
+        Language(shape=one).build(seed)["model"] for one, seed in ((shape, 0), (shape, 0), (shape, 1), (turned, 0))
+    )
+    assert hash_of(elsewhere, lambda name: False) == hash_of(model, lambda name: False)
+    assert _hash_of(again) == _hash_of(model)
+    assert len({_hash_of(one) for one in (model, other, elsewhere)}) == 3
+
+
 def test_another_vocabulary_is_refused_and_the_remedy_works(tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("".join(f"Quick foxes jump over {n} lazy dogs!\n" for n in range(300)))
@@ -413,8 +427,25 @@ def test_other_classes_and_sizes_are_refused(teachers: dict[str, Path], tmp_path
     )
     refused(r"has learnt image, and here it is classify of text", "classify", tmp_path, **taught(teachers["image"]))
     refused(r"there is no run and no folder at .*nowhere", "classify", tmp_path, **taught(tmp_path / "nowhere"))
-    refused(r"is neither a run nor a saved model", "classify", tmp_path, **taught(tmp_path))
+    for name in ("classify", "classify/image", "language/shakespeare"):
+        folder = tmp_path / name
+        nothing = rf"{tmp_path} is no run and no folder of a model: it has neither recipe\.yaml nor config\.json"
+        refused(nothing, name, folder, **taught(tmp_path))
+        refused(r"is empty; name a run, needs\.NAME or the folder of a model", name, folder, **taught(""))
+        own = {"output_dir": str(tmp_path), "name": "x"}
+        refused(r"x is this run itself, and a run cannot teach itself", name, folder, **own, **taught(tmp_path / "x"))
     refused(r"is no run; of images the teacher is the directory of a run", "image", tmp_path, **taught(tmp_path))
+
+
+def test_an_adapter_is_no_teacher(teachers: dict[str, Path], tmp_path: Path) -> None:
+    from small_adapted import EMPTY
+
+    name = "language/shakespeare"
+    bottega.load(teachers[name]).export()
+    lora = {**EMPTY, "model.from": str(teachers[name]), "techniques": [{"name": "lora", "options": {"rank": 2}}]}
+    folder = bottega.load(train(name, tmp_path, name="lora", **lora)).export(tmp_path / "out") / "adapter"
+    assert (folder / "adapter_config.json").is_file()
+    refused(r"adapter holds an adapter and no whole model; name the run that", name, tmp_path, **taught(folder))
 
 
 def test_what_has_no_answer_has_no_teacher(teachers: dict[str, Path], tmp_path: Path) -> None:

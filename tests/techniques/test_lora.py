@@ -1,10 +1,9 @@
-"""LoRA: nothing at first, a base that stays to the bit, a checkpoint that holds no more than what learnt, and peft."""
+"""LoRA: nothing at first, a base that stays to the bit and a checkpoint that holds no more than what learnt."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,72 +17,28 @@ import bottega
 import small_media
 import small_run
 import small_texts
+from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
 from bottega.insight.inspect import inspect
 from bottega.insight.ledger import ledger
-from bottega.schema.convnet import ConvNetShape
-from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
-from bottega.schema.text_classifier import EncoderShape, KimShape
-from bottega.schema.transformer import TransformerShape
-from bottega.tasks.classify import Classification
-from bottega.tasks.generation import Generation
-from bottega.tasks.language import Language
 from bottega.techniques.inject import hash_of
 from bottega.techniques.lora import Lora, changed_layers, merge, merged, unmerge
+from small_adapted import (
+    EMPTY,
+    LANGUAGE,
+    MEDIA,
+    STEADY,
+    TASKS,
+    encoder_task,
+    image,
+    language,
+    language_task,
+    train,
+    untied_task,
+    write_bases,
+)
 from small_run import different, tensors
-
-STEADY = {"training.scheduler.name": "constant", "training.scheduler.warmup_steps": 0}
-LANGUAGE = {key: value for key, value in small_run.SMALL.items() if not key.startswith("model.")}
-
-
-def transformer(**changes: Any) -> TransformerShape:
-    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
-    return TransformerShape(**{**sizes, "intermediate_size": 32, "vocab_size": 20, "context": 16, **changes})
-
-
-def language_task() -> tuple[Any, dict[str, torch.Tensor]]:
-    return Language(shape=transformer()), {"input_ids": torch.arange(30).view(3, 10) % 20}
-
-
-def untied_task() -> tuple[Any, dict[str, torch.Tensor]]:
-    return Language(shape=transformer(tie_embeddings=False)), {"input_ids": torch.arange(30).view(3, 10) % 20}
-
-
-def texts_of(shape: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    ids = torch.arange(24).view(4, 6) % 20
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "label": torch.tensor([0, 1, 2, 0])}
-    return Classification(key="text", shape=shape), batch
-
-
-def encoder_task() -> tuple[Any, dict[str, torch.Tensor]]:
-    return texts_of(EncoderShape(vocab_size=20, num_labels=3, hidden_size=16, num_layers=2, num_heads=2))
-
-
-def kim_task() -> tuple[Any, dict[str, torch.Tensor]]:
-    return texts_of(KimShape(vocab_size=20, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3)))
-
-
-def pictures_task() -> tuple[Any, dict[str, torch.Tensor]]:
-    shape = ConvNetShape(grid=(8, 8), channels=1, num_labels=3, hidden_size=8, num_layers=1)
-    x = torch.linspace(-1, 1, 256).view(4, 8, 8, 1)
-    return Classification(key="image", shape=shape), {"image": x, "label": torch.tensor([0, 1, 2, 0])}
-
-
-def films_task() -> tuple[Any, dict[str, torch.Tensor]]:
-    shape = ConvNetShape(grid=(4, 8, 8), channels=1, num_labels=3, hidden_size=8, num_layers=1)
-    x = torch.linspace(-1, 1, 512).view(2, 4, 8, 8, 1)
-    return Classification(key="video", shape=shape), {"video": x, "label": torch.tensor([0, 1])}
-
-
-def image_task() -> tuple[Any, dict[str, torch.Tensor]]:
-    backbone = DiTShape(grid=(8, 8), channels=1, patch=(2, 2), hidden_size=16, num_layers=2, num_heads=2)
-    shape = GeneratorShape(backbone=backbone, condition=ConditionShape(kind="class", size=3, hidden_size=16))
-    batch = {"image": torch.linspace(-1, 1, 256).view(4, 8, 8, 1), "label": torch.tensor([0, 1, 2, 0])}
-    return Generation(key="image", shape=shape), batch
-
-
-TASKS = [language_task, untied_task, encoder_task, kim_task, pictures_task, films_task, image_task]
 
 
 def noisy(model: nn.Module, *, seed: int = 0) -> nn.Module:
@@ -231,56 +186,7 @@ def test_the_hash_is_of_the_base_alone() -> None:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """language/, image/: runs that were exported; encoder/: a BERT of transformers."""
-    folder = tmp_path_factory.mktemp("bases")
-    text = small_run.write_text(folder / "text.txt")
-    small_run.train(folder, text, name="language", **{"model.num_layers": 2, "training.max_steps": 4})
-    bottega.train("image", {**small_media.image(folder), "name": "image", "training.max_steps": 4})
-    for name in ("language", "image"):
-        bottega.load(folder / name, device="cpu").export()
-    small_texts.encoder(folder / "encoder")
-    return folder
-
-
-def language(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
-    text = small_run.write_text(folder / "other.txt", seed=1)
-    own = {"output_dir": str(folder), "data.train.path": str(text), "model.from": str(bases / "language")}
-    return "language/shakespeare", {**LANGUAGE, **EMPTY, **own}
-
-
-SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_size",
-    "intermediate_size",
-    "context",
-    "dropout",
-)
-EMPTY = {f"model.{key}": None for key in SIZES}
-
-
-def classify(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
-    settings = small_texts.settings(folder)
-    own = {key: value for key, value in settings.items() if not key.startswith("model.")}
-    return "classify/pretrained", {**own, "model.from": str(bases / "encoder")}
-
-
-def image(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
-    return "image", {**small_media.image(folder), "model.from": str(bases / "image")}
-
-
-MEDIA: dict[str, Callable[[Path, Path], tuple[str, dict[str, Any]]]] = {
-    "language": language,
-    "classify": classify,
-    "image": image,
-}
-
-
-def train(bases: Path, folder: Path, medium: str, *, technique: Any = "lora", **changes: Any) -> Any:
-    recipe, settings = MEDIA[medium](bases, folder)
-    return bottega.train(recipe, {**settings, **STEADY, "techniques": [technique], **changes})
+    return write_bases(tmp_path_factory.mktemp("bases"))
 
 
 @pytest.mark.parametrize("medium", MEDIA)
@@ -336,6 +242,55 @@ def test_the_exported_model_is_the_adapted_one(bases: Path, tmp_path: Path) -> N
     assert json.loads((folder / "adapter" / "bottega.json").read_text())["base"] == saved.base
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda ema: {**ema, "strange": next(iter(ema.values()))}, "strange is not in the model"),
+        (lambda ema: dict(list(ema.items())[1:]), "is missing"),
+        (lambda ema: {name: array[:1] for name, array in ema.items()}, "the model has"),
+    ],
+    ids=["strange", "missing", "narrow"],
+)
+def test_averages_that_do_not_fit_are_refused(bases: Path, tmp_path: Path, change: Any, said: str) -> None:
+    """Weights that nobody asked for would be left out without a word, and those that are missing be the plain ones."""
+    run = train(bases, tmp_path, "language", name="averaged", **{"training.ema": 0.9, "training.max_steps": 4}).path
+    bottega.load(run, device="cpu")
+    last = (run / "checkpoints" / "last").resolve()
+    manifest = checkpoint.verify(last)
+    files = {name: load_file(last / name) for name in manifest.files if name.endswith(".safetensors")}
+    files["ema.safetensors"] = change(files["ema.safetensors"])
+    checkpoint.write(
+        last.parent,
+        step=manifest.step,
+        files=files,
+        progress=checkpoint.read_progress(last),
+        fingerprint=manifest.fingerprint,
+    )
+    with pytest.raises(CheckpointError, match=rf"ema\.safetensors does not fit the model: .*{said}"):
+        bottega.load(run, checkpoint="last", device="cpu")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_what_a_checkpoint_will_need_is_known_before_the_first_step(
+    bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    """All weights of the base would be too many, and what a technique keeps beside them was forgotten."""
+    asked: list[int] = []
+    monkeypatch.setattr("bottega.session.preflight", lambda folder, *, size, keep: asked.append(size))
+    recipe, settings = language(bases, tmp_path)
+    paths = (settings.pop("data.train.path"), str(small_run.write_text(tmp_path / "second.txt", seed=2)))
+    more = {"training.ema": 0.9, "training.optimizer.name": optimizer, "name": "sized"}
+    more |= {
+        "data.sources": [{"path": path} for path in paths],
+        "data.mixture": "sequence",
+        "techniques": ["lora", "ewc"],
+    }
+    run = bottega.train(recipe, {**settings, **STEADY, **more}).path
+    written = list((run / "checkpoints" / "last").glob("*.safetensors"))
+    assert len(written) == 4
+    assert asked == [sum(array.nbytes for file in written for array in load_file(file).values())]
+
+
 def test_another_base_is_refused(bases: Path, tmp_path: Path) -> None:
     shutil.copytree(bases / "language", tmp_path / "base")
     changes = {"model.from": str(tmp_path / "base"), "name": "held"}
@@ -375,80 +330,6 @@ def test_a_random_base_is_said_and_learns(tmp_path: Path, capsys: pytest.Capture
     learnt = tensors(run.path)
     assert {name for name in learnt if name.endswith(("attn.to_q.lora_B", "down.lora_B")) and np.any(learnt[name])}
     bottega.load(run.path)
-
-
-# peft
-
-
-def test_our_adapter_opens_in_peft(bases: Path, tmp_path: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    run = train(bases, tmp_path, "language", name="ours", **{"training.learning_rate": 0.05})
-    saved = bottega.load(run.path, device="cpu")
-    adapter = saved.export() / "adapter"
-    base = transformers.AutoModelForCausalLM.from_pretrained(bases / "language" / "final")
-    theirs = peft.PeftModel.from_pretrained(base, adapter).eval()
-    tokens = torch.arange(8)[None]
-    with torch.no_grad(), saved.engine.sampling() as models:
-        ours = models["model"](tokens)
-        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=1e-5, atol=1e-5)
-        plain = transformers.AutoModelForCausalLM.from_pretrained(saved.directory.final).eval()
-        torch.testing.assert_close(plain(tokens).logits, ours, rtol=1e-5, atol=1e-5)
-        with theirs.disable_adapter():
-            assert (theirs(tokens).logits - ours).abs().max() > 1e-3
-
-
-def test_our_classifier_and_its_head_open_in_peft(bases: Path, tmp_path: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    run = train(bases, tmp_path, "classify", name="ours", **{"training.learning_rate": 0.05})
-    saved = bottega.load(run.path, device="cpu")
-    adapter = saved.export() / "adapter"
-    transformers.utils.logging.set_verbosity_error()
-    base = transformers.AutoModelForSequenceClassification.from_pretrained(bases / "encoder", num_labels=3)
-    theirs = peft.PeftModel.from_pretrained(base, adapter).eval()
-    ids = torch.tensor([[2, 7, 9, 3]])
-    with torch.no_grad(), saved.engine.sampling() as models:
-        ours = models["model"](ids, torch.ones_like(ids, dtype=torch.bool))
-        torch.testing.assert_close(theirs(input_ids=ids).logits, ours, rtol=1e-5, atol=1e-5)
-
-
-def test_peft_s_adapter_is_a_start(bases: Path, tmp_path: Path) -> None:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    base = transformers.AutoModelForCausalLM.from_pretrained(bases / "language" / "final")
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    theirs = peft.get_peft_model(base, config).eval()
-    noisy_parts = [p for name, p in theirs.named_parameters() if "lora_B" in name]
-    with torch.no_grad():
-        for number, parameter in enumerate(noisy_parts):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * (number + 1) / 4)
-    theirs.save_pretrained(tmp_path / "theirs")
-    options = {"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj"], "start": str(tmp_path / "theirs")}
-    still = {"training.learning_rate": 1e-30, "training.weight_decay": 0.0, "name": "still"}
-    run = train(bases, tmp_path, "language", technique={"name": "lora", "options": options}, **still)
-    shutil.move(tmp_path / "theirs", tmp_path / "gone")  # a finished run has no use for it
-    saved, tokens = bottega.load(run.path, device="cpu"), torch.arange(8)[None]
-    with torch.no_grad(), saved.engine.sampling() as models:
-        torch.testing.assert_close(theirs(tokens).logits, models["model"](tokens), rtol=1e-5, atol=1e-5)
-    options["start"] = str(tmp_path / "gone")
-    for change, said in (
-        ({"rank": 8}, r"lora\.rank: 8, and .* has 4"),
-        ({"alpha": None}, r"lora\.alpha: 8, and .* has 6"),
-        ({"targets": None}, r"lacks model\.layers.*; it has q_proj, v_proj"),
-        ({"targets": ["q_proj"]}, "holds .*v_proj.*, which does not learn here"),
-        ({"start": str(tmp_path / "nowhere")}, "cannot be read"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            train(bases, tmp_path, "language", technique={"name": "lora", "options": {**options, **change}}, name="no")
-
-
-def test_our_own_adapter_is_a_start_too(bases: Path, tmp_path: Path) -> None:
-    first = train(bases, tmp_path, "classify", name="first", **{"training.learning_rate": 0.05})
-    adapter = bottega.load(first.path, checkpoint="last", device="cpu").export() / "adapter"
-    technique = {"name": "lora", "options": {"start": str(adapter)}}
-    still = {"training.learning_rate": 1e-30, "training.weight_decay": 0.0, "name": "still"}
-    second = train(bases, tmp_path, "classify", technique=technique, **still)
-    name = "model.safetensors"
-    one, other = (load_file(run.path / "checkpoints" / "last" / name) for run in (first, second))
-    assert different(one, other) == []
 
 
 NEW = ("table", "lamp", "zeal", "glad", "path", "debt")

@@ -21,7 +21,7 @@ import small_texts
 from bottega import branches
 from bottega.compose import build_engine, build_loader, plan_rates
 from bottega.core import checkpoint
-from bottega.core.errors import BottegaError, DataError, UsageError
+from bottega.core.errors import BottegaError, DataError, Diverged, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
 from bottega.core.task import Task
@@ -127,9 +127,8 @@ def test_an_evaluation_tells_each_step_and_leaves_the_weights_alone() -> None:
 
 
 def test_only_what_learns_is_adapted_and_a_plain_batch_is_the_inner_task() -> None:
-    task = Maml(inner=Line(), method="fomaml", inner_steps=1, inner_rate=0.1)
+    task = Maml(inner=Line(), method="fomaml", inner_steps=1, inner_rate=0.1, adapts=lambda names: names[2:])
     model = nn.Sequential(nn.Linear(F, F), nn.Linear(F, 1)).double()
-    model[0].requires_grad_(False)
     seen: list[set[str]] = []
 
     class Spy(Line):
@@ -306,6 +305,30 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, method: s
     assert different(straight.state(), second.state()) == []
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_an_evaluation_does_not_ask_what_was_thawed_before_it(method: str, tmp_path: Path) -> None:
+    """A process that was only started to measure has thawed nothing yet, and one in training perhaps half."""
+    more = {"training.unfreeze.layers_per": 2, "training.freeze": ["layers.0"], "training.batch_size": 2}
+    first = Subject("classify", tmp_path, method, **more)
+    first.advance(0, 2)
+    is_frozen = [name for name, p in first.engine.model.named_parameters() if not p.requires_grad]
+    assert any(not name.startswith("layers.0.") for name in is_frozen), "some is still to be thawed"
+    held_out = first.lesson.validation
+    assert held_out is not None
+    before = evaluate(first.engine, evaluate_batches(held_out, 4, limit=4))
+    files = first.engine.snapshot().files()
+    saved = checkpoint.write(tmp_path / "cut", step=2, files=files, progress={"step": 2}, fingerprint={})
+    second = Subject("classify", tmp_path, method, **more)
+    second.engine.load(saved)
+    assert evaluate(second.engine, evaluate_batches(held_out, 4, limit=4)) == before
+    assert second.advance(2, 5) == first.advance(2, 5)
+    assert different(first.state(), second.state()) == []
+    adapted = first.engine.task._adapted(first.engine.model)
+    assert {name for name, _ in first.engine.model.named_parameters() if name.startswith("layers.0.")}
+    assert not any(name.startswith("layers.0.") for name in adapted), "what is frozen for good stays"
+    assert set(is_frozen) & set(adapted)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_evaluation_is_free_of_batches_and_ranks(name: str, tmp_path: Path) -> None:
     """Two ranks share five episodes: one share is filled up, and what fills it counts nowhere."""
@@ -372,7 +395,13 @@ def test_what_cannot_be_an_episode_is_one_line(tmp_path: Path) -> None:
     assert "data.train: 0 of 1 tasks have 5004 samples or more" in said(
         "language", options={"shots": 5000, "queries": 4}
     )
-    assert "an episode takes 9" in said("classify", options={"ways": 9})
+    assert (
+        "an episode takes 9 classes with 4 samples of each (2 shots and 2 queries), and there are 3 such classes of 3; "
+        "lower ways, shots or queries"
+    ) in said("classify", options={"ways": 9})
+    assert "maml.ways: 1, and of a single class there is nothing to tell; give 2 or more" in said(
+        "classify", options={"ways": 1}
+    )
     assert "maml.ways: 2" in said("image", options={"ways": 2})
     assert "maml.ways: 2" in said("language", options={"ways": 2})
     assert "maml.by: label, and the samples have none" in said("language", options={"by": "label"})
@@ -464,6 +493,23 @@ CLAIM: dict[str, Any] = {
     "logging.tensorboard": False,
     "logging.resources": False,
 }
+
+
+def test_what_the_two_speeds_count(tmp_path: Path) -> None:
+    """As the page says: episodes in metrics.jsonl, samples of their query parts in the log."""
+    values = {**settings("classify", tmp_path)[1], "techniques": maml("classify", "fomaml")}
+    for row in bottega.train("classify", {**values, "output_dir": str(tmp_path)}).history():
+        if row["kind"] == "train":
+            assert row["units_per_second"] == pytest.approx(2 * 2 * row["samples_per_second"])
+
+
+def test_a_loss_that_grew_in_the_inner_steps_names_their_rate(tmp_path: Path) -> None:
+    values = {**settings("classify", tmp_path)[1], "output_dir": str(tmp_path)}
+    values["techniques"] = maml("classify", "fomaml", inner_rate=1e38)
+    with pytest.raises(
+        Diverged, match=r"lower training\.learning_rate or techniques\.maml\.inner_rate, or look at the"
+    ):
+        bottega.train("classify", values)
 
 
 @pytest.mark.slow

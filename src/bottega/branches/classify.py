@@ -18,12 +18,13 @@ from bottega.branches import text_classify
 from bottega.branches.branch import Branch
 from bottega.branches.kept import read_kept
 from bottega.branches.media import MediaBranch
-from bottega.branches.objective import Objective
+from bottega.branches.objective import Objective, counts_all_classes
 from bottega.branches.start import folder_of
 from bottega.branches.teller import Teller
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.classes import Classes
+from bottega.data.labelled import class_numbers, learnt_classes, rare_classes
 from bottega.data.mel import MelCodec
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
@@ -47,12 +48,13 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Branch:
     if len(classes) < 2:
         named = f"only the class {classes.names[0]}" if len(classes) else "no classes"
         raise DataError(f"data.train: has {named}; a classifier needs two or more, so name data.condition_field")
+    classes = learnt_classes(prepared, counts_all=counts_all_classes(checked))
     mel = mel_codec(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None
 
     def labels() -> np.ndarray:
-        return np.concatenate([prepared.labels(name) for name in prepared.training_tables])
+        return np.concatenate([class_numbers(prepared.table(name), classes) for name in prepared.training_tables])
 
-    objective = Objective.of(checked.loss, labels, len(classes))
+    objective = Objective.of(checked.loss, labels, classes.names)
     shape = _shape_of(checked, prepared, len(classes), mel)
     return ClassifyBranch(checked, shape, classes, mel, objective, prepared=prepared)
 
@@ -76,8 +78,6 @@ def _checked(recipe: Recipe) -> MediaRecipe:
 
 @final
 class ClassifyBranch(Teller, MediaBranch):
-    metrics = ("loss", "accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
-
     def __init__(
         self,
         recipe: MediaRecipe,
@@ -102,6 +102,11 @@ class ClassifyBranch(Teller, MediaBranch):
             **objective.fields,
             pretrained=str(_checked_start(start, shape)) if start is not None else None,
         )
+        self.metrics = (*text_classify.SINGLE, *(("objective",) if self.task.is_modified else ()))
+
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *rare_classes(self.prepared, self.classes)]
 
     def frame(self) -> tuple[int, ...]:
         return (*self.shape.grid[-2:], self.shape.channels)

@@ -10,10 +10,10 @@ from bottega.branches.branch import Branch
 from bottega.core.errors import DataError
 from bottega.data import combine
 from bottega.data.first import First
-from bottega.data.in_turn import Spread
 from bottega.data.orders import Order
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.source import Source
+from bottega.data.spread import Spread
 
 
 class TableBranch(Branch):

@@ -26,9 +26,9 @@ from bottega.data.vocabulary import TokenizerSpec
 from bottega.models.pretrained import export_transformers, read_shape
 from bottega.schema.data import Source as SourceOptions
 from bottega.schema.data import TextData
-from bottega.schema.language import LanguageModel, LanguageRecipe
+from bottega.schema.language import LanguageRecipe, own_dimensions
 from bottega.schema.recipe import Recipe
-from bottega.schema.transformer import SIZES, TransformerShape
+from bottega.schema.transformer import TransformerShape
 from bottega.tasks.language import Language
 from bottega.tasks.sampling import generate
 
@@ -74,14 +74,15 @@ class LanguageBranch(TableBranch):
         codec: Path | None = None,
     ) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
-        self._prepared, self._expected = prepared, expected
+        self._prepared, self._expected, self._codec = prepared, expected, codec
         self.shape = shape or shape_of(recipe, tokenizer.vocab_size)
         self.length = recipe.data.sequence_length or self.shape.context
         start = folder_of(recipe, codec=codec)
         self.task: Language = Language(shape=self.shape, pretrained=str(start) if start else None)
 
     def prepare_again(self) -> Prepared:
-        return prepare(self.recipe, say=lambda stage, done, total: None).prepared
+        spec = tokenizer_of(self.recipe, codec=self._codec)
+        return prepare_language(self.recipe.data, spec, progress=lambda stage, done, total: None)
 
     def table(self, name: str, *, is_training: bool) -> Source:
         return self._samples(self.prepared, name, seed=self.recipe.seed if is_training else None)
@@ -234,7 +235,7 @@ def shape_of(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:
         if base["vocab_size"] < vocab_size:
             raise UsageError(f"model.from: {base['vocab_size']} rows cannot hold the tokenizer's {vocab_size} tokens")
     else:
-        base = {**_own_dimensions(model), "vocab_size": vocab_size}
+        base = {**own_dimensions(model), "vocab_size": vocab_size}
     dims = {**base, **said}
     if length is not None and "context" not in said:
         dims["context"] = max(length, int(dims.get("context", 0)))
@@ -248,15 +249,3 @@ def shape_of(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:
         wrong = error.errors()[0]
         where = ".".join(("model", *map(str, wrong["loc"])))
         raise UsageError(f"{where}: {wrong['msg'].removeprefix('Value error, ')}") from None
-
-
-def _own_dimensions(model: LanguageModel) -> dict[str, Any]:
-    if model.size is not None:
-        return dict(SIZES[model.size])
-    assert model.hidden_size is not None, "the schema asks for it"
-    width = model.hidden_size
-    head = model.head_size or (width // model.num_heads if model.num_heads else min(64, width))
-    heads = model.num_heads or max(1, width // head)
-    # Two thirds of the usual four times the width: the gate is a third matrix.
-    inner = -(-width * 8 // 3 // 32) * 32
-    return {"head_size": head, "num_heads": heads, "num_kv_heads": heads, "intermediate_size": inner}

@@ -17,7 +17,7 @@ from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.orders import Order, Shuffled
 from bottega.data.present import whole as written
-from bottega.data.side_by_side import InTurn, SideBySide
+from bottega.data.side_by_side import AsTheyStand, SideBySide
 from bottega.data.source import Source
 from bottega.schema import needs
 from bottega.schema.classify import ClassifyRecipe
@@ -73,8 +73,8 @@ def part_recipe(recipe: MultitaskRecipe, name: str) -> Recipe:
     here = {"device": recipe.device, "seed": recipe.seed, "engine": recipe.engine, "name": None}
     length = {k: v for k in ("max_steps", "num_epochs") if (v := getattr(training, k)) is not None}
     try:
-        _refuse_task(check_recipe([part.recipe]).task_candidates)
-        known = check_recipe([part.recipe, part.settings]).recipe
+        _refuse_task(check_recipe([part.recipe], alone=False).task_candidates)
+        known = check_recipe([part.recipe, part.settings], alone=False).recipe
         given: dict[str, Any] = {"model": _trunk(recipe, known), "training": length}
         if recipe.data.tokenizer is not None and isinstance(known, LanguageRecipe | ClassifyRecipe):
             given["data"] = {"tokenizer": recipe.data.tokenizer.model_dump(exclude_none=True)}
@@ -110,6 +110,7 @@ def _refuse(name: str, part: Recipe) -> None:
     for key, is_asked in {
         "techniques": bool(part.techniques),
         "data.curriculum": part.data.curriculum is not None,
+        "data.mixture: sequence": part.data.mixture == "sequence",
         f"needs ({', '.join(needs.referenced(part))})": bool(needs.referenced(part)),
     }.items():
         if is_asked:
@@ -215,7 +216,7 @@ class MultitaskBranch(Branch):
 
     @property
     def order(self) -> Order:
-        return InTurn(len(self.training()))
+        return AsTheyStand(len(self.training()))
 
     def validation(self) -> Source | None:
         return _measured({name: part.validation() for name, part in self.parts.items()})

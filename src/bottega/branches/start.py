@@ -3,15 +3,18 @@ that stays as it is there."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bottega.core.errors import BottegaError, CheckpointError, UsageError
+from bottega.core.rundir import RunDirectory
 from bottega.core.task import Task
 from bottega.data.vocabulary import TokenizerSpec
 from bottega.schema import needs
 from bottega.schema.classify import ClassifyRecipe
 from bottega.schema.language import LanguageRecipe
+from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe
 from bottega.schema.techniques import AdapterOptions, LoraOptions
 
@@ -20,19 +23,43 @@ if TYPE_CHECKING:
 
 INJECTED = ("lora", "adapter")
 """Techniques whose runs hold what they have put into a base, and the base is where it was."""
+PLACE = "start"
+"""In the environment.json of a run, the folder that it began from; a hub name leaves none."""
 
 
-def start_folder(name: str) -> Path:
-    """The transformers folder to start from: a run's export, a folder, or a hub name."""
-    run = Path(name)
+def start_folder(name: str, *, is_local: bool = False) -> Path:
+    """The transformers folder to start from: a run's export, a folder, or a hub name unless it is known to be none."""
+    run = Path(name).expanduser()
     if not (run / "recipe.yaml").is_file():
         # Loads torch, which preparing text from scratch does without.
         from bottega.models.pretrained import fetch_folder
 
-        return fetch_folder(name)
-    if not (run / "final" / "config.json").is_file():
+        folder = fetch_folder(name, is_local=is_local)
+        alone = next((one for one in (folder, folder / "adapter") if (one / "bottega.json").is_file()), None)
+        if alone is not None and not (folder / "config.json").is_file():
+            raise _no_whole(name, alone)
+        return folder
+    final = run / "final"
+    if not (final / "config.json").is_file():
+        if _is_narrow(run):  # and so another export would hold no more
+            raise _no_whole(name, final / "adapter")
         raise UsageError(f"model.from: {name} is a run that was not exported; say bottega export {name} first")
-    return run / "final"
+    return final
+
+
+def _no_whole(name: str, adapter: Path) -> UsageError:
+    return UsageError(
+        f"model.from: {name} holds an adapter alone, which is no whole model; name its base there, and {adapter} as "
+        "techniques.adapter.start"
+    )
+
+
+def _is_narrow(run: Path) -> bool:
+    """Whether it put narrow layers into its base, of which nothing else is ever exported."""
+    try:
+        return isinstance(injection(load_recipe([run / "recipe.yaml"]).recipe), AdapterOptions)
+    except BottegaError:
+        return False
 
 
 def folder_of(recipe: Recipe, *, codec: Path | None = None) -> Path | None:
@@ -45,20 +72,62 @@ def folder_of(recipe: Recipe, *, codec: Path | None = None) -> Path | None:
     if name is None or (codec is not None and injection(recipe) is None):
         return None
     if codec is None:
-        return start_folder(needs.place(recipe, name))
+        return start_folder(needs.place(recipe, name), is_local=_is_of_runs(recipe, name))
+    return _found_again(recipe, name, codec)[1]
+
+
+def based(recipe: Recipe, codec: Path) -> Recipe:
+    """The recipe of a run that goes on, with the place where its base lies by now."""
+    name: str | None = getattr(recipe.model, "from_", None)
+    if name is None:
+        return recipe
+    place, _ = _found_again(recipe, name, codec)
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"from_": place})})
+
+
+def local_start(recipe: Recipe) -> str | None:
+    """The folder here that the model begins from, for those who look for it from elsewhere; None for a hub name."""
+    name: str | None = getattr(recipe.model, "from_", None)
+    folder = Path(name).expanduser() if name is not None else None
+    return str(folder.absolute()) if folder is not None and folder.is_dir() else None
+
+
+def _found_again(recipe: Recipe, name: str, codec: Path) -> tuple[str, Path]:
+    """What a run began from: where it was, under the same name beside the run, or by the path of that time."""
     runs = codec.absolute().parent.parent
+    known = _recorded(codec)
+    is_local = known is not None or _is_of_runs(recipe, name)
     places = [needs.place(recipe, name), needs.place(recipe, name, beside=runs), str(runs / Path(name).name)]
     problems: list[str] = []
-    for place in places:
+    for place in [*places, *([known] if known is not None else [])]:
         try:
-            return start_folder(place)
+            # Only the name itself can be one of the hub.
+            return place, start_folder(place, is_local=is_local or place != name)
         except BottegaError as error:
-            problems.append(str(error))
-    raise CheckpointError(f"the base of this run is gone: model.from {name}; put it back ({problems[0]})")
+            if Path(place).is_dir() or (place == name and not is_local):
+                problems.append(str(error).removeprefix("model.from: "))
+    why = "; ".join(dict.fromkeys(problems))
+    raise CheckpointError(f"the base of this run is gone: model.from {name}; put it back{f' ({why})' if why else ''}")
 
 
-def tokenizer_of(recipe: LanguageRecipe | ClassifyRecipe) -> TokenizerSpec:
+def _is_of_runs(recipe: Recipe, name: str) -> bool:
+    """Whether a name reads as one of this recipe's runs, such as runs/base, and so not as a hub's owner and model."""
+    return name.startswith(needs.PREFIX) or Path(name).parent == Path(recipe.output_dir)
+
+
+def _recorded(codec: Path) -> str | None:
+    try:
+        found: Any = json.loads(RunDirectory(codec.parent).environment.read_bytes())[PLACE]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def tokenizer_of(recipe: LanguageRecipe | ClassifyRecipe, *, codec: Path | None = None) -> TokenizerSpec:
+    """`codec` is that of a finished run, which has kept the tokenizer of what it began from."""
     chosen = recipe.data.tokenizer
+    if codec is not None and (recipe.model.from_ is not None or chosen.kind == "pretrained"):
+        return TokenizerSpec(kind="pretrained", path=str(codec))
     if recipe.model.from_ is not None and chosen.kind != "pretrained":
         # Pretrained weights know one vocabulary only; a parent recipe may name another.
         return TokenizerSpec(kind="pretrained", path=str(folder_of(recipe)))
@@ -77,22 +146,22 @@ def injection(recipe: Recipe) -> LoraOptions | AdapterOptions | None:
     return found[0].options if found else None
 
 
-def injected(task: Task, options: LoraOptions | AdapterOptions, *, of: Task, again: bool = False) -> Injected:
-    """The task with parts put into its model. `of` is the branch's own; `again` is for a finished run, which has them."""
+def injected(task: Task, options: LoraOptions | AdapterOptions, *, of: Task) -> Injected:
+    """The task with parts put into its model. `of` is the branch's own."""
     from bottega.techniques.adapter import Adapter
     from bottega.techniques.lora import Lora
 
-    full: dict[str, Any] = {"train": options.train} if options.train is not None else {"fresh": fresh_parts(of)}
+    shared: dict[str, Any] = {"train": options.train} if options.train is not None else {"fresh": fresh_parts(of)}
+    shared["start"] = options.start
     if isinstance(options, AdapterOptions):
-        return Adapter(inner=task, size=options.size, targets=options.targets, **full)
+        return Adapter(inner=task, size=options.size, targets=options.targets, **shared)
     return Lora(
         inner=task,
         rank=options.rank,
         alpha=options.alpha if options.alpha is not None else 2.0 * options.rank,
         dropout=options.dropout,
         targets=options.targets,
-        start=options.start if not again else None,
-        **full,
+        **shared,
     )
 
 

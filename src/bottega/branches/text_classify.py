@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 from bottega.branches.from_tables import TableBranch
 from bottega.branches.kept import NotKept, read_kept
-from bottega.branches.objective import Objective
+from bottega.branches.objective import Objective, counts_all_classes
 from bottega.branches.start import folder_of, tokenizer_of
 from bottega.branches.teller import Teller
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.classes import Classes
-from bottega.data.labelled import LabelledTexts, TextForm, labelled_texts, learnt_classes
+from bottega.data.labelled import LabelledTexts, TextForm, labelled_texts, learnt_classes, rare_classes
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.source import Source
@@ -43,14 +43,14 @@ SEVERAL = ("loss", "exact_match", "label_accuracy", "macro_f1", "weighted_f1", "
 
 def prepare(recipe: ClassifyRecipe, *, say: Callable[[str, int, int], None]) -> TextClassifyBranch:
     prepared = _prepared(recipe, say)
-    classes = learnt_classes(prepared)
+    classes = learnt_classes(prepared, counts_all=counts_all_classes(recipe))
     shape = shape_of(recipe, prepared.tokenizer.vocab_size, classes.names)
 
     def labels() -> np.ndarray:
         tables = [labelled_texts(prepared, name, classes=classes).labels for name in prepared.training_tables]
         return np.concatenate(tables)
 
-    objective = Objective.of(recipe.loss, labels, len(classes))
+    objective = Objective.of(recipe.loss, labels, classes.names)
     return TextClassifyBranch(recipe, prepared.tokenizer, classes, shape, objective, prepared=prepared)
 
 
@@ -62,10 +62,9 @@ def reopen(recipe: ClassifyRecipe, codec: Path, fingerprint: str) -> TextClassif
     )
 
 
-def _prepared(recipe: ClassifyRecipe, say: Callable[[str, int, int], None]) -> Prepared:
-    return prepare_classify(
-        recipe.data, tokenizer_of(recipe), seed=recipe.seed, num_classes=recipe.model.num_labels, progress=say
-    )
+def _prepared(recipe: ClassifyRecipe, say: Callable[[str, int, int], None], *, codec: Path | None = None) -> Prepared:
+    spec = tokenizer_of(recipe, codec=codec)
+    return prepare_classify(recipe.data, spec, seed=recipe.seed, num_classes=recipe.model.num_labels, progress=say)
 
 
 @final
@@ -87,8 +86,7 @@ class TextClassifyBranch(Teller, TableBranch):
         """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
         self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
         self.objective = objective
-        self._prepared, self._expected = prepared, expected
-        self.metrics = SEVERAL if recipe.data.multi_label else SINGLE
+        self._prepared, self._expected, self._codec = prepared, expected, codec
         start = folder_of(recipe, codec=codec)
         unknown = tokenizer.unknown if recipe.model.word_dropout else None
         self.task: Classification = Classification(
@@ -101,6 +99,31 @@ class TextClassifyBranch(Teller, TableBranch):
             unknown=unknown,
             pretrained=str(start) if start is not None else None,
         )
+        self.metrics = SEVERAL if recipe.data.multi_label else SINGLE
+        self.metrics += ("objective",) if self.task.is_modified else ()
+
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *rare_classes(self.prepared, self.classes), *self._cut(), *self._unasked()]
+
+    def _unasked(self) -> list[str]:
+        """What the recipe says and what happens in its place."""
+        model, tokenizer = self.recipe.model, self.recipe.data.tokenizer
+        found = []
+        if model.kind == "pretrained" and "kind" in tokenizer.model_fields_set and tokenizer.kind != "pretrained":
+            found.append(f"data.tokenizer.kind: {tokenizer.kind} is not used: {model.from_} brings its own tokenizer")
+        if self.recipe.data.multi_label and self.recipe.evaluation.metric == "exact_match":
+            found.append(
+                "evaluation.metric: of several labels, exact_match (all labels of a text right) keeps the best"
+            )
+        return found
+
+    def _cut(self) -> list[str]:
+        """How many training texts are longer than what the model reads."""
+        form = TextForm.of_meta(self.prepared.meta, sequence_length=self.length)
+        lengths = [self.prepared.table(name).lengths("input_ids") for name in self.prepared.training_tables]
+        cut, count = sum(map(form.num_cut, lengths)), sum(map(len, lengths))
+        return [f"{cut:,} of {count:,} texts are cut at {form.longest} tokens: data.sequence_length"] if cut else []
 
     @property
     def length(self) -> int | None:
@@ -109,7 +132,7 @@ class TextClassifyBranch(Teller, TableBranch):
         return min(limits, default=None)
 
     def prepare_again(self) -> Prepared:
-        return _prepared(self.recipe, lambda stage, done, total: None)
+        return _prepared(self.recipe, lambda stage, done, total: None, codec=self._codec)
 
     def table(self, name: str, *, is_training: bool) -> LabelledTexts:
         return self._texts(self.prepared, name)
@@ -159,7 +182,7 @@ class TextClassifyBranch(Teller, TableBranch):
         Each row adds up to 1, or each number stands for itself where a text may have several classes.
         """
         form = TextForm.of(self.tokenizer, sequence_length=self.length)
-        ids = [np.asarray(one) for one in self.tokenizer.encode_documents(list(texts))]
+        ids = self._ids(texts)
         found = np.zeros((len(ids), len(self.classes)), np.float32)
         # Texts of like lengths together: a batch is as long as its longest.
         order = np.argsort([len(one) for one in ids], kind="stable")
@@ -169,6 +192,14 @@ class TextClassifyBranch(Teller, TableBranch):
             logits = self.task.predict(models, batch).float()
             found[chosen] = (logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)).cpu().numpy()
         return found
+
+    def num_cut(self, texts: Sequence[str]) -> tuple[int, int | None]:
+        """How many of these texts are longer than what the model reads, and how much that is."""
+        form = TextForm.of(self.tokenizer, sequence_length=self.length)
+        return form.num_cut(np.array([len(one) for one in self._ids(texts)])), form.longest
+
+    def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(one) for one in self.tokenizer.encode_documents(list(texts))]
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """The layout of transformers where the model is one of its own; else config.json, which says all that decides the

@@ -143,7 +143,7 @@ def encoder_folders(name: str) -> tuple[Path, Path]:
     if not folder.is_dir():
         from bottega.models.pretrained import fetch_folder
 
-        folder = fetch_folder(name)
+        folder = fetch_folder(name, key="model.text.from")
     folder = (folder / "final" if (folder / "recipe.yaml").is_file() else folder).absolute()
     if (folder / "text_encoder" / "config.json").is_file():
         return folder / "text_encoder", folder / "tokenizer"

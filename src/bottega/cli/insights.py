@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bottega.cli.verb import Verb, no_arguments, no_more
+from bottega.cli.verb import Verb, no_arguments, no_more, words_of
 from bottega.core.errors import UsageError
 
 
@@ -76,12 +76,11 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.insight.compare import compare, draw, show
 
-    no_more([word for word in rest if word.startswith("-")])
+    words = words_of(rest)
     out = Path(arguments.out) if arguments.out else None
     if out is not None and out.suffix.lower() != ".png":
         raise UsageError(f"--out {out}: a picture is a .png")
-    groups = [*arguments.groups, *rest]  # argparse leaves those over that follow an option
-    report = compare(groups, metric=arguments.metric, split=arguments.split, alpha=arguments.alpha)
+    report = compare([*arguments.groups, *words], metric=arguments.metric, split=arguments.split, alpha=arguments.alpha)
     if out is not None:
         draw(report, out)
         report["picture"] = str(out)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from bottega.cli.verb import Verb, no_more
+from bottega.cli.verb import Verb, no_more, words_of
 from bottega.core.errors import UsageError
 
 
@@ -22,13 +23,25 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.run import train_command
 
-    return train_command(
+    result = train_command(
         rest,
         fresh=arguments.fresh,
         resume_from=Path(arguments.resume_from) if arguments.resume_from else None,
         allow_data_change=arguments.allow_data_change,
         quiet=arguments.quiet,
     )
+    if not arguments.quiet and int(os.environ.get("RANK", 0)) == 0:
+        _say_what_predicts(Path(result["run"]))
+    return result
+
+
+def _say_what_predicts(run: Path) -> None:
+    """One more of the commands to try next: whoever draws nothing can still answer."""
+    from bottega.insight.predict import example
+
+    command = example(run)
+    if command is not None:
+        sys.stderr.write(f"{'':<7}{command}\n")
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
@@ -180,8 +193,7 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.insight.predict import lines_of, predict, show, texts_in, write
 
-    no_more(rest)
-    words = list(arguments.text)
+    words = [*arguments.text, *words_of(rest)]
     if arguments.model_path and arguments.run:
         words, arguments.run = [arguments.run, *words], None  # the first word is a text then
     run = _the_run(arguments)

@@ -24,5 +24,12 @@ def no_more(rest: list[str]) -> None:
         raise UsageError(f"unexpected {' '.join(rest)}; see --help")
 
 
+def words_of(rest: list[str]) -> list[str]:
+    """Words that argparse leaves over because they follow an option; what begins with a dash is no word, unless behind --."""
+    end = rest.index("--") if "--" in rest else len(rest)
+    no_more([word for word in rest[:end] if word.startswith("-")])
+    return rest[:end] + rest[end + 1 :]
+
+
 def no_arguments(parser: argparse.ArgumentParser) -> None:
     """A verb without arguments of its own."""

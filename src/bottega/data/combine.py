@@ -176,7 +176,7 @@ def build(
                 )
     limits = [option.limit for option in options]
     repeats = [option.repeat or 1 for option in options]
-    plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_names(data, len(parts)))
+    plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_names(data, options))
     if mixture == "sequence":
         return _in_turn(plain, data, seed)
     by_source = shares(plain.sizes, mixture, [option.weight for option in options], data.temperature)
@@ -227,5 +227,7 @@ def _check(source: Concat) -> None:
         source.check()
 
 
-def _names(data: schema.Data, count: int) -> list[str]:
-    return ["data.train"] if data.sources is None and count == 1 else [f"data.sources[{i}]" for i in range(count)]
+def _names(data: schema.Data, options: Sequence[schema.Source]) -> list[str]:
+    if data.sources is None and len(options) == 1:
+        return ["data.train"]
+    return [option.name or f"data.sources[{i}]" for i, option in enumerate(options)]

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.combine import Concat
-from bottega.data.first import First
+from bottega.data.known import known
 from bottega.data.orders import Stage
 from bottega.data.shards import Table
 from bottega.data.source import Source
@@ -76,28 +75,17 @@ def _value(rows: dict[str, Any], name: str) -> np.ndarray:
 
 
 def offered(source: Source, name: str, *arguments: Any) -> np.ndarray | None:
-    """What a source says of all its samples at once, also through what wraps it; None where it says nothing."""
-    if isinstance(source, First):
-        inner = offered(source.source, name, *arguments)
-        return None if inner is None else inner[: len(source)]
-    if isinstance(source, Concat):
-        parts: list[np.ndarray] = []
-        for one, repeat in zip(source.sources, source.repeats, strict=True):
-            inner = offered(one, name, *arguments)
-            if inner is None:
-                return None
-            parts.append(np.tile(inner, repeat))
-        return np.concatenate(parts)
-    method = getattr(source, name, None)
-    if method is not None:
-        return np.asarray(method(*arguments))
-    inner = getattr(source, "source", None)  # the same samples seen in another way: sounds as spectrograms, latents
-    if isinstance(inner, Source) and len(inner) == len(source):
-        return offered(inner, name, *arguments)
-    table = getattr(source, "table", None)
-    if name == "scores" and isinstance(table, Table) and "score" in table.columns:
-        return np.asarray(table.values("score"))
-    return None
+    """What a source says of all its samples at once by a method of this name; None where it says nothing."""
+
+    def read(one: Source) -> np.ndarray | None:
+        method, table = getattr(one, name, None), getattr(one, "table", None)
+        if method is not None:
+            return np.asarray(method(*arguments))
+        if name == "scores" and isinstance(table, Table) and "score" in table.columns:
+            return np.asarray(table.values("score"))
+        return None
+
+    return known(source, read)
 
 
 def rarity(source: Source) -> np.ndarray:

@@ -6,7 +6,6 @@ S: samples to adapt to   Q: samples that measure it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -18,6 +17,7 @@ from bottega.core.noise import generator
 from bottega.data.classes import texts_of
 from bottega.data.combine import Concat
 from bottega.data.first import First
+from bottega.data.known import known
 from bottega.data.shards import Table
 from bottega.data.source import Source
 
@@ -154,7 +154,7 @@ class Episodes(Source):
 
 def by_label(source: Source) -> np.ndarray | None:
     """The class of each sample, or None where they have none."""
-    found = _known(source, _labels)
+    found = known(source, _labels)
     if found is None and len(source):
         zero = np.zeros(1, np.int64)
         if "label" not in source.rows(zero, zero):
@@ -182,19 +182,19 @@ def by_region(source: Source, *, size: int, parts: int = REGIONS) -> np.ndarray:
 
 def by_field(source: Source, name: str) -> np.ndarray:
     """Samples of which a field says the same are of one task."""
-    known: set[str] = set()
+    there: set[str] = set()
 
     def read(one: Source) -> np.ndarray | None:
         table = getattr(one, "table", None)
         if not isinstance(table, Table) or len(table) != len(one):
             return None
-        known.update(column for column, form in table.columns.items() if form.holds == "text")
-        return np.array(texts_of(table, name)) if name in known else None
+        there.update(column for column, form in table.columns.items() if form.holds == "text")
+        return np.array(texts_of(table, name)) if name in there else None
 
-    found = _known(source, read)
+    found = known(source, read)
     if found is None:
-        there = ", ".join(sorted({"label", "source", "region", *known}))
-        raise UsageError(f"techniques: maml.by: the samples have no field {name!r}; there is {there}")
+        names = ", ".join(sorted({"label", "source", "region", *there}))
+        raise UsageError(f"techniques: maml.by: the samples have no field {name!r}; there is {names}")
     return _once(source, np.unique(found, return_inverse=True)[1].reshape(-1))
 
 
@@ -203,21 +203,6 @@ def _labels(source: Source) -> np.ndarray | None:
     if found is None:
         found = getattr(getattr(source, "conditions", None), "labels", None)
     return found if isinstance(found, np.ndarray) and found.ndim == 1 else None
-
-
-def _known(source: Source, read: Callable[[Source], np.ndarray | None]) -> np.ndarray | None:
-    """What is known of each sample at once, also through what wraps it."""
-    if isinstance(source, First):
-        inner = _known(source.source, read)
-        return None if inner is None else inner[: len(source)]
-    if isinstance(source, Concat):
-        parts = [_known(one, read) for one in source.sources]
-        whole = [np.tile(p, n) for p, n in zip(parts, source.repeats, strict=True) if p is not None]
-        return np.concatenate(whole) if len(whole) == len(parts) else None
-    found, inner_source = read(source), getattr(source, "source", None)
-    if found is None and isinstance(inner_source, Source) and len(inner_source) == len(source):
-        return _known(inner_source, read)
-    return found
 
 
 def _once(source: Source, tasks: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ import numpy as np
 
 from bottega.core.errors import DataError
 from bottega.data.classes import Classes, texts_of
+from bottega.data.prepare.labels import COPY
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.shards import Table
 from bottega.data.source import Source
@@ -25,6 +27,8 @@ from bottega.data.tokenizer import Tokenizer
 
 # Few enough lengths for a compiler to know them all, and what matrix units like.
 MULTIPLE = 8
+RARE = 2
+"""Training samples of a class from which little can be learnt."""
 
 
 @final
@@ -60,6 +64,11 @@ class TextForm:
         """Ids of texts that have so many of their own. A text of none is one filling, so that a mean over it exists."""
         whole = np.maximum(contents + len(self.before) + len(self.after), 1)
         return whole if self.longest is None else np.minimum(whole, self.longest)
+
+    def num_cut(self, contents: np.ndarray) -> int:
+        """How many texts of so many ids of their own are cut."""
+        whole = contents + len(self.before) + len(self.after)
+        return 0 if self.longest is None else int((whole > self.longest).sum())
 
     def batch(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """input_ids and attention_mask of texts that were encoded without anything around them."""
@@ -174,19 +183,71 @@ def _not_learnt(name: str, classes: Classes) -> str:
     return f"label {name!r} is none of the {len(classes)} classes that were learnt; {hint}"
 
 
-def learnt_classes(prepared: Prepared) -> Classes:
-    """The classes of the data, refused where the training texts are not of several: there would be nothing to tell."""
-    multi_label = prepared.meta.get("multi_label", False)
-    texts = {text for name in prepared.training_tables for text in texts_of(prepared.table(name), "label")}
-    found = {name for text in texts for name in (json.loads(text) if multi_label else [text])}
-    if len(found) >= (1 if multi_label else 2):
+def learnt_classes(prepared: Prepared, *, counts_all: bool = False) -> Classes:
+    """The classes of what is trained on; `counts_all` takes in those that only held-out samples have.
+
+    Refused where there is nothing to tell apart, and where a held-out sample is of a class that nobody could learn: most
+    often that is a slip, and it would be one more class.
+    """
+    found = set(class_counts(prepared))
+    if len(found) < (1 if _is_several(prepared) else 2):
+        first = prepared.table(prepared.training_tables[0]).row("key", 0)
+        named = f"are all of the class {found.pop()!r}" if found else "have no class"
+        raise DataError(
+            f"data.train: the samples from {first} on {named}, and a classifier tells several apart; name another field "
+            "with data.label_field, or add samples"
+        )
+    if counts_all:
         return prepared.classes
-    first = prepared.table(prepared.training_tables[0]).row("key", 0)
-    named = f"are all of the class {found.pop()!r}" if found else "have no class"
-    raise DataError(
-        f"data.train: the texts from {first} on {named}, and a classifier tells several apart; name another field with "
-        "data.label_field, or add texts"
-    )
+    classes = Classes(tuple(name for name in prepared.classes.names if name in found))
+    for name in prepared.tables:
+        if not _is_learnt(name):
+            _check_learnt(prepared, name, classes)
+    return classes
+
+
+def _check_learnt(prepared: Prepared, name: str, classes: Classes) -> None:
+    table, known = prepared.table(name), set(classes.names)
+    for row, text in enumerate(texts_of(table, "label")):
+        wrong = next((one for one in _names(prepared, text) if one not in known), None)
+        if wrong is not None:
+            raise DataError(
+                f"{table.row('key', row)}: in {name}, {_not_learnt(wrong, classes)} (model.num_labels="
+                f"{len(prepared.classes)} would count it as a class)"
+            )
+
+
+def class_counts(prepared: Prepared) -> Counter[str]:
+    """Class -> its training samples, without changed copies of them."""
+    counts: Counter[str] = Counter()
+    for name in filter(_is_learnt, prepared.tables):
+        table = prepared.table(name)
+        own = table.values("form") != COPY if "form" in table.columns else np.ones(len(table), bool)
+        for text, is_own in zip(texts_of(table, "label"), own.tolist(), strict=True):
+            counts.update(_names(prepared, text) if is_own else ())
+    return counts
+
+
+def rare_classes(prepared: Prepared, classes: Classes) -> list[str]:
+    """A note where some classes have hardly a training sample: a slip in a label is a class of its own."""
+    counts = class_counts(prepared)
+    rare = [name for name in classes.names if counts[name] <= RARE]
+    if not rare:
+        return []
+    named = ", ".join(f"{name!r} ({counts[name]})" for name in rare[:3]) + (", ..." if len(rare) > 3 else "")
+    return [f"{len(rare):,} of {len(classes):,} classes have at most {RARE} training samples: {named}; are they meant?"]
+
+
+def _is_learnt(table: str) -> bool:
+    return table.startswith("train") or table == "replay"
+
+
+def _is_several(prepared: Prepared) -> bool:
+    return bool(prepared.meta.get("multi_label", False))
+
+
+def _names(prepared: Prepared, label: str) -> list[str]:
+    return json.loads(label) if _is_several(prepared) else [label] if label else []
 
 
 def balanced_weights(labels: np.ndarray, num_classes: int) -> tuple[float, ...]:

@@ -36,3 +36,12 @@ class Unreadable(Exception):
 
 class Refused(Unreadable):
     """The content could do harm where somebody trusted it."""
+
+
+CONVERT = "convert it, such as with iconv"
+"""What to do with bytes that are no UTF-8."""
+
+
+def is_utf16(raw: bytes) -> bool:
+    """By the mark that such a file begins with; its letters are full of NUL bytes otherwise."""
+    return raw.startswith((b"\xff\xfe", b"\xfe\xff"))

@@ -16,8 +16,8 @@ from bottega.data.source import Source
 
 @final
 @dataclass(frozen=True)
-class InTurn(Order):
-    """As they stand, time after time: what lies side by side is shuffled by each part for itself."""
+class AsTheyStand(Order):
+    """One after the other, time after time: what lies side by side is shuffled by each part for itself."""
 
     length: int
 

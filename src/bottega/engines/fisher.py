@@ -53,7 +53,8 @@ def _loss(engine: TorchEngine, number: int, example: Batch) -> Tensor:
     counts = engine.task.counts(example)
     on_device = put(example, engine.device, pin=engine.pin_memory)
     rng = Noise(engine.seed, DRAWN_FOR, torch.tensor([number], device=engine.device), torch)
-    half = engine.precision is not torch.float32
-    with torch.autocast(engine.device.type, dtype=engine.precision) if half else contextlib.nullcontext():
+    # Not in fp16: the scale that lifts small gradients into its range is that of the steps, and here they are squared.
+    short = engine.precision is torch.bfloat16
+    with torch.autocast(engine.device.type, dtype=engine.precision) if short else contextlib.nullcontext():
         out = engine.task.loss(engine._eval_models, on_device, rng)
         return sum_terms(out.terms, counts)

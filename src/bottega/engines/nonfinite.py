@@ -58,13 +58,22 @@ class Recovery:
             )
             if self._skipped > MOST_SKIPS:
                 raise Diverged(
-                    f"{self._skipped} updates were skipped; the training has diverged, lower the learning rate"
+                    f"{self._skipped} updates were skipped; the training has diverged, lower {self._rates()}"
                 )
             return progress.step
         story = self._record(first)
         if self.policy == "halt" or self._rollbacks >= MOST_ROLLBACKS:
-            raise Diverged(f"{story}; the update was not applied, lower training.learning_rate or look at the batch")
+            raise Diverged(f"{story}; the update was not applied, lower {self._rates()}, or look at the batch")
         return self._roll_back(progress, first, story)
+
+    def _rates(self) -> str:
+        """What a loss may have grown too large by: the learning rate, and what a technique has of its own."""
+        names = ["training.learning_rate"]
+        task: Any = self.engine.task
+        while task is not None:
+            names += [name] if (name := getattr(task, "overflows_by", None)) else []
+            task = getattr(task, "inner", None)
+        return " or ".join(names)
 
     def _roll_back(self, progress: Progress, first: int, story: str) -> int:
         self.saver.wait()

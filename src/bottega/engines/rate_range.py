@@ -55,6 +55,8 @@ class Found:
     smoothed: np.ndarray
     is_at_end: bool
     """It was still falling at the highest rate."""
+    diverges: float | None
+    """Where it is above its start again, which is long before the test can be sure of it and ends."""
 
     @property
     def suggestion(self) -> float:
@@ -122,13 +124,20 @@ def found_in(swept: Swept, *, low: float, high: float, steps: int) -> Found:
     around = capped[max(0, lowest - width) : lowest + width + 1]
     noise = 1.4826 * float(np.median(np.abs(capped - smoothed)))  # a deviation that what diverges does not change
     error = noise * math.sqrt(1 / max(3, steps // 10) + 1 / len(around))
-    if lowest == 0 or start - float(around.mean()) <= max(NOISE * error, 1e-3 * abs(start)):
+    fall, between = start - float(around.mean()), f"between the rates {low:g} and {swept.rates[-1]:g}"
+    if lowest == 0 or fall <= 1e-3 * abs(start):
         raise UsageError(
-            f"the loss never falls between the rates {low:g} and {swept.rates[-1]:g} (from {start:.4g} to "
-            f"{float(smoothed[lowest]):.4g} at best, batches differ by {noise:.2g}); "
-            "try more steps, a larger batch_size or another range, or give training.learning_rate a number"
+            f"the loss never falls {between}, where it begins at {start:.4g}; try another range (--min, --max), or give "
+            "training.learning_rate a number"
+        )
+    if fall <= NOISE * error:
+        raise UsageError(
+            f"{between} the loss falls from {start:.4g} to {start - fall:.4g} at best, too little to tell where batches "
+            f"differ by {noise:.2g}; try a larger training.batch_size or more --steps, or give training.learning_rate a number"
         )
     steepest = int(slope[: lowest + 1].argmin())
+    above = lowest + np.flatnonzero(smoothed[lowest:] > start)
+    end = int(above[0]) if len(above) else len(swept.rates) - 1
     return Found(
         steepest=float(swept.rates[steepest]),
         minimum=float(swept.rates[lowest]),
@@ -136,6 +145,7 @@ def found_in(swept: Swept, *, low: float, high: float, steps: int) -> Found:
         lowest_loss=float(smoothed[lowest]),
         smoothed=smoothed,
         is_at_end=not swept.diverged and lowest == len(smoothed) - 1,
+        diverges=float(swept.rates[end]) if swept.diverged else None,
     )
 
 

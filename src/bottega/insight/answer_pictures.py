@@ -12,10 +12,20 @@ from bottega.tasks.measures.classification import Reliability
 
 MOST_NUMBERED = 24
 """Classes up to which a cell has room for its number."""
+MOST_DRAWN = 100
+"""Classes that one can look at: a picture of 500 had 36 million pixels."""
 
 
 def draw_confusion(matrix: np.ndarray, classes: tuple[str, ...], path: Path) -> None:
     """Rows are what examples are, columns what they were taken for; colour is the share of the row."""
+    right, total, shown = int(matrix.diagonal().sum()), int(matrix.sum()), ""
+    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    if len(classes) > MOST_DRAWN:
+        wrong = matrix.sum(0) + matrix.sum(1) - 2 * matrix.diagonal()
+        kept = np.sort(np.argsort(-wrong, kind="stable")[:MOST_DRAWN])
+        shown = f"; the {MOST_DRAWN} of {len(classes):,} classes with most mistakes"
+        classes = tuple(classes[i] for i in kept)
+        matrix, shares = matrix[np.ix_(kept, kept)], shares[np.ix_(kept, kept)]
     count = len(classes)
     cell = min(44.0, max(6.0, 640 / count))
     size = min(12.0, max(5.0, 0.42 * cell))
@@ -26,9 +36,7 @@ def draw_confusion(matrix: np.ndarray, classes: tuple[str, ...], path: Path) -> 
     below = 26 + max(probe.width_of(name, size) for name in names)
     page = Sheet(max(left + side + 24, 360), top + side + below)
     page.text(left, 20, "which class was taken for which", anchor="lm", size=16)
-    right, total = int(matrix.diagonal().sum()), int(matrix.sum())
-    page.text(left, 42, f"{right:,} of {total:,} right; a row is what examples are", anchor="lm", fill=FAINT)
-    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    page.text(left, 42, f"{right:,} of {total:,} right; a row is what examples are{shown}", anchor="lm", fill=FAINT)
     for row in range(count):
         y = top + cell * (row + 0.5)
         page.text(left - 8, y, names[row], anchor="rm", size=size, fill=FAINT)

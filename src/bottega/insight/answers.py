@@ -9,9 +9,9 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.types import Rows
-from bottega.data.in_turn import Spread
 from bottega.data.present import whole, writing
 from bottega.data.source import Source
+from bottega.data.spread import Spread
 from bottega.insight.answer_pictures import draw_calibration, draw_confusion
 from bottega.tasks.measures import classification as measures
 

@@ -19,6 +19,7 @@ from bottega.insight.compare_groups import (
     Group,
     best_value,
     check_same_data,
+    direction_of,
     one_goal,
     read_groups,
     result_value,
@@ -91,7 +92,7 @@ def _by_values(groups: list[Group], *, metric: str, goal: Goal, split: str | Non
         pairs.append(_tested(one, other, values, metric=metric, split=split, level=level, notes=notes))
     return {
         "metric": metric,
-        "mode": ("max" if goal.maximise else "min") if metric == goal.metric else None,
+        "mode": direction_of(metric, goal),
         "read_from": "metrics.jsonl" if split is None else f"results/metrics.json ({split})",
         "groups": [_described(group, values[group.label], level=level) for group in groups],
         "pairs": pairs,

@@ -19,6 +19,7 @@ from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Goal
 from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.schema.load import load_recipe
+from bottega.schema.metrics import natural_direction
 from bottega.schema.recipe import Recipe, changed_keys
 
 FOLD, FOLD_SEED = "data.split.fold", "data.split.seed"
@@ -157,12 +158,21 @@ def one_goal(groups: list[Group]) -> Goal:
             raise UsageError(
                 f"{first.name} is of the task {mine.task}, {group.name} of {theirs.task}; compare one task"
             )
-        if (mine.evaluation.metric, mine.evaluation.mode) != (theirs.evaluation.metric, theirs.evaluation.mode):
+        one, other = mine.evaluation, theirs.evaluation
+        if (one.metric, one.direction) != (other.metric, other.direction):
             raise UsageError(
-                f"{first.name} kept its best by {mine.evaluation.metric} ({mine.evaluation.mode}), {group.name} by "
-                f"{theirs.evaluation.metric} ({theirs.evaluation.mode}); train them with the same evaluation.metric and mode"
+                f"{first.name} kept its best by {one.metric} ({one.direction}), {group.name} by {other.metric} "
+                f"({other.direction}); train them with the same evaluation.metric and mode"
             )
-    return Goal(mine.evaluation.metric, mine.evaluation.mode == "max")
+    return Goal(mine.evaluation.metric, mine.evaluation.maximise)
+
+
+def direction_of(metric: str, goal: Goal) -> str | None:
+    """max or min, whichever is better; None where neither the runs nor the metric say it."""
+    # The average over the sources of a sequence is one of the metric that was watched.
+    if metric in (goal.metric, "average"):
+        return "max" if goal.maximise else "min"
+    return natural_direction(metric)
 
 
 def check_same_data(one: Member, other: Member, *, metric: str, split: str | None) -> list[str]:
@@ -275,6 +285,11 @@ def right_answers(groups: list[Group]) -> dict[str, np.ndarray] | str:
         theirs = {key: label for key, (label, _) in answers[group.label].items()}
         every = {**mine, **theirs}
         differing = [key for key in every if mine.get(key) != theirs.get(key)]
+        if not mine.keys() & theirs.keys():
+            raise UsageError(
+                f"{groups[0].name} and {group.name} have predictions of different data: {len(mine):,} and {len(theirs):,} "
+                "samples, none in common; evaluate both on the same data"
+            )
         if differing:
             raise UsageError(
                 f"{groups[0].name} and {group.name} have predictions of different samples or labels, {len(differing):,} of "

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bottega.core import checkpoint as checkpoints
-from bottega.core.errors import UsageError
+from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.insight import fold_table
 from bottega.insight.fold_plan import (
     Fold,
+    check_measured,
     check_members,
     check_same_data,
     check_same_recipe,
@@ -25,12 +26,14 @@ from bottega.insight.fold_plan import (
     splitting,
 )
 from bottega.insight.fold_runs import Work, places, train_all
-from bottega.run import refuse_unbuilt
+from bottega.run import refuse_unbuilt, set_aside
 from bottega.schema.data import Splitting
 from bottega.schema.load import load_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import Recipe
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from bottega.data.prepare.prepared import Prepared
 
 RESULTS, TEST = "results", "test"
@@ -61,6 +64,8 @@ def crossval(
         return cross_validate(resolved, **chosen, jobs=jobs, out=out, fresh=fresh, quiet=quiet)
     except UsageError as error:
         raise without_dashes(error) from None
+    except DataError as error:
+        raise DataError(str(without_dashes(UsageError(str(error))))) from None
 
 
 def crossval_command(words: list[str], **options: Any) -> dict[str, Any]:
@@ -100,7 +105,7 @@ def cross_validate(
     where = places(recipe.device, jobs, wanted=len(planned))
     root = RunDirectory(planned[0].run.path.parent)
     if fresh and root.path.exists():
-        _set_aside(root)
+        set_aside(root.path, what="folds are")
     root.create()
     console = Console(stderr=True, quiet=quiet, highlight=False)
 
@@ -114,14 +119,27 @@ def cross_validate(
             prepared = [data_of(fold.recipe, bar) for fold in reversed(planned)][::-1]
         check_members(prepared[0], split)
         check_same_data(planned, prepared)
-        works = [_written(root, fold) for fold in planned if not is_trained(fold)]
-        say(f"{root.path}: {len(planned)} folds, {len(planned) - len(works)} of them trained, {len(where)} at a time")
+        waiting = [fold for fold in planned if not is_trained(fold)]
+        if waiting:
+            with bars(console) as bar:
+                check_measured(waiting[0].recipe, bar)
+        works = [_written(root, fold) for fold in waiting]
+        trained = len(planned) - len(works)
+        say(f"{root.path}: {len(planned)} folds, {_done(trained, works)}, {len(where)} at a time")
         with bars(console, in_bytes=False) as bar:
-            train_all(works, where, say=say, bar=bar)
-        runs = [_measured(fold, table, checkpoint) for fold, table in zip(planned, prepared, strict=True)]
+            train_all(works, where, trained=trained, say=say, bar=bar)
+        runs = [_measured(fold, table, checkpoint, notes) for fold, table in zip(planned, prepared, strict=True)]
         report = _reported(root, planned, runs, split, repeats=repeats, checkpoint=checkpoint, notes=notes)
-        root.write(root.path / "crossval.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        matrix, classes = _pool(root, planned, report)
+        _write(root, report)
+        _draw(root, report, matrix, classes)
+        _write(root, report)  # now with where the pictures are
     return report
+
+
+def _done(trained: int, works: Sequence[Work]) -> str:
+    begun = sum(work.step is not None for work in works)
+    return f"{trained} of them trained" + (f" and {begun} begun" if begun else "")
 
 
 def _written(root: RunDirectory, fold: Fold) -> Work:
@@ -132,20 +150,10 @@ def _written(root: RunDirectory, fold: Fold) -> Work:
     return Work(fold.run, file)
 
 
-def _set_aside(root: RunDirectory) -> None:
-    """As `bottega train --fresh` does: nothing is lost, it has another name."""
-    number = 1
-    while (other := root.path.with_name(f"{root.path.name}.{number}")).exists():
-        number += 1
-    with Lock(root):
-        os.rename(root.path, other)
-    sys.stderr.write(f"bottega: the old folds are kept as {other}\n")
-
-
 # What the held-out parts say.
 
 
-def _measured(fold: Fold, prepared: Prepared | None, checkpoint: str) -> dict[str, Any]:
+def _measured(fold: Fold, prepared: Prepared | None, checkpoint: str, notes: list[str]) -> dict[str, Any]:
     """A fold by its checkpoint on its own part, and on the test set where there is one."""
     from bottega.saved import choose
 
@@ -160,14 +168,16 @@ def _measured(fold: Fold, prepared: Prepared | None, checkpoint: str) -> dict[st
         "run": str(fold.run.path),
         "step": checkpoints.read_manifest(chosen).step,
         "held_out": rows,
-        "metrics": _results(fold, chosen, checkpoint, "validation", fold.run.path / RESULTS),
+        "metrics": _results(fold, chosen, checkpoint, "validation", fold.run.path / RESULTS, notes),
     }
     if fold.recipe.data.test is not None:
-        found[TEST] = _results(fold, chosen, checkpoint, TEST, fold.run.path / RESULTS / TEST)
+        found[TEST] = _results(fold, chosen, checkpoint, TEST, fold.run.path / RESULTS / TEST, notes)
     return found
 
 
-def _results(fold: Fold, chosen: Path, checkpoint: str, split: str, folder: Path) -> dict[str, float | None]:
+def _results(
+    fold: Fold, chosen: Path, checkpoint: str, split: str, folder: Path, notes: list[str]
+) -> dict[str, float | None]:
     """As `bottega evaluate --out` writes them; read where the same checkpoint was measured before."""
     from bottega.insight.evaluate import measure
 
@@ -181,12 +191,22 @@ def _results(fold: Fold, chosen: Path, checkpoint: str, split: str, folder: Path
     if (fields.get("checkpoint"), fields.get("split")) != (chosen.name, split):
         options: dict[str, Any] = {"data": None, "split": split, "checkpoint": checkpoint, "device": fold.recipe.device}
         # Only the loss of a generator: to judge samples takes as long as some trainings.
-        result = measure(fold.run.path, **options, count=0, inception=None, quiet=True, out=folder)
+        options |= {"count": 0, "inception": None, "quiet": True}
+        note = {}
+        try:
+            result = measure(fold.run.path, **options, out=folder)
+        except (EnvironmentProblem, OSError) as error:
+            # The answers are written before they are drawn, so that only the pictures are missing.
+            result = measure(fold.run.path, **options)
+            note = {"note": f"no pictures of single folds: {error}"}
         metrics = {name: value if math.isfinite(value) else None for name, value in result["metrics"].items()}
         classes = {"per_class": result["per_class"]} if "per_class" in result else {}
-        fields = {**metrics, **classes, "split": split, "checkpoint": chosen.name, "metrics_named": list(metrics)}
+        beside = {"split": split, "checkpoint": chosen.name, "metrics_named": list(metrics)}
+        fields = {**metrics, **classes, **beside, **note}
         folder.mkdir(parents=True, exist_ok=True)
         fold.run.write(file, json.dumps(fields, indent=1) + "\n")
+    if "note" in fields and fields["note"] not in notes:
+        notes.append(fields["note"])
     return {name: fields[name] for name in fields["metrics_named"]}
 
 
@@ -200,8 +220,6 @@ def _reported(
     checkpoint: str,
     notes: list[str],
 ) -> dict[str, Any]:
-    from bottega.insight.compare import draw
-
     assert split.folds is not None
     recipe, count = folds[0].recipe, len(folds)
     notes = [
@@ -219,7 +237,7 @@ def _reported(
         "folder": str(root.path),
         "task": recipe.task,
         "metric": metric,
-        "mode": recipe.evaluation.mode,
+        "mode": recipe.evaluation.direction,
         "folds": split.folds,
         "repeats": repeats,
         "by": split.by,
@@ -236,11 +254,6 @@ def _reported(
     }
     if recipe.data.test is not None:
         report[TEST] = {name: fold_table.spread(values) for name, values in _columns(runs, TEST, notes).items()}
-    _pool(root, folds, report)
-    if metric in report["metrics"]:
-        picture = root.path / "crossval.png"
-        draw(_picture(report), picture)
-        report["files"]["picture"] = str(picture)
     return report
 
 
@@ -260,23 +273,43 @@ def _columns(runs: list[dict[str, Any]], part: str, notes: list[str]) -> dict[st
     return {name: values for name, values in found.items() if None not in values}
 
 
-def _pool(root: RunDirectory, folds: list[Fold], report: dict[str, Any]) -> None:
-    """Of classifiers: the answers of all folds in one file, each sample once a repeat, and measures of them together."""
-    from bottega.insight.answer_pictures import draw_confusion
+def _write(root: RunDirectory, report: dict[str, Any]) -> None:
+    root.write(root.path / "crossval.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
+
+def _pool(root: RunDirectory, folds: list[Fold], report: dict[str, Any]) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    """Of classifiers: the answers of all folds in one file, each sample once a repeat, and measures of them together;
+    who was taken for whom [classes, classes], and the names of the classes."""
     files = [(fold.number, fold.run.path / RESULTS / "predictions.jsonl") for fold in folds]
     if not all(file.is_file() for _, file in files):
-        return
+        return None, ()
     rows = fold_table.joined(files)
     results = [json.loads((file.parent / "metrics.json").read_bytes()) for _, file in files]
     classes = tuple(dict.fromkeys(name for one in results for name in one["per_class"]))
     report["pooled"], matrix = fold_table.pooled(rows, classes)
-    answers, picture = root.path / "predictions.jsonl", root.path / "confusion.png"
+    answers = root.path / "predictions.jsonl"
     root.write(answers, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     report["files"]["predictions"] = str(answers)
-    if matrix.ndim == 2:
-        draw_confusion(matrix, classes, picture)
-        report["files"]["confusion"] = str(picture)
+    return (matrix if matrix.ndim == 2 else None), classes
+
+
+def _draw(root: RunDirectory, report: dict[str, Any], matrix: np.ndarray | None, classes: tuple[str, ...]) -> None:
+    """Numbers that took hours are not lost for want of a picture: one that cannot be made is a note."""
+    from bottega.insight.answer_pictures import draw_confusion
+    from bottega.insight.compare import draw
+
+    wanted: dict[str, tuple[Path, Callable[[Path], None]]] = {}
+    if matrix is not None:
+        wanted["confusion"] = root.path / "confusion.png", partial(draw_confusion, matrix, classes)
+    if report["metric"] in report["metrics"]:
+        wanted["picture"] = root.path / "crossval.png", partial(draw, _picture(report))
+    for name, (path, make) in wanted.items():
+        try:
+            make(path)
+        except (EnvironmentProblem, OSError) as error:
+            report["notes"].append(f"no {path.name}: {error}")
+        else:
+            report["files"][name] = str(path)
 
 
 def _picture(report: dict[str, Any]) -> dict[str, Any]:

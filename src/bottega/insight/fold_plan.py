@@ -112,7 +112,23 @@ def data_of(recipe: Recipe, say: Any) -> Prepared | None:
                 f"{path or 'the data'} is one text, and folds are made of whole ones; give several files, or a table with "
                 "a text in each row"
             ) from None
-        raise
+        said = str(error).replace("data.split.folds=", "--folds ").replace("lower folds", "lower it")
+        raise DataError(said.replace("set data.split.by=", "say --by ")) from None
+
+
+def check_measured(recipe: Recipe, say: Any) -> None:
+    """What is watched must be measured: each fold would find that out for itself, one after the other."""
+    from bottega import branches
+    from bottega.compose import check_metrics
+    from bottega.methods import applied
+
+    if needs.referenced(recipe) or getattr(recipe.data, "latents", False):
+        return  # a part may have to be trained before, or latents to be computed
+    # Nothing is computed here, and the memory of a GPU is for the folds.
+    placed = needs.placed(recipe.model_copy(update={"device": "cpu"}))
+    branch = branches.prepare(placed, say=say)
+    metrics = applied(placed, branch).metrics if recipe.techniques else branch.metrics
+    check_metrics(recipe, metrics, has_validation=True)
 
 
 def check_members(prepared: Prepared | None, split: Splitting) -> None:

@@ -15,6 +15,7 @@ from typing import final
 
 import psutil
 
+from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DirectoryInUse, Interrupted, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.core.signals import StopSignals
@@ -39,6 +40,11 @@ class Work:
     @property
     def name(self) -> str:
         return self.run.path.name
+
+    @property
+    def step(self) -> int | None:
+        """Where its newest checkpoint stands; None before there is one."""
+        return next((manifest.step for _, manifest in checkpoints.candidates(self.run.checkpoints)), None)
 
 
 def places(device: str, jobs: int | str, *, wanted: int) -> list[dict[str, str]]:
@@ -70,8 +76,8 @@ def _gpus(device: str) -> list[str]:
     return (named or [str(number) for number in range(count)])[:count]
 
 
-def train_all(works: Sequence[Work], where: list[dict[str, str]], *, say: Say, bar: Bar) -> None:
-    """Trains them, as many at a time as there are places. One that fails stops none of the others."""
+def train_all(works: Sequence[Work], where: list[dict[str, str]], *, trained: int = 0, say: Say, bar: Bar) -> None:
+    """Trains them, as many at a time as there are places. One that fails stops none of the others, nor the `trained`."""
     waiting, free = list(works), list(where)
     running: list[_Child] = []
     failed: list[tuple[_Child, str]] = []
@@ -80,12 +86,15 @@ def train_all(works: Sequence[Work], where: list[dict[str, str]], *, say: Say, b
         try:
             while running or (waiting and stop.received is None):
                 while waiting and free and stop.received is None:
-                    work = next((one for one in waiting if not _is_taken(one, told, say)), None)
-                    if work is None:
+                    taken = [one for one in waiting if _is_taken(one, told, say)]
+                    work = next((one for one in waiting if one not in taken), None)
+                    # Who trains for a command that was killed needs as much room as our own do.
+                    if work is None or len(running) + len(taken) >= len(where):
                         break
                     waiting.remove(work)
+                    step = work.step
                     running.append(_Child(work, free.pop(0)))
-                    say(f"{work.name}: training")
+                    say(f"{work.name}: resumed at step {step}" if step is not None else f"{work.name}: training")
                 time.sleep(POLL / 5)
                 if stop.received is not None:
                     for child in running:
@@ -107,7 +116,8 @@ def train_all(works: Sequence[Work], where: list[dict[str, str]], *, say: Say, b
     if failed:
         child, text = failed[0]
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        raise PartFailed(f"{child.work.run.path}: {text}{more}; the other folds are kept", child.code)
+        kept = "; the other folds are kept" if trained + len(works) > len(failed) else ""
+        raise PartFailed(f"{child.work.run.path}: {text}{more}{kept}", child.code)
 
 
 def _is_taken(work: Work, told: set[str], say: Say) -> bool:

@@ -15,6 +15,11 @@ from bottega.insight.statistics import mean_interval
 from bottega.tasks.measures import classification as measures
 
 LEVEL = 0.95
+SHARES = ("accuracy", "label_accuracy", "exact_match", "macro_f1", "weighted_f1", "ece", "auroc")
+LEAST = {"perplexity": 1.0, "bits_per_byte": 0.0, "bits_per_code": 0.0, "mse": 0.0, **dict.fromkeys(SHARES, 0.0)}
+MOST = dict.fromkeys(SHARES, 1.0)
+"""What a metric can be. An interval of t knows nothing of it."""
+CUT = "*"
 
 
 def summary(values: Sequence[float], *, folds: int) -> dict[str, Any]:
@@ -77,7 +82,20 @@ def show(report: dict[str, Any]) -> str:
     if report.get("test"):
         lines += ["", "test, the same samples for all folds", "", *_columns(report, "test", report["test"])]
     lines += ["", *(f"{name:<12}{file}" for name, file in report["files"].items())]
-    return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
+    notes = list(report["notes"])
+    ends = [(name, one["interval"][end]) for name, one in report["metrics"].items() for end in ("low", "high")]
+    if any(_end(name, value, report["task"])[1] for name, value in ends):
+        notes.append(f"{CUT} the interval goes beyond what the metric can be; crossval.json has it as it was computed")
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def _end(name: str, value: float, task: str) -> tuple[float, str]:
+    """An end of an interval as far as the metric goes, and a sign where that is not the whole way."""
+    base = name.removesuffix("_before")
+    # That of others may have terms below 0.
+    least = 0.0 if base == "loss" and task in ("classify", "language") else LEAST.get(base, -np.inf)
+    within = min(max(value, least), MOST.get(base, np.inf))
+    return within, CUT if within != value else ""
 
 
 def _columns(
@@ -97,8 +115,8 @@ def _columns(
         rows.append([title, "", "", *cells({name: found[name][title] for name in names})])
     for title, end in (("from", "low"), ("to", "high")):
         if all("interval" in found[name] for name in names):
-            ends = {name: found[name]["interval"][end] for name in names}
-            rows.append([f"{100 * LEVEL:g} % {title}", "", "", *cells(ends)])
+            ends = [_end(name, found[name]["interval"][end], report["task"]) for name in names]
+            rows.append([f"{100 * LEVEL:g} % {title}", "", "", *(f"{sign}{value:.4f}" for value, sign in ends)])
     if pooled:
         rows.append(["all answers", "", "", *cells({name: pooled.get(name) for name in names})])
     return table(rows, right=tuple(range(1, len(rows[0]))))

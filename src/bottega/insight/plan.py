@@ -5,8 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from bottega.core.errors import UsageError
 from bottega.schema.load import check_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import BUILT_TASKS, Recipe
+from bottega.schema.techniques import UNBUILT
+from bottega.schema.together import absent
 
 
 def check(words: list[str], *, show: bool) -> dict[str, Any]:
@@ -14,6 +17,8 @@ def check(words: list[str], *, show: bool) -> dict[str, Any]:
     sources, overrides = parse_overrides(words)
     resolved = check_recipe(sources, overrides)
     tasks = list(resolved.task_candidates)
+    if len(tasks) == 1 and (gone := absent(resolved.recipe)):
+        raise UsageError("\n".join(gone))
     if show:
         for note in resolved.notes:
             sys.stderr.write(f"bottega: {note}\n")
@@ -21,6 +26,8 @@ def check(words: list[str], *, show: bool) -> dict[str, Any]:
         sys.stderr.write(
             f"bottega: {_story(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}\n"
         )
+        for line in _methods(resolved.recipe):
+            sys.stderr.write(f"bottega: {line}\n")
     return {"valid": True, "tasks": tasks, "notes": list(resolved.notes), "recipe": resolved.recipe.plain()}
 
 
@@ -33,3 +40,33 @@ def _story(recipe: Recipe) -> str:
     how = f"{t.optimizer.name} at {rate}, {t.scheduler.name}"
     later = "" if recipe.task in BUILT_TASKS else f" ({recipe.task} cannot be trained yet)"
     return f"valid; {recipe.task}: {length}, {batch}, {how}, in {recipe.output_dir}/{recipe.run_name()}{later}"
+
+
+def _methods(recipe: Recipe) -> list[str]:
+    """What is added to plain training, a line each."""
+    found = []
+    for technique in recipe.techniques:
+        options = technique.model_dump(mode="json", by_alias=True).get("options", {})
+        said = ", ".join(f"{key} {_written(value)}" for key, value in options.items() if value is not None)
+        later = "cannot be trained yet" if technique.name in UNBUILT else said
+        found.append(f"techniques: {technique.name}" + (f" ({later})" if later else ""))
+    if recipe.training.learning_rate == "auto":
+        found.append(
+            "training.learning_rate: auto, found by a range test before the first step, as bottega lr-find does"
+        )
+    split = recipe.data.split
+    if split is not None and split.folds is not None:
+        found.append(
+            f"data.split: fold {split.fold} of {split.folds} is held out; bottega crossval trains each of them"
+        )
+    return found
+
+
+def _written(value: Any) -> str:
+    return (
+        f"[{', '.join(map(str, value))}]"
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,12 +11,17 @@ from typing import Any, TextIO
 from bottega.branches.multitask import MultitaskBranch
 from bottega.branches.text_classify import TextClassifyBranch
 from bottega.core.errors import DataError, UsageError
+from bottega.core.rundir import RunDirectory
 from bottega.data.fields import text_of
 from bottega.data.present import whole, writing
 from bottega.data.readers import find
 from bottega.data.record import Bad
 from bottega.saved import open_run
+from bottega.schema.classify import ClassifyRecipe
 from bottega.schema.data import Source
+from bottega.schema.load import load_recipe
+from bottega.schema.multitask import MultitaskRecipe
+from bottega.schema.recipe import Recipe
 from bottega.tasks.multitask import whole as whole_part
 
 THRESHOLD = 0.5
@@ -31,7 +37,7 @@ def predict(
     device: str = "auto",
 ) -> list[dict[str, Any]]:
     """`bottega.predict`: for each text {"text", "predicted", "probability"}; with several labels, "predicted" is a list of
-    classes and "probability" a dict of all. `part` is for a run of several tasks, where more than one classifies text."""
+    classes and "probability" a dict of all; both are None of a blank text. `part` is for a run of several tasks, where more than one classifies text."""
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     branch = saved.branch
     if isinstance(branch, MultitaskBranch):
@@ -41,15 +47,20 @@ def predict(
         raise UsageError(f"--part {part}: {run} is a run of one task; leave it out")
     if not isinstance(branch, TextClassifyBranch):
         raise UsageError(f"{run} is a run of {saved.recipe.task} and classifies no text")
-    if not texts:
+    if not any(text.strip() for text in texts):
         raise DataError("there is no text to classify; give some, a file with --data, or lines on standard input")
     with saved.engine.sampling() as models:
         own = models if part is None else whole_part(models, part)
         chances = branch.predict(own, texts, device=saved.engine.device)
+    cut, limit = branch.num_cut(texts)
+    if cut:
+        sys.stderr.write(f"{cut:,} of {len(texts):,} texts are cut at {limit} tokens, which is what the run reads\n")
     names = branch.classes.names
     rows: list[dict[str, Any]] = []
     for text, row in zip(texts, chances.tolist(), strict=True):
-        if branch.recipe.data.multi_label:
+        if not text.strip():
+            rows.append({"text": text, "predicted": None, "probability": None})
+        elif branch.recipe.data.multi_label:
             chosen: Any = [name for name, chance in zip(names, row, strict=True) if chance >= THRESHOLD]
             rows.append({"text": text, "predicted": chosen, "probability": dict(zip(names, row, strict=True))})
         else:
@@ -58,12 +69,29 @@ def predict(
     return rows
 
 
+def example(run: Path) -> str | None:
+    """A command to try on a run that classifies text; None where none does."""
+    recipe = load_recipe([RunDirectory(run).must_exist().recipe]).recipe
+    if isinstance(recipe, ClassifyRecipe):
+        return f'bottega predict {run} "a text of yours"'
+    if not isinstance(recipe, MultitaskRecipe):
+        return None
+    able = [name for name in recipe.data.parts if isinstance(_part(run, name), ClassifyRecipe)]
+    part = f" --part {able[0]}" if len(able) > 1 else ""
+    return f'bottega predict {run}{part} "a text of yours"' if able else None
+
+
+def _part(run: Path, name: str) -> Recipe:
+    return load_recipe([RunDirectory(run).codec / f"{name}.yaml"]).recipe
+
+
 def texts_in(path: str, run: Path) -> list[str]:
     """The texts of a file: its lines, or the rows of a table, by the field that the run has learnt from."""
     saved_field = _field_of(run)
     found = find(Source(path=path))
     if found.kind == "text":
-        return lines_of(Path(path).expanduser().read_text(encoding="utf-8").splitlines())
+        with Path(path).expanduser().open("rb") as file:
+            return lines_of(file, where=path)
     texts = []
     for piece in found.pieces(1 << 20):
         for record in found.read(piece):
@@ -76,9 +104,21 @@ def texts_in(path: str, run: Path) -> list[str]:
     return texts
 
 
-def lines_of(lines: Iterable[str] | TextIO) -> list[str]:
-    """One text a line; empty ones are none."""
-    return [line.rstrip("\r\n") for line in lines if line.strip()]
+def lines_of(lines: Iterable[str] | Iterable[bytes] | TextIO, *, where: str = "standard input") -> list[str]:
+    """One text a line, also where it is blank: answers are to be laid beside what was asked."""
+    texts = []
+    # As bytes where they are to be had: a bad one can then be named by its line.
+    for number, line in enumerate(getattr(lines, "buffer", lines), start=1):
+        if isinstance(line, bytes):
+            try:
+                line = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{where}, line {number}: not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}; "
+                    "convert it, such as with iconv"
+                ) from None
+        texts.append(line.rstrip("\r\n"))
+    return texts
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
@@ -92,15 +132,23 @@ def write(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    predicted = row["predicted"]
-    if isinstance(predicted, list):
-        shown = ", ".join(f"{name} {row['probability'][name]:.3f}" for name in predicted) or "none"
-        return f"{shown}\t{row['text']}"
-    return f"{predicted}\t{row['probability']:.3f}\t{row['text']}"
+    """Always three columns, and always one line."""
+    predicted, chances = row["predicted"], row["probability"]
+    if predicted is None:
+        named, chance = "-", "-"
+    elif isinstance(predicted, list):
+        named = ", ".join(predicted) or "none"
+        chance = ", ".join(f"{chances[name]:.3f}" for name in predicted) or "-"
+    else:
+        named, chance = predicted, f"{chances:.3f}"
+    return "\t".join((_escaped(named), chance, _escaped(row["text"])))
+
+
+def _escaped(text: str) -> str:
+    for sign, shown in (("\\", "\\\\"), ("\t", "\\t"), ("\n", "\\n"), ("\r", "\\r")):
+        text = text.replace(sign, shown)
+    return text
 
 
 def _field_of(run: Path) -> str:
-    from bottega.core.rundir import RunDirectory
-    from bottega.schema.load import load_recipe
-
     return load_recipe([RunDirectory(run).must_exist().recipe]).recipe.data.train.field or "text"

@@ -43,7 +43,7 @@ def watched(lesson: Lesson, recipe: Recipe) -> Lesson:
             "measures, and there is no forgetting matrix"
         )
         return replace(lesson, notes=(*lesson.notes, said))
-    watch = Forgetting(names, Goal(recipe.evaluation.metric, recipe.evaluation.mode == "max"))
+    watch = Forgetting(names, Goal(recipe.evaluation.metric, recipe.evaluation.maximise))
 
     def begin(engine: TorchEngine, loader: Loader) -> None:
         assert isinstance(loader.order, InTurn), "data.mixture is sequence"

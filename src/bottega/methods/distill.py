@@ -33,6 +33,8 @@ from bottega.tasks.code_language import CodeLanguage
 from bottega.tasks.generation import Generation
 from bottega.tasks.language import Language
 from bottega.techniques.distill import Distilled, Form
+from bottega.techniques.inject import hash_of
+from bottega.techniques.peft_layout import CONFIG as ADAPTER
 
 KEY = "techniques.distill.teacher"
 TOKENIZER, ROWS, CLASSES, SEVERAL, SAMPLE = "tokenizer", "vocab_size", "classes", "multi_label", "a sample of"
@@ -74,18 +76,15 @@ def apply(lesson: Lesson, options: DistillOptions, recipe: Recipe, branch: Branc
         lesson,
         task=task,
         metrics=(*lesson.metrics, *task.added),
-        frozen={**lesson.frozen, "teacher": content_of(teacher.model)},
+        frozen={**lesson.frozen, "teacher": _hash_of(teacher.model)},
         notes=(*lesson.notes, f"distill: the teacher is {options.teacher}, {parameters:,} parameters"),
     )
 
 
-def content_of(model: torch.nn.Module) -> str:
-    """A hash of all that decides what a model answers, wherever it lies and in whatever layout."""
-    found = hashlib.sha256(str(getattr(model, "shape", "")).encode())
-    for name, tensor in model.state_dict().items():
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
+def _hash_of(teacher: torch.nn.Module) -> str:
+    """Of all that decides what it answers, wherever it lies and in whatever layout: the number of heads is in no weight."""
+    weights = hash_of(teacher, lambda name: False)
+    return hashlib.sha256(f"{getattr(teacher, 'shape', '')} {weights}".encode()).hexdigest()
 
 
 def _form(task: Task, recipe: Recipe) -> Form:
@@ -110,6 +109,11 @@ def _form(task: Task, recipe: Recipe) -> Form:
 def _open(name: str, recipe: Recipe, branch: Branch) -> Teacher:
     """A run with the weights that count, or a folder."""
     folder = Path(name).expanduser()
+    if not name.strip():
+        raise UsageError(f"{KEY}: is empty; name a run, needs.NAME or the folder of a model")
+    own = Path(recipe.output_dir) / recipe.run_name()
+    if folder.resolve() == own.resolve():
+        raise UsageError(f"{KEY}: {name} is this run itself, and a run cannot teach itself; name another run")
     if not folder.is_dir():
         raise UsageError(f"{KEY}: there is no run and no folder at {name}")
     try:
@@ -132,13 +136,19 @@ def _learnt(recipe: Recipe) -> str:
 
 def _read_folder(folder: Path, branch: Branch) -> Teacher:
     """A model of transformers, or an export of ours."""
+    if (folder / ADAPTER).is_file():
+        raise UsageError(f"{folder} holds an adapter and no whole model; name the run that it was exported from")
+    if not isinstance(branch, LanguageBranch | TextClassifyBranch | ClassifyBranch):
+        raise UsageError(f"{folder} is no run; of {branch.unit} the teacher is the directory of a run")
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"{folder} is no run and no folder of a model: it has neither recipe.yaml nor config.json; name one that is"
+        )
     if isinstance(branch, LanguageBranch):
         shape = read_shape(folder)
         model = Language(shape=shape, pretrained=str(folder)).build(0)["model"]
         facts = {TOKENIZER: Tokenizer.load(folder).fingerprint, ROWS: shape.vocab_size}
         return Teacher(model, facts, shape.context, folder)
-    if not isinstance(branch, TextClassifyBranch | ClassifyBranch):
-        raise UsageError(f"{folder} is no run; of {branch.unit} the teacher is the directory of a run")
     config = _config(folder)
     try:
         task, facts = _of_texts(folder, config, branch) if isinstance(branch, TextClassifyBranch) else _seen(config)
@@ -154,7 +164,7 @@ def _config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict):
-        raise UsageError(f"{folder} is neither a run nor a saved model: it has no config.json that can be read")
+        raise UsageError(f"{folder} is no folder of a model: its config.json cannot be read")
     return found
 
 

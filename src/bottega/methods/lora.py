@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from bottega.branches.branch import Branch
 from bottega.branches.frozen import BASE
 from bottega.branches.start import injected, injection
 from bottega.core.errors import UsageError
+from bottega.core.groups import BACKBONE
 from bottega.methods.lesson import Lesson
 from bottega.schema.recipe import Recipe
 from bottega.schema.techniques import AdapterOptions, LoraOptions
+
+if TYPE_CHECKING:
+    from bottega.engines.torch import TorchEngine
+    from bottega.techniques.inject import Injected
 
 CODERS = ("image_vae", "image_tokens")
 """What others are built on is known by its whole export, and a base beside it would be a second thing to keep."""
@@ -28,11 +34,27 @@ def adapted(
         raise UsageError(f"techniques: {name} is not for {recipe.task}; train it in full")
     injection(recipe)  # refuses two at once
     task = injected(lesson.task, options, of=branch.task)
+    model = task.ahead(recipe.seed)
+    task.check_named((group.pattern for group in recipe.training.groups), model, key="training.groups")
+    freeze = recipe.training.freeze or ()
+    if BACKBONE in freeze and not any(part == BACKBONE for part, _ in model.named_children()):
+        # By layers it would leave what was put into the last block, which is not what anybody means.
+        raise UsageError(f"training.freeze: {BACKBONE}: {task.key} keeps the base as it is already; leave it out")
+    task.check_named(freeze, model, key="training.freeze")
     frozen = {**lesson.frozen, BASE: task.base(recipe.seed)}
-    notes = lesson.notes
+    notes = (*lesson.notes, *task.notes(model))
     if getattr(recipe.model, "from_", None) is None:
         notes = (
             *notes,
             f"{name}: model.from is null, so the base is random weights of seed {recipe.seed}, and stays so",
         )
-    return replace(lesson, task=task, frozen=frozen, notes=notes)
+    changed = replace(lesson, task=task, frozen=frozen, notes=notes)
+    return changed.beginning(lambda engine, loader: _begin(engine, task))
+
+
+def _begin(engine: TorchEngine, task: Injected) -> None:
+    """Averages follow weights from where these begin, and the engine was built before that."""
+    if task.begin(engine.model):
+        named = dict(engine.model.named_parameters())
+        for name, average in engine.state().get("ema.safetensors", {}).items():
+            average.copy_(named[name].detach())

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from bottega.branches.branch import Branch
-from bottega.core.errors import UsageError
+from bottega.core.errors import DataError, UsageError
 from bottega.data import episodes
 from bottega.data.episodes import Episodes
 from bottega.data.source import Source
+from bottega.engines.grouping import parameter_settings
 from bottega.methods.lesson import Lesson
-from bottega.schema.recipe import Recipe
+from bottega.schema.recipe import Recipe, Training
 from bottega.schema.techniques import MamlOptions
 from bottega.techniques.maml import Maml
 
@@ -39,7 +41,11 @@ def apply(lesson: Lesson, options: Any, recipe: Recipe, branch: Branch) -> Lesso
     return replace(
         lesson,
         task=Maml(
-            inner=lesson.task, method=options.method, inner_steps=options.inner_steps, inner_rate=options.inner_rate
+            inner=lesson.task,
+            method=options.method,
+            inner_steps=options.inner_steps,
+            inner_rate=options.inner_rate,
+            adapts=_never_frozen(recipe.training),
         ),
         training=training,
         order=None,
@@ -47,6 +53,17 @@ def apply(lesson: Lesson, options: Any, recipe: Recipe, branch: Branch) -> Lesso
         metrics=_metrics(lesson.metrics, options.inner_steps),
         notes=(*lesson.notes, *_notes(training, validation, division)),
     )
+
+
+def _never_frozen(training: Training) -> Callable[[tuple[str, ...]], frozenset[str]]:
+    """Which parameters learn at some time of the run, whatever has been thawed so far."""
+
+    @cache
+    def found(names: tuple[str, ...]) -> frozenset[str]:
+        settings = parameter_settings(training, names)
+        return frozenset(name for name, one in settings.items() if one.scale is not None)
+
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,6 +83,12 @@ class Division:
         if numbered:
             enough = int((np.bincount(tasks[tasks != episodes.LEFT_OUT]) >= size).sum())
             ways = options.ways or max(2, enough)
+            if enough < ways:
+                raise DataError(
+                    f"{name}: an episode takes {ways} classes with {size} samples of each ({options.shots} shots and "
+                    f"{options.queries} queries), and there are {enough} such classes of {len(np.unique(tasks[tasks >= 0]))}; "
+                    "lower ways, shots or queries of techniques.maml, or add data"
+                )
         # Plain training is told the classes as they are; with numbers that change it could learn nothing at all.
         keeps = not numbered or (is_training and options.method == "none")
         return Episodes(
@@ -98,6 +121,8 @@ def _division(lesson: Lesson, options: MamlOptions, recipe: Recipe) -> Division:
     is_classify = recipe.task == "classify"
     if options.ways is not None and not (is_classify and by == "label"):
         raise _wrong("ways", options.ways, "an episode has several classes in task classify, by label", "leave it out")
+    if options.ways == 1:
+        raise _wrong("ways", 1, "of a single class there is nothing to tell", "give 2 or more, or leave it out")
     loss = getattr(recipe, "loss", None)
     if is_classify and by == "label" and loss is not None and loss.class_weights is not None:
         raise UsageError(

@@ -25,7 +25,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         return LEFT + WIDTH * (math.log10(rate) - left) / (right - left)
 
     def y_of(loss: float) -> float:
-        return TOP + HEIGHT * (top - min(max(loss, bottom), top)) / (top - bottom)
+        return TOP + HEIGHT * (top - loss) / (top - bottom)
 
     page.text(LEFT, 20, "learning-rate range test", anchor="lm", size=16)
     page.text(
@@ -44,16 +44,33 @@ def draw(report: dict[str, Any], path: Path) -> None:
         page.text(LEFT - 8, y_of(value), f"{value:.4g}", anchor="rm", size=11, fill=FAINT)
     places = [x_of(rate) for rate in curve["rate"]]
     for name, fill, thick in (("loss", PALE, 1.0), ("smoothed", BLUE, 2.5)):
-        ends = [end for x, loss in zip(places, curve[name], strict=True) for end in (x, y_of(loss))]
-        page.line(*ends, fill=fill, thick=thick)
+        for piece in below(TOP, list(zip(places, map(y_of, curve[name]), strict=True))):
+            page.line(*(end for point in piece for end in point), fill=fill, thick=thick)
     x = x_of(report["suggestion"])
     page.line(x, TOP, x, TOP + HEIGHT, fill=ORANGE, thick=1.5)
     side = ("rm", -6) if x > LEFT + WIDTH / 2 else ("lm", 6)
     page.text(x + side[1], TOP + 12, f"{report['suggestion']:.2e}", anchor=side[0], fill=ORANGE)
-    page.text(LEFT + WIDTH / 2, TOP + HEIGHT + 42, "learning rate; grey: each step", size=12, fill=INK)
+    page.text(
+        LEFT + WIDTH / 2, TOP + HEIGHT + 42, "learning rate; grey: each step; cut off at the top", size=12, fill=INK
+    )
     page.text(LEFT - 8, TOP - 10, "loss", anchor="rm", size=12, fill=INK)
     with whole(path) as temporary:
         page.save(temporary)
+
+
+def below(edge: float, points: list[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    """The pieces of a line that are not above a height, each up to where it crosses it; heights grow downwards."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for number, (x, y) in enumerate(points):
+        before = points[number - 1] if number else (x, y)
+        if (y < edge) != (before[1] < edge):
+            crossing = (before[0] + (x - before[0]) * (edge - before[1]) / (y - before[1]), edge)
+            pieces[-1].append(crossing)
+        if y >= edge:
+            pieces[-1].append((x, y))
+        elif pieces[-1]:
+            pieces.append([])
+    return [piece for piece in pieces if len(piece) > 1]
 
 
 def _round_values(low: float, high: float) -> list[float]:

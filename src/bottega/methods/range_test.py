@@ -13,6 +13,7 @@ from bottega.branches.branch import Branch
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
 from bottega.compose import build_engine, build_loader, plan_rates, total_steps
+from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError, EnvironmentProblem
 from bottega.core.rundir import RunDirectory
 from bottega.engines import rate_range
@@ -35,8 +36,8 @@ def measured(
     steps: int = STEPS,
     say: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """What a range test finds, from initial weights or from a verified checkpoint `start`. Nothing on disk is touched;
-    lesson and engine are made for it alone, because a technique may keep something in them."""
+    """What a range test finds, from initial weights or from a checkpoint `start` that was verified. Nothing on disk is
+    touched; lesson and engine are made for it alone, because a technique may keep something in them."""
     rate_range.check_range(low, high, steps)
     # A graph would be compiled for a hundred steps only, and nobody looks at averaged weights.
     alone = _changed(recipe, learning_rate=high, compile=False, ema=None)
@@ -47,11 +48,17 @@ def measured(
     plan_rates(alone, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
     first = 0
     if start is not None:
+        resume.check_frozen_unchanged(checkpoint.read_manifest(start), {"frozen": dict(lesson.frozen)})
         first = resume.progress_at(start, loader=loader, total=total, say=lambda text: None).step
         engine.load(start)
-    if lesson.begin is not None:
-        lesson.begin(engine, loader)
-    swept = rate_range.sweep(engine, loader, low=low, high=high, steps=steps, first=first, say=say)
+    try:
+        if lesson.begin is not None:
+            lesson.begin(engine, loader)
+        swept = rate_range.sweep(engine, loader, low=low, high=high, steps=steps, first=first, say=say)
+    finally:
+        # It may hold the engine, which would then outlive the test: the model would be in memory twice. Not closed,
+        # because that ends the group of ranks, and they are about to train.
+        engine.before_step = None
     found = rate_range.found_in(swept, low=low, high=high, steps=steps)
     return {
         "suggestion": found.suggestion,
@@ -60,7 +67,7 @@ def measured(
         "minimum_tenth": found.minimum / 10,
         "start_loss": found.start_loss,
         "lowest_loss": found.lowest_loss,
-        "diverged": float(swept.rates[-1]) if swept.diverged else None,
+        "diverged": found.diverges,
         "still_falling": found.is_at_end,
         "from_step": first,
         "batch_size": loader.batch_size_at(first),
@@ -85,7 +92,8 @@ def settled(
         rate = float(json.loads(file.read_text(encoding="utf-8"))["suggestion"])
         console.say(f"training.learning_rate: auto is {rate:g}, as the range test found ({file})")
         return _changed(recipe, learning_rate=rate)
-    start = resume.named(resume_from) if resume_from is not None else None
+    found = resume.find(directory, resume_from, console.warn) if resume_from is not None else None
+    start = found[0] if found is not None else None
     with bars(console.rich, in_bytes=False) as say:
         report = measured(recipe, branch, start=start, say=lambda done, total: say("lr-find", done, total))
     rate = report["suggestion"]

@@ -120,28 +120,52 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
             _fill(state, file, [name for name in state if places[name] == file])
 
 
-def fetch_folder(name: str) -> Path:
-    """A local folder as it is; else a hub name, downloaded without anything that could run code."""
-    if Path(name).is_dir():
-        return Path(name)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UsageError(f"pretrained: {name!r} is no folder here, and hub names read owner/model")
+def fetch_folder(name: str, *, key: str = "model.from", is_local: bool = False) -> Path:
+    """A local folder as it is; else a hub name, downloaded without anything that could run code.
+
+    `key` is who asks. What reads as a path, or `is_local`, is never asked of the network: it would be told what our folders
+    are called, and might have something else under that name.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if is_local or _is_path(name):
+        raise UsageError(f"{key}: {name} is no folder here; correct the path, or put the folder there")
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
     except ImportError as error:
         raise EnvironmentProblem(
-            f"pretrained: {name!r} is no folder here, and the hub needs a package; pip install 'bottega[hub]'"
+            f"{key}: {name} is no folder here, and the hub needs a package; pip install 'bottega[hub]'"
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=PATTERNS))
     except HFValidationError as error:
+        raise UsageError(f"{key}: {name!r} is neither a folder here nor a hub name such as Qwen/Qwen3-0.6B") from error
+    except RepositoryNotFoundError as error:
         raise UsageError(
-            f"pretrained: {name!r} is neither a folder here nor a hub name such as Qwen/Qwen3-0.6B"
+            f"{key}: {name} is no folder here, and the hub shows no such model; correct it, or log in if it is private"
         ) from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise EnvironmentProblem(f"pretrained: {name!r} could not be downloaded: {reason}") from error
+    except (LocalEntryNotFoundError, ConnectionError) as error:
+        raise EnvironmentProblem(
+            f"{key}: {name} is no folder here, and the hub could not be reached; correct the path, or try again online"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise EnvironmentProblem(
+            f"{key}: {name} is no folder here, and could not be downloaded ({reason}); try again"
+        ) from error
+
+
+def _is_path(name: str) -> bool:
+    """Not owner/model: by how it begins, by more than one slash, or because the folder before the slash is here."""
+    begins = name.startswith((".", "/", "~", "runs/"))
+    return begins or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
 def _json(path: Path) -> dict[str, Any]:

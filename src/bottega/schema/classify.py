@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from bottega.schema.data import HeldOut, TextData, held_out_problems
 from bottega.schema.language import Tokenizer, tokenizer_problems
 from bottega.schema.media import AudioData, ImageData, MediaRecipe, VideoData
 from bottega.schema.recipe import Model, Recipe, Samples, path_problems
 from bottega.schema.section import Dropout, Number, Positive, Probability, Section
+from bottega.schema.text_classifier import EncoderShape
 
 
 class ClassifyModel(Model):
@@ -56,15 +57,25 @@ class ClassifyTokenizer(Tokenizer):
     min_frequency: Positive | None = Field(None, description="words: rarer ones are unknown; null is 2")
 
 
+Weight = Annotated[Number, Field(gt=0)]
+
+
 class LossOptions(Section):
     name: Literal["cross_entropy", "focal"] = Field("cross_entropy", description="what is minimised")
     gamma: Number = Field(
         2.0, ge=0, description="focal: how much less a text counts that is told well; 0 is cross-entropy"
     )
-    class_weights: Literal["balanced"] | tuple[Annotated[Number, Field(gt=0)], ...] | None = Field(
+    class_weights: Literal["balanced"] | dict[str, Weight] | tuple[Weight, ...] | None = Field(
         None,
-        description="balanced makes rare classes count as much; or a weight for each class, in order of the classes",
+        description="balanced: rare classes count as much; or {class: weight}, or a list in order of the classes",
     )
+
+    @model_validator(mode="after")
+    def _gamma_has_a_use(self) -> LossOptions:
+        # 2 is what the recipe of every run says, whatever its loss.
+        if self.name != "focal" and self.gamma != 2.0:
+            raise ValueError(f"gamma {self.gamma:g} is of the focal loss, and name is {self.name}; set name: focal")
+        return self
 
 
 _LOSS = "what is minimised; null is plain cross-entropy"
@@ -107,6 +118,10 @@ class ClassifyData(TextData):
         return self
 
 
+def _asks(block: Any, key: str, value: Any = True) -> bool:
+    return isinstance(block, dict) and block.get(key) == value
+
+
 class ClassifyRecipe(Recipe):
     task: Literal["classify"] = Field("classify", description="a class for each text")
     model: ClassifyModel = Field(default_factory=ClassifyModel, description="the model")
@@ -114,11 +129,37 @@ class ClassifyRecipe(Recipe):
     loss: LossOptions | None = Field(None, description=_LOSS)
     samples: Samples = Field(default_factory=lambda: Samples(every=None), description="a classifier draws none")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _accuracy_of_several(cls, values: Any) -> Any:
+        """All labels of a text right: what accuracy is of one class, with several is exact_match."""
+        if not isinstance(values, dict) or not _asks(values.get("data"), "multi_label"):
+            return values
+        changed = dict(values)
+        if _asks(values.get("evaluation"), "metric", "accuracy"):
+            changed["evaluation"] = {**values["evaluation"], "metric": "exact_match"}
+        training = values.get("training")
+        if isinstance(training, dict) and _asks(training.get("early_stopping"), "metric", "accuracy"):
+            stopping = {**training["early_stopping"], "metric": "exact_match"}
+            changed["training"] = {**training, "early_stopping": stopping}
+        return changed
+
     def missing(self) -> list[tuple[str, str]]:
         found = super().missing() + path_problems(self.data) + held_out_problems(self.data)
         if self.model.kind == "pretrained" and self.model.from_ is None:
             found.append(("model.from", "missing; kind pretrained needs a folder or a hub name"))
         return found + tokenizer_problems(self.data.tokenizer)
+
+    def contradictions(self) -> list[tuple[str, str, str]]:
+        found, model = super().contradictions(), self.model
+        given = {key: value for key in ("hidden_size", "num_heads") if (value := getattr(model, key)) is not None}
+        try:
+            if model.kind == "transformer":
+                EncoderShape(vocab_size=2, num_labels=2, **given)
+        except ValidationError as error:
+            text = error.errors()[0]["msg"].removeprefix("Value error, ")
+            found.append(("model.hidden_size", "model.num_heads", text))
+        return found
 
 
 class MediaClassifier(Model):

@@ -77,3 +77,15 @@ def nearest_flag(key: str, schemas: Iterable[type[Section]]) -> str | None:
     known = {other for schema in schemas for other in keys_of(schema) if "*" not in other} | set(ALIASES)
     near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.7)
     return near[0] if near else None
+
+
+def list_around(key: str, schemas: Iterable[type[Section]]) -> str | None:
+    """The list that `data.sources.0.labels` wants to change an item of; None where there is no such list."""
+    parts = key.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    if not numbers or numbers[0] == 0:
+        return None
+    above = ".".join(parts[: numbers[0]])
+    fields = [known[above] for schema in schemas if above in (known := keys_of(schema))]
+    kinds = [kind for info in fields for kind in (info.annotation, *get_args(info.annotation))]
+    return above if any(get_origin(kind) is tuple for kind in kinds) else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bottega.core.errors import UsageError
-from bottega.schema.fields import is_flag, nearest_flag
+from bottega.schema.fields import is_flag, list_around, nearest_flag
 from bottega.schema.registry import SCHEMAS
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
@@ -60,6 +60,8 @@ def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
 def _place(key: str, text: str, typed: str, sources: list[str], overrides: list[Override], problems: list[str]) -> None:
     if key in CONFIG_FLAGS:
         sources.append(text)
+    elif (whole := list_around(key, SCHEMAS)) is not None:
+        problems.append(f"{typed}: a list is given whole: {whole}=[{{…}}]")
     elif is_flag(key, SCHEMAS):
         overrides.append(Override(key, text))
     else:
@@ -74,6 +76,8 @@ def _unknown(key: str, typed: str) -> str:
 
 def _missing_value(name: str) -> str:
     key = name.replace("-", "_")
+    if (whole := list_around(key, SCHEMAS)) is not None:
+        return f"a list is given whole: {whole}=[{{…}}]"
     if is_flag(key, SCHEMAS) or key in CONFIG_FLAGS:
         return f"needs a value: --{name} VALUE"
     return _unknown(key, f"--{name}")

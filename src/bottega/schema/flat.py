@@ -113,7 +113,7 @@ def merge(base: Flat, layer: Flat) -> Flat:
     merged = {
         key: entry
         for key, entry in base.items()
-        if not _taken_back(key, entry, layer) and not _is_split_of_embedded(key, base, layer)
+        if not _taken_back(key, entry, layer) and not _is_of_embedded(key, base, layer)
     }
     for key, entry in layer.items():
         if entry.value == {} and any(inner.startswith(key + ".") for inner in merged):
@@ -139,14 +139,22 @@ def _taken_back(key: str, entry: Entry, layer: Flat) -> bool:
     return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
 
 
-def _is_split_of_embedded(key: str, base: Flat, layer: Flat) -> bool:
-    """A split by a field of the data that come with the program goes when other data take their place."""
-    if key not in ("data.split.by", "data.split.field") or key in layer:
+def _is_of_embedded(key: str, base: Flat, layer: Flat) -> bool:
+    """A split by a field of the data that come with the program goes when other data take their place, and so do prompts
+    that the same file gave for them."""
+    if key not in ("data.split.by", "data.split.field", "samples.prompts") or key in layer:
         return False
     kind, field = base.get("data.train.kind"), base.get("data.split.field")
-    is_theirs = kind is not None and kind.value in PATHLESS and field is not None and field.value is not None
     others = (layer.get(name) for name in ("data.train.path", "data.sources"))
-    return is_theirs and any(entry is not None and entry.value is not None for entry in others)
+    if (
+        kind is None
+        or kind.value not in PATHLESS
+        or not any(one is not None and one.value is not None for one in others)
+    ):
+        return False
+    if key == "samples.prompts":
+        return base[key].where.file == kind.where.file and kind.where.line > 0
+    return field is not None and field.value is not None
 
 
 def _excludes(values: dict[str, Any]) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from bottega.schema.data import HeldOut, TextData, held_out_problems
 from bottega.schema.recipe import Model, Recipe, Samples, path_problems
 from bottega.schema.section import Number, Positive, Probability, Section
+from bottega.schema.transformer import SIZES, TransformerShape
 
 Size = Literal["nano", "verse", "stanza", "epic"]
 
@@ -83,3 +84,34 @@ class LanguageRecipe(Recipe):
                 ("model.size", "missing; give a size (nano, verse, stanza, epic), from, or num_layers and hidden_size")
             )
         return found + tokenizer_problems(self.data.tokenizer) + held_out_problems(self.data)
+
+    def contradictions(self) -> list[tuple[str, str, str]]:
+        return super().contradictions() + _dimension_problems(self.model)
+
+
+def own_dimensions(model: LanguageModel) -> dict[str, Any]:
+    """Those of the size, or what follows from the width where there is none."""
+    if model.size is not None:
+        return dict(SIZES[model.size])
+    assert model.hidden_size is not None, "the schema asks for it"
+    width = model.hidden_size
+    head = model.head_size or (width // model.num_heads if model.num_heads else min(64, width))
+    heads = model.num_heads or max(1, width // head)
+    # Two thirds of the usual four times the width: the gate is a third matrix.
+    inner = -(-width * 8 // 3 // 32) * 32
+    return {"head_size": head, "num_heads": heads, "num_kv_heads": heads, "intermediate_size": inner}
+
+
+def _dimension_problems(model: LanguageModel) -> list[tuple[str, str, str]]:
+    """What the heads cannot be, whatever the text: a size has some, and who changes one may forget the other."""
+    if model.from_ is not None or (model.size is None and None in (model.hidden_size, model.num_layers)):
+        return []
+    said = {k: v for k, v in model.model_dump(exclude={"kind", "size", "from_"}).items() if v is not None}
+    try:
+        TransformerShape(**{"vocab_size": 2, "context": 1, **own_dimensions(model), **said})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        text = wrong["msg"].removeprefix("Value error, ")
+        key = ".".join(map(str, wrong["loc"])) or text.partition(" ")[0]
+        return [(f"model.{key}", "model.num_kv_heads", text)]
+    return []

@@ -60,10 +60,17 @@ def load_recipe(
 
 
 def check_recipe(
-    sources: Sequence[Source], overrides: Sequence[tuple[str, str, str]] = (), *, task: str | None = None
+    sources: Sequence[Source],
+    overrides: Sequence[tuple[str, str, str]] = (),
+    *,
+    task: str | None = None,
+    alone: bool = True,
 ) -> Resolved:
-    """Like `load_recipe`, for a part of a recipe: what is not said is not missed, and several tasks may fit."""
-    return _resolve(_merged(sources, overrides), task=task, partial=True)
+    """Like `load_recipe`, for a part of a recipe: what is not said is not missed, and several tasks may fit.
+
+    Where it does not stand `alone`, and others will still change it, it may contradict itself until then.
+    """
+    return _resolve(_merged(sources, overrides), task=task, partial=True, alone=alone)
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -159,7 +166,7 @@ def _command_line(overrides: Sequence[tuple[str, str, str]]) -> Layer:
     return canonical(layer)
 
 
-def _resolve(total: Layer, *, task: str | None, partial: bool) -> Resolved:
+def _resolve(total: Layer, *, task: str | None, partial: bool, alone: bool = True) -> Resolved:
     flat, problems, notes = dict(total.entries), list(total.problems), list(total.notes)
     problems += _interpolations(flat)
     notes += _settle(flat)
@@ -170,7 +177,7 @@ def _resolve(total: Layer, *, task: str | None, partial: bool) -> Resolved:
     fitting = [trial for trial in trials if not trial.problems]
     best = fitting[0] if fitting else min(trials, key=lambda trial: len(trial.problems))
     problems += best.problems
-    if len(fitting) == 1 and best.recipe is not None:
+    if alone and len(fitting) == 1 and best.recipe is not None:
         for key, other, text in best.recipe.contradictions():
             problems.append(Problem(_said_last(key, other, flat), key, text, key))
     if not partial and len(fitting) <= 1:

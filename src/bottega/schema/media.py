@@ -107,10 +107,9 @@ class MediaRecipe(Recipe):
         return []
 
     def contradictions(self) -> list[tuple[str, str, str]]:
-        model: Any = self.model
-        if getattr(model, "backbone", None) != "dit" or model.vae is not None:
-            return []
-        found = []
+        found, model = super().contradictions(), self.model
+        if not isinstance(model, Generator) or model.backbone != "dit" or model.vae is not None:
+            return found
         for name, side, patch in self.sides():
             part = getattr(model, patch)
             if side is not None and side % part:

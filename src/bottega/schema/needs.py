@@ -37,7 +37,7 @@ def part_recipe(recipe: Recipe, name: str) -> Recipe:
             raise UsageError(f"needs.{name}.settings: {key}: a part's name is a hash of what decides it; leave it out")
     settings: dict[str, Any] = {"output_dir": str(Path(recipe.output_dir) / PARTS), "device": recipe.device}
     try:
-        schema = type(check_recipe([need.recipe, need.settings]).recipe.data)
+        schema = type(check_recipe([need.recipe, need.settings], alone=False).recipe.data)
         data = recipe.data.model_dump(mode="json", by_alias=True, exclude=set(OWN))
         same = {k: v for k, v in data.items() if k in schema.model_fields and (v is not None or k in EVEN_NULL)}
         if "sources" in same:

@@ -11,11 +11,11 @@ from pydantic import Field, model_validator
 
 from bottega.schema.data import Data
 from bottega.schema.flat import PATHLESS
+from bottega.schema.metrics import Watched
 from bottega.schema.section import (
     AutoSwitch,
     Dropout,
     Level,
-    Mode,
     Number,
     Pattern,
     Positive,
@@ -27,6 +27,7 @@ from bottega.schema.section import (
     Whole,
 )
 from bottega.schema.techniques import Technique
+from bottega.schema.together import clashes
 from bottega.schema.units import Cadence, Duration, Every, EveryOrTime
 
 BUILT_TASKS = ("language", "classify", "image", "audio", "video", "image_vae", "image_tokens", "multitask")
@@ -107,9 +108,7 @@ class Unfreeze(Section):
     )
 
 
-class EarlyStopping(Section):
-    metric: str = Field("loss", description="the validation metric that is watched")
-    mode: Mode = Field("min", description="whether smaller (min) or larger (max) is better")
+class EarlyStopping(Watched):
     patience: Whole = Field(3, ge=1, description="evaluations without a better value before the run ends")
     threshold: Number = Field(0.0, ge=0, description="how much better counts as better")
 
@@ -206,10 +205,9 @@ class Samples(Section):
     count: Whole = Field(4, gt=0, description="how many")
 
 
-class Evaluation(Section):
+class Evaluation(Watched):
     every: Every | None = Field(Cadence(200), description="how often validation runs; null is at the end only")
     metric: str = Field("loss", description="the metric that decides which checkpoint is best")
-    mode: Mode = Field("min", description="whether smaller (min) or larger (max) is better")
     max_batches: Whole | None = Field(None, gt=0, description="at most so many batches; null is all")
     batch_size: Whole | None = Field(None, gt=0, description="examples in a batch; null is as in training")
 
@@ -277,11 +275,16 @@ class Recipe(Section):
 
     def results_key(self) -> dict[str, Any]:
         """Dotted key -> value of what changes results; keys left at null are absent, so new ones rename no run."""
-        return {key: value for key, value in _leaves(self.plain()) if value is not None and not _is_neutral(key)}
+        plain = self.plain()
+        # Said or not, it is the same run.
+        plain["evaluation"]["mode"] = self.evaluation.direction
+        if self.training.early_stopping is not None:
+            plain["training"]["early_stopping"]["mode"] = self.training.early_stopping.direction
+        return {key: value for key, value in _leaves(plain) if value is not None and not _is_neutral(key)}
 
     def contradictions(self) -> list[tuple[str, str, str]]:
         """(key, other key, message) of what cannot both be, as far as that is known without data."""
-        return []
+        return list(clashes(self))
 
     def run_name(self) -> str:
         """The given name, or one that the same recipe and settings always have."""
@@ -350,5 +353,20 @@ def _said(value: Any) -> Any:
 def changed_keys(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:
     """(key, old value, new value) of every key that changes results and differs between two recipes."""
     before, after = old.results_key(), new.results_key()
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-    return [(key, before.get(key), after.get(key)) for key in keys]
+    return [change for key in {**before, **after} for change in _changes(key, before.get(key), after.get(key))]
+
+
+def _changes(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
+    """Inside lists of as many blocks the keys that differ, and not two whole lists to search for the difference."""
+    if before == after:
+        return []
+    if isinstance(before, dict) and isinstance(after, dict):
+        if before.get("name") != after.get("name"):
+            # Another technique: that its options differ as well goes without saying.
+            return [(f"{key}.name", before.get("name"), after.get("name"))]
+        return [one for k in {**before, **after} for one in _changes(f"{key}.{k}", before.get(k), after.get(k))]
+    both = [*before, *after] if isinstance(before, list) and isinstance(after, list) else []
+    if both and len(before) == len(after) and all(isinstance(item, dict) for item in both):
+        pairs = enumerate(zip(before, after, strict=True))
+        return [one for number, (was, now) in pairs for one in _changes(f"{key}.{number}", was, now)]
+    return [(key, before, after)]

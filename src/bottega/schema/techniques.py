@@ -45,6 +45,7 @@ class AdapterOptions(Section):
     train: tuple[str, ...] | None = Field(
         None, description="parts that learn in full beside it; null is what begins at random, such as a head"
     )
+    start: str | None = Field(None, description="a folder of an adapter of ours to start from")
 
 
 class DistillOptions(Section):
@@ -136,4 +137,6 @@ def _first(error: ValidationError, schema: type[Section]) -> str:
         return f"{key}: unknown key; {'did you mean ' + near[0] + '?' if near else 'there is ' + ', '.join(schema.model_fields)}"
     if detail["type"] == "missing":
         return f"{key}: missing; it is {schema.model_fields[key].description}"
+    if detail["type"] == "tuple_type" and isinstance(detail["input"], str):
+        return f"{key}: expected a list, got {detail['input']!r}; write [{detail['input']}]"
     return f"{key}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {detail['input']!r}"

@@ -104,10 +104,13 @@ def locate(key: str, flat: Flat, lines: Mapping[str, Where]) -> tuple[Where | No
 
 
 def _nearest_line(typed: str, lines: Mapping[str, Where], otherwise: Where) -> Where:
-    """A missing key has no line; the item of the list that it is missing from has one."""
-    while typed not in lines and "." in typed:
+    """A missing key has no line; the item of the list that it is missing from has one.
+
+    Only in the file that said the list: the command line, or a later file, may have replaced the one these lines are of.
+    """
+    while (typed not in lines or lines[typed].file != otherwise.file) and "." in typed:
         typed = typed.rpartition(".")[0]
-    return lines.get(typed, otherwise)
+    return lines[typed] if typed in lines and lines[typed].file == otherwise.file else otherwise
 
 
 def _unknown(key: str, where: Where | None, typed: str, schema: type[Section]) -> Problem:
@@ -137,8 +140,19 @@ def _sentence(details: list[Any]) -> str:
         return _single(details[0])
     value = details[0]["input"]
     near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6) if choices else []
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; did you mean {near[0]}?" if near else as_list(value) if expected == ["a list"] else ""
     return f"expected {' or '.join(expected)}, got {shown(value)}{hint}"
+
+
+def as_list(value: Any) -> str:
+    """How somebody who wrote one thing, or some of a list's, writes a list."""
+    if isinstance(value, dict):
+        # `data.sources.0.path=x` comes to a block whose keys are numbers.
+        is_numbered = bool(value) and all(str(key).isdecimal() for key in value)
+        return "; a list is given whole: [{…}, {…}]" if is_numbered else "; write [{…}]"
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"; write [{', '.join(part.strip() for part in str(value).split(','))}]"
+    return ""
 
 
 def _choices(detail: Any) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
-from bottega.core.types import Batch, Loss, Models, Rows
+from bottega.core.types import Batch, Loss, Models, Rows, Sums
 from bottega.models.convnet import ConvNet
 from bottega.models.initial_conv import initialise_convolutional
 from bottega.models.kim import Kim, initialise_kim
@@ -63,12 +63,12 @@ class Classification(Task):
         assert is_text == (self.key == "text"), f"{type(self.shape).__name__} does not read {self.key}"
         weights, count = self.class_weights, self.shape.num_labels
         if weights is not None and len(weights) != count:
-            raise UsageError(f"class_weights: {len(weights)} are given, and there are {count} classes")
+            raise UsageError(f"loss.class_weights: {len(weights)} are given, and there are {count} classes")
         if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
-            raise UsageError(f"class_weights: {list(weights)} must be 0 or more, and not all of them 0")
+            raise UsageError(f"loss.class_weights: {list(weights)} must be 0 or more, and not all of them 0")
         if self.word_dropout and (not is_text or self.unknown is None):
             raise UsageError(
-                f"word_dropout: {self.word_dropout} needs texts, and a token that stands for an unknown word"
+                f"model.word_dropout: {self.word_dropout} needs texts, and a token that stands for an unknown word"
             )
         return self
 
@@ -114,9 +114,31 @@ class Classification(Task):
         else:
             right = {"accuracy": found.argmax(dim=1) == labels}
             rows = {"probability": found.softmax(dim=1), "label": labels}
-        number = counted.float().sum()
-        metrics = {name: (torch.where(counted, values, 0).float().sum(), number) for name, values in right.items()}
-        return Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=rows)
+        if self.is_modified and not models["model"].training:
+            return Loss(
+                terms={"loss": (total, 1.0)}, metrics=self._measured(found, labels, counted, right, total), rows=rows
+            )
+        return Loss(terms={"loss": (total, 1.0)}, metrics=_means(right, counted), rows=rows)
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether what is minimised is another number than the cross-entropy."""
+        is_focal = self.objective == "focal" and self.gamma > 0
+        return is_focal or self.label_smoothing > 0 or self.class_weights is not None
+
+    def _measured(
+        self, logits: Tensor, labels: Tensor, counted: Tensor, right: Mapping[str, Tensor], total: Tensor
+    ) -> Sums:
+        """An evaluation calls `loss` what it is in every run, so that runs can be compared: nats. A metric stands before
+        the term of the same name, which is called `objective`."""
+        if self.multi_label:
+            plain = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
+        else:
+            plain = F.cross_entropy(logits, labels, reduction="none")
+        weights = counted.float()
+        if self.class_weights is not None and not self.multi_label:
+            weights = weights * _weights(self.class_weights, logits.device)[labels]
+        return {**_means({**right, "loss": plain}, counted), "objective": (total.detach(), weights.sum())}
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
         """Logits [b, K]."""
@@ -156,6 +178,11 @@ class Classification(Task):
             return each.mean(1)
         weights = _weights(self.class_weights, logits.device)
         return (each * weights).sum(1) / weights.sum()
+
+
+def _means(values: Mapping[str, Tensor], counted: Tensor) -> Sums:
+    number = counted.float().sum()
+    return {name: (torch.where(counted, each, 0).float().sum(), number) for name, each in values.items()}
 
 
 def _network(shape: ConvNetShape | KimShape | EncoderShape) -> ConvNet | Kim | TextClassifier:

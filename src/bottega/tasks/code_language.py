@@ -21,9 +21,9 @@ from bottega.core.types import Batch, Loss, Models
 from bottega.models.codes_folder import load_codes
 from bottega.models.initial import initialise
 from bottega.models.pretrained import load_weights
+from bottega.models.token_loss import IGNORED
 from bottega.models.transformer import Cache, Transformer
 from bottega.schema.generator import CodeGeneratorShape, CodesBackbone
-from bottega.tasks.language import IGNORED
 from bottega.tasks.sampling import choose
 from bottega.tasks.vae import num_examples
 

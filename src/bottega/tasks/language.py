@@ -15,10 +15,9 @@ from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.initial import initialise
 from bottega.models.pretrained import fetch_folder, load_weights
+from bottega.models.token_loss import IGNORED
 from bottega.models.transformer import Transformer
 from bottega.schema.transformer import TransformerShape
-
-IGNORED = -100
 
 
 class Language(Task):

@@ -6,19 +6,22 @@ S size, the narrow width   O outputs of the layer behind which it stands
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import generator
 from bottega.techniques.inject import Injected, carriers, chosen, in_blocks
-from bottega.techniques.peft_layout import WEIGHTS, on_host, write_own
+from bottega.techniques.peft_layout import check_own, fill, read_own, read_weights, write_own, write_weights
 
+KIND, KEY = "bottleneck", "techniques.adapter"
+START = f"{KEY}.start"
 NAMES = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
 OUTPUTS = (
     *("o_proj", "down_proj", "to_out", "down"),  # ours and the many after Llama
@@ -42,6 +45,8 @@ class Bottleneck(nn.Linear):
 
 
 class Adapter(Injected):
+    key: ClassVar[str] = KEY
+    of_export: ClassVar[str] = "it is all there is here"
     size: int = Field(32, gt=0)
     targets: tuple[str, ...] | None = None
     """None is the last matrix of each half of the blocks."""
@@ -53,16 +58,26 @@ class Adapter(Injected):
         for name in self.choose(model):
             put_behind(model.get_submodule(name), name, size=self.size, seed=seed)
 
+    def read(self, folder: Path, model: nn.Module) -> None:
+        read_bottlenecks(folder, model, self)
+
+    def export(
+        self, model: nn.Module, folder: Path, *, origin: str | None, whole: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Narrow layers are no matrix, and no other model says the same: they are written alone."""
+        write_bottlenecks(model, folder, self, origin=origin)
+        return {"library_name": "bottega"}
+
     def choose(self, model: nn.Module) -> list[str]:
         able = [name for name in carriers(model, kinds=(nn.Linear,)) if not self.is_full(f"{name}.weight")]
         if self.targets is not None:
             every = [name for name, _ in model.named_modules() if name]
-            return chosen(able, self.targets, key="adapter.targets", layers=every)
+            return chosen(able, self.targets, key=f"{KEY}.targets", layers=every)
         ends = tuple(f".{end}" for end in OUTPUTS)
         found = [name for name in able if in_blocks(name) and name.endswith(ends)]
         if not found:
             raise UsageError(
-                f"adapter.targets: {type(model).__name__} has no matrix inside numbered blocks that is called like an "
+                f"{KEY}.targets: {type(model).__name__} has no matrix inside numbered blocks that is called like an "
                 "output; name layers, as bottega inspect shows them, or use lora"
             )
         return found
@@ -82,11 +97,24 @@ def put_behind(layer: nn.Module, name: str, *, size: int, seed: int) -> None:
     layer.adapter_up_bias = nn.Parameter(weight.new_zeros(width))
 
 
-def write_bottlenecks(model: nn.Module, folder: Path, adapter: Adapter, *, base: str, start: str | None) -> None:
+def write_bottlenecks(model: nn.Module, folder: Path, adapter: Adapter, *, origin: str | None) -> None:
     """`adapter_model.safetensors` with all that learnt, under the names of our model, and `bottega.json` with the size and
     the layers. No matrix says the same, so nobody else opens it."""
     folder.mkdir(parents=True, exist_ok=True)
-    layers = [name for name, layer in model.named_modules() if isinstance(layer, Bottleneck)]
-    write_own(folder, "bottleneck", base=base, start=start, size=adapter.size, layers=layers)
-    tensors: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if adapter.learns(name)}
-    save_file(on_host(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    layers = list(bottlenecks(model))
+    write_own(folder, KIND, hashes=adapter.hashes(model), origin=origin, size=adapter.size, layers=layers)
+    write_weights(folder, {name: p for name, p in model.named_parameters() if adapter.learns(name)})
+
+
+def read_bottlenecks(folder: Path, model: nn.Module, adapter: Adapter) -> None:
+    """Fill the narrow layers; the folder must be of the same size and layers, over the same base."""
+    said = read_own(folder, key=START)
+    check_own(said, folder, model, adapter, kind=KIND, key=START)
+    if said.get("size") != adapter.size:
+        raise UsageError(f"{KEY}.size: {adapter.size}, and {folder} has {said.get('size')}; set it to that")
+    places: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if adapter.learns(name)}
+    fill(places, read_weights(folder), folder, is_own=adapter.is_own, technique="adapter")
+
+
+def bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Bottleneck)}

@@ -7,7 +7,7 @@ sources there were, so that what is kept does not grow with them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ FISHER, ANCHOR = "fisher/", "anchor/"
 class Ewc(Wrapped):
     """Its state is an importance and an anchor for each weight that learns; `consolidate` renews both."""
 
+    overflows_by: ClassVar[str] = "techniques.ewc.strength"
     strength: float
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:

@@ -10,8 +10,9 @@ import difflib
 import hashlib
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from pydantic import PrivateAttr
@@ -31,12 +32,20 @@ HEADS = ("head", "lm_head", "classifier", "score", "out", "proj_out", "conv_out"
 class Injected(Wrapped):
     """A task whose model is a base that stays, with parts put in that learn."""
 
+    key: ClassVar[str]
+    """Its options, as messages name them."""
+    of_export: ClassVar[str]
+    """What an export holds beside the folder of the parts, in words for its card."""
     inner: Task
     train: tuple[str, ...] = ()
     """Parts of the base that learn in full, by the beginning of their names or by a pattern over whole names."""
     fresh: tuple[str, ...] = ()
     """The same, where the model may lack some of them: parts that would begin at random and stay so."""
+    start: str | None = None
+    """The folder of an adapter to start from; only `begin` reads it."""
     _made: dict[int, dict[str, Any]] = PrivateAttr(default_factory=dict)
+    _hashes: dict[str, str] = PrivateAttr(default_factory=dict)
+    _is_loaded: bool = PrivateAttr(False)
 
     @abstractmethod
     def is_own(self, name: str) -> bool:
@@ -45,14 +54,62 @@ class Injected(Wrapped):
     @abstractmethod
     def inject(self, model: nn.Module, seed: int) -> None: ...
 
+    @abstractmethod
+    def read(self, folder: Path, model: nn.Module) -> None:
+        """Fill the parts from the folder of an adapter that fits this model, these options and this base."""
+
+    @abstractmethod
+    def export(
+        self, model: nn.Module, folder: Path, *, origin: str | None, whole: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Write the folder of the parts, of a base that came from `origin`, and what a card says first. `whole` writes the
+        model beside it, where that can be told without the parts."""
+
+    def begin(self, model: nn.Module) -> bool:
+        """Fill the parts from where they start; and whether that was done. Not where weights were loaded: that is a run
+        which goes on, has all that learns, and whose start may be gone."""
+        if self.start is None or self._is_loaded:
+            return False
+        self.read(Path(self.start), model)
+        return True
+
     def build(self, seed: int) -> dict[str, Any]:
         made = self._made.pop(seed, None)
         return self._build(seed) if made is None else made
 
+    def ahead(self, seed: int) -> nn.Module:
+        """The model, as it is built. A large one takes a while, so the next `build` gives this very one."""
+        made = self._made[seed] = self._made.get(seed) or self._build(seed)
+        model: nn.Module = made["model"]
+        return model
+
     def base(self, seed: int) -> str:
-        """The hash of what stays, as it is built. A large model takes a while, so the next `build` gives this very one."""
-        made = self._made[seed] = self._build(seed)
-        return hash_of(made["model"], self.learns)
+        """The hash of what stays."""
+        return self.base_of(self.ahead(seed))
+
+    def notes(self, model: nn.Module) -> list[str]:
+        """What somebody should know of these options on this model."""
+        return []
+
+    def check_named(self, words: Iterable[str], model: nn.Module, *, key: str) -> None:
+        """Refuse parts and patterns that mean what stays and nothing that learns; those that mean nothing are told elsewhere."""
+        names = [name for name, _ in model.named_parameters()]
+        for word in words:
+            check_pattern(word, key=key)
+            meant = [name for name in names if is_part(word, name)]
+            if meant and not any(map(self.learns, meant)):
+                raise UsageError(
+                    f"{key}: {word!r} is {meant[0]}, of the base, which {self.key} keeps as it is; leave it out, or let it "
+                    f"learn by {self.key}.train"
+                )
+
+    def base_of(self, model: nn.Module) -> str:
+        return joined(self.hashes(model))
+
+    def hashes(self, model: nn.Module) -> dict[str, str]:
+        """Of each tensor that stays, and so found once."""
+        self._hashes = self._hashes or hashes_of(model, self.learns)
+        return self._hashes
 
     def learns(self, name: str) -> bool:
         return self.is_own(name) or (self.is_full(name) and self.inner.learns(name))
@@ -65,26 +122,45 @@ class Injected(Wrapped):
         model = models["model"]
         names = [name for name, _ in model.named_parameters()]
         for word in self.train:
+            check_pattern(word, key=f"{self.key}.train")
             if not any(is_part(word, name) for name in names):
                 parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
-                raise UsageError(f"train: {word!r} is no part of the model and matches no parameter; there is {parts}")
+                raise UsageError(
+                    f"{self.key}.train: {word!r} is no part of the model and matches no parameter; there is {parts}"
+                )
         self.inject(model, seed)
+        self._hashes, self._is_loaded = {}, False
+        model.register_load_state_dict_post_hook(self._loaded)
         return models
+
+    def _loaded(self, *_: Any) -> None:
+        self._is_loaded = True
 
 
 def is_part(word: str, name: str) -> bool:
     """Whether a parameter or layer is of a part, such as `head` or `layers.0`, or its whole name matches a pattern."""
-    return name == word or name.startswith(f"{word}.") or _pattern(word).fullmatch(name) is not None
+    return name == word or name.startswith(f"{word}.") or re.fullmatch(word, name) is not None
 
 
 def hash_of(model: nn.Module, learns: Callable[[str], bool]) -> str:
-    """sha256 over the names and bytes of all that does not learn."""
-    digest = hashlib.sha256()
+    """One sha256 for all that does not learn."""
+    return joined(hashes_of(model, learns))
+
+
+def hashes_of(model: nn.Module, learns: Callable[[str], bool]) -> dict[str, str]:
+    """sha256 of each tensor that does not learn, by name. One for all would say nothing once more or less of it learns."""
+    found = dict[str, str]()
     for name, tensor in sorted(model.state_dict().items()):
         if not learns(name):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
             digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return digest.hexdigest()
+            found[name] = digest.hexdigest()
+    return found
+
+
+def joined(hashes: Mapping[str, str]) -> str:
+    """One sha256 for all of them, with their names."""
+    return hashlib.sha256("".join(f"{name} {found}\n" for name, found in hashes.items()).encode()).hexdigest()
 
 
 def in_blocks(name: str) -> bool:
@@ -127,9 +203,15 @@ def chosen(able: Iterable[str], targets: Sequence[str], *, key: str, layers: Ite
     """The layers that the words name, each by the end of its name or by a pattern over it; `layers` are all there are."""
     able, found = list(able), set[str]()
     for word in targets:
+        check_pattern(word, key=key)
         mine = {name for name in able if _names(word, name)}
         if not mine:
             others = [name for name in layers if _names(word, name)]
+            if not others and word in HEADS:
+                raise UsageError(
+                    f"{key}: the model has no {word} of its own: its head is the matrix of the embedding, which a change "
+                    "would reach by one of its two uses only; leave it out"
+                )
             if others:
                 raise UsageError(
                     f"{key}: {word!r} is {others[0]}, whose weight is read elsewhere or learns in full; leave it out"
@@ -151,11 +233,11 @@ def _there_is(word: str, able: Sequence[str]) -> str:
 
 
 def _names(word: str, name: str) -> bool:
-    return name == word or name.endswith(f".{word}") or _pattern(word).fullmatch(name) is not None
+    return name == word or name.endswith(f".{word}") or re.fullmatch(word, name) is not None
 
 
-def _pattern(word: str) -> re.Pattern[str]:
+def check_pattern(word: str, *, key: str) -> None:
     try:
-        return re.compile(word)
+        re.compile(word)
     except re.error as error:
-        raise UsageError(f"{word!r} is not a regular expression: {error}") from None
+        raise UsageError(f"{key}: {word!r} is not a regular expression: {error}") from None

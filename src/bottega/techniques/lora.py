@@ -6,10 +6,10 @@ r rank   I inputs   O outputs
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from bottega.techniques.inject import HEADS, Injected, carriers, chosen, in_bloc
 
 NAMES = ("lora_A", "lora_B")
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
-KEY = "lora.targets"
+KEY = "techniques.lora"
 
 
 class Changed(nn.Module):
@@ -87,13 +87,13 @@ PLAIN = {changed: plain for plain, changed in CHANGED.items()}
 
 
 class Lora(Injected):
+    key: ClassVar[str] = KEY
+    of_export: ClassVar[str] = "the model here has it merged in"
     rank: int = Field(8, gt=0)
     alpha: float = Field(16.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: tuple[str, ...] | Literal["all-linear"] | None = None
     """None is every matrix inside the blocks, or where there is none every kernel."""
-    start: str | None = None
-    """The folder of an adapter to start from."""
 
     def is_own(self, name: str) -> bool:
         return name.rpartition(".")[2] in NAMES
@@ -102,10 +102,32 @@ class Lora(Injected):
         for name in self.choose(model):
             layer = model.get_submodule(name)
             put_in(layer, name, rank=self.rank, scale=self.alpha / self.rank, dropout=self.dropout, seed=seed)
-        if self.start is not None:
-            from bottega.techniques.peft_layout import read_adapter
 
-            read_adapter(Path(self.start), model, rank=self.rank, alpha=self.alpha, learns=self.learns)
+    def notes(self, model: nn.Module) -> list[str]:
+        layers = changed_layers(model)
+        narrow = {name: min(one.weight.flatten(1).shape) for name, one in layers.items()}
+        small = [name for name, side in narrow.items() if side < self.rank]
+        if not small:
+            return []
+        shape = " x ".join(map(str, layers[small[0]].weight.shape))
+        many = f"{len(small)} of {len(layers)} layers, such as {small[0]} of {shape},"
+        return [f"{KEY}.rank: {self.rank} is more than {many} can have; a lower one learns the same there, with less"]
+
+    def read(self, folder: Path, model: nn.Module) -> None:
+        from bottega.techniques.peft_layout import read_adapter
+
+        read_adapter(folder, model, self)
+
+    def export(
+        self, model: nn.Module, folder: Path, *, origin: str | None, whole: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The model as one that was never adapted, with its adapter beside it."""
+        from bottega.techniques.peft_layout import write_adapter
+
+        with merged(model):
+            facts = whole()
+        write_adapter(model, folder, self, origin=origin)
+        return facts
 
     def choose(self, model: nn.Module) -> list[str]:
         layers = carriers(model)
@@ -113,7 +135,7 @@ class Lora(Injected):
         matrices = [name for name, layer in able.items() if isinstance(layer, nn.Linear)]
         if isinstance(self.targets, tuple):
             every = [name for name, _ in model.named_modules() if name]
-            return chosen(able, self.targets, key=KEY, layers=every)
+            return chosen(able, self.targets, key=f"{KEY}.targets", layers=every)
         if self.targets == "all-linear":
             found = [name for name in matrices if in_blocks(name) or name.rpartition(".")[2] not in HEADS]
         else:
@@ -121,7 +143,9 @@ class Lora(Injected):
             found = [name for name in inner if name in matrices] or inner
         if not found:
             said = "no matrix" if self.targets else "neither a matrix nor a convolution inside numbered blocks"
-            raise UsageError(f"{KEY}: {type(model).__name__} has {said}; name layers, as bottega inspect shows them")
+            raise UsageError(
+                f"{KEY}.targets: {type(model).__name__} has {said}; name layers, as bottega inspect shows them"
+            )
         return found
 
 

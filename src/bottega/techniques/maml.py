@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bottega.core.noise import Noise, seed_of
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
+from bottega.models.token_loss import summed_loss
 from bottega.models.transformer import Transformer
 from bottega.techniques.wrapped import Wrapped
-
-IGNORED = -100
-"""The target that a transformer does not predict."""
 
 Weights = dict[str, Tensor]
 Terms = dict[str, tuple[Array, float]]
@@ -39,9 +36,13 @@ class Maml(Wrapped):
     episode by it all the same, so that a term's count is known before anything is computed.
     """
 
+    overflows_by: ClassVar[str] = "techniques.maml.inner_rate"
     method: Literal["maml", "fomaml", "reptile", "none"]
     inner_steps: int
     inner_rate: float
+    adapts: Callable[[tuple[str, ...]], Collection[str]] = frozenset
+    """Which of the parameters that are this task's to train the steps move. Not those that have a gradient now: what is
+    thawed later has none until then, but has one in a process that was only started to measure."""
 
     @property
     def rebinds(self) -> bool:  # type: ignore[override]
@@ -79,7 +80,9 @@ class Maml(Wrapped):
 
     def _through(self, models: Models, episode: Episode) -> tuple[Terms, Sums]:
         """The query loss after the steps. First order takes their gradients for constants."""
-        weights: Weights = dict(_learning(models["model"]))
+        # What is not thawed yet is moved as well, and learns nothing from it.
+        own = self._adapted(models["model"])
+        weights: Weights = {n: p if p.requires_grad else p.detach().requires_grad_() for n, p in own.items()}
         for number in range(self.inner_steps):
             weights = self._step(models, weights, episode, number, second_order=self.method == "maml")[0]
         out = self.inner.loss(_with(models, weights), episode.query, episode.query_noise)
@@ -88,11 +91,11 @@ class Maml(Wrapped):
     def _towards(self, models: Models, episode: Episode) -> tuple[Terms, Sums]:
         """A term whose gradient is the way back from where the steps end, and whose value the loss before the last."""
         whole = episode.joined()
-        start = {name: p.detach().requires_grad_() for name, p in _learning(models["model"]).items()}
+        own = self._adapted(models["model"])
+        start = {name: p.detach().requires_grad_() for name, p in own.items()}
         weights = start
         for number in range(self.inner_steps):
             weights, out = self._step(models, weights, whole, number, second_order=False)
-        own = _learning(models["model"])
         back = [(own[name] * (start[name] - weights[name]).detach()).sum() for name in own]
         way = torch.stack(back).sum()
         terms = whole.shared(out.terms)
@@ -113,14 +116,15 @@ class Maml(Wrapped):
         terms: Terms = {}
         metrics: Sums = {}
         for episode in _episodes(self.inner.counts, batch, rng):
-            weights = {name: p.detach().requires_grad_() for name, p in _learning(models["model"]).items()}
+            weights = {name: p.detach().requires_grad_() for name, p in self._adapted(models["model"]).items()}
             for number in range(self.inner_steps + 1):
                 with torch.no_grad():
                     out = self.inner.loss(_with(models, weights), episode.query, episode.query_noise)
                 counts, mark = episode.query_counts, f"_{number}" if number else "_before"
-                _add(metrics, {f"{name}{mark}": (total, counts[name]) for name, (total, _) in out.terms.items()})
-                if number == 0:
-                    _add(metrics, {f"{name}{mark}": pair for name, pair in out.metrics.items()})
+                plain = {name: (total, counts[name]) for name, (total, _) in out.terms.items()}
+                # A task may measure under the name of a term what it minimises in another form.
+                said = plain | {n: pair for n, pair in out.metrics.items() if number == 0 or n in plain}
+                _add(metrics, {f"{name}{mark}": pair for name, pair in said.items()})
                 if number < self.inner_steps:
                     with torch.enable_grad():
                         weights = self._step(models, weights, episode, number, second_order=False)[0]
@@ -128,6 +132,11 @@ class Maml(Wrapped):
             for name, (total, weight) in out.terms.items():
                 terms[name] = (terms[name][0] + total if name in terms else total, weight)
         return Loss(terms=terms, metrics=metrics)
+
+    def _adapted(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        own = {name: parameter for name, parameter in model.named_parameters() if self.learns(name)}
+        moved = self.adapts(tuple(own))
+        return {name: parameter for name, parameter in own.items() if name in moved}
 
     def _step(
         self, models: Models, weights: Weights, episode: Episode, number: int, *, second_order: bool
@@ -216,8 +225,7 @@ class Rebound:
             return self._ask("__call__", *args, **named)
         # Its own loss makes the gradients in the forward pass, and a second derivative would silently be 0.
         named = {name: value for name, value in named.items() if name != "targets"}
-        logits = self._ask("__call__", args[0], **named).float().flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten().long(), ignore_index=IGNORED, reduction="sum")
+        return summed_loss(self._ask("__call__", args[0], **named), targets)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
@@ -242,10 +250,6 @@ class _Door(nn.Module):
 
 def _with(models: Models, weights: Weights, *, twice: bool = False) -> dict[str, Any]:
     return {**models, "model": Rebound(models["model"], weights, twice=twice)}
-
-
-def _learning(model: nn.Module) -> Weights:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _add(total: Sums, more: Mapping[str, tuple[Array, Array]]) -> None:

@@ -10,13 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bottega.models.token_loss import IGNORED, summed_loss
 from bottega.models.transformer import Block
-
-IGNORED = -100
-"""The target that the transformer's own loss leaves out."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,7 @@ class Overheard:
         inputs, targets = args
         logits: Tensor = self.model(inputs, **kwargs)
         self.calls.append(Call((inputs,), kwargs, logits, targets != IGNORED))
-        rows = logits.flatten(0, 1).float()
-        return F.cross_entropy(rows, targets.flatten().long(), ignore_index=IGNORED, reduction="sum")
+        return summed_loss(logits, targets)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)

@@ -58,7 +58,7 @@ def test_spellings_of_a_number_are_one_class_and_truth_has_names(tmp_path: Path)
     [
         (["a", None, "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
         (["a", "", "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
-        (["a", ["b"], "b"], r"line 2: field 'label' must be text or a number, not list"),
+        (["a", ["b"], "b"], r"line 2: field 'label' is a list, and it is the label"),
         ([1, 0, "one", 1], r"numbers and words: 1 at rows\.jsonl:1, one at rows\.jsonl:3; give all"),
         (["one", "1", 2], r"numbers and words: 2 at rows\.jsonl:3, one at rows\.jsonl:1"),
         ([True, 0], r"numbers and words: 0 at rows\.jsonl:2, true at rows\.jsonl:1"),
@@ -248,5 +248,5 @@ def test_sst2(tmp_path: Path) -> None:
 def test_a_plain_text_has_no_labels_and_is_told_by_its_own_fields(tmp_path: Path) -> None:
     path = tmp_path / "plain.txt"
     path.write_text("no class in it, no class at all\n")
-    with pytest.raises(DataError, match=r"has no field 'label' for its label; it has 'text'$"):
+    with pytest.raises(DataError, match=r"has no field 'label' for its label; it has 'text'; name it with data.label_field"):
         read(path, tmp_path, WORDS)

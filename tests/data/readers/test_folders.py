@@ -223,7 +223,9 @@ def test_a_line_of_a_table_that_is_no_utf_8_is_bad(tmp_path: Path) -> None:
     put(tmp_path, "1.png", "2.png")
     (tmp_path / "metadata.csv").write_bytes(b"file_name,text\n1.png,caf\xe9\n2.png,x\n")
     found = read(tmp_path)
-    assert bad(found) == [f"{tmp_path / 'metadata.csv'}, line 2: not UTF-8: byte 0xe9 at column 10 of line 2"]
+    assert bad(found) == [
+        f"{tmp_path / 'metadata.csv'}, line 2: not UTF-8: byte 0xe9 at column 10 of line 2; convert it, such as with iconv"
+    ]
     assert good(found)["2.png"]["text"] == "x"
 
 

@@ -20,6 +20,9 @@ WORD, NUMBER, EITHER, COPY = 0, 1, 2, 3
 """What a label was in the data; "1" and a list of no class fit with both. A changed copy is not looked at again."""
 
 
+GIVE = "give it a class, or set data.bad_records=skip"
+
+
 @final
 @dataclass(frozen=True)
 class LabelReader:
@@ -31,20 +34,29 @@ class LabelReader:
         """The label of a record and its form. Raises Unreadable where it has none."""
         fields = record.fields
         is_plural = self.separator is not None and self.field == "label" and "label" not in fields
-        name = "labels" if is_plural and "labels" in fields else label_name(fields, self.field)
+        try:
+            name = "labels" if is_plural and "labels" in fields else label_name(fields, self.field)
+        except Unreadable as error:
+            raise Unreadable(f"{error}; name it with data.label_field, or set data.bad_records=skip") from None
         assert name is not None, "a field that is asked for is there, or it is an error"
         if self.separator is not None:
             return self._several(fields[name], name, self.separator)
+        if isinstance(fields[name], list | tuple):
+            raise Unreadable(
+                f"field {name!r} is a list, and it is the label; where a text may have several, set data.multi_label=true"
+            )
         text, form = _named(fields[name], name)
         if not text:
-            raise Unreadable(f"field {name!r} has no value, and it is the label")
+            raise Unreadable(f"field {name!r} has no value, and it is the label; {GIVE}")
         return text, form
 
     def _several(self, value: Any, field: str, separator: str) -> tuple[str, int]:
         if isinstance(value, bytes):
             value = text_of(value, field)
         if value is None:
-            raise Unreadable(f"field {field!r} has no value, and it is the label; write [] for a text of no class")
+            raise Unreadable(
+                f"field {field!r} has no value, and it is the label; write [] for a text of no class, or set data.bad_records=skip"
+            )
         found = [_named(one, field) for one in _members(value, field, separator)]
         if any(not name for name, _ in found):
             raise Unreadable(f"field {field!r} has a class without a name")
@@ -78,6 +90,6 @@ def _named(value: Any, field: str) -> tuple[str, int]:
     if isinstance(value, bool):
         return str(value).lower(), WORD
     if isinstance(value, float) and not math.isfinite(value):
-        raise Unreadable(f"field {field!r} is {value}, and it is the label; give it a class or leave the row out")
+        raise Unreadable(f"field {field!r} is {value}, and it is the label; {GIVE}")
     text = text_of(value, field)
     return text, NUMBER if isinstance(value, int | float) else EITHER if is_whole(text) else WORD

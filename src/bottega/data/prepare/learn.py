@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bottega.core.errors import DataError
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.prepared import Texts
 from bottega.data.prepare.rules import records
@@ -68,7 +69,7 @@ def _texts(texts: Texts, progress: Progress, *, everything: bool) -> Iterator[st
         few = max(1, len(chosen) * ENOUGH // total)
         chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, few).astype(int))]
         total = sum(sizes[n] for n in chosen)
-    done = 0
+    done, seen = 0, 0
     progress("tokenizer", 0, total)
     for number in map(int, chosen):
         decided = texts.decisions.of(number) if texts.decisions is not None else None
@@ -76,6 +77,7 @@ def _texts(texts: Texts, progress: Progress, *, everything: bool) -> Iterator[st
         for item in texts.jobs[number]:
             for record in records(plan.inputs, item, plan.rules):
                 position += 1
+                seen += 1
                 if not isinstance(record, Record):
                     continue
                 table = item.table or plan.inputs[item.input].table
@@ -87,3 +89,7 @@ def _texts(texts: Texts, progress: Progress, *, everything: bool) -> Iterator[st
                     yield record.fields["text"]
         done += sizes[number]
         progress("tokenizer", done, total)
+    if not seen:  # else it would be said that words are rare
+        files = [file for input in plan.inputs if input.table.startswith("train") for file in input.found.files]
+        where = f"{files[0]} is" if len(files) == 1 else f"the {len(files)} files of the training data are all"
+        raise DataError(f"{where} empty; give a file with data in it")

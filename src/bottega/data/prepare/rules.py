@@ -104,7 +104,7 @@ def _text(record: Record) -> str | Bad:
     fields = record.fields
     name = usual(fields, TEXTS)
     if name is None:
-        return Bad(record.key, record.where, f"{_no_field('text', fields)}; name the right one with `field`")
+        return Bad(record.key, record.where, f"{_no_field('text', fields)}; name the right one with data.train.field")
     text = fields[name]
     if not isinstance(text, str):
         return Bad(record.key, record.where, f"field {name!r} must be text, not {type(text).__name__}")

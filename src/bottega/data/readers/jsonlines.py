@@ -15,7 +15,7 @@ from bottega.data.readers import compressed
 from bottega.data.readers.compressed import SUFFIXES as PACKINGS
 from bottega.data.readers.compressed import is_packed, opened, unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record
+from bottega.data.record import CONVERT, Bad, Record, is_utf16
 from bottega.schema.data import Source
 
 EXAMPLE = '{"text": "..."}'
@@ -138,12 +138,14 @@ def _reason(raw: bytes, error: Exception) -> NotARow:
     """What is wrong with a line that could not be read, told once it is known that something is."""
     if raw.startswith(b"\xef\xbb\xbf"):
         return NotARow("starts with a byte order mark; save the file as UTF-8 without one")
+    if is_utf16(raw):
+        return NotARow(f"the file is UTF-16, not UTF-8; {CONVERT}")
     if b"\0" in raw:
         return NotARow(f"has a NUL byte at column {raw.index(0) + 1}")
     if isinstance(error, NotARow):
         return error
     if isinstance(error, UnicodeDecodeError):
-        return NotARow(f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}")
+        return NotARow(f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}; {CONVERT}")
     return explained(error, raw.decode())
 
 

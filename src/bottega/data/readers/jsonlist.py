@@ -13,7 +13,7 @@ from bottega.data.readers.compressed import SUFFIXES as PACKINGS
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.jsonlines import EXAMPLE, NotARow, checked, decode, explained
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record
+from bottega.data.record import CONVERT, Bad, Record
 from bottega.schema.data import Source
 
 LARGEST = 256 << 20
@@ -63,7 +63,7 @@ class _Text:
             line = raw.count(b"\n", 0, error.start) + 1
             column = error.start - raw.rfind(b"\n", 0, error.start)
             raise DataError(
-                f"{self.file}, line {line}, column {column}: not UTF-8: byte 0x{raw[error.start]:02x}"
+                f"{self.file}, line {line}, column {column}: not UTF-8: byte 0x{raw[error.start]:02x}; {CONVERT}"
             ) from error
         self._counted, self._lines = 0, 1
 

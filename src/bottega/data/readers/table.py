@@ -14,7 +14,7 @@ from bottega.data.readers import compressed
 from bottega.data.readers.compressed import SUFFIXES as PACKINGS
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record
+from bottega.data.record import CONVERT, Bad, Record, is_utf16
 from bottega.schema.data import Source
 
 BY_SUFFIX = {".tsv": "\t", ".psv": "|"}
@@ -216,6 +216,8 @@ class _Lines:
         number = self.row + len(self._taken) - 1
         if self._size > compressed.LINE_LIMIT:
             raise _BadLine(f"longer than {compressed.LINE_LIMIT:,} bytes; is a quotation mark never closed?")
+        if number == 1 and is_utf16(raw):
+            raise _BadLine(f"the file is UTF-16, not UTF-8; {CONVERT}")
         if b"\0" in raw:
             raise _BadLine(f"has a NUL byte at column {raw.index(0) + 1} of line {number}")
         if number == 1:  # Excel begins with a byte order mark
@@ -223,8 +225,8 @@ class _Lines:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            column = error.start + 1
-            raise _BadLine(f"not UTF-8: byte 0x{raw[error.start]:02x} at column {column} of line {number}") from error
+            place = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {number}"
+            raise _BadLine(f"not UTF-8: {place}; {CONVERT}") from error
 
     def begin(self) -> None:
         """The next line is the first of a row."""

@@ -12,7 +12,7 @@ from bottega.core.errors import DataError
 from bottega.data.readers.compressed import SUFFIXES as PACKINGS
 from bottega.data.readers.compressed import is_packed, opened, unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record
+from bottega.data.record import CONVERT, Bad, Record, is_utf16
 from bottega.schema.data import Source
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".yaml", ".yml", ".toml", ".xml")
@@ -56,6 +56,8 @@ def _document(piece: Piece, start: int, raw: bytes, continued: bool) -> Record |
         key, where = f"{key}@{start}", f"{where}, from byte {start} on"
     else:
         raw = raw.removeprefix(codecs.BOM_UTF8)  # a mark of the encoding, not text
+        if is_utf16(raw):
+            return Bad(key, where, f"UTF-16, not UTF-8; {CONVERT}")
     nul = raw.find(b"\0")
     if nul != -1:
         return Bad(key, where, f"no text: it has a NUL byte at offset {start + nul}")
@@ -63,7 +65,7 @@ def _document(piece: Piece, start: int, raw: bytes, continued: bool) -> Record |
         return Record(key, where, {"text": raw.decode(), "continued": continued})
     except UnicodeDecodeError as error:
         byte, offset = raw[error.start], start + error.start
-        return Bad(key, where, f"not UTF-8: byte 0x{byte:02x} at offset {offset}; convert it to UTF-8")
+        return Bad(key, where, f"not UTF-8: byte 0x{byte:02x} at offset {offset}; {CONVERT}")
 
 
 def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from bottega.schema.foreign.mapping import Sheet, is_off, number, per_cent, switch, text, whole
+from bottega.schema.foreign.watched import watched
 from bottega.schema.wording import shown
 
 UNSHARDED = "train refuses it until sharding is built; leave it out for a model that fits one GPU"
@@ -223,24 +224,14 @@ def _every(value: Any) -> Any:
 
 def best(sheet: Sheet, *, patience: str) -> None:
     """Which metric decides, and when to stop waiting for a better one."""
-    metric = sheet.convert("metric_for_best_model", "evaluation.metric", metric_name)
-    mode = sheet.convert("greater_is_better", "evaluation.mode", lambda v: "max" if switch(v) else "min")
-    if metric is not None and mode is None:
-        mode = "min" if metric.endswith("loss") else "max"
-        sheet.default("greater_is_better", mode == "max", "evaluation.mode", mode)
+    metric = watched(sheet, metric="metric_for_best_model", mode="greater_is_better", ours="evaluation")
     waits = sheet.convert(patience, "training.early_stopping.patience", whole)
     sheet.convert("early_stopping_threshold", "training.early_stopping.threshold", number)
     if waits is not None and metric is not None:
         sheet.default("metric_for_best_model", metric, "training.early_stopping.metric", metric)
-        sheet.default("greater_is_better", mode == "max", "training.early_stopping.mode", mode)
     sheet.leave(
         "load_best_model_at_end", "meaningless here", "the best checkpoint is always kept and is what is exported"
     )
-
-
-def metric_name(value: Any) -> str:
-    """eval_loss, val_loss and val/loss are all the loss on held-out data."""
-    return re.sub(r"^(eval|valid|validation|val)[_/]", "", text(value))
 
 
 def reporting(sheet: Sheet, key: str = "report_to") -> None:

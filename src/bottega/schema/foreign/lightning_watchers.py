@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from bottega.schema.foreign.family import metric_name
 from bottega.schema.foreign.mapping import Sheet, epochs, number, switch, text, texts, whole
+from bottega.schema.foreign.watched import watched
 
 WATCHERS = (
     "LearningRateMonitor",
@@ -24,8 +24,7 @@ def callbacks(sheet: Sheet) -> None:
         if kind == "ModelCheckpoint":
             _checkpoint(sheet, said)
         elif kind == "EarlyStopping":
-            sheet.convert(f"{said}.monitor", "training.early_stopping.metric", metric_name)
-            sheet.convert(f"{said}.mode", "training.early_stopping.mode", text)
+            watched(sheet, metric=f"{said}.monitor", mode=f"{said}.mode", ours="training.early_stopping")
             sheet.convert(f"{said}.patience", "training.early_stopping.patience", whole)
             sheet.convert(f"{said}.min_delta", "training.early_stopping.threshold", lambda v: abs(number(v)))
             sheet.default(f"{said}.patience", 3, "training.early_stopping.patience", 3)
@@ -56,8 +55,7 @@ def _checkpoint(sheet: Sheet, said: str) -> None:
     if isinstance(top, int) and top > 0:
         sheet.put(f"{said}.save_top_k", "checkpoint.keep", top, note="the newest and the best, not the best so many")
     sheet.leave(f"{said}.save_top_k", "no counterpart", "checkpoint.keep is how many of the newest stay")
-    sheet.convert(f"{said}.monitor", "evaluation.metric", metric_name)
-    sheet.convert(f"{said}.mode", "evaluation.mode", text)
+    watched(sheet, metric=f"{said}.monitor", mode=f"{said}.mode", ours="evaluation")
     sheet.leave(f"{said}.save_last", "meaningless here", "the newest is always kept")
     for key in ("dirpath", "filename", "auto_insert_metric_name", "verbose", "save_on_train_epoch_end"):
         sheet.leave(f"{said}.{key}", "meaningless here", "checkpoints lie in the run's folder")

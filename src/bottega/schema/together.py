@@ -1,0 +1,91 @@
+"""What a recipe asks for that techniques cannot stand beside, as far as it alone tells: neither data nor torch is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bottega.schema.flat import PATHLESS
+
+if TYPE_CHECKING:
+    from bottega.schema.recipe import Recipe
+
+Clash = tuple[str, str, str]
+"""(key, other key, message). The methods say the same in the same words, to whoever comes to them without a file."""
+
+KEY = "techniques"
+IN_TURN = ("ewc", "replay")
+"""Techniques about sources that come one after the other."""
+INJECTED = ("lora", "adapter")
+CODERS = ("image_vae", "image_tokens")
+
+
+def clashes(recipe: Recipe) -> list[Clash]:
+    names: list[str] = [technique.name for technique in recipe.techniques]
+    if not names:
+        return []
+    if recipe.task == "multitask":
+        return [(KEY, KEY, f"{names[0]} does not go with several tasks; leave it out")]
+    return [*_among(names), *_beside(recipe, names), *(_with_maml(recipe, names) if "maml" in names else ())]
+
+
+def _among(names: list[str]) -> Iterator[Clash]:
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield KEY, KEY, f"{name} is listed {names.count(name)} times; keep one"
+    if set(INJECTED) <= set(names):
+        yield KEY, KEY, "lora and adapter change the same layers; keep one"
+    if {"distill", "maml"} <= set(names):
+        yield KEY, KEY, "distill and maml do not go together, since the teacher knows no episode; keep one"
+
+
+def _beside(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
+    for name in names:
+        if name in INJECTED and recipe.task in CODERS:
+            yield KEY, "task", f"{name} is not for {recipe.task}; train it in full"
+        if name in IN_TURN and "maml" not in names and recipe.data.mixture != "sequence" and _has_data(recipe):
+            yield (
+                KEY,
+                "data.mixture",
+                f"{name} is about sources that come one after the other; say data.mixture: sequence, with two "
+                "data.sources or more",
+            )
+    if recipe.training.compile is True and any(getattr(one.options, "hidden", 0) for one in recipe.techniques):
+        yield (
+            "training.compile",
+            KEY,
+            "true, and techniques.distill.hidden listens inside the model, which is then not compiled; leave one of "
+            "them out",
+        )
+
+
+def _has_data(recipe: Recipe) -> bool:
+    """A part of a recipe may leave its data, and their order, to another file."""
+    data = recipe.data
+    return data.sources is not None or data.train.path is not None or data.train.kind in PATHLESS
+
+
+def _with_maml(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
+    other = next((name for name in names if name in IN_TURN), None)
+    if other is not None:
+        yield KEY, KEY, f"{other} goes through its sources in order, and maml draws episodes; keep one"
+    elif names[-1] != "maml":
+        yield KEY, KEY, f"maml adapts what the others have made; list it after {names[-1]}"
+    if recipe.data.curriculum is not None:
+        yield "data.curriculum", KEY, "maml draws its tasks evenly, in an order of its own; leave it out"
+    if recipe.training.gradient_checkpointing:
+        key = "training.gradient_checkpointing"
+        yield key, KEY, "maml would compute blocks again with other weights; leave it out"
+    if recipe.training.mixed_precision == "fp16":
+        yield "training.mixed_precision", KEY, "the inner steps of maml have no loss scale; use bf16 or fp32"
+
+
+def absent(recipe: Recipe) -> list[str]:
+    """Folders that techniques name and that are not there. Not among the clashes: a finished run is opened without them."""
+    teachers = [str(one.options.teacher) for one in recipe.techniques if hasattr(one.options, "teacher")]
+    return [
+        f"techniques.distill.teacher: there is no run and no folder at {name}"
+        for name in teachers
+        if not name.startswith("needs.") and not Path(name).expanduser().is_dir()
+    ]

@@ -1,0 +1,169 @@
+"""What a classifier takes for its classes and calls its loss: slips in held-out labels, nats, weights by name, notes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bottega
+import small_texts
+from bottega import branches, cli
+from bottega.core.errors import DataError, UsageError
+from bottega.core.noise import Noise
+from bottega.schema.load import load_recipe
+from bottega.tasks.classify import Classification
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prepared(folder: Path, changes: dict[str, Any], recipe: str = "classify") -> Any:
+    values = {k: v for k, v in small_texts.settings(folder).items() if k != "data.test"} | changes
+    return branches.prepare(load_recipe([recipe, values]).recipe, say=lambda stage, done, total: None)
+
+
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_a_slip_in_a_held_out_label_is_no_class(part: str, tmp_path: Path) -> None:
+    slip = [*small_texts.rows(12, seed=1), {"text": "salt", "label": "coook"}]
+    held = {f"data.{part}.path": written(tmp_path / "held.jsonl", slip)}
+    held |= {"data.validation.split": None} if part == "validation" else {}
+    with pytest.raises(DataError, match=r"held.jsonl:13.* 'coook' is none of the 3 classes .* did you mean 'cook'"):
+        prepared(tmp_path, held)
+    assert len(prepared(tmp_path, {**held, "model.num_labels": 4}).classes) == 4
+
+
+def test_folds_have_the_classes_of_all_folds_and_a_rare_one_is_told(tmp_path: Path) -> None:
+    path = written(tmp_path / "rare.jsonl", [*small_texts.rows(48), {"text": "salt and rope", "label": "coook"}])
+    folds = {"data.train.path": path, "data.validation.split": None, "data.split.folds": 3}
+    found = [prepared(tmp_path, {**folds, "data.split.fold": fold}) for fold in range(3)]
+    assert {branch.classes.names for branch in found} == {("cook", "coook", "sail", "sing")}
+    assert all(any("1 of 4 classes have at most 2 training samples: 'coook'" in n for n in b.notes) for b in found)
+
+
+def test_a_class_of_held_out_pictures_alone_is_an_error_but_for_meta_learning(tmp_path: Path) -> None:
+    def made(recipe: str, **changes: Any) -> Any:
+        loaded = load_recipe([recipe, {"output_dir": str(tmp_path), **changes}]).recipe
+        return branches.prepare(loaded, say=lambda stage, done, total: None)
+
+    assert len(made("classify/few-shot").classes) == 10
+    with pytest.raises(DataError, match="is none of the 6 classes"):
+        made("classify/few-shot", techniques=[])
+
+
+OBJECTIVES = [
+    {"objective": "focal"},
+    {"label_smoothing": 0.2},
+    {"class_weights": (1.0, 5.0, 0.5)},
+    {"class_weights": (1.0, 5.0, 0.5), "objective": "focal", "label_smoothing": 0.1},
+]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("changes", OBJECTIVES)
+def test_an_evaluation_measures_nats_whatever_is_minimised(changes: dict[str, Any], several: bool) -> None:
+    shape = {"kind": "cnn", "vocab_size": 20, "num_labels": 3, "embed_size": 4, "num_filters": 4, "dropout": 0.0}
+    plain = Classification(key="text", shape=shape, multi_label=several)  # type: ignore[arg-type]
+    other = Classification(key="text", shape=shape, multi_label=several, **changes)  # type: ignore[arg-type]
+    assert (plain.is_modified, other.is_modified) == (False, True)
+    model = plain.build(0)["model"]
+    draw = np.random.default_rng(0)
+    batch: dict[str, Any] = {"input_ids": draw.integers(0, 20, (6, 8)), "attention_mask": np.ones((6, 8), np.int64)}
+    batch |= {"labels": draw.integers(0, 2, (6, 3))} if several else {"label": draw.integers(0, 3, 6)}
+    batch["weight"] = np.array([1, 1, 1, 1, 1, 0])
+    on = {name: torch.from_numpy(value) for name, value in batch.items()}
+    noise = Noise(0, 0, torch.arange(6), torch)
+
+    @torch.no_grad()
+    def measured(task: Classification) -> dict[str, float]:
+        model.eval()
+        out, counts = task.loss({"model": model}, on, noise), task.counts(batch)
+        found = {name: float(total) / counts[name] for name, (total, _) in out.terms.items()}
+        return found | {name: float(total) / float(count) for name, (total, count) in out.metrics.items()}
+
+    expected, found = measured(plain), measured(other)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert "objective" not in expected
+    with torch.no_grad():
+        out = other.loss({"model": model}, on, noise)
+    assert found["objective"] == pytest.approx(float(out.terms["loss"][0]) / other.counts(batch)["loss"], rel=1e-6)
+    model.train()
+    with torch.no_grad():
+        training = other.loss({"model": model}, on, noise)
+    assert not {"loss", "objective"} & training.metrics.keys(), "training reports what it minimises"
+    assert float(training.terms["loss"][0]) == pytest.approx(float(out.terms["loss"][0]), rel=1e-6)
+
+
+def test_weights_by_the_names_of_classes(tmp_path: Path) -> None:
+    branch = prepared(tmp_path, {"loss.class_weights": {"sing": 3, "cook": 2}})
+    assert branch.classes.names == ("cook", "sail", "sing")
+    assert branch.task.class_weights == (2.0, 1.0, 3.0)
+    branch.save_codec(tmp_path / "codec")
+    again = branches.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
+    assert again.task.class_weights == (2.0, 1.0, 3.0)  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"loss.class_weights: 'sings' is none of the 3 classes; did you mean 'sing'"):
+        prepared(tmp_path, {"loss.class_weights": {"sings": 3}})
+
+
+def test_what_would_have_no_effect_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="gamma 1 is of the focal loss"):
+        load_recipe(["classify", {"loss.gamma": 1.0}])
+    values: dict[str, Any] = dict.fromkeys(("model.hidden_size", "model.num_layers", "model.num_heads"))
+    values |= {"model.kind": "pretrained", "model.from": str(small_texts.encoder(tmp_path / "encoder"))}
+    branch = prepared(tmp_path, {**values, "data.tokenizer.kind": "bpe"})
+    assert any("data.tokenizer.kind: bpe is not used" in note for note in branch.notes)
+    assert not any("is not used" in note for note in prepared(tmp_path, values).notes)
+
+
+def test_texts_that_are_cut_are_told(tmp_path: Path) -> None:
+    branch = prepared(tmp_path, {"data.sequence_length": 8})
+    lengths = [len(one) for one in branch._ids([row["text"] for row in small_texts.rows()])]
+    assert any(
+        f"of {len(branch.training())} texts are cut at 8 tokens: data.sequence_length" in n for n in branch.notes
+    )
+    assert branch.num_cut([row["text"] for row in small_texts.rows()]) == (sum(n > 8 for n in lengths), 8)
+    assert not any("are cut" in note for note in prepared(tmp_path, {"data.sequence_length": 128}).notes)
+
+
+def test_several_labels_need_no_metric_of_their_own(tmp_path: Path) -> None:
+    rows = [{**row, "label": [row["label"]]} for row in small_texts.rows(48)]
+    values = small_texts.settings(tmp_path) | {"data.train.path": written(tmp_path / "several.jsonl", rows)}
+    with pytest.raises(DataError, match=r"is a list, and it is the label; .* data.multi_label=true"):
+        bottega.train("classify", values)
+    made = bottega.train("classify", {**values, "data.multi_label": True, "training.max_steps": 4})
+    assert "exact_match" in made.metrics
+    assert bottega.load(made.path).recipe.evaluation.metric == "exact_match"
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", b""), ("a.csv", b"text,label\n"), ("b.csv", b"")])
+def test_a_file_without_rows_is_empty(
+    name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert cli.main(["prepare", "classify", "--data", str(tmp_path / name), "data.split=null"]) == 3
+    assert f"{name} is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.txt"])
+def test_utf16_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = {"csv": "text,label\na,b\nc,d\n", "jsonl": '{"text": "a", "label": "b"}\n', "txt": "a b\n"}[name[2:]]
+    (tmp_path / name).write_bytes(text.encode("utf-16"))
+    task = "language" if name == "a.txt" else "classify"
+    assert cli.main(["prepare", task, "--data", str(tmp_path / name), "data.split=null"]) == 3
+    assert "UTF-16, not UTF-8; convert it, such as with iconv" in capsys.readouterr().err
+
+
+def test_a_row_without_label_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*small_texts.rows(24), {"text": "salt", "label": None}, {"text": "rope"}]
+    path = written(tmp_path / "missing.jsonl", rows[:-1])
+    assert cli.main(["prepare", "classify", "--data", path, "data.split=null"]) == 3
+    assert "set data.bad_records=skip" in capsys.readouterr().err
+    path = written(tmp_path / "missing.jsonl", [*rows[:-2], rows[-1]])
+    assert cli.main(["prepare", "classify", "--data", path, "data.split=null"]) == 3
+    assert "set data.bad_records=skip" in capsys.readouterr().err

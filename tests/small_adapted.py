@@ -1,0 +1,123 @@
+"""Small tasks of all kinds and small bases of three media, and runs that put something into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bottega
+import small_media
+import small_run
+import small_texts
+from bottega.schema.convnet import ConvNetShape
+from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
+from bottega.schema.text_classifier import EncoderShape, KimShape
+from bottega.schema.transformer import TransformerShape
+from bottega.tasks.classify import Classification
+from bottega.tasks.generation import Generation
+from bottega.tasks.language import Language
+
+STEADY = {"training.scheduler.name": "constant", "training.scheduler.warmup_steps": 0}
+LANGUAGE = {key: value for key, value in small_run.SMALL.items() if not key.startswith("model.")}
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "intermediate_size",
+    "context",
+    "dropout",
+)
+EMPTY = {f"model.{key}": None for key in SIZES}
+
+
+def transformer(**changes: Any) -> TransformerShape:
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
+    return TransformerShape(**{**sizes, "intermediate_size": 32, "vocab_size": 20, "context": 16, **changes})
+
+
+def language_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    return Language(shape=transformer()), {"input_ids": torch.arange(30).view(3, 10) % 20}
+
+
+def untied_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    return Language(shape=transformer(tie_embeddings=False)), {"input_ids": torch.arange(30).view(3, 10) % 20}
+
+
+def texts_of(shape: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    ids = torch.arange(24).view(4, 6) % 20
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "label": torch.tensor([0, 1, 2, 0])}
+    return Classification(key="text", shape=shape), batch
+
+
+def encoder_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    return texts_of(EncoderShape(vocab_size=20, num_labels=3, hidden_size=16, num_layers=2, num_heads=2))
+
+
+def kim_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    return texts_of(KimShape(vocab_size=20, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3)))
+
+
+def pictures_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    shape = ConvNetShape(grid=(8, 8), channels=1, num_labels=3, hidden_size=8, num_layers=1)
+    x = torch.linspace(-1, 1, 256).view(4, 8, 8, 1)
+    return Classification(key="image", shape=shape), {"image": x, "label": torch.tensor([0, 1, 2, 0])}
+
+
+def films_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    shape = ConvNetShape(grid=(4, 8, 8), channels=1, num_labels=3, hidden_size=8, num_layers=1)
+    x = torch.linspace(-1, 1, 512).view(2, 4, 8, 8, 1)
+    return Classification(key="video", shape=shape), {"video": x, "label": torch.tensor([0, 1])}
+
+
+def image_task() -> tuple[Any, dict[str, torch.Tensor]]:
+    backbone = DiTShape(grid=(8, 8), channels=1, patch=(2, 2), hidden_size=16, num_layers=2, num_heads=2)
+    shape = GeneratorShape(backbone=backbone, condition=ConditionShape(kind="class", size=3, hidden_size=16))
+    batch = {"image": torch.linspace(-1, 1, 256).view(4, 8, 8, 1), "label": torch.tensor([0, 1, 2, 0])}
+    return Generation(key="image", shape=shape), batch
+
+
+TASKS = [language_task, untied_task, encoder_task, kim_task, pictures_task, films_task, image_task]
+
+
+def write_bases(folder: Path) -> Path:
+    """language/, image/: runs that were exported; encoder/: a BERT of transformers."""
+    text = small_run.write_text(folder / "text.txt")
+    small_run.train(folder, text, name="language", **{"model.num_layers": 2, "training.max_steps": 4})
+    bottega.train("image", {**small_media.image(folder), "name": "image", "training.max_steps": 4})
+    for name in ("language", "image"):
+        bottega.load(folder / name, device="cpu").export()
+    small_texts.encoder(folder / "encoder")
+    return folder
+
+
+def language(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    text = small_run.write_text(folder / "other.txt", seed=1)
+    own = {"output_dir": str(folder), "data.train.path": str(text), "model.from": str(bases / "language")}
+    return "language/shakespeare", {**LANGUAGE, **EMPTY, **own}
+
+
+def classify(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    settings = small_texts.settings(folder)
+    own = {key: value for key, value in settings.items() if not key.startswith("model.")}
+    return "classify/pretrained", {**own, "model.from": str(bases / "encoder")}
+
+
+def image(bases: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    return "image", {**small_media.image(folder), "model.from": str(bases / "image")}
+
+
+MEDIA: dict[str, Callable[[Path, Path], tuple[str, dict[str, Any]]]] = {
+    "language": language,
+    "classify": classify,
+    "image": image,
+}
+
+
+def train(bases: Path, folder: Path, medium: str, *, technique: Any = "lora", **changes: Any) -> Any:
+    recipe, settings = MEDIA[medium](bases, folder)
+    return bottega.train(recipe, {**settings, **STEADY, "techniques": [technique], **changes})
