@@ -171,7 +171,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"data.parts.turns": {"recipe": "classify/continual", "settings": {"techniques": []}}},
         "data.parts.turns: data.mixture: sequence does not go with several tasks; leave it out of the part",
     ),
-    ({"data.parts.topics.settings.model.word_dropout": 0.5}, "data.parts.topics: model.word_dropout: 0.5 needs texts, and"),
+    (
+        {"data.parts.topics.settings.model.word_dropout": 0.5},
+        "data.parts.topics: model.word_dropout: 0.5 needs texts, and",
+    ),
     ({"data.parts.topics.settings.data.train.path": "gone.jsonl"}, "data.parts.topics: "),
 ]
 

@@ -112,7 +112,7 @@ def _found_again(recipe: Recipe, name: str, codec: Path) -> tuple[str, Path]:
 
 def _is_of_runs(recipe: Recipe, name: str) -> bool:
     """Whether a name reads as one of this recipe's runs, such as runs/base, and so not as a hub's owner and model."""
-    return name.startswith(needs.PREFIX) or Path(name).parent == Path(recipe.output_dir)
+    return name.startswith(needs.PREFIX) or ("/" in name and Path(name).parent == Path(recipe.output_dir))
 
 
 def _recorded(codec: Path) -> str | None:
