@@ -15,6 +15,7 @@ import small_texts
 from bottega import branches
 from bottega.branches.text_classify import TextClassifyBranch
 from bottega.core.errors import DataError, UsageError
+from bottega.data.loader import evaluate_batches
 from bottega.schema.load import load_recipe
 
 LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.every": 40, "checkpoint.every": 40}
@@ -139,6 +140,24 @@ def test_an_encoder_is_frozen_then_thawed_layer_by_layer_and_exported(tmp_path: 
         theirs = model(**given).logits
         ours = saved.task.predict(models, {k: given[k] for k in ("input_ids", "attention_mask")})
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_texts_of_like_length_are_measured_together_and_told_in_their_order(run: Path) -> None:
+    saved = bottega.load(run)
+    source = saved.branch.validation()
+    order = source.alike(len(source))
+    assert sorted(order) == list(range(len(source)))
+    assert (np.diff(source.lengths()[order]) >= 0).all()
+    assert list(order) != sorted(order), "these texts come in the order of their lengths by themselves"
+    sizes = [len(batch["input_ids"]) for batch in evaluate_batches(source, 8)]
+    assert sum(sizes) == len(source)
+    _, rows, _ = saved.examined(split="validation")
+    assert "index" not in rows
+    np.testing.assert_array_equal(rows["label"], source.labels)
+    texts = [source.table.row("text", row) for row in range(len(source))]
+    with saved.engine.sampling() as models:
+        alone = saved.branch.predict(models, texts, device="cpu", batch_size=1)
+    np.testing.assert_allclose(rows["probability"], alone, atol=1e-5)
 
 
 def test_several_labels(tmp_path: Path) -> None:

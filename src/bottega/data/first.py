@@ -23,6 +23,9 @@ class First(Source):
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         return self.source.rows(index, epoch)
 
+    def alike(self, count: int) -> np.ndarray | None:
+        return self.source.alike(count)
+
     @property
     def filling(self) -> Mapping[str, int]:
         return self.source.filling

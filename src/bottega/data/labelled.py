@@ -118,6 +118,9 @@ class LabelledTexts(Source):
     def lengths(self) -> np.ndarray:
         return self.form.lengths(self.table.lengths("input_ids"))
 
+    def alike(self, count: int) -> np.ndarray:
+        return np.argsort(self.lengths()[:count], kind="stable")
+
     def scores(self, name: str) -> np.ndarray:
         if self.meta.get("score_field") != name:
             raise DataError(f"data.curriculum.by: the data was prepared with no field {name!r}; prepare it again")

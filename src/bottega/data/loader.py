@@ -127,7 +127,8 @@ def evaluate_batches(
     world: int = 1,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """This rank's share of every sample exactly once, in order; `limit` keeps only the first ones.
+    """This rank's share of every sample exactly once; `limit` keeps only the first ones. They come in their order, or
+    those of like length together, as the source has it.
 
     A batch that the ranks cannot share equally is filled up with its last row. It then has a "weight" [b] that is 0 for
     what was filled up and 1 for the rest, on every rank. "index" [b] is the number of each sample: noise that is drawn
@@ -136,11 +137,13 @@ def evaluate_batches(
     size = len(source) if limit is None else min(limit, len(source))
     if size < 1:
         raise DataError("the validation data has no samples; add data or leave validation out")
+    order = source.alike(size)
     for first in range(0, size, batch_size):
         count = min(batch_size, size - first)
         share = -(-count // world)
         places = np.arange(rank * share, (rank + 1) * share)
         index = first + np.minimum(places, count - 1)
+        index = index if order is None else order[index]
         batch = source.rows(index, np.zeros_like(index))
         if share * world != count:
             weight = (places < count).astype(np.float32)

@@ -31,6 +31,13 @@ class Source(ABC):
         """Arrays [n, T, ...] that are as long as their longest row, each with what makes it longer beside another."""
         return {}
 
+    def alike(self, count: int) -> np.ndarray | None:
+        """The first `count` samples in an order that has those of like length together; None where all cost the same.
+
+        An evaluation goes by it, because a batch is as long as its longest sample.
+        """
+        return None
+
     @property
     @abstractmethod
     def fingerprint(self) -> str:

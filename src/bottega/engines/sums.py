@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bottega.core.types import Sums
+from bottega.core.types import Rows, Sums
+
+INDEX = "index"
+"""Of a batch of an evaluation: the number of each sample in its data set."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,13 @@ def fetched(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float
     values = torch.stack([t.double() for t in tensors.values()]).tolist() if tensors else []
     rest = {name: float(m) for name, m in found.items() if name not in tensors}
     return rest | dict(zip(tensors, values, strict=True))
+
+
+def in_order(rows: Rows) -> Rows:
+    """Rows in the order of the data set, whatever order it was gone through in."""
+    rows = dict(rows)
+    order = rows.pop(INDEX, None)
+    return rows if order is None else {name: values[np.argsort(order)] for name, values in rows.items()}
 
 
 def _pair(m: Local, device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ from bottega.engines.devices import (
 )
 from bottega.engines.grouping import parameter_settings, thaw
 from bottega.engines.noise import draw
-from bottega.engines.sums import Local, fetched, reduced, sum_terms
+from bottega.engines.sums import INDEX, Local, fetched, in_order, reduced, sum_terms
 from bottega.engines.tensors import TorchSnapshot, compare, read_tensors, take
 from bottega.engines.wrapping import compiled, replicated, require
 from bottega.schema.recipe import Training
@@ -300,9 +300,8 @@ class TorchEngine(Engine):
         counts = self.task.counts(batch)
         on_device = put(batch, self.device, pin=self.pin_memory)
         # The same noise for a sample in every evaluation, whatever batch it comes in, and none that training draws.
-        positions = on_device.pop("index", None)
-        if positions is None:
-            positions = torch.arange(batch_length(batch), device=self.device)
+        is_numbered = INDEX in on_device
+        positions = on_device.pop(INDEX) if is_numbered else torch.arange(batch_length(batch), device=self.device)
         rng = Noise(self.seed, EVALUATION, positions, torch)
         try:
             with self._average.in_place(), self._autocast():
@@ -314,10 +313,11 @@ class TorchEngine(Engine):
             ) from error
         sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
         sums |= {name: (torch.as_tensor(v, device=self.device).double(), n) for name, (v, n) in out.metrics.items()}
-        return Evaluated(reduced(sums, self.device), ranks.joined_rows(out.rows, on_device.get("weight")))
+        rows = {**out.rows, INDEX: positions} if out.rows and is_numbered else out.rows
+        return Evaluated(reduced(sums, self.device), ranks.joined_rows(rows, on_device.get("weight")))
 
     def fetch_rows(self, parts: Sequence[Mapping[str, Tensor]]) -> Rows:
-        return {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+        return in_order({name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]})
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         return fetched(metrics, self.device)
