@@ -63,10 +63,10 @@ def test_a_row_is_its_text_in_its_frame(
         assert row == expected + [0] * (T - len(expected))
         assert length == len(expected)
     assert made["input_ids"].dtype == made["attention_mask"].dtype == np.int32
-    # What is real stands in front, and no more than seven places are wasted on the longest.
+    # What is real stands in front, and no more than three places are wasted on the longest.
     assert (np.diff(made["attention_mask"], axis=1) <= 0).all()
-    assert T - lengths.max() < 8
-    assert T % 8 == 0 or longest == T
+    assert T - lengths.max() < 4
+    assert T % 4 == 0 or longest == T
 
 
 def test_a_batch_is_as_long_as_its_longest_text(tmp_path: Path) -> None:
@@ -74,13 +74,13 @@ def test_a_batch_is_as_long_as_its_longest_text(tmp_path: Path) -> None:
     ready = prepared(tmp_path, rows)
     source = labelled_texts(ready, "train")
     assert source.lengths().tolist() == [1, 3, 9, 17, 30]
-    assert [batch(source, [n])["input_ids"].shape[1] for n in range(5)] == [8, 8, 16, 24, 30]
+    assert [batch(source, [n])["input_ids"].shape[1] for n in range(5)] == [4, 4, 12, 20, 30]
     assert batch(source, [0, 2, 1])["attention_mask"].sum(axis=1).tolist() == [1, 9, 3]
     whole = batch(source, [0, 4])
     assert whole["input_ids"][0].tolist() == [ord("x"), *[256] * 29]
     assert (whole["label"].dtype, whole["label"].tolist()) == (np.int32, [1, 0])
     cut = labelled_texts(ready, "train", sequence_length=12)
-    assert [batch(cut, [n])["input_ids"].shape[1] for n in range(5)] == [8, 8, 12, 12, 12]
+    assert [batch(cut, [n])["input_ids"].shape[1] for n in range(5)] == [4, 4, 12, 12, 12]
     assert cut.fingerprint != source.fingerprint
     assert labelled_texts(ready, "train", sequence_length=64).fingerprint == source.fingerprint
 
@@ -91,7 +91,7 @@ def test_a_text_of_no_tokens_is_a_row_all_the_same(tmp_path: Path) -> None:
     made = batch(source, [3, 0])
     assert made["attention_mask"].sum(axis=1).tolist() == [1, 3]
     assert made["input_ids"][0].tolist() == [1] * made["input_ids"].shape[1]
-    assert TextForm(7).batch([np.zeros(0, np.uint16)])["input_ids"].tolist() == [[7] * 8]
+    assert TextForm(7).batch([np.zeros(0, np.uint16)])["input_ids"].tolist() == [[7] * 4]
 
 
 def test_texts_of_several_sources_stand_in_one_batch(tmp_path: Path) -> None:
