@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bottega.core.errors import CheckpointError
+from bottega.models.json_object import read_object
 
 CONFIG = "config.json"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -39,16 +40,7 @@ def class_of(folder: Path) -> str | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give the folder of a saved model") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__} where an object was expected")
-    return found
+    return read_object(folder / CONFIG)
 
 
 def read_component(folder: Path) -> dict[str, Tensor]:

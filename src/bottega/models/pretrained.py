@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.models.json_object import read_object
 from bottega.schema.transformer import TransformerShape
 
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
@@ -68,7 +69,7 @@ def export_transformers(
 def read_shape(folder: Path | str) -> TransformerShape:
     """The shape of a local folder's model, refused unless our model computes it exactly."""
     path = Path(folder) / "config.json"
-    config = _json(path)
+    config = read_object(path)
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
         named = (config.get("architectures") or [model_type])[0]
@@ -168,18 +169,6 @@ def _is_path(name: str) -> bool:
     return begins or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give the folder of a saved model") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__} where an object was expected")
-    return found
-
-
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
@@ -205,7 +194,7 @@ def _places(folder: Path) -> dict[str, Path]:
     """Tensor name -> the file that holds it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        entries = _json(index).get("weight_map", {})
+        entries = read_object(index).get("weight_map", {})
         for file in entries.values():
             if Path(file).name != file or not (folder / file).is_file():
                 raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it again")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.json_object import read_object
 from bottega.models.pretrained_classifier import PretrainedClassifier
 from bottega.techniques.inject import Injected, ends, joined
 
@@ -218,15 +219,9 @@ def _is_nothing(value: Any) -> bool:
 
 
 def _read(path: Path, *, key: str) -> dict[str, Any]:
-    try:
-        found: Any = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{key}: {path} cannot be read ({error.strerror}); name an adapter's folder") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__} where an object was expected")
-    return found
+    if not path.is_file():
+        raise UsageError(f"{key}: {path} cannot be read (no such file); name an adapter's folder")
+    return read_object(path)
 
 
 def _write(path: Path, said: dict[str, Any]) -> None:
