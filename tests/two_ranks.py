@@ -28,6 +28,7 @@ from bottega.core.saver import Saver
 from bottega.data.loader import evaluate_batches
 from bottega.engines.nonfinite import Recovery
 from small_run import words
+from toy_state import Remembering
 from toy_task import Toy, advance, engine, loader, source, state, training
 
 RANK = int(os.environ.get("RANK", 0))
@@ -59,6 +60,13 @@ def thawing(folder: Path) -> None:
     one.plan(one.rate, total=8, steps_per_epoch=5)
     advance(one, loader(of=one), 0, 4)
     keep(folder, "thawing", state(one))
+
+
+def remembering(folder: Path) -> None:
+    """State that follows from what both ranks have seen."""
+    one = engine(training(optimizer={"name": "sgd"}), task=Remembering(), micro=3)
+    advance(one, loader(of=one), 0, 3)
+    keep(folder, "remembering", state(one))
 
 
 class Named(Toy):
@@ -199,6 +207,7 @@ if __name__ == "__main__":
     leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     splits(out)
     thawing(out)
+    remembering(out)
     rows(out)
     memory(out)
     evaluation(out)

@@ -24,6 +24,8 @@ class Task(BaseModel, ABC):
     """Whether `loss` calls the model with other weights than its own; it is then neither wrapped nor compiled."""
     keeps_apart: ClassVar[bool] = False
     """Whether the gradients of its terms are reconciled rather than added up."""
+    learns_from_rows: ClassVar[bool] = False
+    """Whether `update` is shown what `loss` says of each example, too."""
 
     @abstractmethod
     def build(self, seed: int) -> dict[str, Any]:
@@ -52,3 +54,11 @@ class Task(BaseModel, ABC):
     def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
         """What the weights themselves cost, once a step and not for each example; added to what is minimised."""
         return None
+
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+        """New values of what changes without a gradient, by name, after the optimizer's step. Pure: the engine writes them.
+
+        `tensors` are parameters, buffers and state as they are by then. `seen` are the stats of the whole global batch,
+        summed over its examples; and, where `learns_from_rows`, the rows of all of them in order.
+        """
+        return {}

@@ -37,3 +37,5 @@ class Loss(NamedTuple):
     metrics: Sums = {}  # noqa: RUF012  (a default of a NamedTuple, never changed)
     rows: dict[str, Array] = {}  # noqa: RUF012
     """What `Task.score` needs of each example, first axis the example; an evaluation alone looks at it."""
+    stats: dict[str, Array] = {}  # noqa: RUF012
+    """What `Task.update` learns from while training: sums over the examples, of any shape."""

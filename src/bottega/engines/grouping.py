@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
-from bottega.core.groups import Row, Setting, settings
+from bottega.schema.groups import Row, Setting, settings
 from bottega.schema.recipe import Training
 from bottega.schema.units import Cadence
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.core.groups import Setting
+from bottega.schema.groups import Setting
 from bottega.schema.recipe import Optimizer as OptimizerOptions
 
 

@@ -30,6 +30,13 @@ def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, fl
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
+def add_up(sums: dict[str, tuple[Tensor, Any]], more: Mapping[str, tuple[Tensor, Any]]) -> None:
+    """What one more micro-batch gave; what has no count is a share of a mean already."""
+    for name, (value, count) in more.items():
+        old = sums.get(name)
+        sums[name] = (value, count) if old is None else (old[0] + value, None if count is None else old[1] + count)
+
+
 def reduced(sums: Sums, device: torch.device) -> Sums:
     """Sums of all ranks together."""
     if not dist.is_initialized():

@@ -22,7 +22,7 @@ from bottega.core.noise import Noise, seed_of
 from bottega.core.schedule import decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Rows, Sums
-from bottega.engines import gradients, optimizers, ranks
+from bottega.engines import changes, gradients, optimizers, ranks
 from bottega.engines.average import Average
 from bottega.engines.devices import (
     batch_length,
@@ -35,7 +35,7 @@ from bottega.engines.devices import (
 )
 from bottega.engines.grouping import parameter_settings, thaw
 from bottega.engines.noise import draw
-from bottega.engines.sums import INDEX, Local, fetched, in_order, reduced, sum_terms
+from bottega.engines.sums import INDEX, Local, add_up, fetched, in_order, reduced, sum_terms
 from bottega.engines.tensors import TorchSnapshot, compare, read_tensors, take
 from bottega.engines.wrapping import compiled, replicated, require
 from bottega.schema.recipe import Training
@@ -86,6 +86,7 @@ class TorchEngine(Engine):
         self.kept: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(named).items()}
         """What the task keeps beside the weights, by name."""
         self._apart = gradients.Apart(self._params) if task.keeps_apart else None
+        self._seen = changes.Seen(with_rows=task.learns_from_rows)
         self.before_step: Callable[[int], None] | None = None
         if training.gradient_checkpointing:
             require(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
@@ -163,6 +164,7 @@ class TorchEngine(Engine):
         first = self.rank * size
         if self._apart is not None:
             self._apart.gradients = {}  # of a try that ran out of memory
+        self._seen.clear()
         total: Tensor | None = None
         sums: dict[str, tuple[Tensor, Any]] = {}
         for number, at in enumerate(range(0, size, micro)):
@@ -178,11 +180,8 @@ class TorchEngine(Engine):
             total = loss.detach() if total is None else total + loss.detach()
             parts = out.terms if len(out.terms) > 1 else {}  # of one, the loss says it all
             shares = {n: (t.detach() / max(counts[n], 1e-12), None) for n, (t, _) in parts.items() if n != "loss"}
-            for name, (value, count) in {**shares, **out.metrics}.items():
-                old = sums.get(name)
-                sums[name] = (
-                    (value, count) if old is None else (old[0] + value, None if count is None else old[1] + count)
-                )
+            add_up(sums, {**shares, **out.metrics})
+            self._seen.add(out, part.get("weight"))
         assert total is not None
         return total, {name: Local(value, count) for name, (value, count) in sums.items()}
 
@@ -238,6 +237,7 @@ class TorchEngine(Engine):
         if passed_over:
             hold = torch.ones_like(hold)
         optimizers.apply(self.optimizers, divisor=divisor, hold=hold)
+        changes.renew(self.task, self.model, self.kept, self._seen.whole(), step=step, hold=hold)
         for p in self._params:
             p.grad = None
         if self.training.ema is not None:

@@ -9,8 +9,8 @@ from bottega.branches.branch import Branch
 from bottega.branches.frozen import BASE
 from bottega.branches.start import injected, injection
 from bottega.core.errors import UsageError
-from bottega.core.groups import BACKBONE
 from bottega.methods.lesson import Lesson
+from bottega.schema.groups import BACKBONE
 from bottega.schema.recipe import Recipe
 from bottega.schema.techniques import AdapterOptions, LoraOptions
 

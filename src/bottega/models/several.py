@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from bottega.core.errors import UsageError
-from bottega.core.groups import layers_of
+from bottega.schema.groups import layers_of
 
 TRUNK = "model."
 """What transformers puts before the names of all but the head."""
+PARTS = "parts"
+"""The module that holds each part's model under its name."""
 SAME = {"embed_tokens": "embedding"}
 """Layers that two families of models call by other names."""
 
@@ -44,7 +46,7 @@ class Several(nn.Module):
             _put(self.shared, shared, layer)
             for part, path in places.items():
                 _put(models[part], path, layer)
-                self.aliases[f"parts.{part}.{path}"] = f"shared.{shared}"
+                self.aliases[f"{PARTS}.{part}.{path}"] = f"shared.{shared}"
         for name, model in models.items():
             _named(self.parts, name).add_module(name, model)
         self.log_variance = nn.Module()
@@ -152,6 +154,6 @@ def _everywhere(module: nn.Module, state: dict[str, Any], prefix: str, *rest: An
     """What is loaded is looked for under every name."""
     assert isinstance(module, Several)
     for alias, shared in module.aliases.items():
-        for kind, _ in module.get_submodule(shared).named_parameters():
+        for kind in module.get_submodule(shared).state_dict():
             if f"{prefix}{shared}.{kind}" in state:
                 state[f"{prefix}{alias}.{kind}"] = state[f"{prefix}{shared}.{kind}"]

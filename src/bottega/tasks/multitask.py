@@ -11,7 +11,7 @@ import torch
 from bottega.core.noise import Noise, seed_of
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
-from bottega.models.several import Several
+from bottega.models.several import PARTS, Several
 
 COUNTED = "counted"
 
@@ -34,6 +34,10 @@ class Multitask(Task):
     def keeps_apart(self) -> bool:  # type: ignore[override]
         return self.balance == "pcgrad"
 
+    @property
+    def learns_from_rows(self) -> bool:  # type: ignore[override]
+        return any(part.learns_from_rows for part in self.parts.values())
+
     def build(self, seed: int) -> dict[str, Any]:
         built = {name: part.build(seed) for name, part in self.parts.items()}
         # Weights that were learnt before are worth more than drawn ones, whichever part brings them.
@@ -52,6 +56,7 @@ class Multitask(Task):
         terms: dict[str, tuple[Array, Any]] = {}
         metrics: Sums = {}
         rows: dict[str, Array] = {}
+        stats: dict[str, Array] = {}
         trust = models["model"](None) if self.balance == "uncertainty" else None
         for number, name in enumerate(self.parts):
             if name not in batch:
@@ -64,12 +69,13 @@ class Multitask(Task):
             weight: Any = self.weights[name] if trust is None else self.weights[name] * trust[number]
             terms |= prefixed(name, {term: (total, inner * weight) for term, (total, inner) in out.terms.items()})
             metrics |= prefixed(name, out.metrics)
+            stats |= prefixed(name, out.stats)
             if trust is not None:
                 metrics[f"{name}/weight"] = (weight.detach(), torch.ones_like(weight))
             if out.rows:
                 all_of_them = torch.ones(len(next(iter(out.rows.values()))), device=rng.positions.device)
                 rows |= prefixed(name, {**out.rows, COUNTED: own.get("weight", all_of_them)})
-        return Loss(terms, metrics, rows)
+        return Loss(terms, metrics, rows, stats)
 
     def score(self, rows: Rows) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -86,6 +92,23 @@ class Multitask(Task):
         # Half of each log variance, which is what keeps them from growing without end.
         return torch.stack([parameters[f"log_variance.{name}"] for name in self.parts]).sum() / 2
 
+    def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
+        found: dict[str, Array] = {}
+        for name, part in self.parts.items():
+            found |= prefixed(name, part.state(named_by(name, parameters)))
+        return found
+
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+        """Each part's own, one after the other: of what they share, the next one changes what the last one made of it."""
+        found: dict[str, Array] = {}
+        by_now: dict[int, Array] = {}  # a shared tensor has a name in each part
+        for name, part in self.parts.items():
+            places = {**named_by(name, tensors, whole=True), **under(name, {key: key for key in tensors})}
+            own = {key: by_now.get(id(tensors[place]), tensors[place]) for key, place in places.items()}
+            for key, new in part.update(own, under(name, seen), step).items() if under(name, seen) else ():
+                found[places[key]] = by_now[id(tensors[places[key]])] = new
+        return found
+
     def _of(self, batch: Batch) -> dict[str, Task]:
         return {name: part for name, part in self.parts.items() if name in batch}
 
@@ -97,6 +120,12 @@ def prefixed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def under(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The other way: what one part says, under its own names."""
     return {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")}
+
+
+def named_by(name: str, tensors: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
+    """A part's tensors, or with `whole` their names in the whole, as its model calls them."""
+    inside = f"{PARTS}.{name}."
+    return {key.removeprefix(inside): key if whole else t for key, t in tensors.items() if key.startswith(inside)}
 
 
 def block(batch: Batch, name: str) -> dict[str, Any]:

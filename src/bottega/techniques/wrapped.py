@@ -23,6 +23,10 @@ class Wrapped(Task):
     def keeps_apart(self) -> bool:  # type: ignore[override]
         return self.inner.keeps_apart
 
+    @property
+    def learns_from_rows(self) -> bool:  # type: ignore[override]
+        return self.inner.learns_from_rows
+
     def build(self, seed: int) -> dict[str, Any]:
         return self.inner.build(seed)
 
@@ -43,3 +47,6 @@ class Wrapped(Task):
 
     def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
         return self.inner.penalty(parameters, state)
+
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+        return self.inner.update(tensors, seen, step)

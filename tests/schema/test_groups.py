@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bottega.core.errors import UsageError
-from bottega.core.groups import Row, assign, layers_of, settings
+from bottega.schema.groups import Row, assign, layers_of, settings
 
 NAMES = ["embed.weight", "layers.0.weight", "layers.1.weight", "head.weight"]
 

@@ -1,0 +1,76 @@
+"""State of several tasks: each part's own, and what they share once, by what all of them have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bottega.core.noise import Noise
+from bottega.core.task import Task
+from bottega.core.types import Array, Batch, Loss, Models
+from bottega.data.loader import Loader
+from bottega.data.side_by_side import AsTheyStand, SideBySide
+from bottega.data.source import ArraySource
+from bottega.tasks.multitask import Multitask
+from toy_task import advance, engine, state, training
+
+
+class Scaled(nn.Linear):
+    """A layer with a buffer that a forward reads."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (1 + self.seen)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(), nn.Linear(3, 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.squeeze(-1)
+
+
+class Counting(Task):
+    """How many examples its layer has seen is a buffer of the layer, and a number of its own beside it."""
+
+    def build(self, seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        return {"model": Net()}
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        return {"loss": float(len(batch["x"]))}
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        wrong = (models["model"](batch["x"]) ** 2).sum()
+        return Loss({"loss": (wrong, 1.0)}, stats={"n": torch.tensor(float(len(batch["x"])))})
+
+    def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
+        return {"own": torch.zeros(())}
+
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+        return {"layers.0.seen": tensors["layers.0.seen"] + seen["n"], "own": tensors["own"] + seen["n"]}
+
+
+def test_what_parts_share_is_changed_by_each_of_them() -> None:
+    x = np.random.default_rng(0).standard_normal((16, 3), dtype=np.float32)
+    task = Multitask(parts={"a": Counting(), "b": Counting()}, weights={"a": 1.0, "b": 1.0})
+    one = engine(training(batch_size=4), task=task, micro=3)
+    together = SideBySide({"a": ArraySource({"x": x}), "b": ArraySource({"x": x})})
+    advance(one, Loader(together, 4, seed=0, order=AsTheyStand(len(together))), 0, 2)
+    found = state(one)
+    assert found["model.safetensors/shared.layers.0.seen"] == 16, "eight examples for each of two parts"
+    assert found["state.safetensors/a/own"] == found["state.safetensors/b/own"] == 8
+    assert one.model.part("a").layers[0].seen == 16, "and both parts read the same"

@@ -1,0 +1,49 @@
+"""The toy task with state: a buffer that a forward reads, a trace beside the weights, and the last examples in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from bottega.core.noise import Noise
+from bottega.core.types import Array, Batch, Loss, Models
+from toy_task import F, Net, Toy
+
+LAST = 6
+
+
+class Shifted(Net):
+    shift: Tensor
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.register_buffer("shift", torch.zeros(F))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.shift)
+
+
+class Remembering(Toy):
+    learns_from_rows: ClassVar[bool] = True
+
+    def build(self, seed: int) -> dict[str, Any]:
+        model = Shifted(self.dropout)
+        model.load_state_dict(super().build(seed)["model"].state_dict(), strict=False)
+        return {"model": model}
+
+    def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
+        return {"trace": torch.zeros(F), "last": torch.zeros(LAST, F)}
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        found = super().loss(models, batch, rng)
+        mean = batch["x"].mean(dim=1)
+        stats = {"x": mean.sum(0), "n": torch.tensor(float(len(mean)))}
+        return found._replace(stats=stats, rows={"mean": mean})
+
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+        trace = 0.9 * tensors["trace"] + seen["x"] / seen["n"]
+        last = torch.cat((tensors["last"], seen["mean"]))[-LAST:]
+        return {"trace": trace, "shift": 0.1 * trace, "last": last, "head.bias": tensors["head.bias"] * 0.99}
