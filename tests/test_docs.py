@@ -68,6 +68,8 @@ SMALLER_BY_TASK = {
     "video": GENERATOR,
     "image_vae": AUTOENCODER,
     "image_tokens": AUTOENCODER,
+    "routing": {"model.hidden_size": "32", "training.batch_size": "16"},
+    "recall": {"training.batch_size": "16"},
     "multitask": {"training.batch_size": "8", "evaluation.batch_size": "8"},
 }
 SMALLER_PART = "{training.max_steps: 4, training.batch_size: 16, evaluation.max_batches: 1}"

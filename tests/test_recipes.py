@@ -17,6 +17,7 @@ import bottega
 import small_texts
 from bottega.schema import bundled
 from bottega.schema.flags import parse_overrides
+from bottega.schema.flat import PATHLESS
 from bottega.schema.load import check_recipe, load_recipe, to_yaml
 from bottega.schema.recipe import BUILT_TASKS
 
@@ -66,6 +67,8 @@ SMALL: dict[str, Any] = {
     "video": GENERATOR,
     "image_vae": AUTOENCODER,
     "image_tokens": AUTOENCODER,
+    "routing": {**TRAINING, "model.hidden_size": 16, "model.expert_size": 8, "data.num_samples": 64},
+    "recall": {**TRAINING, "model.hidden_size": 16, "data.num_samples": 64},
     "multitask": {**TRAINING, "model.hidden_size": 16, "model.num_heads": 2},
 }
 """The settings that make any recipe of a task fit into a test; everything else stays as the recipe says."""
@@ -81,6 +84,10 @@ OWN: dict[str, dict[str, Any]] = {
     "image/tokens": {"needs.tokens": {"recipe": "image_tokens/digits", "settings": AUTOENCODER}},
     "classify/sst2": {"data.train.columns": None},
     "image/text": {"model.text.hidden_size": 16, "model.text.num_layers": 1},
+    # It has no attention and no feed-forward.
+    "language/shakespeare-ssm": dict.fromkeys(
+        ("model.num_heads", "model.num_kv_heads", "model.head_size", "model.intermediate_size"), None
+    ),
 }
 """What the data of a test ask of one recipe, or what it alone has."""
 
@@ -166,7 +173,7 @@ def test_the_small_form_trains_three_steps(name: str, mine: dict[str, Path], tmp
         settings = {**small_texts.SMALL, **TRAINING, **OWN.get(name, {}), "output_dir": str(tmp_path)}
         if getattr(recipe.model, "kind", None) == "pretrained":
             settings["model.from"] = str(small_texts.encoder(tmp_path / "encoder"))
-    if recipe.task != "multitask" and recipe.data.sources is None and recipe.data.train.kind != "embedded":
+    if recipe.task != "multitask" and recipe.data.sources is None and recipe.data.train.kind not in PATHLESS:
         settings["data.train.path"] = str(mine[recipe.task])
     run = bottega.train(name, settings)
     rows = [row for row in run.history() if row["kind"] == "train"]

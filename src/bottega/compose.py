@@ -99,12 +99,25 @@ def plain_loader(recipe: Recipe, source: Source, *, world: int, order: Order | N
 
 def total_steps(recipe: Recipe, loader: Loader) -> int:
     training = recipe.training
+    if recipe.data.online is not None:
+        return _stream_steps(recipe, loader)
     if training.max_steps is not None:
         return training.max_steps
     assert training.num_epochs is not None, "the schema asks for one of them"
     if isinstance(loader.order, InTurn) and loader.order.lengths is not None:
         return loader.order.steps(loader.batch_size)  # each turn of whole batches
     return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
+
+
+def _stream_steps(recipe: Recipe, loader: Loader) -> int:
+    """As long as the stream, unless that is cut off; after its end nothing would be new."""
+    whole, asked = max(1, math.ceil(loader.steps_per_epoch)), recipe.training.max_steps
+    if asked is not None and asked > whole:
+        raise UsageError(
+            f"training.max_steps: {asked} is more than the {whole} steps of {loader.batch_size} samples that the stream "
+            "(data.online) has; lower it, or leave it out"
+        )
+    return asked or whole
 
 
 def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epoch: int) -> None:

@@ -25,6 +25,8 @@ from bottega.schema.routing import RoutingRecipe
 
 Progress = Callable[[str, int, int], None]
 FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
+KNOWN = ("num_rules", "bayes_accuracy")
+"""Of rows with a known rule: how many rules there are, and how often the best possible answer is right."""
 
 
 def prepare(
@@ -64,6 +66,10 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
         from bottega.data.prepare.media import prepare_vectors
 
         return prepare_vectors(recipe.data, progress=progress)
+    if recipe.task == "recall":
+        raise UsageError(
+            "task: the data of recall is made up as it is needed, so there is nothing to prepare or look at"
+        )
     raise UsageError(f"task: the data of {recipe.task} cannot be prepared yet")
 
 
@@ -120,6 +126,7 @@ def summary(prepared: Prepared) -> dict[str, Any]:
         "unread_parts": meta["unread_parts"],
         "records": meta["records"],
         "bad": meta["bad"],
+        **{name: meta[name] for name in KNOWN if name in meta},
         "bad_records": meta["named"],
         "dropped": meta["dropped"],
     }
@@ -146,12 +153,23 @@ def show(result: dict[str, Any]) -> str:
         lines += [f"            {bad}" for bad in result["bad_records"][:5]]
     for reason, count in sorted(result["dropped"].items()):
         lines.append(f"{'left out':<12}{count:,} {reason}")
+    lines += rules_shown(result)
     lines.append(f"{'shards':<12}{result['folder']}")
     if result["exported"]:
         more = len(result["exported"]) - 1
         lines.append(f"{'exported':<12}{result['exported'][0]}" + (f" and {more} more" if more else ""))
     lines.append(f"{'time':<12}{result['seconds']:.1f} s")
     return "\n".join(lines)
+
+
+def rules_shown(result: Mapping[str, Any]) -> list[str]:
+    """What is known of the rule behind the rows, in words."""
+    lines = [f"{'rules':<12}{result['num_rules']}"] if "num_rules" in result else []
+    if "bayes_accuracy" in result:
+        shares = train_first(result["bayes_accuracy"])
+        said = ", ".join(f"{value:.4f} in {table}" for table, value in shares.items())
+        lines.append(f"{'best':<12}{said}: how often the best possible answer is right (Bayes)")
+    return lines
 
 
 def _check_out(out: Path) -> None:

@@ -19,7 +19,8 @@ MAY_CHANGE = ("training.batch_size", "training.gradient_accumulation_steps", "tr
 """Keys a resumed run may change: it then goes on by samples, and is no longer equal bit for bit."""
 
 BATCHES = ("training.batch_size", "training.gradient_accumulation_steps")
-"""Keys that would move the turns of a sequence, and with them what was remembered at their ends."""
+"""Keys that would move the turns of a sequence, and with them what was remembered at their ends; and of a stream, what
+comes again."""
 
 ROUNDING = ("training.micro_batch_size", "training.compile", "training.gradient_checkpointing", "deterministic")
 """Keys that change a result by rounding, or the draws of dropout."""
@@ -73,13 +74,14 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
     curriculum = recipe.data.curriculum
     # Stages that are a share of the run would move with its end, and with them what was seen already.
     is_sequence = recipe.data.mixture == "sequence"
+    is_ordered = is_sequence or recipe.data.online is not None
     may_grow = not is_sequence and (curriculum is None or not curriculum.follows_length)
     for key, before, after in changed_keys(old, recipe):
         if key in MAY_GROW and (before or 0) < (after or 0) and may_grow:
             noted.append(f"{key}: {before} -> {after}")
         elif key in MAY_GROW and may_grow and before is not None and after is not None:
             refused.append(f"{key}: {before} -> {after}, which can only grow")
-        elif key in MAY_CHANGE and not (is_sequence and key in BATCHES):
+        elif key in MAY_CHANGE and not (is_ordered and key in BATCHES):
             noted.append(f"{key}: {before} -> {after}, going on by samples; no longer bit for bit the same run")
         else:
             refused.append(f"{key}: {_said(before)} -> {_said(after)}")

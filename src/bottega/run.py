@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from bottega.saved import SavedRun
 
 __all__ = ["Run", "load", "part", "refuse_unbuilt", "train", "train_command"]
+SMOOTHED = ("classify", "routing")
+"""Tasks that know training.label_smoothing."""
 
 
 def train(
@@ -247,7 +249,7 @@ def refuse_unbuilt(recipe: Recipe) -> None:
         "distributed.backend": recipe.distributed.backend != "auto",
         "distributed.strategy: fsdp": recipe.distributed.strategy == "fsdp",
         "distributed.offload": recipe.distributed.offload,
-        "training.label_smoothing": recipe.training.label_smoothing > 0 and recipe.task != "classify",
+        "training.label_smoothing": recipe.training.label_smoothing > 0 and recipe.task not in SMOOTHED,
     }.items():
         if is_asked:
             raise UsageError(f"{key} is understood but not built yet; leave it out")

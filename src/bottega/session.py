@@ -83,7 +83,7 @@ class Session:
         if resume.has_begun(directory):
             self._placed = based(self._placed, directory.codec)
         self.branch = branch = prepare(self._placed, console)
-        console.unit = branch.unit
+        console.unit, console.headline = branch.unit, branch.headline
         engine: TorchEngine | None = None
         try:
             recipe = settled(recipe, branch, directory, resume_from=self.resume_from, console=console)

@@ -113,8 +113,10 @@ def test_a_command_line_that_is_wrong(say: Any, arguments: list[str], parts: lis
 
 
 def test_a_task_that_is_not_built_yet(say: Any, tmp_path: Path) -> None:
-    said = say("train", recipe(tmp_path, "task: routing\ntraining: {max_steps: 1}\n"), f"output_dir={tmp_path}/runs")
-    said.refused(2, "task: routing", "there is language")
+    said = say(
+        "train", recipe(tmp_path, "task: personalize\ntraining: {max_steps: 1}\n"), f"output_dir={tmp_path}/runs"
+    )
+    said.refused(2, "task: personalize", "there is language")
     assert not (tmp_path / "runs").exists()
 
 

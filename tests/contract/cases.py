@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 
+import small_mind
 import small_parts
+import small_recall
+import small_routing
 import small_texts
 from bottega import branches
 from bottega.branches.branch import Branch
@@ -31,6 +34,17 @@ from small_run import settings, write_text
 def language(folder: Path) -> dict[str, Any]:
     """Three layers: enough that the last one is not the first."""
     return {**settings(folder, write_text(folder / "text.txt")), "model.num_layers": 3}
+
+
+def of_kind(kind: str, **changes: Any) -> Callable[[Path], dict[str, Any]]:
+    """The same with another kind of decoder."""
+
+    def settings_of(folder: Path) -> dict[str, Any]:
+        attention = ("num_heads", "num_kv_heads", "head_size", "intermediate_size")
+        left_out = {f"model.{key}": None for key in attention} if kind == "ssm" else {}
+        return {**language(folder), **left_out, "model.kind": kind, **{f"model.{k}": v for k, v in changes.items()}}
+
+    return settings_of
 
 
 def image_vae(folder: Path) -> dict[str, Any]:
@@ -57,6 +71,14 @@ def classify_image(folder: Path) -> dict[str, Any]:
     return {**shared, "model.hidden_size": 8}
 
 
+def classify_spiking(folder: Path) -> dict[str, Any]:
+    """Whatever spiking units can do, so that all of it is held to the promises."""
+    shared = {key: value for key, value in classify_image(folder).items() if key != "model.hidden_size"}
+    units = {"refractory": 1, "adaptation": 0.1, "coding": "rate", "firing_rate": 0.2, "firing_rate_weight": 2.0}
+    sizes = {"model.hidden_size": 24, "model.time_steps": 6, "training.scheduler.name": "constant"}
+    return {**shared, **sizes, **{f"model.{key}": value for key, value in units.items()}}
+
+
 def classify_cnn(folder: Path) -> dict[str, Any]:
     return small_texts.settings(
         folder, "cnn", **{"model.word_dropout": 0.2, "model.dropout": 0.0, "training.scheduler.name": "constant"}
@@ -71,13 +93,31 @@ class Case:
     settings: Callable[[Path], dict[str, Any]]
     lacks: tuple[str, ...] = ()
     """Keys that the other tasks have in common and this one has no use for."""
+    kind: str = ""
+    """What tells two cases of one recipe apart."""
 
     def __str__(self) -> str:
-        return f"{self.engine}-{self.recipe}"
+        return "-".join(filter(None, (self.engine, self.recipe, self.kind)))
 
 
 CASES = [
     Case("torch", "language", "language/shakespeare", language),
+    Case("torch", "language", "language/shakespeare", of_kind("moe", num_experts=4), kind="moe"),
+    Case(
+        "torch",
+        "language",
+        "language/shakespeare",
+        of_kind("moe", num_experts=4, balance="bias", capacity_factor=1.0, expert_dropout=0.3, shared_experts=1),
+        kind="moe-bias",
+    ),
+    Case("torch", "language", "language/shakespeare", of_kind("ssm", state_size=8, ssm_head_size=8), kind="ssm"),
+    Case(
+        "torch",
+        "language",
+        "language/shakespeare",
+        of_kind("hybrid", state_size=8, ssm_head_size=8, attention_every=2, num_experts=3, experts_every=2),
+        kind="hybrid",
+    ),
     Case("torch", "image", "image", image),
     Case("torch", "audio", "audio", audio),
     Case("torch", "video", "video", video),
@@ -87,7 +127,13 @@ CASES = [
     Case("torch", "classify", "classify", small_texts.settings),
     Case("torch", "classify", "classify/cnn", classify_cnn),
     Case("torch", "classify", "classify/image", classify_image),
+    Case("torch", "classify", "classify/spiking", classify_spiking),
+    Case("torch", "routing", "routing", small_routing.settings),
+    Case("torch", "routing", "routing", small_routing.spiking, kind="spiking"),
+    Case("torch", "recall", "recall", small_recall.settings),
+    Case("torch", "recall", "recall/lasting", small_recall.lasting),
     Case("torch", "multitask", "multitask", small_parts.settings),
+    Case("torch", "multitask", "routing/mind", small_mind.settings),
 ]
 
 

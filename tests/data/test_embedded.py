@@ -185,9 +185,9 @@ def test_every_source_of_a_recipe_may_be_embedded(part: str, tmp_path: Path) -> 
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="synthetic data of this task is not built yet"):
+    with pytest.raises(UsageError, match="synthetic data is of the task routing"):
         prepared("image", tmp_path, train=Source(kind="synthetic"))
-    with pytest.raises(UsageError, match="embedded data of this task is not built yet"):
+    with pytest.raises(UsageError, match="no numbers are embedded; say synthetic"):
         prepare_vectors(RoutingData(train=EMBEDDED), progress=quiet, cache=tmp_path)
 
 

@@ -181,7 +181,7 @@ def test_task_is_told_from_the_keys_or_asked_for(tmp_path: Path) -> None:
     assert found[0].endswith("got 'langage'; did you mean language?")
     found = problems("model: {num_experts: 4, filter_sizes: [3]}\n", tmp_path)
     assert found[-1].startswith("task: not given; the rest is nearest to")
-    assert check_recipe([{"model": {"num_experts": 4}}]).task_candidates == ("routing",)
+    assert check_recipe([{"model": {"spike_threshold": 1.0}}]).task_candidates == ("routing",)
 
 
 def test_secrets_are_never_shown(tmp_path: Path) -> None:

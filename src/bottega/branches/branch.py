@@ -26,6 +26,11 @@ class Branch(ABC):
     """What `generate` can be told, by the names of its flags."""
 
     @property
+    def headline(self) -> tuple[str, ...] | None:
+        """The measures that a person follows on the screen; None is all of them. Files have all in any case."""
+        return None
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """A hash of the prepared data; a resumed run must find the same."""

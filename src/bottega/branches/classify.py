@@ -1,4 +1,4 @@
-"""The classifying branch: images, sound or video with a class each, and a convolutional network that tells it.
+"""The classifying branch: images, sound or video with a class each, and a network, convolutional or spiking, that tells it.
 
 A trained one is also a judge of what others generate: `read` says what it takes samples for.
 """
@@ -12,9 +12,10 @@ from typing import Any, Literal, final
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
-from bottega.branches import text_classify
+from bottega.branches import raster, text_classify
 from bottega.branches.branch import Branch
 from bottega.branches.kept import read_kept
 from bottega.branches.media import MediaBranch
@@ -29,14 +30,24 @@ from bottega.data.mel import MelCodec
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.samples import image_encoder, mel_codec
-from bottega.schema.classify import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
+from bottega.schema.classify import (
+    SPIKING,
+    AudioClassifyRecipe,
+    ClassifyRecipe,
+    ImageClassifier,
+    ImageClassifyRecipe,
+    VideoClassifyRecipe,
+)
 from bottega.schema.convnet import ConvNetShape
 from bottega.schema.recipe import Recipe
+from bottega.schema.spiking import SpikingNetShape, SpikingShape
 from bottega.tasks.classify import Classification
 
 CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
-MODEL_TYPE = "bottega-convnet"
+MODEL_TYPE, SPIKING_TYPE = "bottega-convnet", "bottega-spiking"
 MediaRecipe = ImageClassifyRecipe | AudioClassifyRecipe | VideoClassifyRecipe
+Shape = ConvNetShape | SpikingNetShape
+SHAPES: TypeAdapter[Shape] = TypeAdapter(Shape)
 
 
 def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Branch:
@@ -81,7 +92,7 @@ class ClassifyBranch(Teller, MediaBranch):
     def __init__(
         self,
         recipe: MediaRecipe,
-        shape: ConvNetShape,
+        shape: Shape,
         classes: Classes,
         mel: MelCodec | None,
         objective: Objective,
@@ -100,9 +111,12 @@ class ClassifyBranch(Teller, MediaBranch):
             shape=shape,
             label_smoothing=recipe.training.label_smoothing,
             **objective.fields,
+            **_held_to(recipe),
             pretrained=str(_checked_start(start, shape)) if start is not None else None,
         )
         self.metrics = (*text_classify.SINGLE, *(("objective",) if self.task.is_modified else ()))
+        if isinstance(shape, SpikingNetShape):
+            self.metrics += ("firing_rate", "dead", "saturated", *(("firing",) if self.task.is_regulated else ()))
 
     @property
     def notes(self) -> list[str]:
@@ -115,10 +129,10 @@ class ClassifyBranch(Teller, MediaBranch):
         return self.classes
 
     @property
-    def known(self) -> tuple[ConvNetShape, Classes]:
+    def known(self) -> tuple[Shape, Classes]:
         return self.shape, self.classes
 
-    def read_known(self, folder: Path) -> tuple[ConvNetShape, Classes]:
+    def read_known(self, folder: Path) -> tuple[Shape, Classes]:
         return _read_shape(folder), _read_classes(folder)
 
     def write_codec(self, folder: Path) -> None:
@@ -127,6 +141,15 @@ class ClassifyBranch(Teller, MediaBranch):
             self.mel.save(folder)
         (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
         self.objective.save(folder)
+
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        """Of spiking units, who fires when; else there is nothing to look at."""
+        if isinstance(self.shape, SpikingNetShape):
+            held_out = self.validation()
+            source = held_out if held_out is not None else self.training()
+            first = np.arange(min(self.recipe.samples.count, len(source)))
+            rows = source.rows(first, np.zeros_like(first))
+            raster.write(models["model"], rows, self.classes, folder, device=device)
 
     @torch.no_grad()
     def read(
@@ -160,7 +183,7 @@ class ClassifyBranch(Teller, MediaBranch):
         """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {
-            "model_type": MODEL_TYPE,
+            "model_type": SPIKING_TYPE if isinstance(self.shape, SpikingNetShape) else MODEL_TYPE,
             "input": self.recipe.data.input,
             "shape": self.shape.model_dump(),
             "classes": self.classes.names,
@@ -173,7 +196,7 @@ class ClassifyBranch(Teller, MediaBranch):
         return {"library_name": "bottega", "pipeline_tag": f"{self.recipe.data.input}-classification"}
 
 
-def _shape_of(recipe: MediaRecipe, prepared: Prepared, num_labels: int, mel: MelCodec | None) -> ConvNetShape:
+def _shape_of(recipe: MediaRecipe, prepared: Prepared, num_labels: int, mel: MelCodec | None) -> Shape:
     if mel is not None:
         *grid, channels = mel.shape
     elif isinstance(recipe, VideoClassifyRecipe):
@@ -183,23 +206,34 @@ def _shape_of(recipe: MediaRecipe, prepared: Prepared, num_labels: int, mel: Mel
         *grid, channels = image_encoder(prepared).shape(0)
     model = recipe.model
     own = {"dropout": model.dropout} if model.dropout is not None else {}
-    return ConvNetShape(
-        grid=tuple(grid),
-        channels=channels,
-        num_labels=num_labels,
-        hidden_size=model.hidden_size,
-        num_layers=model.num_layers,
-        **own,
-    )
+    sizes: dict[str, Any] = {"hidden_size": model.hidden_size, "num_layers": model.num_layers, **own}
+    sizes |= {"grid": tuple(grid), "channels": channels, "num_labels": num_labels}
+    if not isinstance(model, ImageClassifier) or model.kind != "spiking":
+        return ConvNetShape(**sizes)
+    said = {key: value for key in SPIKING if (value := getattr(model, key)) is not None}
+    renamed = {"threshold": said.pop("spike_threshold")} if "spike_threshold" in said else {}
+    neuron = SpikingShape(**{key: said[key] for key in SpikingShape.model_fields if key in said}, **renamed)
+    coding = {"coding": model.coding} if model.coding is not None else {}
+    lowest = -1.0 if recipe.data.normalise == "symmetric" else 0.0
+    return SpikingNetShape(**sizes, **coding, lowest=lowest, neuron=neuron)
 
 
-def _checked_start(folder: Path, shape: ConvNetShape) -> Path:
+def _held_to(recipe: MediaRecipe) -> dict[str, float]:
+    """The fields of a `Classification` that say how often units are to fire."""
+    keys = ("firing_rate", "firing_rate_weight")
+    return {key: value for key in keys if (value := getattr(recipe.model, key, None)) is not None}
+
+
+def _checked_start(folder: Path, shape: Shape) -> Path:
     """The folder to start from, refused by name where its network is another one."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        found = ConvNetShape.model_validate(config["shape"])
+        found = SHAPES.validate_python(config["shape"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(f"model.from: {folder} is no exported classifier of images, sound or video") from None
+    if type(found) is not type(shape):
+        kind = "spiking" if isinstance(found, SpikingNetShape) else "convnet"
+        raise UsageError(f"model.from: {folder} is of another kind; set model.kind={kind}, or name another folder")
     for key in ("hidden_size", "num_layers", "num_labels", "channels", "grid"):
         asked, has = getattr(shape, key), getattr(found, key)
         if asked != has:
@@ -207,8 +241,8 @@ def _checked_start(folder: Path, shape: ConvNetShape) -> Path:
     return folder
 
 
-def _read_shape(codec: Path) -> ConvNetShape:
-    return read_kept(codec / SHAPE, ConvNetShape.model_validate_json)
+def _read_shape(codec: Path) -> Shape:
+    return read_kept(codec / SHAPE, SHAPES.validate_json)
 
 
 def _read_classes(codec: Path) -> Classes:

@@ -1,4 +1,4 @@
-"""The language branch: text, tokenizer and transformer, joined."""
+"""The language branch: text, tokenizer and decoder, joined."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from bottega.data.source import Source
 from bottega.data.tokenizer import Tokenizer
 from bottega.data.tokens import TokenDocuments, TokenWindows
 from bottega.data.vocabulary import TokenizerSpec
+from bottega.models.decoder_layout import OWN, layout_for
 from bottega.models.pretrained import export_transformers, read_shape
 from bottega.schema.data import Source as SourceOptions
 from bottega.schema.data import TextData
-from bottega.schema.language import LanguageRecipe, own_dimensions
+from bottega.schema.language import LanguageRecipe
+from bottega.schema.language_kinds import WHILE_TRAINING, in_words_of_recipes, retrained, shape_fields, words_of
 from bottega.schema.recipe import Recipe
 from bottega.schema.transformer import TransformerShape
 from bottega.tasks.language import Language
@@ -60,7 +62,7 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> LanguageBranch:
 class LanguageBranch(TableBranch):
     recipe: LanguageRecipe
     unit = "tokens"
-    metrics = ("loss", "perplexity", "bits_per_byte")
+    metrics: tuple[str, ...] = ("loss", "perplexity", "bits_per_byte")
     requests = ("prompt", "count", "max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
     def __init__(
@@ -78,7 +80,9 @@ class LanguageBranch(TableBranch):
         self.shape = shape or shape_of(recipe, tokenizer.vocab_size)
         self.length = recipe.data.sequence_length or self.shape.context
         start = folder_of(recipe, codec=codec)
-        self.task: Language = Language(shape=self.shape, pretrained=str(start) if start else None)
+        weights = recipe.model.model_dump(include={"balance_weight", "z_weight"}, exclude_none=True)
+        self.task: Language = Language(shape=self.shape, pretrained=str(start) if start else None, **weights)
+        self.metrics = (*type(self).metrics, *self.task.measured)
 
     def prepare_again(self) -> Prepared:
         spec = tokenizer_of(self.recipe, codec=self._codec)
@@ -210,10 +214,12 @@ class LanguageBranch(TableBranch):
         return {"texts": made}
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        end = self.tokenizer.end_of_text
-        export_transformers(models["model"].state_dict(), self.shape, folder, bos_token_id=end, eos_token_id=end)
+        """The layout of transformers where it has a class that computes the same; else our own, which `model.from` reads."""
+        end, state = self.tokenizer.end_of_text, models["model"].state_dict()
+        export_transformers(state, self.shape, folder, bos_token_id=end, eos_token_id=end)
         self.tokenizer.save(folder)
-        return {"library_name": "transformers", "pipeline_tag": "text-generation"}
+        library = "bottega" if layout_for(self.shape, state) == OWN else "transformers"
+        return {"library_name": library, "pipeline_tag": "text-generation"}
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return self.task.summary(metrics)
@@ -221,31 +227,40 @@ class LanguageBranch(TableBranch):
 
 def shape_of(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:
     """The model's dimensions: the size's, or a folder's, changed by what is said."""
-    model, length = recipe.model, recipe.data.sequence_length
-    said = {k: v for k, v in model.model_dump(exclude={"kind", "size", "from_"}).items() if v is not None}
+    model, length, said = recipe.model, recipe.data.sequence_length, recipe.model.said()
     if said.get("vocab_size", vocab_size) < vocab_size:
         raise UsageError(f"model.vocab_size: {said['vocab_size']} rows cannot hold the tokenizer's {vocab_size} tokens")
-    if model.from_ is not None:
-        start = folder_of(recipe)
-        assert start is not None, "model.from is said"
-        base = read_shape(start).model_dump()
-        fixed = sorted(k for k in said if k not in ("dropout", "context") and said[k] != base[k])
-        if fixed:
-            raise UsageError(f"model.{fixed[0]}: {said[fixed[0]]} was asked for, and model.from has {base[fixed[0]]}")
-        if base["vocab_size"] < vocab_size:
-            raise UsageError(f"model.from: {base['vocab_size']} rows cannot hold the tokenizer's {vocab_size} tokens")
-    else:
-        base = {**own_dimensions(model), "vocab_size": vocab_size}
-    dims = {**base, **said}
-    if length is not None and "context" not in said:
-        dims["context"] = max(length, int(dims.get("context", 0)))
-    dims.setdefault("context", length or 256)
-    length = length or int(dims["context"])
-    if length > dims["context"]:
-        raise UsageError(f"data.sequence_length: {length} tokens exceed model.context {dims['context']}")
     try:
+        if model.from_ is not None:
+            dims = _of_folder(recipe, said, vocab_size)
+        else:
+            dims = {"vocab_size": vocab_size, **shape_fields(model.kind, model.size, said)}
+        if length is not None and "context" not in said:
+            dims["context"] = max(length, int(dims.get("context", 0)))
+        dims.setdefault("context", length or 256)
+        length = length or int(dims["context"])
+        if length > dims["context"]:
+            raise UsageError(f"data.sequence_length: {length} tokens exceed model.context {dims['context']}")
         return TransformerShape(**dims)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        where = ".".join(("model", *map(str, wrong["loc"])))
-        raise UsageError(f"{where}: {wrong['msg'].removeprefix('Value error, ')}") from None
+        key, text = in_words_of_recipes(error)
+        raise UsageError(f"model.{key}: {text}") from None
+
+
+def _of_folder(recipe: LanguageRecipe, said: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The fields of the model that a recipe starts from. What is said of its weights must be true of them."""
+    start = folder_of(recipe)
+    assert start is not None, "model.from is said"
+    shape = read_shape(start)
+    base = words_of(shape)
+    # A kind that is not said is transformer, too: then the folder tells.
+    kind = {"kind": recipe.model.kind} if recipe.model.kind != "transformer" else {}
+    beside = ("balance_weight", "z_weight") if shape.experts is not None else ()
+    for key, value in sorted({**kind, **said}.items()):
+        # A bias decides which experts are asked, so weights that learnt with one keep it.
+        free = key in WHILE_TRAINING and key in base and not (key == "balance" and base[key] == "bias")
+        if not free and key not in beside and value != base.get(key):
+            raise UsageError(f"model.{key}: {value} was asked for, and model.from has {base.get(key, 'none')}")
+    if shape.vocab_size < vocab_size:
+        raise UsageError(f"model.from: {shape.vocab_size} rows cannot hold the tokenizer's {vocab_size} tokens")
+    return retrained(shape, said)

@@ -15,6 +15,7 @@ from bottega.branches.branch import Branch
 from bottega.branches.kept import NotKept, read_kept
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.types import Models
+from bottega.data.online import stream
 from bottega.data.orders import Order, Shuffled
 from bottega.data.present import whole as written
 from bottega.data.side_by_side import AsTheyStand, SideBySide
@@ -71,7 +72,12 @@ def part_recipe(recipe: MultitaskRecipe, name: str) -> Recipe:
     """The whole recipe of one part: its own, with the trunk, the seed and the length of this one."""
     part, training = recipe.data.parts[name], recipe.training
     here = {"device": recipe.device, "seed": recipe.seed, "engine": recipe.engine, "name": None}
-    length = {k: v for k in ("max_steps", "num_epochs") if (v := getattr(training, k)) is not None}
+    keys = ("max_steps", "num_epochs", "batch_size", "gradient_accumulation_steps")
+    length = {k: v for k in keys if (v := getattr(training, k)) is not None}
+    if recipe.data.online is not None:
+        length = (
+            {"num_epochs": 1, **length} if training.max_steps is None else length
+        )  # of the whole, which is a stream
     try:
         _refuse_task(check_recipe([part.recipe], alone=False).task_candidates)
         known = check_recipe([part.recipe, part.settings], alone=False).recipe
@@ -111,6 +117,7 @@ def _refuse(name: str, part: Recipe) -> None:
         "techniques": bool(part.techniques),
         "data.curriculum": part.data.curriculum is not None,
         "data.mixture: sequence": part.data.mixture == "sequence",
+        "data.online": part.data.online is not None,
         f"needs ({', '.join(needs.referenced(part))})": bool(needs.referenced(part)),
     }.items():
         if is_asked:
@@ -180,6 +187,16 @@ class MultitaskBranch(Branch):
         return ("loss", *(f"{name}/{metric}" for name in measured for metric in self.parts[name].metrics))
 
     @property
+    def headline(self) -> tuple[str, ...]:
+        """The loss of all, and of each part what it is known by."""
+        shown = [
+            f"{name}/{metric}"
+            for name, part in self.parts.items()
+            for metric in dict.fromkeys((self.recipe.data.parts[name].metric, *(part.headline or ())))
+        ]
+        return ("loss", *shown)
+
+    @property
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self._fingerprints()).encode()).hexdigest()
 
@@ -210,9 +227,25 @@ class MultitaskBranch(Branch):
 
     def training(self) -> Source:
         sources = {name: part.training() for name, part in self.parts.items()}
+        if self.recipe.data.online is not None:
+            return self._streams(sources)
         seed = self.recipe.seed
         orders = {name: self.parts[name].order or Shuffled(len(source), seed) for name, source in sources.items()}
         return SideBySide(sources, orders=orders)
+
+    def _streams(self, sources: Mapping[str, Source]) -> Source:
+        """Each part as it comes. One that has ended before the others repeats what was there before; one whose samples
+        tell what happens, one after the other, goes on as it would without a stream, and nothing of it comes again."""
+        own = {name: order for name in sources if (order := self.parts[name].order) is not None}
+        for name, order in own.items():
+            if not isinstance(order, AsTheyStand):
+                raise UsageError(
+                    f"data.parts.{name}: data.mixture: a stream (data.online) takes its sources as they come; leave one out"
+                )
+        streams = {name: stream(self.recipe, len(source)) for name, source in sources.items() if name not in own}
+        orders = {name: own[name] if name in own else streams[name] for name in sources}
+        lengths = [order.epoch for order in (streams or own).values()]
+        return SideBySide(sources, orders=orders, length=max(lengths))
 
     @property
     def order(self) -> Order:

@@ -24,6 +24,8 @@ class Console(Callback):
         self, *, unit: str, log: Path | None = None, quiet: bool = False, warnings: bool | None = None
     ) -> None:
         self.unit, self.log = unit, log
+        self.headline: tuple[str, ...] | None = None
+        """Of an evaluation, the measures that are shown; None is all."""
         self.rich = RichConsole(stderr=True, highlight=False, quiet=quiet)
         # Where only warnings are wanted they need a console of their own; elsewhere they share one, for the live line.
         self._loud = RichConsole(stderr=True, highlight=False) if quiet and warnings else self.rich
@@ -55,9 +57,16 @@ class Console(Callback):
             self.rich.print(Text("  ".join(parts)), soft_wrap=True)
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in self.chosen(metrics).items())
         mark = "  best so far" if progress.best_step == progress.step else ""
         self.say(f"step {progress.step}  validation  {shown}{mark}", style="green" if mark else "")
+
+    def chosen(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Those of the headline, and what a stream measures of them."""
+        if self.headline is None:
+            return metrics
+        wanted = {*self.headline, *(f"online/{name}" for name in self.headline)}
+        return {name: value for name, value in metrics.items() if name in wanted}
 
     def after_sample(self, progress: Progress, folder: Path) -> None:
         self._keep(f"samples in {folder}")

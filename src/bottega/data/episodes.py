@@ -20,6 +20,7 @@ from bottega.data.first import First
 from bottega.data.known import known
 from bottega.data.shards import Table
 from bottega.data.source import Source
+from bottega.data.spread import Spread
 
 LEFT_OUT = -1
 """The task of a sample that no episode has."""
@@ -165,7 +166,9 @@ def by_label(source: Source) -> np.ndarray | None:
 
 
 def by_source(source: Source) -> np.ndarray | None:
-    """Which of several sources each sample is of, or None where there is one."""
+    """Which of several sources each sample is of, or None where there is one, or it is not known."""
+    if isinstance(source, Spread):
+        return _once(source, source.owner)
     if isinstance(source, First):
         inner = by_source(source.source)
         return None if inner is None else inner[: len(source)]

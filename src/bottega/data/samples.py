@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bottega.data.classes import Classes, Conditions
+from bottega.data.classes import Classes, Conditions, texts_of
 from bottega.data.combine import Concat
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.source import Source
@@ -38,9 +38,14 @@ def media_samples(
         "seed": recipe.seed,
     }
     if isinstance(recipe, RoutingRecipe):
-        from bottega.data.vectors import VectorRows
+        from bottega.data.vectors import BAYES, VectorRows, rules_of
 
-        return VectorRows(rows, labels=prepared.labels(table), **common)
+        texts = texts_of(rows, "label") if len(classes) else [""]
+        labels = classes.ids(texts, keys=texts_of(rows, "key")) if "" not in texts else None
+        bayes = (
+            rows.values(BAYES) if BAYES in rows.columns and not is_training else None
+        )  # it measures, and teaches nothing
+        return VectorRows(rows, labels=labels, rules=rules_of(rows), bayes=bayes, **common)
     assert isinstance(recipe, MediaRecipe), "text has sources of its own"
     condition: Any = getattr(recipe.model, "condition", "none")
     if isinstance(data, AudioData):

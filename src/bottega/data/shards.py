@@ -7,6 +7,7 @@ else; rows of varying length also have `NAME.ends.bin`, where each row ends. Tex
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+        return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
 TEXT = Column(varying=True, holds="text")

@@ -41,14 +41,18 @@ class SideBySide(Source):
     in order, and a part that has ended gives its last sample with `weight` 0.
     """
 
-    def __init__(self, sources: Mapping[str, Source], *, orders: Mapping[str, Order] | None = None) -> None:
+    def __init__(
+        self, sources: Mapping[str, Source], *, orders: Mapping[str, Order] | None = None, length: int | None = None
+    ) -> None:
+        """`length` is how many positions are an epoch; None is as many as the longest part has samples."""
         assert sources, "nothing lies side by side"
         assert orders is None or orders.keys() == sources.keys(), "each part has its order"
         self.sources = dict(sources)
         self.orders = dict(orders) if orders is not None else None
+        self.length = length
 
     def __len__(self) -> int:
-        return max(map(len, self.sources.values()))
+        return max(map(len, self.sources.values())) if self.length is None else self.length
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         if self.orders is not None:

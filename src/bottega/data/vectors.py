@@ -1,4 +1,7 @@
-"""Rows of numbers as samples: found in a record, and given noise and holes while training."""
+"""Rows of numbers as samples: found in a record, and given noise and holes while training.
+
+Where the expert that is right for a sample is known, it is the `rule` of its row.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -17,23 +21,44 @@ from bottega.data.fields import label_name, label_of, own_names
 from bottega.data.record import Record, Unreadable
 from bottega.data.shards import TEXT, Column, Table
 from bottega.data.source import Source
-from bottega.schema.routing import VectorAugmentation
+from bottega.schema.rules import MOST, VectorAugmentation
 
 VECTORS = ("x", "inputs", "features", "vector", "array")
+RULES = ("rule", "expert")
+NO_RULE = -1
+BAYES = "bayes"
+"""The chance that the best possible answer is right, of samples that were made."""
 
 
 @final
 @dataclass(frozen=True)
 class VectorEncoder(Encoder):
-    """One row for each record: x float32 [d], from one field, or from all numbers of a table's row but the label."""
+    """One row for each record: x float32 [d], from one field, or from all numbers of a table's row but label and rule."""
 
     field: str | None = None
     label_field: str | None = None
+    is_made: bool = False
+    """Whether the records are synthetic, and so know how well they can be told."""
+    num_rules: int | None = None
+    """Declared by the recipe; None counts them in the data."""
+    tables: tuple[Path, ...] = ()
+    """Where the rows go, for what only all of them together show."""
 
     @property
     def columns(self) -> dict[str, Column]:
         # d is not known before the first record; VectorRows sees to it that all rows are equally wide.
-        return {"x": Column("<f4", varying=True), "key": TEXT, "label": TEXT}
+        always = {"x": Column("<f4", varying=True), "key": TEXT, "label": TEXT, "rule": Column("<i4")}
+        return {**always, BAYES: Column("<f4")} if self.is_made else always
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        there = [table for table in map(Table, self.tables) if len(table)]
+        found: dict[str, Any] = {}
+        if (rules := _counted_rules(there)) is not None:
+            found["num_rules"] = self.num_rules or rules
+        if self.is_made:
+            found["bayes_accuracy"] = {t.folder.name: round(float(t.values(BAYES).mean(dtype=float)), 6) for t in there}
+        return found
 
     def rows(self, record: Record) -> Iterator[dict[str, Any]]:
         fields = record.fields
@@ -42,13 +67,48 @@ class VectorEncoder(Encoder):
                 raise Unreadable(f"no field {name!r}; the record has {', '.join(fields) or 'none'}")
         label = label_name(fields, self.label_field, besides=self.field)
         field = self.field or next((name for name in VECTORS if fields.get(name) is not None and name != label), None)
+        rule = next((name for name in RULES if name in fields and name not in (field, label)), None)
         if field is not None:
             numbers = _numbers(fields[field], field)
             if numbers is None:
                 raise Unreadable(f"field {field!r} holds no numbers but {type(fields[field]).__name__}")
         else:
-            numbers = _all_numbers(fields, without={label, *own_names(fields)})
-        yield {"x": numbers, "key": record.key, "label": label_of(record, self.label_field, besides=self.field)}
+            numbers = _all_numbers(fields, without={label, rule, *own_names(fields)})
+        row = {"x": numbers, "key": record.key, "label": label_of(record, self.label_field, besides=self.field)}
+        yield {
+            **row,
+            "rule": NO_RULE if rule is None else _rule(fields[rule], rule),
+            **({BAYES: fields[BAYES]} if self.is_made else {}),
+        }
+
+
+def _rule(value: Any, name: str) -> int:
+    """The number of the right expert. An empty one is no rule, and all rows have one or none has."""
+    if value is None or (isinstance(value, str) and not value):
+        return NO_RULE
+    numbers = [value] if type(value) is int else _numbers(value, name)
+    number = float(numbers[0]) if numbers is not None and len(numbers) == 1 else None
+    if number is None or not number.is_integer() or not 0 <= number < MOST:
+        raise Unreadable(
+            f"{name!r} is {value}, and it is the number of the right expert, from 0 to {MOST - 1}; number them so, or "
+            "rename the column where it is an input"
+        )
+    return int(number)
+
+
+def _counted_rules(tables: list[Table]) -> int | None:
+    """How many there are, by the largest; None where no row has one."""
+    most, missing = NO_RULE, None
+    for table in tables:
+        rules = table.values("rule")
+        most = max(most, int(rules.max()))
+        if missing is None and (rules == NO_RULE).any():
+            missing = table.row("key", int(np.flatnonzero(rules == NO_RULE)[0]))
+    if most == NO_RULE:
+        return None
+    if missing is not None:
+        raise DataError(f"{missing}: has no rule, and other rows have one; give each its rule, or leave the column out")
+    return most + 1
 
 
 def _all_numbers(fields: Mapping[str, Any], *, without: Collection[str | None]) -> np.ndarray:
@@ -84,13 +144,16 @@ def _numbers(value: Any, name: str) -> np.ndarray | None:
 
 @final
 class VectorRows(Source):
-    """x float32 [b, d] and, where given, label int32 [b]."""
+    """x float32 [b, d] and, where given, label int32 [b] and rule int32 [b], the number of the right expert; and bayes
+    float32 [b], the chance that the best possible answer is right."""
 
     def __init__(
         self,
         data: np.ndarray | Table,
         *,
         labels: np.ndarray | None = None,
+        rules: np.ndarray | None = None,
+        bayes: np.ndarray | None = None,
         content: str | None = None,
         augmentation: VectorAugmentation | None = None,
         seed: int = 0,
@@ -100,15 +163,19 @@ class VectorRows(Source):
         `content` is the hash of what the data were made from; None reads them to make one.
         """
         self.data = data if isinstance(data, Table) else np.ascontiguousarray(data, dtype=np.float32)
+        self.table = data if isinstance(data, Table) else None
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int32)
+        self.rules = None if rules is None else np.asarray(rules, dtype=np.int32)
+        self.bayes = bayes
         self.augmentation = augmentation if augmentation is not None and augmentation.enabled else None
         self.content, self.seed = content, seed
         if len(self) == 0:
             raise DataError("there are no rows in the data")
         if self._x.ndim != 2:
             raise DataError(f"rows of numbers must be [n, d], got {list(self._x.shape)}")
-        if self.labels is not None and len(self.labels) != len(self):
-            raise DataError(f"{len(self)} rows and {len(self.labels)} labels")
+        for name, given in (("labels", self.labels), ("rules", self.rules)):
+            if given is not None and len(given) != len(self):
+                raise DataError(f"{len(self)} rows and {len(given)} {name}")
 
     def __len__(self) -> int:
         return len(self.data)
@@ -123,6 +190,10 @@ class VectorRows(Source):
             rows["x"] = vary(rows["x"], self.augmentation, seed=self.seed, epoch=epoch, index=index)
         if self.labels is not None:
             rows["label"] = self.labels[index]
+        if self.rules is not None:
+            rows["rule"] = self.rules[index]
+        if self.bayes is not None:
+            rows[BAYES] = self.bayes[index]
         return rows
 
     @cached_property
@@ -130,14 +201,17 @@ class VectorRows(Source):
         content = self.content or hashlib.sha256(self._x.view(np.uint8).data).hexdigest()
         labels = None if self.labels is None else hashlib.sha256(self.labels.tobytes()).hexdigest()
         changes = self.augmentation.model_dump_json() if self.augmentation is not None else None
-        parts = (content, self._x.shape, labels, changes, self.seed if changes else None)
+        parts: tuple[Any, ...] = (content, self._x.shape, labels, changes, self.seed if changes else None)
+        if self.rules is not None:
+            parts = (*parts, hashlib.sha256(self.rules.tobytes()).hexdigest())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
         rows = self.rows(np.array([index]), np.array([epoch]))
         key = f": {self.data.row('key', index)}" if isinstance(self.data, Table) else ""
         lines = [f"row {index} of {len(self)}{key}", f"x: {np.array2string(rows['x'][0], threshold=16, precision=4)}"]
-        return "\n".join([*lines, *([f"class {rows['label'][0]}"] if "label" in rows else [])])
+        told = {"class": "label", "rule": "rule"}
+        return "\n".join([*lines, *(f"{word} {rows[name][0]}" for word, name in told.items() if name in rows)])
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_x"}
@@ -154,6 +228,12 @@ class VectorRows(Source):
                 f"{found}: has {lengths[other[0]]} numbers and {first} has {lengths[0]}; all rows must be equally wide"
             )
         return self.data.values("x").reshape(len(self.data), -1)
+
+
+def rules_of(table: Table) -> np.ndarray | None:
+    """The rule of each row, where they have one; tables of an earlier version have none."""
+    rules = table.values("rule") if "rule" in table.columns else None
+    return None if rules is None or (len(rules) and int(rules.min()) == NO_RULE) else rules
 
 
 def vary(x: np.ndarray, options: VectorAugmentation, *, seed: int, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:

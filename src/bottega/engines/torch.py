@@ -87,7 +87,7 @@ class TorchEngine(Engine):
         """What the task keeps beside the weights, by name."""
         self._apart = gradients.Apart(self._params) if task.keeps_apart else None
         self._seen = changes.Seen(with_rows=task.learns_from_rows)
-        self.before_step: Callable[[int], None] | None = None
+        self.before_step: Callable[[int, Batch], None] | None = None
         if training.gradient_checkpointing:
             require(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
             self.model.checkpoint_blocks = True
@@ -133,7 +133,7 @@ class TorchEngine(Engine):
         if self._is_gradual and thaw(self.model, self.settings, step) and self.world > 1:
             self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
         if self.before_step is not None:
-            self.before_step(step)
+            self.before_step(step, batch)
         on_device = put(batch, self.device, pin=self.pin_memory)
         if not self.model.training:
             self.model.train()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bottega.data.classes import texts_of
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers import find
 from bottega.data.readers.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from bottega.data.record import Record
 from bottega.data.samples import picture
 from bottega.data.shards import Table
-from bottega.preparation import counted, prepare_recipe, read_recipe, summary, train_first
+from bottega.preparation import counted, prepare_recipe, read_recipe, rules_shown, summary, train_first
 from bottega.schema.data import Source
 
 # What a sample is and how long it is, by task: the column, and its unit.
@@ -94,7 +96,10 @@ def describe(prepared: Prepared) -> dict[str, Any]:
             **{name: _quantiles(table.lengths(column) / scale) for name, table in tables.items() if len(table)},
         }
     if meta.get("classes"):
-        report["labels"] = {name: _balance(table) for name, table in tables.items()}
+        report["labels"] = {name: _balance(texts_of(table, "label")) for name, table in tables.items()}
+    if meta.get("num_rules"):
+        rules = {name: table.values("rule").tolist() for name, table in tables.items()}
+        report["rules"] = {name: _balance(map(str, numbers)) for name, numbers in rules.items()}
     return report
 
 
@@ -102,8 +107,8 @@ def _quantiles(lengths: np.ndarray) -> dict[str, float]:
     return {name: round(float(np.percentile(lengths, place)), 3) for name, place in PERCENTILES.items()}
 
 
-def _balance(table: Table) -> dict[str, int]:
-    counts = Counter(table.row("label", number) for number in range(len(table)))
+def _balance(names: Iterable[str]) -> dict[str, int]:
+    counts = Counter(names)
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
@@ -139,6 +144,8 @@ def _examples(prepared: Prepared, count: int) -> list[dict[str, str]]:
 def _example(prepared: Prepared, table: Table, number: int) -> dict[str, str]:
     row = {name: table.row(name, number) for name in table.columns}
     said = {name: str(row[name]) for name in ("label", "caption") if row.get(name)}
+    if "num_rules" in prepared.meta:
+        said["rule"] = str(row["rule"])
     task = prepared.meta["task"]
     if task == "language":
         text = prepared.tokenizer.decode(row["tokens"][:400])
@@ -198,7 +205,7 @@ def _caption(table: Table, number: int) -> str:
 
 def show(report: dict[str, Any]) -> str:
     """The report for people."""
-    lines = [f"task        {report['task']}"]
+    lines = [f"task        {report['task']}", *rules_shown(report)]
     for table, counts in report["tables"].items():
         lines.append(f"{table:<12}" + ", ".join(counted(counts)))
     if report["unread_parts"]:
@@ -211,6 +218,8 @@ def show(report: dict[str, Any]) -> str:
             lines.append(f"  {table:<22}" + "".join(f"{value:>12,.6g}" for value in values.values()))
     for table, balance in report.get("labels", {}).items():
         lines += ["", f"classes in {table}: {len(balance)}", *_bars(balance)]
+    for table, balance in report.get("rules", {}).items():
+        lines += ["", f"rules in {table}: {len(balance)}", *_bars(balance)]
     lines += ["", *_duplicates_shown(report["duplicates"])]
     if report["bad"]:
         lines.append(f"bad records: {report['bad']:,} of {report['records']:,}, left out")
@@ -220,7 +229,8 @@ def show(report: dict[str, Any]) -> str:
     for reason, count in sorted(report["dropped"].items()):
         lines.append(f"left out: {count:,} {reason}")
     for example in report["examples"]:
-        said = "".join(f", {name} {_visible(example[name])}" for name in ("label", "caption") if name in example)
+        told = [name for name in ("label", "rule", "caption") if name in example]
+        said = "".join(f", {name} {_visible(example[name])}" for name in told)
         lines += ["", f"-- {_visible(example['key'])}{said}", _visible(_short(example["shows"]), keep="\n\t")]
     lines += [f"\nsee {path}" for path in report["pictures"]]
     return "\n".join(lines)

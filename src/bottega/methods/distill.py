@@ -184,7 +184,7 @@ def _of_texts(
 
 
 def _seen(config: dict[str, Any]) -> tuple[Classification, dict[str, Any]]:
-    if config["model_type"] != classify.MODEL_TYPE:
+    if config["model_type"] not in (classify.MODEL_TYPE, classify.SPIKING_TYPE):
         raise ValueError
     task = Classification(key="mel" if config["input"] == "audio" else config["input"], shape=config["shape"])
     mel = MelCodec.model_validate(config["mel"]) if config["mel"] is not None else None

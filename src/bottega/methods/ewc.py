@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bottega.branches.branch import Branch
+from bottega.core.types import Batch
 from bottega.data.in_turn import InTurn
 from bottega.data.loader import Loader
 from bottega.methods.continual import needs_sequence
@@ -35,9 +36,9 @@ def _follow(engine: TorchEngine, loader: Loader, options: EwcOptions) -> None:
     firsts = {step: turn for turn, step in enumerate(order.turns(loader.batch_size)) if turn}
     names = [name.removeprefix(FISHER) for name in engine.kept if name.startswith(FISHER)]
 
-    def before(step: int) -> None:
+    def before(step: int, batch: Batch) -> None:
         if earlier is not None:
-            earlier(step)
+            earlier(step, batch)
         if step not in firsts:
             return
         numbers = order.examples(firsts[step] - 1, options.samples)

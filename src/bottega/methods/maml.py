@@ -24,7 +24,17 @@ LEAST = 1000
 """Episodes of an epoch, where the samples are fewer: they are drawn anew each time, so it is only a name for so many."""
 MEASURED = 64
 """Episodes of an evaluation."""
-DERIVED = ("perplexity", "macro_f1", "weighted_f1", "ece", "auroc")
+DERIVED = (
+    "perplexity",
+    "macro_f1",
+    "weighted_f1",
+    "ece",
+    "auroc",
+    "load_entropy",
+    "rule_information",
+    "dead",
+    "saturated",
+)
 """Measures that are no means over examples, so that there is none before the steps or after each."""
 OTHERS = ("ewc", "replay")
 """Techniques that have an order of their own."""
@@ -177,8 +187,8 @@ def _wrong(key: str, value: Any, why: str, remedy: str) -> UsageError:
 
 
 def _metrics(measured: tuple[str, ...], steps: int) -> tuple[str, ...]:
-    means = [name for name in measured if name not in DERIVED]
-    kept = [name for name in measured if name not in DERIVED or name == "perplexity"]
+    means = [name for name in measured if name not in DERIVED and not name.startswith("load/")]
+    kept = [*means, *(name for name in measured if name == "perplexity")]
     return (*kept, *(f"{name}_before" for name in means), *(f"loss_{n}" for n in range(1, steps + 1)))
 
 

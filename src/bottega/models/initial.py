@@ -15,13 +15,13 @@ from bottega.core.noise import generator
 if TYPE_CHECKING:
     from torch import nn
 
-RESIDUAL_OUTPUTS = ("o_proj", "down_proj")
+RESIDUAL_OUTPUTS = ("o_proj", "down_proj", "out_proj")
 
 
 def initial_value(
     name: str, shape: tuple[int, ...], seed: int, *, std: float = 0.02, residual_layers: int
 ) -> np.ndarray:
-    """One parameter: ones for a norm, zeros for a bias, else normal with `std`.
+    """One parameter: ones for a norm, zeros for a bias, else normal with `std`; of stacked experts, with 1 / sqrt(fan-in).
 
     What writes into the residual stream is scaled by 1 / sqrt(2 L), so that 2 L additions keep its variance (GPT-2).
     """
@@ -31,13 +31,24 @@ def initial_value(
     if "norm" in owner.rpartition(".")[2]:
         return np.ones(shape, np.float32)
     value = generator(seed, name).standard_normal(shape, dtype=np.float32)
+    if len(shape) == 3 and kind.endswith("_proj"):
+        owner, std = name, 1 / math.sqrt(shape[-1])  # experts, stacked: [experts, outs, ins]
     value *= std / math.sqrt(2 * residual_layers) if owner.endswith(RESIDUAL_OUTPUTS) else std
     return value
 
 
 def initialise(module: nn.Module, seed: int, *, std: float = 0.02, residual_layers: int) -> None:
-    """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
-    fill(module, lambda name, shape: initial_value(name, shape, seed, std=std, residual_layers=residual_layers))
+    """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value, unless
+    its layer knows better: one that offers `initial_value(kind, name, seed)` is asked."""
+    knowing = {path: layer for path, layer in module.named_modules() if hasattr(layer, "initial_value")}
+
+    def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        owner, _, kind = name.rpartition(".")
+        if owner in knowing:
+            return knowing[owner].initial_value(kind, name, seed)
+        return initial_value(name, shape, seed, std=std, residual_layers=residual_layers)
+
+    fill(module, value)
 
 
 def fill(module: nn.Module, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,12 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.models.decoder_layout import OWN, ROUTER_STATE, config_for, layout_for, named, shape_from
 from bottega.models.json_object import read_object
 from bottega.schema.transformer import TransformerShape
 
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-"""model_type -> class: those our model computes exactly. Qwen2 has biases in its attention, which ours has not."""
-
+CONFIG = "config.json"
 PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 
@@ -30,75 +28,26 @@ def export_transformers(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> Path:
-    """Write config.json and model.safetensors, which AutoModelForCausalLM opens."""
+    """Write config.json and model.safetensors, which AutoModelForCausalLM opens unless the layout is our own."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state.items()}
-    model_type = "qwen3" if shape.qk_norm else "llama"
-    config = {
-        "architectures": [ARCHITECTURES[model_type]],
-        "model_type": model_type,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_size,
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": shape.norm_epsilon,
-        # Before version 5 transformers read the first form, since then the second.
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": shape.dropout,
-        "use_sliding_window": False,
-        "tie_word_embeddings": shape.tie_embeddings,
+    model_type = layout_for(shape, state)
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in named(state, model_type).items()}
+    dtype = str(state["model.norm.weight"].dtype).removeprefix("torch.")
+    config = config_for(shape, model_type) | {
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
-        "torch_dtype": str(tensors["model.norm.weight"].dtype).removeprefix("torch."),
-        "use_cache": True,
+        "torch_dtype": dtype,
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def read_shape(folder: Path | str) -> TransformerShape:
     """The shape of a local folder's model, refused unless our model computes it exactly."""
-    path = Path(folder) / "config.json"
-    config = read_object(path)
-    model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
-        named = (config.get("architectures") or [model_type])[0]
-        raise UsageError(
-            f"{path}: architecture {named} is not supported; supported: {', '.join(ARCHITECTURES.values())}"
-        )
-    _check_exact(config, path)
-    layers = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    missing = [key for key in (*layers, "vocab_size", "max_position_embeddings") if key not in config]
-    if missing:
-        raise CheckpointError(f"{path}: the keys {', '.join(missing)} are missing; it is no complete model config")
-    heads = config["num_attention_heads"]
-    # Where a key was left out, what the class of that model_type takes in its place.
-    head_size = config.get("head_dim") or (128 if model_type == "qwen3" else config["hidden_size"] // heads)
-    return TransformerShape(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=head_size,
-        intermediate_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        context=config["max_position_embeddings"],
-        dropout=config.get("attention_dropout") or 0.0,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=model_type == "qwen3",
-        rope_theta=_rope(config).get("rope_theta") or config.get("rope_theta") or 10000.0,
-        norm_epsilon=config.get("rms_norm_eps", 1e-6),
-    )
+    path = Path(folder) / CONFIG
+    return shape_from(read_object(path), path)
 
 
 def load_weights(module: nn.Module, folder: Path | str) -> None:
@@ -106,9 +55,12 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
     folder = Path(folder)
     state = module.state_dict()
     places = _places(folder)
-    if _tied(module):
-        # Some writers keep the shared head beside the embedding; it is the same matrix.
-        places.pop("lm_head.weight", None)
+    shape = getattr(module, "shape", None)
+    if isinstance(shape, TransformerShape):
+        state = _wanted(state, folder, places)
+        if shape.tie_embeddings:
+            # Some writers keep the shared head beside the embedding; it is the same matrix.
+            places.pop("lm_head.weight", None)
     missing, unexpected = sorted(state.keys() - places.keys()), sorted(places.keys() - state.keys())
     if missing or unexpected:
         name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")
@@ -169,25 +121,12 @@ def _is_path(name: str) -> bool:
     return begins or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
-def _check_exact(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse what would load without a complaint and compute something else."""
-    rope_type = _rope(config).get("rope_type") or _rope(config).get("type") or "default"
-    window = config.get("sliding_window")
-    slides = config.get("use_sliding_window", config["model_type"] == "mistral") and window is not None
-    problems = {
-        f"attention_bias {config.get('attention_bias')}": config.get("attention_bias", False),
-        f"mlp_bias {config.get('mlp_bias')}": config.get("mlp_bias", False),
-        f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") not in ("silu", "swish"),
-        f"rope_type {rope_type!r}": rope_type != "default",
-        f"sliding_window {window}": slides and window < config.get("max_position_embeddings", 0),
-    }
-    for problem, present in problems.items():
-        if present:
-            raise UsageError(f"{path}: {problem} is not supported; supported are bias-free SiLU models with plain RoPE")
+def _wanted(state: Mapping[str, Tensor], folder: Path, places: Mapping[str, Path]) -> dict[str, Tensor]:
+    """A decoder's tensors by the names that the folder has for them. What routers know besides may be missing, and is then
+    as it was built."""
+    config = folder / CONFIG
+    views = named(state, str(read_object(config).get("model_type")) if config.is_file() else OWN)
+    return {name: view for name, view in views.items() if name in places or not ROUTER_STATE.fullmatch(name)}
 
 
 def _places(folder: Path) -> dict[str, Path]:
@@ -227,8 +166,3 @@ def _fill(state: Mapping[str, Tensor], file: Path, names: list[str]) -> None:
                 state[name].copy_(found)
     except SafetensorError as error:
         raise CheckpointError(f"{file}: is damaged ({error}); download it again") from error
-
-
-def _tied(module: nn.Module) -> bool:
-    shape = getattr(module, "shape", None)
-    return isinstance(shape, TransformerShape) and shape.tie_embeddings

@@ -1,33 +1,39 @@
-"""A decoder-only transformer whose parameters carry the names of transformers' Qwen3 (or Llama without QK-norm).
+"""A decoder whose parameters carry the names of transformers' Qwen3 (or Llama without QK-norm); a layer may have a state
+space in place of attention, and experts in place of its feed-forward.
 
-B batch   T tokens   S keys a query may see   D hidden size   H query heads   K key-value heads   h head size   V vocabulary
+B batch   T tokens   D hidden size   K key-value heads   h head size   V vocabulary   L layers with experts   E experts
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from bottega.models.attention import Attention, RMSNorm, Window, document_mask, rotary
+from bottega.models.experts import Experts, Routing
 from bottega.models.linear_cross_entropy import linear_cross_entropy
+from bottega.models.ssm import SSMState, StateSpace
+from bottega.models.token_loss import IGNORED
+from bottega.schema.ssm import SSMShape
 from bottega.schema.transformer import TransformerShape
 
-Mask = Tensor | BlockMask | None
-"""True where a query may look; None is plain causal attention, which has the fastest kernels."""
+Past = tuple[Tensor, Tensor] | SSMState
+"""What one layer keeps of the tokens it has read."""
+Out = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routing]
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of what was already read, one pair of [B, K, length, h] for each layer, written in place."""
+    """What was already read, for each layer, written in place: keys and values [B, K, length, h], or the fixed-size state of
+    a state space."""
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[Past, ...]
 
     @classmethod
     def empty(
@@ -41,129 +47,43 @@ class Cache:
     ) -> Cache:
         size = (batch, shape.num_kv_heads, length or shape.context, shape.head_size)
 
-        def zeros() -> Tensor:
-            return torch.zeros(size, device=device, dtype=dtype)
+        def past(layer: int) -> Past:
+            if shape.mixer(layer) == "ssm":
+                assert shape.ssm is not None, "the shape asks for it"
+                return _empty_state(shape.ssm, batch=batch, device=device, dtype=dtype)
+            return torch.zeros(size, device=device, dtype=dtype), torch.zeros(size, device=device, dtype=dtype)
 
-        return cls(tuple((zeros(), zeros()) for _ in range(shape.num_layers)))
+        return cls(tuple(past(layer) for layer in range(shape.num_layers)))
 
+    def forget(self) -> None:
+        """Begin again. Keys and values are overwritten before they are seen, and a state is not."""
+        for past in self.layers:
+            if isinstance(past, SSMState):
+                for tensor in past:
+                    tensor.zero_()
 
-@dataclass(frozen=True)
-class Window:
-    """Where the tokens of one call stand: the rotation of each, what each may look at, and what was read before.
-
-    `start` is the position of the first token: an integer for all rows, or a tensor [B] when rows have read unequally.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    mask: Mask = None
-    causal: bool = True
-    start: int | Tensor = 0
-    stop: int = 0
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32 whatever the precision around it."""
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.epsilon = epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.epsilon).to(x.dtype)
+    def put(self, part: Cache, rows: Sequence[int], *, length: int) -> None:
+        """What some rows have read anew, `length` tokens from position 0."""
+        for past, new in zip(self.layers, part.layers, strict=True):
+            for mine, theirs in zip(past, new, strict=True):
+                if isinstance(past, SSMState):
+                    mine[rows] = theirs
+                else:
+                    mine[rows, :, :length] = theirs
 
 
-def rotary(shape: TransformerShape, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, [context, h], the two halves of a head turning together."""
-    exponents = torch.arange(0, shape.head_size, 2, device=device, dtype=torch.float32) / shape.head_size
-    positions = torch.arange(shape.context, device=device, dtype=torch.float32)
-    angles = positions[:, None] * (1.0 / shape.rope_theta**exponents)[None, :]
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+def _empty_state(shape: SSMShape, *, batch: int, device: torch.device | str, dtype: torch.dtype) -> SSMState:
+    with torch.device("meta"):
+        layer = StateSpace(shape)
+    return layer.empty(batch, device, dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+class Routed(NamedTuple):
+    """How the tokens of one forward went through the experts."""
 
-
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@functools.cache
-def _compiled_block_mask() -> Callable[..., BlockMask]:
-    return torch.compile(create_block_mask, dynamic=False)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    """q [B, H, T, h] over k, v [B, K, S, h]."""
-    grouped = q.shape[1] != k.shape[1]
-    if isinstance(mask, BlockMask):
-        # Uncompiled, FlexAttention would materialise the scores; inside a compiled block it is already fused.
-        flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, enable_gqa=grouped
-    )
-
-
-def document_mask(documents: Tensor, *, flex: bool) -> Mask:
-    """Causal, and only within the same document."""
-    length = documents.shape[1]
-    if not flex:
-        order = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-        return (order & (documents[:, :, None] == documents[:, None, :]))[:, None]
-
-    def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (documents[b, q] == documents[b, k])
-
-    return _compiled_block_mask()(same_document, documents.shape[0], None, length, length, device=documents.device)
-
-
-class Attention(nn.Module):
-    def __init__(self, shape: TransformerShape) -> None:
-        super().__init__()
-        queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
-        self.qk_norm = shape.qk_norm
-        if shape.qk_norm:
-            self.q_norm = RMSNorm(shape.head_size, shape.norm_epsilon)
-            self.k_norm = RMSNorm(shape.head_size, shape.norm_epsilon)
-        self.head_size = shape.head_size
-        self.dropout = shape.dropout
-
-    def forward(self, x: Tensor, window: Window, past: tuple[Tensor, Tensor] | None) -> Tensor:
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_size)) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        # The angles are float32, so the rotation is too; half precision would blur positions that are far apart.
-        q, k = rotate(q, window.cos, window.sin).to(v.dtype), rotate(k, window.cos, window.sin).to(v.dtype)
-        if past is not None:
-            k, v = _remember(past, k, v, window)
-        dropout = self.dropout if self.training else 0.0
-        mixed = attend(q, k, v, mask=window.mask, causal=window.causal, dropout=dropout)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-
-def _remember(past: tuple[Tensor, Tensor], k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-    """Write the new keys and values behind the old; give back all that were read so far."""
-    for store, new in zip(past, (k, v), strict=True):
-        if isinstance(window.start, int):
-            store[:, :, window.start : window.stop] = new
-        else:
-            rows = torch.arange(len(new), device=new.device)[:, None]
-            places = window.start[:, None] + torch.arange(new.shape[2], device=new.device)
-            store[rows, :, places] = new.transpose(1, 2).to(store.dtype)
-    return past[0][:, :, : window.stop].to(v.dtype), past[1][:, :, : window.stop].to(v.dtype)
+    layers: tuple[Routing, ...]
+    load: Tensor
+    """[L, E]: the running load of each router."""
 
 
 class MLP(nn.Module):
@@ -190,31 +110,55 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """The unit of compilation, of gradient checkpointing and of sharding."""
 
-    def __init__(self, shape: TransformerShape) -> None:
+    def __init__(self, shape: TransformerShape, layer: int = 0) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = MLP(shape)
+        self.is_scanned = shape.mixer(layer) == "ssm"
+        if self.is_scanned:
+            assert shape.ssm is not None, "the shape asks for it"
+            self.mixer = StateSpace(shape.ssm)
+        else:
+            self.self_attn = Attention(shape)
+        self.mlp: nn.Module | None = None
+        if shape.has_experts(layer):
+            assert shape.experts is not None, "or it had none"
+            self.mlp = Experts(shape.experts)
+        elif shape.intermediate_size:
+            self.mlp = MLP(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_epsilon)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_epsilon)
+        if self.mlp is not None:
+            self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_epsilon)
         self.dropout = shape.dropout
-        self.compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
+        self.compiled: Callable[..., Any] | None = None
 
-    def forward(
-        self, x: Tensor, added: Tensor, window: Window, past: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, added: Tensor, window: Window, past: Past | None = None) -> Any:
         # Dispatched here rather than by the caller, so that the hooks of sharding run outside the compiled region.
         if self.compiled is not None and self.training and past is None:
             return self.compiled(self, x, added, window)
         return self.compute(x, added, window, past)
 
-    def compute(
-        self, x: Tensor, added: Tensor, window: Window, past: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def compute(self, x: Tensor, added: Tensor, window: Window, past: Past | None = None) -> Out:
         """The stream and what is still to be added to it: the next block adds it, where the sum and the norm that
-        follows are one kernel. With the sum at the end of a block it would be a pass over memory of its own."""
+        follows are one kernel. With the sum at the end of a block it would be a pass over memory of its own.
+        With experts, also how the tokens went through them."""
         x = x + added
-        x = x + self._drop(self.self_attn(self.input_layernorm(x), window, past))
+        mixed = self._drop(self._mix(self.input_layernorm(x), window, past))
+        if self.mlp is None:
+            return x, mixed
+        x = x + mixed
+        if isinstance(self.mlp, Experts):
+            inner, routing = self.mlp(self.post_attention_layernorm(x), counted=window.counted)
+            return x, self._drop(inner), routing
         return x, self._drop(self.mlp(self.post_attention_layernorm(x)))
+
+    def _mix(self, x: Tensor, window: Window, past: Past | None) -> Tensor:
+        if not self.is_scanned:
+            return self.self_attn(x, window, past)
+        assert past is None or isinstance(past, SSMState)
+        mixed, state = self.mixer(x, state=past, lengths=window.lengths, documents=window.documents)
+        if past is not None:
+            for old, new in zip(past, state, strict=True):
+                old.copy_(new)
+        return mixed
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -226,7 +170,7 @@ class Trunk(nn.Module):
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_epsilon)
 
 
@@ -253,12 +197,21 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         cache: Cache | None = None,
         position: int | Sequence[int] = 0,
-    ) -> Tensor:
-        """With targets [B, T], the sum of the negative log likelihood over those that are not -100; else logits."""
-        hidden = self.hidden(tokens, documents=documents, cache=cache, position=position)
+        counted: Tensor | None = None,
+    ) -> Any:
+        """With targets [B, T], the sum of the negative log likelihood over those that are not -100; else logits.
+
+        A model with experts also gives a `Routed`, where there are targets or `counted` [B, T] tells the tokens that count.
+        """
+        if counted is None and targets is not None:
+            counted = targets != IGNORED
+        window = self._window(tokens, documents=documents, cache=cache, position=position, counted=counted)
+        hidden, routed = self._through(tokens, window, cache)
         if targets is None:
-            return self.logits(hidden)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten())
+            answer = self.logits(hidden)
+        else:
+            answer = linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten())
+        return answer if counted is None or routed is None else (answer, routed)
 
     def hidden(
         self,
@@ -267,9 +220,15 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         cache: Cache | None = None,
         position: int | Sequence[int] = 0,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """[B, T, D] after the last norm. `position` is where the first token stands: one for all rows, or one each."""
-        window = self._window(tokens, documents=documents, cache=cache, position=position)
+        """[B, T, D] after the last norm. `position` is where the first token stands: one for all rows, or one each.
+        `lengths` tells how many tokens of each row are real, where short ones were filled up on the right: what a cache
+        keeps of a row is then that of its last real token."""
+        window = self._window(tokens, documents=documents, cache=cache, position=position, lengths=lengths)
+        return self._through(tokens, window, cache)[0]
+
+    def _through(self, tokens: Tensor, window: Window, cache: Cache | None) -> tuple[Tensor, Routed | None]:
         x = self.model.embed_tokens(tokens)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) is torch.bfloat16:
             # A bfloat16 residual stream halves the traffic between blocks; float16 could overflow there, so it stays.
@@ -277,12 +236,21 @@ class Transformer(nn.Module):
         if self.shape.dropout:
             x = F.dropout(x, self.shape.dropout, self.training)
         added = 0 * x  # as large as the others and with a gradient, so that one compiled block serves the first one too
+        routings: list[Routing] = []
         for i, block in enumerate(self.model.layers):
             if self.checkpoint_blocks and self.training and cache is None:
-                x, added = checkpoint(block, x, added, window, use_reentrant=False, preserve_rng_state=True)
+                found = checkpoint(block, x, added, window, use_reentrant=False, preserve_rng_state=True)
             else:
-                x, added = block(x, added, window, cache.layers[i] if cache is not None else None)
-        return self.model.norm(x + added)
+                found = block(x, added, window, cache.layers[i] if cache is not None else None)
+            x, added = found[:2]
+            routings += found[2:]
+        routed = Routed(tuple(routings), self.running_load()) if routings else None
+        return self.model.norm(x + added), routed
+
+    def running_load(self) -> Tensor:
+        """[L, E]. A copy: the update after the step must not change what a step has reported."""
+        layers = [self.model.layers[layer].mlp for layer in self.shape.expert_layers]
+        return torch.stack([layer.router.load for layer in layers if isinstance(layer, Experts)])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head_weight)
@@ -292,7 +260,7 @@ class Transformer(nn.Module):
         return self.model.embed_tokens.weight if self.shape.tie_embeddings else self.lm_head.weight
 
     def compile_blocks(self) -> None:
-        """Compile the training forward of the blocks, once for all: no attribute tells one layer from another."""
+        """Compile the training forward of the blocks, once for each kind: nothing else tells one layer from another."""
         compiled = torch.compile(Block.compute, fullgraph=True, dynamic=False)
         for block in self.model.layers:
             assert isinstance(block, Block)
@@ -311,24 +279,38 @@ class Transformer(nn.Module):
         return self
 
     def _window(
-        self, tokens: Tensor, *, documents: Tensor | None, cache: Cache | None, position: int | Sequence[int]
+        self,
+        tokens: Tensor,
+        *,
+        documents: Tensor | None,
+        cache: Cache | None,
+        position: int | Sequence[int],
+        lengths: Sequence[int] | None = None,
+        counted: Tensor | None = None,
     ) -> Window:
+        assert documents is None or cache is None, "documents are for training, a cache is for generation"
+        # What no layer asks for is left out, so that plain transformers are compiled as if it did not exist.
+        read: dict[str, Any] = {"counted": counted if self.shape.experts is not None else None}
+        if self.shape.has_ssm:
+            read["documents"] = documents
+            read["lengths"] = torch.tensor(lengths, device=tokens.device) if lengths is not None else None
+        if not self.shape.has_attention:
+            return Window(self.cos, self.sin, **read)  # a state knows no position, and so no last one
         length, device = tokens.shape[1], tokens.device
         starts = [position] if isinstance(position, int) else list(position)
         start, stop = starts[0], max(starts) + length
         assert stop <= self.shape.context, f"{stop} tokens exceed the context of {self.shape.context}"
-        assert documents is None or cache is None, "documents are for training, a cache is for generation"
         if len(set(starts)) > 1:
             first = torch.tensor(starts, device=device)
             places = first[:, None] + torch.arange(length, device=device)
             mask = torch.arange(stop, device=device) <= places[:, None, :, None]
-            return Window(self.cos[places][:, None], self.sin[places][:, None], mask, start=first, stop=stop)
+            return Window(self.cos[places][:, None], self.sin[places][:, None], mask, start=first, stop=stop, **read)
         cos, sin = self.cos[start:stop], self.sin[start:stop]
         if documents is not None:
             # FlexAttention skips the blocks between documents, but knows no dropout.
             flex = device.type == "cuda" and not (self.training and self.shape.dropout)
-            return Window(cos, sin, document_mask(documents, flex=flex), stop=stop)
+            return Window(cos, sin, document_mask(documents, flex=flex), stop=stop, **read)
         if start and length > 1:
             mask = torch.ones(length, stop, dtype=torch.bool, device=device).tril(diagonal=start)
-            return Window(cos, sin, mask, start=start, stop=stop)
-        return Window(cos, sin, causal=length > 1, start=start, stop=stop)
+            return Window(cos, sin, mask, start=start, stop=stop, **read)
+        return Window(cos, sin, causal=length > 1, start=start, stop=stop, **read)

@@ -43,6 +43,11 @@ def _early_stopping(value: Any) -> Settings:
     return {"training.early_stopping": {} if value is True else None if value is False else value}
 
 
+def _online(value: Any) -> Settings:
+    # An empty block, so that what an earlier layer says of its inside stays.
+    return {"data.online": {} if value is True else None if value is False else value}
+
+
 def _model(value: Any) -> Settings:
     """A size, or a path or hub name; a near miss of a size stays one, so that the error can suggest it."""
     sizes = ("nano", "verse", "stanza", "epic")
@@ -142,11 +147,13 @@ _TOP: dict[str, Target] = {
     "image_size": "data.image_size",
     "workers": "data.workers",
     "limit": "data.limit",
+    "online": _online,
     "tokenizer": "data.tokenizer.kind",
     "vocab_size": "data.tokenizer.vocab_size",
     "prompt": _listed("samples.prompts"),
     "wandb_enabled": "logging.wandb.enabled",
     "num_experts": "model.num_experts",
+    "num_samples": "data.num_samples",
     "hidden_dim": "model.hidden_size",
 }
 
@@ -165,6 +172,7 @@ _NESTED: dict[str, Target] = {
     "data.validation": lambda value: {"data.validation." + ("split" if isinstance(value, float) else "path"): value},
     "data.test": lambda value: {"data.test." + ("split" if isinstance(value, float) else "path"): value},
     "data.tokenizer": "data.tokenizer.kind",
+    "data.online": _online,
     "data.num_workers": "data.workers",
     "data.validation_split": "data.validation.split",
     "dataset.name": "data.collection",

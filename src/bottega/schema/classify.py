@@ -1,4 +1,5 @@
-"""The recipes of classifiers: of text by a transformer or Kim's network, of images, sound and video by a convolutional one.
+"""The recipes of classifiers: of text by a transformer or Kim's network, of images, sound and video by a convolutional one,
+of images also by spiking units.
 
 Which of the four a recipe is, `data.input` says; text where it does not.
 """
@@ -13,7 +14,8 @@ from bottega.schema.data import HeldOut, TextData, held_out_problems
 from bottega.schema.language import Tokenizer, tokenizer_problems
 from bottega.schema.media import AudioData, ImageData, MediaRecipe, VideoData
 from bottega.schema.recipe import Model, Recipe, Samples, path_problems
-from bottega.schema.section import Dropout, Number, Positive, Probability, Section
+from bottega.schema.section import Dropout, Number, Positive, Probability, Section, Whole
+from bottega.schema.spiking import Coding, Reset, Surrogate
 from bottega.schema.text_classifier import EncoderShape
 
 
@@ -179,6 +181,63 @@ class MediaClassifier(Model):
         return self.num_labels
 
 
+class ImageClassifier(MediaClassifier):
+    kind: Literal["convnet", "spiking"] = Field("convnet", description="the architecture")  # type: ignore[assignment]
+    hidden_size: Positive = Field(
+        32,
+        description="convnet: channels of the first stage, the last has up to 4 times as many; spiking: units of a layer",
+    )
+    num_layers: Positive = Field(1, description="convnet: residual blocks of each stage; spiking: layers of units")
+    time_steps: Positive | None = Field(None, description="spiking: steps simulated for each image; null is 8")
+    spike_threshold: Number | None = Field(None, gt=0, description="spiking: charge at which a unit fires; null is 1")
+    leak: Probability | None = Field(None, description="spiking: share of the charge that a step leaves; null is 0.9")
+    refractory: Whole | None = Field(
+        None, ge=0, description="spiking: steps after a spike in which a unit is deaf; null is 0"
+    )
+    reset: Reset | None = Field(
+        None, description="spiking: a spike takes the threshold off the charge, or all of it; null is subtract"
+    )
+    adaptation: Number | None = Field(
+        None, ge=0, description="spiking: by how much a spike raises the unit's threshold; null is 0"
+    )
+    adaptation_leak: Probability | None = Field(
+        None, description="spiking: share of that raise that a step leaves; null is 0.9"
+    )
+    surrogate: Surrogate | None = Field(
+        None, description="spiking: the smooth step whose slope gradients go by; null is arctan"
+    )
+    sharpness: Number | None = Field(None, gt=0, description="spiking: how steep that step is; null is 2")
+    coding: Coding | None = Field(
+        None,
+        description="spiking: a pixel is a constant current, a rate of spikes or the time of one; null is constant",
+    )
+    firing_rate: Probability | None = Field(
+        None, description="spiking: share of the steps in which units are to fire; null is as they like"
+    )
+    firing_rate_weight: Number | None = Field(
+        None, ge=0, description="spiking: weight of the squared distance from firing_rate; null is 1"
+    )
+
+    def contradictions(self, normalise: str) -> list[tuple[str, str, str]]:
+        """(key, other key, message), where `normalise` is that of the data."""
+        said = [key for key in SPIKING if getattr(self, key) is not None]
+        if self.kind != "spiking":
+            of = "is of spiking units, and kind is {}; say model.kind: spiking, or leave it out"
+            return [(f"model.{key}", "model.kind", of.format(self.kind)) for key in said]
+        found = []
+        if self.firing_rate_weight is not None and self.firing_rate is None:
+            text = f"{self.firing_rate_weight:g}, and there is no model.firing_rate to keep to; say it, such as 0.1"
+            found.append(("model.firing_rate_weight", "model.firing_rate", text))
+        if self.coding in ("rate", "latency") and normalise == "standard":
+            text = f"standard has no lowest and highest value, and {self.coding} needs them; use unit or symmetric"
+            found.append(("data.normalise", "model.coding", text))
+        return found
+
+
+SPIKING = tuple(name for name in ImageClassifier.model_fields if name not in MediaClassifier.model_fields)
+"""The keys that a convolutional network has no use for."""
+
+
 class ImageClassifyData(ImageData):
     input: Literal["image"] = Field("image", description=_INPUT)
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
@@ -195,7 +254,7 @@ class VideoClassifyData(VideoData):
 
 
 class MediaClassifyRecipe(MediaRecipe):
-    """What the three have in common. Nothing is drawn from a classifier, so it has no samples to look at."""
+    """What the three have in common. Nothing is drawn from a classifier, so it has no samples to look at, but spikes."""
 
     task: Literal["classify"] = Field("classify", description="a class for each image, sound or video")
     model: MediaClassifier = Field(default_factory=MediaClassifier, description="the model")
@@ -204,7 +263,11 @@ class MediaClassifyRecipe(MediaRecipe):
 
 
 class ImageClassifyRecipe(MediaClassifyRecipe):
+    model: ImageClassifier = Field(default_factory=ImageClassifier, description="the model")
     data: ImageClassifyData = Field(default_factory=ImageClassifyData, description="the data")
+
+    def contradictions(self) -> list[tuple[str, str, str]]:
+        return super().contradictions() + self.model.contradictions(self.data.normalise)
 
 
 class AudioClassifyRecipe(MediaClassifyRecipe):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from bottega.schema.flat import PATHLESS
 from bottega.schema.section import Label, Number, Pattern, Positive, Probability, Rate, RunName, Section, Whole
 from bottega.schema.units import Cadence, Duration
 
@@ -133,6 +134,23 @@ class Replay(Source):
     share: Probability = Field(0.1, gt=0, lt=1, description="of the samples that come from this earlier data")
 
 
+class Online(Section):
+    """A stream: each example comes once, in the order of the data, and is measured before it is learnt from."""
+
+    replay: Probability = Field(0.25, lt=1, description="share of each batch that was there before; 0 is none")
+    memory: Positive | None = Field(None, description="replay: of the last so many examples; null is all")
+
+    @model_validator(mode="after")
+    def _memory_has_a_use(self) -> Online:
+        if self.memory is not None and not self.replay:
+            raise ValueError(f"memory {self.memory} is of what is replayed; give replay a share such as 0.2")
+        return self
+
+
+def _switched(value: Any) -> Any:
+    return {} if value is True else None if value is False else value
+
+
 class Data(Section):
     """What every task's data has; the tasks add to it."""
 
@@ -148,6 +166,9 @@ class Data(Section):
     )
     replay: Replay | None = Field(None, description="earlier data, mixed in so that it is not forgotten")
     curriculum: Curriculum | None = Field(None, description="from easy to hard, in stages")
+    online: Annotated[Online | None, BeforeValidator(_switched)] = Field(
+        None, description="true: a stream with one pass, in the order of the data; or how much of it is replayed"
+    )
     validation: HeldOut | None = Field(None, description="what measures progress: {split: 0.05} or a source")
     test: HeldOut | None = Field(None, description="what measures the result, never looked at while training")
     split: Splitting | None = Field(None, description="how shares of train are chosen; null is by exact fraction")
@@ -162,7 +183,8 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Data:
-        if self.sources is not None and self.train != Source():
+        usual = type(self).model_fields["train"].get_default(call_default_factory=True)
+        if self.sources is not None and self.train != usual:
             raise ValueError("train and sources both say what is learned from; keep one")
         if (self.mixture == "temperature" or self.temperature is not None) and self.sources is None:
             raise ValueError("temperature: a mixture by size needs sources")
@@ -170,7 +192,23 @@ class Data(Section):
             raise ValueError(f"temperature has no meaning with mixture {self.mixture}; leave one out")
         if self.mixture == "sequence":
             self._check_sequence()
+        if self.online is not None:
+            self._check_online()
         return self
+
+    def _check_online(self) -> None:
+        is_weighted = self.temperature is not None or any(one.weight is not None for one in self.sources or ())
+        ordered = {
+            "mixture": self.mixture not in (None, "concatenate") or is_weighted,
+            "replay": self.replay is not None,
+            "curriculum": self.curriculum is not None,
+        }
+        for key, is_said in ordered.items():
+            if is_said:
+                remedy = "say online.replay, a share of what was there before" if key == "replay" else "leave one out"
+                raise ValueError(
+                    f"{key}: a stream (online) takes its sources as they come, one after the other; {remedy}"
+                )
 
     def _check_sequence(self) -> None:
         if self.sources is None or len(self.sources) < 2:
@@ -228,10 +266,10 @@ class TextData(Data):
 def held_out_problems(data: Data) -> list[tuple[str, str]]:
     """Held-out data must be said: without that, nothing would tell it from the embedded one."""
     found: list[tuple[str, str]] = []
-    if data.replay is not None and data.replay.path is None and data.replay.kind != "embedded":
+    if data.replay is not None and data.replay.path is None and data.replay.kind not in PATHLESS:
         found.append(("data.replay.path", "missing; name the earlier data"))
     for key, part in (("data.validation", data.validation), ("data.test", data.test)):
-        said = part is None or part.path is not None or part.kind == "embedded" or part.split is not None
+        said = part is None or part.path is not None or part.kind in PATHLESS or part.split is not None
         if not said and not (key == "data.validation" and data.split is not None and data.split.folds):
             found.append((key, "needs split, a share of train such as 0.05, or path, data of its own"))
     return found

@@ -55,6 +55,7 @@ _STARTS: dict[str, dict[str, Any]] = {
         "data.train.path": "data/train.json",
     },
     "routing": {},
+    **{key: {} for key in ("recall", "recall/streams", "recall/facts")},
     "multitask": {"data.parts": {"first": {"recipe": "first.yaml"}, "second": {"recipe": "second.yaml"}}},
 }
 """What a new recipe needs beside the defaults, so that it loads."""

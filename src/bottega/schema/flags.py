@@ -13,6 +13,8 @@ from bottega.schema.registry import SCHEMAS
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
 """Flags whose value is one more recipe file."""
+SWITCHES = ("online",)
+"""Flags that say something without a value."""
 
 
 class Override(NamedTuple):
@@ -40,7 +42,9 @@ def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
         setting = _SETTING.fullmatch(token)
         if token.startswith("--") and token != "--":
             name, is_joined, text = token[2:].partition("=")
-            if not is_joined:
+            if not is_joined and name in SWITCHES and not (tokens and tokens[0] in ("true", "false")):
+                text = "true"
+            elif not is_joined:
                 if not tokens or tokens[0].startswith("--"):
                     problems.append(f"--{name}: {_missing_value(name)}")
                     continue

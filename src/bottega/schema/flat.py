@@ -92,6 +92,7 @@ PATHLESS = ("embedded", "synthetic")
 
 EITHER_OR = (
     ("training.max_steps", "training.num_epochs"),
+    ("model.expert_capacity", "model.capacity_factor"),
     ("training.scheduler.eta_min", "training.scheduler.min_ratio"),
     ("training.scheduler.t_max", "training.scheduler.cycles"),
     ("training.optimizer.betas", "training.optimizer.beta1"),
@@ -99,6 +100,11 @@ EITHER_OR = (
     ("model.size", "model.from"),
     ("data.validation.path", "data.validation.split"),
     ("data.test.path", "data.test.split"),
+    *(
+        (f"data.{part}.split", f"data.{part}.{key}")
+        for part in ("validation", "test")
+        for key in ("kind", "rules", "num_samples")
+    ),
     ("data.train.path", "data.train.kind"),
     ("data.train.path", "data.sources"),
     ("data.train.kind", "data.sources"),
@@ -106,6 +112,9 @@ EITHER_OR = (
     ("data.train.label", "data.sources"),
 )
 """Two ways to say one thing: a later layer that says it one way takes back what an earlier layer said the other way."""
+
+
+LENGTH, STREAM = ("training.max_steps", "training.num_epochs"), "data.online"
 
 
 def merge(base: Flat, layer: Flat) -> Flat:
@@ -127,6 +136,8 @@ def merge(base: Flat, layer: Flat) -> Flat:
 
 
 def _taken_back(key: str, entry: Entry, layer: Flat) -> bool:
+    if key in LENGTH and any(asks_for_stream(name, said) for name, said in layer.items()):
+        return True
     if key in layer or key == "training.optimizer.betas":
         # One beta over a pair changes its half; a pair over one beta replaces it.
         return False
@@ -137,6 +148,12 @@ def _taken_back(key: str, entry: Entry, layer: Flat) -> bool:
         return other is not None and other.value is not None
     others = [b if key == a else a for a, b in EITHER_OR if key in (a, b)]
     return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
+
+
+def asks_for_stream(key: str, entry: Entry) -> bool:
+    """A stream is as long as it is, so whoever asks for one takes back the length of an earlier layer."""
+    said = entry.value is not None and entry.value is not False  # a share of 0 is one, too
+    return said and (key == STREAM or key.startswith(f"{STREAM}."))
 
 
 def _is_of_embedded(key: str, base: Flat, layer: Flat) -> bool:

@@ -7,9 +7,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from bottega.schema.data import HeldOut, TextData, held_out_problems
+from bottega.schema.language_kinds import Kind, in_words_of_recipes, shape_fields, useless_keys
 from bottega.schema.recipe import Model, Recipe, Samples, path_problems
-from bottega.schema.section import Number, Positive, Probability, Section
-from bottega.schema.transformer import SIZES, TransformerShape
+from bottega.schema.section import Dropout, Number, Positive, Probability, Rate, Section, Whole
+from bottega.schema.transformer import TransformerShape
 
 Size = Literal["nano", "verse", "stanza", "epic"]
 
@@ -17,7 +18,10 @@ Size = Literal["nano", "verse", "stanza", "epic"]
 class LanguageModel(Model):
     """A named size, or dimensions of its own, or both: a dimension given beside a size replaces the size's."""
 
-    kind: Literal["transformer"] = Field("transformer", description="the architecture")
+    kind: Kind = Field(
+        "transformer",
+        description="attention, a state space (ssm), both in turn (hybrid), or attention and experts (moe)",
+    )
     size: Size | None = Field(None, description="about 1 M, 125 M, 1.3 B or 13 B parameters")
     from_: str | None = Field(None, alias="from", description="weights to start from: a run, a folder or a hub name")
     num_layers: Positive | None = Field(None, description="blocks")
@@ -32,6 +36,40 @@ class LanguageModel(Model):
     qk_norm: bool | None = Field(None, description="normalise queries and keys")
     rope_theta: Number | None = Field(None, gt=0, description="base of the rotary positions")
     norm_epsilon: Number | None = Field(None, gt=0, description="keeps the norm's division finite")
+    num_experts: Positive | None = Field(None, description="feed-forwards to choose from; null is 8 for moe, else none")
+    experts_per_token: Positive | None = Field(None, description="how many of them a token asks; null is 2")
+    expert_size: Positive | None = Field(
+        None, description="width inside an expert; null shares intermediate_size between those that a token asks"
+    )
+    shared_experts: Whole | None = Field(None, ge=0, description="experts that every token asks besides; null is none")
+    experts_every: Positive | None = Field(None, description="experts in the last of so many layers; null is in each")
+    gate: Literal["softmax", "sigmoid"] | None = Field(None, description="how experts are weighed; null is softmax")
+    router: Literal["linear", "spiking"] | None = Field(None, description="what chooses the experts; null is linear")
+    capacity_factor: Rate | None = Field(
+        None, description="room of an expert in a sequence, in shares of an even split; null never drops a token"
+    )
+    expert_capacity: Positive | None = Field(None, description="the same in tokens")
+    expert_dropout: Dropout | None = Field(None, description="share of experts left out of a step; null is 0")
+    balance: Literal["loss", "bias", "none"] | None = Field(
+        None, description="how experts are kept equally busy: by a loss, by a bias on the choice, or not; null is loss"
+    )
+    balance_weight: Number | None = Field(None, ge=0, description="weight of the balancing loss; null is 0.01")
+    z_weight: Number | None = Field(None, ge=0, description="weight of the router's z-loss; null is 0.001")
+    state_size: Positive | None = Field(None, description="numbers a state space keeps of each channel; null is 64")
+    ssm_head_size: Positive | None = Field(
+        None, description="channels of a state space that decay together; null is 64"
+    )
+    expand: Positive | None = Field(None, description="channels of a state space, in widths of the stream; null is 2")
+    conv_size: Positive | None = Field(None, description="tokens its short convolution sees; null is 4")
+    chunk_size: Positive | None = Field(None, description="tokens it reads by one matrix product; null is 64")
+    attention_every: Positive | None = Field(
+        None, description="hybrid: attention in the last of so many layers; null is 4"
+    )
+
+    def said(self) -> dict[str, Any]:
+        """The dimensions that are not left to a size, a folder or the width."""
+        found = self.model_dump(exclude={"kind", "size", "from_"})
+        return {key: value for key, value in found.items() if value is not None}
 
 
 class Tokenizer(Section):
@@ -89,29 +127,18 @@ class LanguageRecipe(Recipe):
         return super().contradictions() + _dimension_problems(self.model)
 
 
-def own_dimensions(model: LanguageModel) -> dict[str, Any]:
-    """Those of the size, or what follows from the width where there is none."""
-    if model.size is not None:
-        return dict(SIZES[model.size])
-    assert model.hidden_size is not None, "the schema asks for it"
-    width = model.hidden_size
-    head = model.head_size or (width // model.num_heads if model.num_heads else min(64, width))
-    heads = model.num_heads or max(1, width // head)
-    # Two thirds of the usual four times the width: the gate is a third matrix.
-    inner = -(-width * 8 // 3 // 32) * 32
-    return {"head_size": head, "num_heads": heads, "num_kv_heads": heads, "intermediate_size": inner}
-
-
 def _dimension_problems(model: LanguageModel) -> list[tuple[str, str, str]]:
-    """What the heads cannot be, whatever the text: a size has some, and who changes one may forget the other."""
-    if model.from_ is not None or (model.size is None and None in (model.hidden_size, model.num_layers)):
+    """What a model cannot be, whatever the text: a size has some dimensions, and who changes one may forget the other."""
+    if model.from_ is not None:
         return []
-    said = {k: v for k, v in model.model_dump(exclude={"kind", "size", "from_"}).items() if v is not None}
+    said = model.said()
+    found = [(f"model.{key}", "model.kind", text) for key, text in useless_keys(model.kind, model.size, said)]
+    if found or (model.size is None and None in (model.hidden_size, model.num_layers)):
+        return found
     try:
-        TransformerShape(**{"vocab_size": 2, "context": 1, **own_dimensions(model), **said})
+        TransformerShape(**{"vocab_size": 2, "context": 1, **shape_fields(model.kind, model.size, said)})
     except ValidationError as error:
-        wrong = error.errors()[0]
-        text = wrong["msg"].removeprefix("Value error, ")
-        key = ".".join(map(str, wrong["loc"])) or text.partition(" ")[0]
-        return [(f"model.{key}", "model.num_kv_heads", text)]
+        key, text = in_words_of_recipes(error)
+        other = "model.num_kv_heads" if key in ("num_heads", "head_size") else "model.kind"
+        return [(f"model.{key}", other, text)]
     return []

@@ -17,7 +17,19 @@ from bottega.schema.aliases import Bare, canonical, spell
 from bottega.schema.describe import commented_recipe, json_schema
 from bottega.schema.fields import has_key
 from bottega.schema.flags import Override, parse_overrides
-from bottega.schema.flat import EITHER_OR, Entry, Flat, Layer, Problem, Where, flatten, merge, nest
+from bottega.schema.flat import (
+    EITHER_OR,
+    LENGTH,
+    Entry,
+    Flat,
+    Layer,
+    Problem,
+    Where,
+    asks_for_stream,
+    flatten,
+    merge,
+    nest,
+)
 from bottega.schema.recipe import Recipe
 from bottega.schema.registry import RECIPES, other_form, schema_of
 from bottega.schema.wording import locate, problems_of, shown
@@ -266,7 +278,10 @@ def _missing(trial: _Trial, flat: Flat) -> list[Problem]:
         return []
     wrong = {problem.key for problem in trial.problems}
     wrong |= {other for pair in EITHER_OR for other in pair if wrong & set(pair)}
-    missing = [(key, message) for key, message in trial.recipe.missing() if key not in wrong]
+    if wrong and _is_stream(flat):
+        wrong |= set(LENGTH)  # it says how long the run is, and may itself be what is wrong
+    blocks = tuple(f"{key}." for key in wrong)
+    missing = [(key, text) for key, text in trial.recipe.missing() if key not in wrong and not key.startswith(blocks)]
     return [Problem(*(locate(key, flat, {}) if key in flat else (None, key)), message, key) for key, message in missing]
 
 
@@ -285,7 +300,8 @@ def _settle(flat: Flat) -> list[str]:
     for key in [key for key, entry in flat.items() if key.startswith("needs.") and entry.value is None]:
         if key.count(".") == 1:
             del flat[key]
-    by_epochs = _value(flat, "training.max_steps") is None and _value(flat, "training.num_epochs") is not None
+    has_epochs = _value(flat, "training.num_epochs") is not None or _is_stream(flat)
+    by_epochs = _value(flat, "training.max_steps") is None and has_epochs
     for key, entry in flat.items():
         if isinstance(entry.value, Bare):
             amount = entry.value.amount
@@ -301,6 +317,10 @@ def _settle(flat: Flat) -> list[str]:
         both = [half.value if half else usual[i] for i, half in enumerate(halves)]
         flat["training.optimizer.betas"] = replace(entry, value=both)
     return notes
+
+
+def _is_stream(flat: Flat) -> bool:
+    return any(asks_for_stream(key, entry) for key, entry in flat.items())
 
 
 def _value(flat: Flat, key: str) -> Any:

@@ -80,8 +80,6 @@ class MultitaskRecipe(Recipe):
             found.append(("data.parts", f"expected at least two tasks, got {', '.join(self.data.parts) or 'none'}"))
         if self.data.tokenizer is not None:
             found += tokenizer_problems(self.data.tokenizer)
-        if self.techniques:
-            found.append(("techniques", f"{self.techniques[0].name} does not go with several tasks; leave it out"))
         return found + [
             (f"data.{key}", f"is a part's own; say data.parts.NAME.settings.data.{key}") for key in self._said_here()
         ]
@@ -89,6 +87,6 @@ class MultitaskRecipe(Recipe):
     def _said_here(self) -> list[str]:
         """Keys of the data that only a part has a use for."""
         usual = Data()
-        general = ("workers", "prefetch", "pin_memory")
+        general = ("online", "workers", "prefetch", "pin_memory")
         keys = [key for key in Data.model_fields if key not in general]
         return [key for key in keys if getattr(self.data, key) != getattr(usual, key)]

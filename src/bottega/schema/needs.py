@@ -17,7 +17,18 @@ from bottega.schema.section import Section
 PREFIX = "needs."
 PARTS = "parts"
 # What a part says for itself: how it changes or orders what it learns from, and how it is loaded.
-OWN = ("input", "augmentation", "curriculum", "replay", "store", "workers", "prefetch", "pin_memory", "latents")
+OWN = (
+    "input",
+    "augmentation",
+    "curriculum",
+    "replay",
+    "online",
+    "store",
+    "workers",
+    "prefetch",
+    "pin_memory",
+    "latents",
+)
 # Here null is an answer too: a part with a split or limit of its own would learn from what is held out.
 EVEN_NULL = ("split", "limit")
 NAMED = ("name", "output_dir")

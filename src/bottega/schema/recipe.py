@@ -30,7 +30,18 @@ from bottega.schema.techniques import Technique
 from bottega.schema.together import clashes
 from bottega.schema.units import Cadence, Duration, Every, EveryOrTime
 
-BUILT_TASKS = ("language", "classify", "image", "audio", "video", "image_vae", "image_tokens", "multitask")
+BUILT_TASKS = (
+    "language",
+    "classify",
+    "image",
+    "audio",
+    "video",
+    "image_vae",
+    "image_tokens",
+    "routing",
+    "recall",
+    "multitask",
+)
 """The tasks that can be trained; the schemas of the others are here so that their recipes can be checked."""
 
 
@@ -267,7 +278,7 @@ class Recipe(Section):
 
     def missing(self) -> list[tuple[str, str]]:
         """What a run cannot start without: (key, what is wrong with it)."""
-        return length_problems(self.training)
+        return length_problems(self.training, is_stream=self.data.online is not None)
 
     def plain(self) -> dict[str, Any]:
         """As plain values under the names a recipe file uses."""
@@ -295,7 +306,12 @@ class Recipe(Section):
         return f"{origin}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def length_problems(training: Training) -> list[tuple[str, str]]:
+def length_problems(training: Training, *, is_stream: bool = False) -> list[tuple[str, str]]:
+    if is_stream and training.num_epochs is not None and training.num_epochs > 1:
+        said = f"{training.num_epochs}, and a stream (data.online) is gone through once; leave it out"
+        return [("training.num_epochs", said)]
+    if is_stream and training.max_steps is None and training.num_epochs is None:
+        return []
     if training.max_steps is None and training.num_epochs is None:
         return [("training.max_steps", "missing; give max_steps or num_epochs")]
     if training.max_steps is not None and training.num_epochs is not None:

@@ -10,6 +10,7 @@ from bottega.schema.language import LanguageRecipe
 from bottega.schema.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.schema.multitask import MultitaskRecipe
 from bottega.schema.personalize import PersonalizeRecipe
+from bottega.schema.recall import LastingRecipe, RecallRecipe
 from bottega.schema.recipe import Recipe
 from bottega.schema.routing import RoutingRecipe
 from bottega.schema.tokens import AudioTokensRecipe, ImageTokensRecipe
@@ -24,6 +25,7 @@ RECIPES: dict[str, type[Recipe]] = {
     "image_tokens": ImageTokensRecipe,
     "personalize": PersonalizeRecipe,
     "routing": RoutingRecipe,
+    "recall": RecallRecipe,
     "multitask": MultitaskRecipe,
 }
 
@@ -36,6 +38,7 @@ FORMS: dict[str, dict[str, type[Recipe]]] = {
     },
     "image_vae": {"image": ImageVaeRecipe, "audio": AudioVaeRecipe, "video": VideoVaeRecipe},
     "image_tokens": {"image": ImageTokensRecipe, "audio": AudioTokensRecipe},
+    "recall": {"streams": RecallRecipe, "facts": LastingRecipe},
 }
 """Task -> data.input -> schema. The one in RECIPES is for recipes that do not say."""
 

@@ -88,6 +88,42 @@ class MamlOptions(Section):
     queries: Positive = Field(5, description="examples that measure it; classify: of each class")
 
 
+class PlasticityOptions(Section):
+    """Weights of spiking layers also follow the timing of spikes (Bi & Poo, 1998; Pfister & Gerstner, 2006)."""
+
+    rule: Literal["pair", "triplet"] = Field("pair", description="what counts: pairs of spikes, or triplets too")
+    rate: Number = Field(1e-4, ge=0, description="how far weights move in a step, times the mean change of an example")
+    a_plus: Number = Field(1.0, ge=0, description="gain of a pair whose input comes first")
+    a_minus: Number = Field(1.35, ge=0, description="loss of a pair whose output comes first")
+    tau_plus: Number = Field(4.0, gt=0, description="time steps in which that gain falls to a third (1/e)")
+    tau_minus: Number = Field(4.0, gt=0, description="time steps in which that loss falls to a third (1/e)")
+    a3_plus: Number = Field(0.05, ge=0, description="triplet: more gain after an earlier spike of the output")
+    a3_minus: Number = Field(0.0, ge=0, description="triplet: more loss after an earlier spike of the input")
+    tau_x: Number = Field(8.0, gt=0, description="triplet: time steps for which earlier input spikes count")
+    tau_y: Number = Field(8.0, gt=0, description="triplet: time steps for which earlier output spikes count")
+    reward: Literal["none", "accuracy", "loss"] = Field(
+        "none", description="each example counts by how much better than usual it was told: right or not, or its loss"
+    )
+    reward_decay: Probability = Field(0.99, lt=1, description="of the running mean that says what is usual")
+    bounds: Literal["hard", "soft"] = Field("hard", description="cut off at low and high, or slower towards them")
+    low: Number = Field(-1.0, description="plasticity takes no weight below it")
+    high: Number = Field(1.0, description="plasticity takes no weight above it")
+    normalise: bool = Field(True, description="keep sum and length of each unit's incoming weights as they were")
+    targets: tuple[str, ...] | None = Field(
+        None, description="spiking layers by name, by the part they are in, or patterns; null is all of them"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PlasticityOptions:
+        if self.low >= self.high:
+            raise ValueError(f"low: {self.low:g} must be below high, which is {self.high:g}")
+        fields = type(self).model_fields
+        for key in ("a3_plus", "a3_minus", "tau_x", "tau_y"):
+            if self.rule == "pair" and getattr(self, key) != fields[key].default:
+                raise ValueError(f"{key}: {getattr(self, key):g} is of the triplet rule; set rule: triplet")
+        return self
+
+
 OPTIONS: dict[str, type[Section]] = {
     "lora": LoraOptions,
     "adapter": AdapterOptions,
@@ -95,8 +131,9 @@ OPTIONS: dict[str, type[Section]] = {
     "ewc": EwcOptions,
     "replay": ReplayOptions,
     "maml": MamlOptions,
+    "plasticity": PlasticityOptions,
 }
-UNBUILT = ("soft_prompt", "plasticity")
+UNBUILT = ("soft_prompt",)
 """Each leaves this list with the code behind it."""
 
 
@@ -131,6 +168,8 @@ class Technique(Section):
 
 def _first(error: ValidationError, schema: type[Section]) -> str:
     detail = error.errors(include_url=False)[0]
+    if not detail["loc"]:  # of several keys together
+        return str(detail["msg"]).removeprefix("Value error, ")
     key = ".".join(map(str, detail["loc"][:1]))
     if detail["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, schema.model_fields, 1)

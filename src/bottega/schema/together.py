@@ -18,6 +18,7 @@ KEY = "techniques"
 IN_TURN = ("ewc", "replay")
 """Techniques about sources that come one after the other."""
 INJECTED = ("lora", "adapter")
+PLASTICITY = "plasticity"
 CODERS = ("image_vae", "image_tokens")
 
 
@@ -25,8 +26,9 @@ def clashes(recipe: Recipe) -> list[Clash]:
     names: list[str] = [technique.name for technique in recipe.techniques]
     if not names:
         return []
-    if recipe.task == "multitask":
-        return [(KEY, KEY, f"{names[0]} does not go with several tasks; leave it out")]
+    alone = [name for name in names if name != PLASTICITY]
+    if recipe.task == "multitask" and alone:
+        return [(KEY, KEY, f"{alone[0]} does not go with several tasks; leave it out")]
     return [*_among(names), *_beside(recipe, names), *(_with_maml(recipe, names) if "maml" in names else ())]
 
 
@@ -38,19 +40,34 @@ def _among(names: list[str]) -> Iterator[Clash]:
         yield KEY, KEY, "lora and adapter change the same layers; keep one"
     if {"distill", "maml"} <= set(names):
         yield KEY, KEY, "distill and maml do not go together, since the teacher knows no episode; keep one"
+    if PLASTICITY in names:
+        yield from _beside_plasticity(names)
+
+
+def _beside_plasticity(names: list[str]) -> Iterator[Clash]:
+    injected = next((name for name in names if name in INJECTED), None)
+    if injected is not None:
+        yield KEY, KEY, f"{injected} keeps the weights as they are that plasticity changes; keep one"
+    if "maml" in names:
+        yield KEY, KEY, "maml has several sets of weights in a step, and plasticity changes one; keep one"
+    if "distill" in names and names.index("distill") > names.index(PLASTICITY):
+        yield KEY, KEY, "plasticity listens to what the student does for its teacher too; list it after distill"
 
 
 def _beside(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
     for name in names:
         if name in INJECTED and recipe.task in CODERS:
             yield KEY, "task", f"{name} is not for {recipe.task}; train it in full"
-        if name in IN_TURN and "maml" not in names and recipe.data.mixture != "sequence" and _has_data(recipe):
+        is_in_turn = recipe.data.mixture == "sequence" or recipe.data.online is not None
+        if name in IN_TURN and "maml" not in names and not is_in_turn and _has_data(recipe):
             yield (
                 KEY,
                 "data.mixture",
                 f"{name} is about sources that come one after the other; say data.mixture: sequence, with two "
                 "data.sources or more",
             )
+    if recipe.data.online is not None:
+        yield from _beside_stream(names)
     if recipe.training.compile is True and any(getattr(one.options, "hidden", 0) for one in recipe.techniques):
         yield (
             "training.compile",
@@ -58,6 +75,23 @@ def _beside(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
             "true, and techniques.distill.hidden listens inside the model, which is then not compiled; leave one of "
             "them out",
         )
+    if recipe.training.compile is True and PLASTICITY in names:
+        text = "true, and plasticity listens inside the model, which is then not compiled; leave one of them out"
+        yield "training.compile", KEY, text
+    if recipe.task == "multitask" and any(
+        getattr(one.options, "reward", "none") != "none" for one in recipe.techniques
+    ):
+        yield KEY, "task", "plasticity.reward is of one task, and here are several; set it to none"
+
+
+def _beside_stream(names: list[str]) -> Iterator[Clash]:
+    """A stream has no borders between tasks, at which weights could be held, and what it repeats it says itself."""
+    said = {
+        "ewc": "ewc holds weights at the end of each source, and a stream (data.online) has no end of one; leave one out",
+        "replay": "replay is of a sequence of sources; in a stream (data.online) say data.online.replay: 0.2",
+        "maml": "maml draws episodes, and a stream (data.online) takes samples as they come; leave one out",
+    }
+    yield from ((KEY, "data.online", said[name]) for name in names if name in said)
 
 
 def _has_data(recipe: Recipe) -> bool:

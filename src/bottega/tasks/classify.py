@@ -21,8 +21,11 @@ from bottega.models.initial_conv import initialise_convolutional
 from bottega.models.kim import Kim, initialise_kim
 from bottega.models.pretrained import fetch_folder, load_weights
 from bottega.models.pretrained_classifier import build_pretrained
+from bottega.models.spiking import activity, rate_costs, unit_rows, unit_scores
+from bottega.models.spiking_net import SpikingNet, initialise_spiking
 from bottega.models.text_classifier import TextClassifier, initialise_encoder
 from bottega.schema.convnet import ConvNetShape
+from bottega.schema.spiking import SpikingNetShape
 from bottega.schema.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.tasks.measures import classification
 
@@ -43,7 +46,7 @@ class Classification(Task):
     """
 
     key: Literal["image", "mel", "video", "text"]
-    shape: ConvNetShape | TextClassifierShape
+    shape: ConvNetShape | SpikingNetShape | TextClassifierShape
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     objective: Literal["cross_entropy", "focal"] = "cross_entropy"
     gamma: float = Field(2.0, ge=0)
@@ -54,12 +57,15 @@ class Classification(Task):
     word_dropout: float = Field(0.0, ge=0, lt=1)
     """The share of a text's tokens that training replaces by `unknown`."""
     unknown: int | None = None
+    firing_rate: float | None = Field(None, ge=0, le=1)
+    """Of a spiking network: the share of the steps in which its units are to fire."""
+    firing_rate_weight: float = Field(1.0, ge=0)
     pretrained: str | None = None
     """A folder, or for an encoder of transformers a hub name, whose weights the training starts from."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Classification:
-        is_text = not isinstance(self.shape, ConvNetShape)
+        is_text = not isinstance(self.shape, ConvNetShape | SpikingNetShape)
         assert is_text == (self.key == "text"), f"{type(self.shape).__name__} does not read {self.key}"
         weights, count = self.class_weights, self.shape.num_labels
         if weights is not None and len(weights) != count:
@@ -84,6 +90,8 @@ class Classification(Task):
             load_weights(model, self.pretrained)
         elif isinstance(model, ConvNet):
             initialise_convolutional(model, seed, residual_layers=len(model.blocks))
+        elif isinstance(model, SpikingNet):
+            initialise_spiking(model, seed)
         elif isinstance(model, Kim):
             initialise_kim(model, seed)
         else:
@@ -97,10 +105,11 @@ class Classification(Task):
             each = np.ones(len(batch["labels" if self.multi_label else "label"]))
         if "weight" in batch:
             each = each[np.asarray(batch["weight"]) > 0]
-        return {"loss": float(each.sum())}
+        return {"loss": float(each.sum()), **({"firing": float(len(each))} if self.is_regulated else {})}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        logits = self._logits(models, batch, rng if models["model"].training else None).float()
+        logits, spikes = self._told(models, batch, rng if models["model"].training else None)
+        logits = logits.float()
         labels = batch["labels"].float() if self.multi_label else batch["label"].long()
         each = self._several(logits, labels) if self.multi_label else self._single(logits, labels)
         counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(each, dtype=torch.bool)
@@ -115,10 +124,27 @@ class Classification(Task):
             right = {"accuracy": found.argmax(dim=1) == labels}
             rows = {"probability": found.softmax(dim=1), "label": labels}
         if self.is_modified and not models["model"].training:
-            return Loss(
-                terms={"loss": (total, 1.0)}, metrics=self._measured(found, labels, counted, right, total), rows=rows
-            )
-        return Loss(terms={"loss": (total, 1.0)}, metrics=_means(right, counted), rows=rows)
+            metrics = self._measured(found, labels, counted, right, total)
+        else:
+            metrics = _means(right, counted)
+        out = Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=rows)
+        return self._with_firing(out, spikes, counted) if spikes else out
+
+    def _with_firing(self, out: Loss, spikes: tuple[Tensor, ...], counted: Tensor) -> Loss:
+        """Also how often units fire, what it costs, and which of them do so never or always."""
+        assert isinstance(self.shape, SpikingNetShape)
+        trains = torch.cat(spikes, dim=2)
+        terms, metrics = dict(out.terms), {**out.metrics, "firing_rate": activity(trains, counted)["firing_rate"]}
+        if self.is_regulated:
+            assert self.firing_rate is not None
+            each = torch.stack([rate_costs(one, self.firing_rate) for one in spikes]).mean(0)
+            terms["firing"] = (torch.where(counted, each, 0.0).sum(), self.firing_rate_weight)
+        return Loss(terms, metrics, {**out.rows, "units": unit_rows(trains, self.shape.neuron.highest_rate)})
+
+    @property
+    def is_regulated(self) -> bool:
+        """Whether units are held to a rate."""
+        return self.firing_rate is not None and self.firing_rate_weight > 0
 
     @property
     def is_modified(self) -> bool:
@@ -142,22 +168,34 @@ class Classification(Task):
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
         """Logits [b, K]."""
-        return self._logits(models, batch, None)
+        return self._told(models, batch, None)[0]
 
     def score(self, rows: Rows) -> dict[str, float]:
-        return classification.score(rows["probability"], rows["labels" if self.multi_label else "label"])
+        found = classification.score(rows["probability"], rows["labels" if self.multi_label else "label"])
+        return found | unit_scores(rows["units"]) if "units" in rows else found
 
-    def _logits(self, models: Models, batch: Batch, rng: Noise | None) -> Tensor:
-        """`rng` where words are to be dropped."""
+    def _told(self, models: Models, batch: Batch, rng: Noise | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits, and of a spiking network the spikes of each layer. `rng` where training is to be noisy: words are dropped,
+        and pixels become spikes by chance. An answer is the same every time."""
+        model = models["model"]
+        if isinstance(self.shape, SpikingNetShape):
+            drawn: dict[str, Tensor] = {}
+            if rng is not None and self.shape.coding == "rate":
+                drawn["draws"] = rng.uniform("rate_code", (self.shape.neuron.time_steps, self.shape.num_inputs))
+            logits, spikes = model(batch[self.key], **drawn)
+            return logits, spikes
+        return self._logits(model, batch, rng), ()
+
+    def _logits(self, model: Any, batch: Batch, rng: Noise | None) -> Tensor:
         if self.key != "text":
-            return models["model"](batch[self.key])
+            return model(batch[self.key])
         ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
         if self.word_dropout and rng is not None:
             assert self.unknown is not None
             length = ids.shape[1]
             drawn = rng.uniform("word_dropout", (-(-length // DRAWN_AT_ONCE) * DRAWN_AT_ONCE,))[:, :length]
             ids = torch.where((drawn < self.word_dropout) & mask, self.unknown, ids)
-        return models["model"](ids, mask)
+        return model(ids, mask)
 
     def _single(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[b]: of each example, with the weight of its class."""
@@ -185,9 +223,13 @@ def _means(values: Mapping[str, Tensor], counted: Tensor) -> Sums:
     return {name: (torch.where(counted, each, 0).float().sum(), number) for name, each in values.items()}
 
 
-def _network(shape: ConvNetShape | KimShape | EncoderShape) -> ConvNet | Kim | TextClassifier:
+def _network(
+    shape: ConvNetShape | SpikingNetShape | KimShape | EncoderShape,
+) -> ConvNet | SpikingNet | Kim | TextClassifier:
     if isinstance(shape, ConvNetShape):
         return ConvNet(shape)
+    if isinstance(shape, SpikingNetShape):
+        return SpikingNet(shape)
     return Kim(shape) if isinstance(shape, KimShape) else TextClassifier(shape)
 
 

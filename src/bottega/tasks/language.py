@@ -12,12 +12,16 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.core.task import Task
-from bottega.core.types import Batch, Loss, Models
+from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
+from bottega.models import experts
 from bottega.models.initial import initialise
 from bottega.models.pretrained import fetch_folder, load_weights
 from bottega.models.token_loss import IGNORED
-from bottega.models.transformer import Transformer
+from bottega.models.transformer import Routed, Transformer
 from bottega.schema.transformer import TransformerShape
+
+MOST_TOLD = 16
+"""Experts whose loads are told one by one; of more, only the largest and the smallest are."""
 
 
 class Language(Task):
@@ -31,6 +35,10 @@ class Language(Task):
     shape: TransformerShape
     pretrained: str | None = None
     """A local folder or a hub name whose weights the training starts from."""
+    balance_weight: float = 0.01
+    """Of the loss that keeps experts equally busy, where they are balanced by one."""
+    z_weight: float = 0.001
+    """Of the loss that keeps the router's logits small (ST-MoE, Zoph et al., 2022)."""
 
     def build(self, seed: int) -> dict[str, Any]:
         # Without memory first: torch's own initial values would be drawn only to be overwritten.
@@ -48,7 +56,8 @@ class Language(Task):
         predicted = np.asarray(mask)[:, 1:] > 0
         if "weight" in batch:
             predicted = predicted & (np.asarray(batch["weight"]) > 0)[:, None]
-        return {"loss": float(predicted.sum())}
+        # What experts cost is a mean over the tokens that are predicted, too.
+        return dict.fromkeys(("loss", *self._costs()), float(predicted.sum()))
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         inputs, documents = _inputs(batch)
@@ -57,15 +66,84 @@ class Language(Task):
             targets = targets.masked_fill(batch["attention_mask"][:, 1:] <= 0, IGNORED)
         if "weight" in batch:
             targets = targets.masked_fill((batch["weight"] <= 0)[:, None], IGNORED)
-        total = models["model"](inputs, targets, documents=documents)
-        if "bytes" not in batch:
-            return Loss(terms={"loss": (total, 1.0)})
-        size = batch["bytes"].float()
-        if "weight" in batch:
-            size = size * (batch["weight"] > 0)
-        return Loss(
-            terms={"loss": (total, 1.0)}, metrics={"bits_per_byte": (total.detach() / math.log(2.0), size.sum())}
-        )
+        metrics: Sums = {}
+        if self.shape.experts is None:
+            out = Loss(terms={"loss": (models["model"](inputs, targets, documents=documents), 1.0)}, metrics=metrics)
+        else:
+            counted = targets != IGNORED
+            total, routed = models["model"](inputs, targets, documents=documents, counted=counted)
+            out = self._with_experts(total, routed, metrics)
+            if not models["model"].training:
+                out.rows["load"] = _loads(routed, counted, self.shape.experts.num_experts)
+        if "bytes" in batch:
+            size = batch["bytes"].float()
+            if "weight" in batch:
+                size = size * (batch["weight"] > 0)
+            metrics["bits_per_byte"] = (out.terms["loss"][0].detach() / math.log(2.0), size.sum())
+        return out
+
+    # Experts
+
+    def _costs(self) -> dict[str, float]:
+        """Term -> weight of what experts cost beside the tokens."""
+        shape = self.shape.experts
+        if shape is None:
+            return {}
+        balance = self.balance_weight if shape.balance == "loss" else 0.0
+        return {name: weight for name, weight in (("balance", balance), ("router_z", self.z_weight)) if weight}
+
+    def _with_experts(self, total: Tensor, routed: Routed, metrics: Sums) -> Loss:
+        shape, layers = self.shape.experts, routed.layers
+        assert shape is not None, "or nothing was routed"
+        costs = {"balance": [one.balance for one in layers], "router_z": [one.z for one in layers]}
+        terms = {name: (torch.stack(costs[name]).sum(), weight) for name, weight in self._costs().items()}
+        tokens = torch.stack([one.tokens for one in layers]).sum()
+        # What is minimised is more than this; a report stays the surprise of the text alone.
+        metrics["loss"] = (total.detach(), layers[0].tokens)
+        entropy = torch.special.entr(routed.load).sum(-1).mean() / math.log(max(2, shape.num_experts))
+        metrics["load_entropy"] = (entropy, torch.ones_like(entropy))
+        metrics["gate_entropy"] = (torch.stack([one.entropy for one in layers]).sum(), tokens)
+        metrics["drop_rate"] = (torch.stack([one.dropped for one in layers]).sum(), tokens * shape.top_k)
+        stats: dict[str, Tensor] = {}
+        for name, routing in zip(self._expert_layers(), layers, strict=True):
+            stats |= experts.stats(routing, name)
+        return Loss({"loss": (total, 1.0), **terms}, metrics, {}, stats)
+
+    def _expert_layers(self) -> list[str]:
+        """Where the model has them."""
+        return [f"model.layers.{layer}.mlp" for layer in self.shape.expert_layers]
+
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+        """The running load of each router, and its bias where that is what balances."""
+        new: dict[str, Tensor] = {}
+        for name in self._expert_layers():
+            assert self.shape.experts is not None, "or there were no such layers"
+            new |= experts.renewed(tensors, seen, name=name, shape=self.shape.experts, step=step)
+        return new
+
+    def score(self, rows: Rows) -> dict[str, float]:
+        """How evenly the experts were asked over the whole data set; each layer by itself, since the third expert of one
+        has nothing to do with the third of another."""
+        load = rows["load"].sum(axis=0)
+        shares = load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
+        surprise = -(shares * np.log(np.maximum(shares, 1e-30))).sum(axis=-1)
+        number = shares.shape[-1]
+        found = {
+            "load_entropy": float(surprise.mean() / math.log(max(2, number))),
+            "load_max": float(shares.max()),
+            "load_min": float(shares.min()),
+        }
+        each = {f"load_{expert}": float(share) for expert, share in enumerate(shares.mean(axis=0))}
+        return found | (each if number <= MOST_TOLD else {})
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """What an evaluation knows of experts."""
+        shape = self.shape.experts
+        if shape is None:
+            return ()
+        loads = [f"load_{expert}" for expert in range(shape.num_experts)] if shape.num_experts <= MOST_TOLD else []
+        return (*self._costs(), "gate_entropy", "drop_rate", "load_entropy", "load_max", "load_min", *loads)
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
         """All logits [b, T, V]: for small batches."""
@@ -83,3 +161,13 @@ class Language(Task):
 def _inputs(batch: Batch) -> tuple[Tensor, Tensor | None]:
     documents = batch["documents"][:, :-1] if "documents" in batch else None
     return batch["input_ids"][:, :-1], documents
+
+
+def _loads(routed: Routed, counted: Tensor, num_experts: int) -> Tensor:
+    """[b, L, E]: how often the tokens of each example asked each expert."""
+    found = []
+    for routing in routed.layers:
+        asked = torch.zeros(len(counted), num_experts, device=counted.device)
+        once = counted[..., None].expand_as(routing.chosen).float()
+        found.append(asked.scatter_add_(1, routing.chosen.flatten(1), once.flatten(1)))
+    return torch.stack(found, dim=1)

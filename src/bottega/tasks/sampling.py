@@ -40,14 +40,16 @@ def generate(
 
     Prompts may differ in length, and no row sees another. The noise is f(seed, index of the new token, row), added to
     the logits (Gumbel-max), so a seed gives the same text on any device up to rounding; temperature 0 takes the most
-    likely token. When a text fills the context, its last half is read again from position 0 and the rest forgotten.
+    likely token. When a text fills the context, its last half is read again from position 0 and the rest forgotten; a
+    model without attention has no such limit, and reads on.
     """
     if max_new_tokens < 1:
         raise UsageError(f"max_tokens {max_new_tokens}: at least one token is asked for")
     _check(
         prompts, model.shape.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, penalty=repetition_penalty
     )
-    rows = [_Row(list(prompt), list(prompt)[-model.shape.context :]) for prompt in prompts]
+    seen = slice(-model.shape.context, None) if model.shape.has_attention else slice(None)
+    rows = [_Row(list(prompt), list(prompt)[seen]) for prompt in prompts]
 
     def pick(logits: Tensor, index: int) -> list[int]:
         logits = penalised(logits, [row.tokens for row in rows], penalty=repetition_penalty)
@@ -97,19 +99,20 @@ def _next_logits(model: Transformer, rows: list[_Row], cache: Cache, *, device: 
     """Float32 logits [rows, V] of the token after each row; the cache then holds all that was read."""
     context = model.shape.context
     for row in rows:
-        if len(row.window) > context:
+        if model.shape.has_attention and len(row.window) > context:
             row.window, row.read = row.window[-max(1, context // 2) :], False
     last = torch.empty(len(rows), model.shape.hidden_size, device=device)
     fresh = [i for i, row in enumerate(rows) if not row.read]
-    if fresh:
-        last[fresh] = _prefill(model, rows, fresh, cache, device=device)
     if len(fresh) < len(rows):
-        # All rows step together. Those just read, and those that stopped, repeat their last token where it stands.
+        # All rows step together. Those that stopped read their last token once more, which nobody asks for; so do those
+        # that are to be read anew, and that comes after, because a state cannot take a token back.
         steps = torch.tensor([[row.window[-1]] for row in rows], device=device)
         places = [len(row.window) - 1 for row in rows]
         hidden = model.hidden(steps, cache=cache, position=places)[:, 0].float()
         others = [i for i in range(len(rows)) if i not in set(fresh)]
         last[others] = hidden[others]
+    if fresh:
+        last[fresh] = _prefill(model, rows, fresh, cache, device=device)
     for row in rows:
         row.read = True
     return model.logits(last.to(model.head_weight.dtype)).float()
@@ -120,8 +123,8 @@ def _prefill(
 ) -> Tensor:
     """Read whole windows from position 0; the hidden state of each one's last token.
 
-    Short rows are filled up on the right: what stands there is later than every real token, so none of them sees it,
-    and it is overwritten in the cache before a later token could.
+    Short rows are filled up on the right: what stands there is later than every real token, so none of them sees it. Of
+    keys and values it is overwritten in the cache before a later token could; into a state it never enters.
     """
     windows = [rows[i].window for i in chosen]
     length = max(map(len, windows))
@@ -129,10 +132,10 @@ def _prefill(
     whole = len(chosen) == len(rows)
     size = cache.layers[0][0].dtype
     part = cache if whole else Cache.empty(model.shape, batch=len(chosen), length=length, device=device, dtype=size)
-    hidden = model.hidden(tokens, cache=part)
+    part.forget()
+    hidden = model.hidden(tokens, cache=part, lengths=list(map(len, windows)))
     if not whole:
-        for (keys, values), (new_keys, new_values) in zip(cache.layers, part.layers, strict=True):
-            keys[chosen, :, :length], values[chosen, :, :length] = new_keys, new_values
+        cache.put(part, chosen, length=length)
     ends = torch.tensor([len(window) - 1 for window in windows], device=device)
     return hidden[torch.arange(len(chosen), device=device), ends].float()
 

@@ -88,7 +88,7 @@ class Distilled(Wrapped):
             added["hidden"] = _summed(torch.stack(between).mean(0), rows)
             terms["hidden"] = (added["hidden"][0], self.hidden)
         measured = {name: (total.detach(), count) for name, (total, count) in added.items()}
-        return Loss(terms=terms, metrics={**found.metrics, **measured}, rows=found.rows)
+        return found._replace(terms=terms, metrics={**found.metrics, **measured})
 
     def _differences(self, call: Call, answer: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Of each example [B] or token [B, T], and which of them count."""

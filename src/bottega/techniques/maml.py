@@ -65,12 +65,15 @@ class Maml(Wrapped):
         learn = {"maml": self._through, "fomaml": self._through, "reptile": self._towards, "none": self._plainly}
         terms: Terms = {}
         metrics: Sums = {}
+        stats: dict[str, Tensor] = {}
         for episode in _episodes(self.inner.counts, batch, rng):
-            found, measured = learn[self.method](models, episode)
-            for name, (total, weight) in found.items():
+            found = learn[self.method](models, episode)
+            for name, (total, weight) in found.terms.items():
                 terms[name] = (terms[name][0] + total if name in terms else total, weight)
-            _add(metrics, measured)
-        return Loss(terms=terms, metrics=metrics)
+            _add(metrics, found.metrics)
+            for name, value in found.stats.items():
+                stats[name] = stats[name] + value if name in stats else value
+        return Loss(terms=terms, metrics=metrics, stats=stats)
 
     def score(self, rows: Rows) -> dict[str, float]:
         """Classes have another number in each episode, so nothing can be said over all of them but means."""
@@ -78,17 +81,16 @@ class Maml(Wrapped):
 
     # What an episode teaches
 
-    def _through(self, models: Models, episode: Episode) -> tuple[Terms, Sums]:
+    def _through(self, models: Models, episode: Episode) -> Loss:
         """The query loss after the steps. First order takes their gradients for constants."""
         # What is not thawed yet is moved as well, and learns nothing from it.
         own = self._adapted(models["model"])
         weights: Weights = {n: p if p.requires_grad else p.detach().requires_grad_() for n, p in own.items()}
         for number in range(self.inner_steps):
             weights = self._step(models, weights, episode, number, second_order=self.method == "maml")[0]
-        out = self.inner.loss(_with(models, weights), episode.query, episode.query_noise)
-        return out.terms, out.metrics
+        return self.inner.loss(_with(models, weights), episode.query, episode.query_noise)
 
-    def _towards(self, models: Models, episode: Episode) -> tuple[Terms, Sums]:
+    def _towards(self, models: Models, episode: Episode) -> Loss:
         """A term whose gradient is the way back from where the steps end, and whose value the loss before the last."""
         whole = episode.joined()
         own = self._adapted(models["model"])
@@ -102,12 +104,12 @@ class Maml(Wrapped):
         # One term carries all of the gradient, because the engine adds the terms up by their weights.
         (first, (total, weight)), *others = ((n, (t.detach(), w)) for n, (t, w) in terms.items())
         lead = (way - way.detach()) * (episode.query_counts[first] / weight)
-        return {first: (total + lead, weight), **dict(others)}, out.metrics
+        return out._replace(terms={first: (total + lead, weight), **dict(others)})
 
-    def _plainly(self, models: Models, episode: Episode) -> tuple[Terms, Sums]:
+    def _plainly(self, models: Models, episode: Episode) -> Loss:
         whole = episode.joined()
         out = self.inner.loss(models, whole.query, whole.query_noise)
-        return whole.shared(out.terms), out.metrics
+        return out._replace(terms=whole.shared(out.terms))
 
     # What weights are worth
 
@@ -225,7 +227,10 @@ class Rebound:
             return self._ask("__call__", *args, **named)
         # Its own loss makes the gradients in the forward pass, and a second derivative would silently be 0.
         named = {name: value for name, value in named.items() if name != "targets"}
-        return summed_loss(self._ask("__call__", args[0], **named), targets)
+        found = self._ask("__call__", args[0], **named)
+        if isinstance(found, tuple):  # and how it went through its experts
+            return summed_loss(found[0], targets), *found[1:]
+        return summed_loss(found, targets)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)

@@ -12,8 +12,12 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from bottega.models.spiking import SpikingLayer
 from bottega.models.token_loss import IGNORED, summed_loss
 from bottega.models.transformer import Block
+
+OWN = ("draws",)
+"""What is asked by these names is a model's own affair: by which chances its pixels become spikes."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,7 @@ class Call:
 
     def asked_of(self, other: Any) -> Tensor:
         """The same question to somebody else: the very tensors, so noise, times and dropped words are the same too."""
-        answer: Tensor = other(*self.args, **self.kwargs)
-        return answer
+        return _said(other(*self.args, **{name: value for name, value in self.kwargs.items() if name not in OWN}))[0]
 
 
 @final
@@ -44,15 +47,16 @@ class Overheard:
         self.model, self.tokens = model, tokens
         self.calls: list[Call] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.tokens:
-            answer: Tensor = self.model(*args, **kwargs)
-            self.calls.append(Call(args, kwargs, answer))
-            return answer
+            found = self.model(*args, **kwargs)
+            self.calls.append(Call(args, kwargs, _said(found)[0]))
+            return found
         inputs, targets = args
-        logits: Tensor = self.model(inputs, **kwargs)
+        logits, more = _said(self.model(inputs, **kwargs))
         self.calls.append(Call((inputs,), kwargs, logits, targets != IGNORED))
-        return summed_loss(logits, targets)
+        total = summed_loss(logits, targets)
+        return (total, *more) if more else total
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -61,6 +65,11 @@ class Overheard:
     def call(self) -> Call:
         assert len(self.calls) == 1, f"a model that is called {len(self.calls)} times has no one answer"
         return self.calls[0]
+
+
+def _said(found: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """The answer, and what a model may tell besides: how it went through its experts."""
+    return (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -108,5 +117,7 @@ def _state(block: nn.Module, output: Any) -> Tensor:
     """[B, N, D], whatever the block gives: grids [B, D, ...] have their channels second."""
     if isinstance(block, Block):  # the stream, and what the next block is to add to it
         output = output[0] + output[1]
+    if isinstance(block, SpikingLayer):  # its positions are in time
+        output = output.transpose(0, 1)
     state: Tensor = output[0] if isinstance(output, tuple) else output
     return state if state.ndim == 3 else state.flatten(2).transpose(1, 2)

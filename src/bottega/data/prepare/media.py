@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import default_cache
@@ -15,10 +16,11 @@ from bottega.data.prepare.inputs import Input, Shares, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Dropped, Rules
+from bottega.data.readers import find
 from bottega.data.record import Bad, Record, Unreadable
-from bottega.schema.data import Data
+from bottega.schema.data import Data, HeldOut, Source
 from bottega.schema.media import AudioData, ImageData, MediaRecipe, VideoData
-from bottega.schema.routing import RoutingData
+from bottega.schema.rules import RoutingData
 
 # Pictures are kept as pixels up to so many bytes in all, else as files.
 DECODED_LIMIT = 2 << 30
@@ -59,34 +61,79 @@ def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None
 
 
 def prepare_vectors(data: RoutingData, *, progress: Progress, cache: Path | None = None) -> Prepared:
-    """Tables of x, label and key."""
+    """Tables of x, label, rule and key."""
     from bottega.data.vectors import VectorEncoder
 
     ready = opened_where_prepared(data, task="routing")
     if ready is not None:
         return ready
-    inputs, shares = _inputs(data, "x")
-    rules = Rules("x")
-    encoder = VectorEncoder()
+    inputs, shares = _vector_inputs(data)
+    check_medium(inputs, "x")
+    is_made = _is_all_made(data)
+    encoder = VectorEncoder(is_made=is_made, num_rules=data.num_rules if is_made else None)
     plan = Plan(
         task="routing",
         inputs=inputs,
         shares=shares,
         data=data,
-        rules=rules,
-        encoder=lambda texts, folder, progress: encoder,
+        rules=Rules("x"),
+        encoder=lambda texts, folder, progress: replace(
+            encoder, tables=tuple(folder / table for table in texts.plan.tables)
+        ),
         options=(encoder,),
+        num_classes=data.num_labels if is_made else None,
     )
     return prepare(plan, cache=cache or default_cache(), progress=progress)
 
 
-def _inputs(data: Data, medium: Medium | Literal["x"]) -> tuple[tuple[Input, ...], Shares]:
+def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
+    """With what is made in files like any other. What is held out is then made of each source, one after the other."""
+    from bottega.data.embedded import rules
+
+    def in_file(source: Source | None, folder: Callable[[Any], Path]) -> Source | None:
+        if source is None:
+            return None
+        plain = HeldOut if isinstance(source, HeldOut) else Source
+        said = {name: getattr(source, name) for name in plain.model_fields}
+        if source.kind == "embedded":
+            raise UsageError("data.train.kind: no numbers are embedded; say synthetic, or give a path with --data")
+        return plain(**said if source.kind != "synthetic" else {**said, "kind": "numpy", "path": str(folder(source))})
+
+    sources = [
+        in_file(source, partial(rules.training_folder, data, number=number))
+        for number, source in enumerate(data.sources or (data.train,))
+    ]
+    held_out = {name: getattr(data, name) for name in ("validation", "test")}
+    made = {name: part for name, part in held_out.items() if part is not None and part.kind == "synthetic"}
+    there = {name: in_file(part, Path) if name not in made else None for name, part in held_out.items()}
+    named = {"train": sources[0], "sources": None} if data.sources is None else {"sources": tuple(sources)}
+    inputs, shares = inputs_of(data.model_copy(update={**named, **there}))
+    if len(sources) > 1 and _is_all_made(data) and not any(part.rules for part in made.values()):
+        # Whose each held-out sample is stays known, also where the sources are no sequence: they are tasks to adapt to.
+        inputs = tuple(replace(one, source=_number(one)) for one in inputs)
+    first = [
+        Input(find(Source(kind="numpy", path=str(folder))), name, source=number if len(sources) > 1 else None)
+        for name, part in made.items()
+        for number, folder in enumerate(rules.held_out_folders(data, part, table=name))
+    ]
+    return (*first, *inputs), shares
+
+
+def _is_all_made(data: RoutingData) -> bool:
+    held_out = [part for part in (data.validation, data.test) if part is not None and not isinstance(part.split, float)]
+    return all(one.kind == "synthetic" for one in (*(data.sources or (data.train,)), *held_out)) and data.replay is None
+
+
+def _number(input: Input) -> int | None:
+    number = input.table.partition(".")[2]
+    return int(number) if number else None
+
+
+def _inputs(data: Data, medium: Medium) -> tuple[tuple[Input, ...], Shares]:
     for source in (*(data.sources or (data.train,)), data.validation, data.test):
-        if source is not None and (source.kind == "synthetic" or (source.kind == "embedded" and medium == "x")):
-            raise UsageError(
-                f"data.train.kind: {source.kind} data of this task is not built yet; give a path with --data"
-            )
-    inputs, shares = inputs_of(data if medium == "x" else in_place(data, "numpy", lambda: materialise(medium)))
+        if source is not None and source.kind == "synthetic":
+            raise UsageError("data.train.kind: synthetic data is of the task routing; say embedded, or give a path")
+    inputs, shares = inputs_of(in_place(data, "numpy", lambda: materialise(medium)))
     check_medium(inputs, medium)
     return inputs, shares
 

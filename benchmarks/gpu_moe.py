@@ -1,0 +1,170 @@
+"""A layer of experts on one GPU beside the dense layer that does the same work for a token, forward and backward.
+
+The dense SwiGLU is as wide as the experts that a token asks together (top_k x expert_size), so both multiply the same
+numbers. They take turns in short windows, so that clocks and heat are shared, and medians are compared. Weights are
+bfloat16, or float32 under autocast as in a training run, where those of all experts are rounded in each forward.
+
+    python benchmarks/gpu_moe.py [--experts 8 16 64] [--tokens 16384 65536] [--rounds 7] [--steps 10]
+
+`--tiny` tries it out on any machine in seconds; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bottega.models.experts import Experts, FeedForward
+from bottega.models.initial import initialise
+from bottega.schema.experts import ExpertsShape
+
+BAR = 0.6
+"""Of the dense layer's tokens a second, at least."""
+LENGTH = 2048
+"""Tokens of a row."""
+
+
+def stepped(
+    layer: nn.Module, x: Tensor, *, called: Callable[..., Any], autocast: bool, weighs: bool
+) -> Callable[[], None]:
+    """One forward and backward; of experts with the two losses that a run has."""
+    upstream = torch.randn_like(x) / x.numel()
+
+    def step() -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):
+            found = called(x)
+        out, extra = (found[0], found[1].balance + 1e-3 * found[1].z) if weighs else (found, None)
+        both = [out] if extra is None else [out, extra]
+        torch.autograd.backward(both, [upstream.to(out.dtype), *(torch.full_like(e, 1e-6) for e in both[1:])])
+
+    return step
+
+
+def compiled(layer: nn.Module, step_of: Callable[[Callable[..., Any]], Callable[[], None]], *, wanted: bool) -> Any:
+    """The step with the layer compiled as one graph; as it is, with a word why, where that fails."""
+    if wanted:
+        step = step_of(torch.compile(layer, fullgraph=True, dynamic=False))
+        try:
+            step()
+        except Exception as error:
+            print(f"{type(layer).__name__} does not compile here, so it runs as it is: {str(error).splitlines()[0]}")
+        else:
+            return step, True
+    return step_of(layer), False
+
+
+def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / steps
+
+
+def compared(
+    shape: ExpertsShape, tokens: int, *, rounds: int, steps: int, device: torch.device, autocast: bool
+) -> dict[str, Any]:
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        layers = {
+            "experts": Experts(shape),
+            "dense": FeedForward(shape.hidden_size, shape.top_k * shape.expert_size, activation=shape.activation),
+        }
+    contestants, graphs = {}, {}
+    for name, layer in layers.items():
+        layer.to_empty(device=device)
+        initialise(layer, 0, residual_layers=1)
+        layer.to(torch.float32 if autocast else torch.bfloat16)
+        x = torch.randn(tokens // LENGTH or 1, min(tokens, LENGTH), shape.hidden_size, device=device)
+        x = x.bfloat16().requires_grad_()
+
+        def step_of(called: Callable[..., Any], layer: Any = layer, x: Tensor = x) -> Callable[[], None]:
+            return stepped(layer, x, called=called, autocast=autocast, weighs=isinstance(layer, Experts))
+
+        contestants[name], graphs[name] = compiled(layer, step_of, wanted=device.type == "cuda")
+    for step in contestants.values():
+        timed(step, 3, device)
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, step in contestants.items():
+            seconds[name].append(timed(step, steps, device))
+    middle = {name: median(times) for name, times in seconds.items()}
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+        load = layers["experts"](x)[1].load
+    flops = 6 * tokens * 3 * shape.hidden_size * shape.top_k * shape.expert_size
+    return {
+        "num_experts": shape.num_experts,
+        "tokens": tokens,
+        "weights": "float32" if autocast else "bfloat16",
+        "compiled": all(graphs.values()),
+        "experts_ms": round(1e3 * middle["experts"], 3),
+        "dense_ms": round(1e3 * middle["dense"], 3),
+        "experts_tflops": round(flops / middle["experts"] / 1e12, 1),
+        "dense_tflops": round(flops / middle["dense"] / 1e12, 1),
+        "load_entropy": round(float(torch.special.entr(load / load.sum()).sum()) / math.log(shape.num_experts), 3),
+        "over_dense": round(middle["dense"] / middle["experts"], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 16, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536])
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--size", type=int, default=1408, help="width of an expert")
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--tiny", action="store_true", help="small, on a CPU if there is no GPU")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available() and not arguments.tiny:
+        parser.error("torch sees no GPU; use --tiny to try it out without one")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.tiny:
+        arguments.experts, arguments.tokens, arguments.hidden, arguments.size = [4], [256], 64, 32
+        arguments.rounds, arguments.steps = 3, 2
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")  # as in a run with short floats
+    rows = []
+    print("experts   tokens  weights    experts ms   dense ms   TFLOP/s of each    load   over dense")
+    for autocast in (False, True):
+        for experts in arguments.experts:
+            for tokens in arguments.tokens:
+                shape = ExpertsShape(
+                    hidden_size=arguments.hidden,
+                    expert_size=arguments.size,
+                    num_experts=experts,
+                    top_k=arguments.top_k,
+                )
+                row = compared(
+                    shape, tokens, rounds=arguments.rounds, steps=arguments.steps, device=device, autocast=autocast
+                )
+                rows.append(row)
+                print(
+                    f"{experts:>7} {tokens:>8}  {row['weights']:<9}{row['experts_ms']:>12.3f}{row['dense_ms']:>11.3f}"
+                    f"{row['experts_tflops']:>10.1f}{row['dense_tflops']:>9.1f}{row['load_entropy']:>8.3f}"
+                    f"{row['over_dense']:>12.3f}"
+                )
+    worst = min(row["over_dense"] for row in rows if row["weights"] == "bfloat16")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    result = {"device": name, "torch": torch.__version__, "hidden": arguments.hidden, "size": arguments.size}
+    print(
+        json.dumps({**result, "top_k": arguments.top_k, "rows": rows, "worst": worst, "bar": BAR, "ok": worst >= BAR})
+    )
+
+
+if __name__ == "__main__":
+    main()

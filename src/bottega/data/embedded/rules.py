@@ -1,0 +1,234 @@
+"""Samples of which all is known: a gate tells which rule holds, and that rule gives the content its label.
+
+x [d] is a gate part and a content part, each a point plus Gaussian noise of deviation 1. The rule and the cell of the
+content are drawn apart, so neither part says anything of the other, and the label is known from both together alone: what
+is one label under one rule is another under the next. So the posterior of the label is a sum over rules and cells.
+
+R rules   K cells   C labels   n samples   d inputs
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from bottega.core.noise import generator
+from bottega.data.cache import cached, default_cache
+from bottega.schema.rules import (
+    GRID,
+    Difficulty,
+    RoutingData,
+    RoutingHeldOut,
+    RoutingSource,
+    content_directions,
+    grid_side,
+    num_cells,
+)
+
+BLOCK = 1024
+"""Samples that one generator draws: one for each would take most of the time."""
+STEP = 1 << 10
+"""Inputs are multiples of 1 / STEP, so that the last bits of a matrix product, which differ between processors, are not in
+the data or its fingerprint."""
+STREAM = 1 << 40
+"""Numbers of samples of one kind: what is held out has other numbers than what is learned from."""
+MEASURED = 1 << 17
+"""Samples that the accuracy of the best possible answer is a mean over."""
+# Raised when the same options would give other samples.
+FORMAT = 4
+
+
+@final
+@dataclass(frozen=True)
+class RuleOptions:
+    """Some rules of a family; checked by the schema of the recipe that they come from."""
+
+    num_inputs: int = 100
+    num_rules: int = 4
+    num_labels: int = 4
+    label_noise: float = 0.05
+    difficulty: Difficulty = "plain"
+    separation: float = 6.0
+    rule_seed: int = 0
+    """Of the family: where the cells of the content lie."""
+    rule: int = 0
+    """Which rules of it: their gates, and the labels they give. So one can be learned after the other, or adapted to."""
+
+    @property
+    def num_cells(self) -> int:
+        return num_cells(self.num_labels, self.difficulty)
+
+    @property
+    def gate_inputs(self) -> int:
+        """A quarter of them, unless the rules need more or the content does."""
+        room = self.num_inputs - content_directions(self.num_labels, self.difficulty)
+        return max(self.num_rules, min(self.num_inputs // 4, room))
+
+
+@final
+@dataclass(frozen=True)
+class Family:
+    """Where rules and cells lie, and which label each rule gives each cell."""
+
+    options: RuleOptions
+
+    @cached_property
+    def gates(self) -> np.ndarray:
+        """[R, gate inputs]: each at the same distance from all others."""
+        o = self.options
+        return _frame(o.num_rules, o.gate_inputs, o.rule_seed, "gates", o.rule) * (o.separation / np.sqrt(2))
+
+    @cached_property
+    def cells(self) -> np.ndarray:
+        """[K, content inputs]"""
+        o = self.options
+        inputs = o.num_inputs - o.gate_inputs
+        frame = _frame(content_directions(o.num_labels, o.difficulty), inputs, o.rule_seed, "cells")
+        if o.difficulty == "plain":
+            return frame * (o.separation / np.sqrt(2))
+        side = grid_side(o.num_labels)
+        places = np.stack(np.meshgrid(*[np.arange(side)] * GRID, indexing="ij"), axis=-1).reshape(-1, GRID)
+        return (places - (side - 1) / 2) * o.separation @ frame
+
+    @cached_property
+    def labels(self) -> np.ndarray:
+        """[R, K]. Of C rules in a row no two agree on any cell, and no two of all on every cell; each has all labels."""
+        o, C = self.options, self.options.num_labels
+        rng = generator("rules", o.rule_seed, "labels", o.rule)
+        some = rng.permutation(o.num_cells)[:C]
+        rows: list[np.ndarray] = []
+        while len(rows) < o.num_rules:
+            drawn = rng.permuted(np.tile(np.arange(C)[:, None], (1, o.num_cells)), axis=0)
+            # Left to chance, a rule of 64 labels and 128 cells has all of them once in 6,000 times; a Latin square has.
+            drawn[:, some] = (rng.permutation(C)[:, None] + rng.permutation(C)) % C
+            new = drawn[: o.num_rules - len(rows)]
+            if not any((row == old).all() for row in new for old in rows):
+                rows += list(new)
+        return np.stack(rows)
+
+
+@cache
+def family(options: RuleOptions) -> Family:
+    return Family(options)
+
+
+def _frame(rows: int, columns: int, *seed: object) -> np.ndarray:
+    """[rows, columns]: orthonormal rows, turned any way."""
+    q, r = np.linalg.qr(generator("rules", *seed).standard_normal((columns, rows)))
+    # The signs are the library's choice; with these they are ours.
+    return (q * np.sign(np.diagonal(r))).T
+
+
+def draw(options: RuleOptions, first: int, count: int) -> dict[str, np.ndarray]:
+    """The samples `first` to `first + count`: x float32 [n, d], label and rule int32 [n]. Each is f(options, its number)."""
+    parts: dict[str, list[np.ndarray]] = {"x": [], "label": [], "rule": []}
+    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
+        start = block * BLOCK
+        here = slice(max(0, first - start), min(BLOCK, first + count - start))
+        for name, values in _block(options, block).items():
+            parts[name].append(values[here])
+    return {name: np.concatenate(values) for name, values in parts.items()}
+
+
+def _block(options: RuleOptions, block: int) -> dict[str, np.ndarray]:
+    known, C = family(options), options.num_labels
+    rng = generator("rules", options.rule_seed, "block", options.rule, block)
+    rule = rng.integers(options.num_rules, size=BLOCK)
+    cell = rng.integers(options.num_cells, size=BLOCK)
+    x = rng.standard_normal((BLOCK, options.num_inputs))
+    is_flipped, other = rng.random(BLOCK) < options.label_noise, rng.integers(1, C, size=BLOCK)
+    x[:, : options.gate_inputs] += known.gates[rule]
+    x[:, options.gate_inputs :] += known.cells[cell]
+    label = (known.labels[rule, cell] + np.where(is_flipped, other, 0)) % C
+    return {
+        "x": (np.rint(x * STEP) / STEP).astype(np.float32),
+        "label": label.astype(np.int32),
+        "rule": rule.astype(np.int32),
+    }
+
+
+def bayes(options: RuleOptions, x: np.ndarray) -> np.ndarray:
+    """The posterior [n, C] of the label of samples x [n, d], from the true densities."""
+    known, C = family(options), options.num_labels
+    x = np.asarray(x, np.float64)
+    rule = _posterior(x[:, : options.gate_inputs], known.gates)
+    cell = _posterior(x[:, options.gate_inputs :], known.cells)
+    meant = np.zeros((len(x), C))
+    for label in range(C):
+        meant[:, label] = np.einsum("nr,nr->n", rule, cell @ (known.labels == label).T)
+    return (1 - options.label_noise) * meant + options.label_noise * (1 - meant) / (C - 1)
+
+
+def rule_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
+    """The posterior [n, R] of the rule."""
+    return _posterior(np.asarray(x, np.float64)[:, : options.gate_inputs], family(options).gates)
+
+
+def _posterior(x: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """[n, points], each equally likely before: from x [n, d] by Gaussians of deviation 1."""
+    logits = x @ points.T - (points**2).sum(axis=1) / 2
+    likelihood = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return likelihood / likelihood.sum(axis=1, keepdims=True)
+
+
+@cache
+def bayes_accuracy(options: RuleOptions) -> float:
+    """Of the best possible answer: the mean of the largest posterior, over samples that nobody learns from."""
+    total = 0.0
+    for block in range(MEASURED // BLOCK):
+        x = draw(options, 3 * STREAM + block * BLOCK, BLOCK)["x"]
+        total += float(bayes(options, x).max(axis=1).sum())
+    return total / MEASURED
+
+
+# From a recipe to files
+
+
+def options_of(data: RoutingData, *, rule: int | None) -> RuleOptions:
+    return RuleOptions(
+        num_inputs=data.num_inputs,
+        num_rules=data.num_rules,
+        num_labels=data.num_labels,
+        label_noise=data.label_noise,
+        difficulty=data.difficulty,
+        separation=data.separation,
+        rule_seed=data.rule_seed,
+        rule=rule or 0,
+    )
+
+
+def training_folder(data: RoutingData, source: RoutingSource, *, number: int) -> Path:
+    """Of a source of the recipe. Two of one rule have different samples, because each has its `number`."""
+    options = options_of(data, rule=source.rule)
+    return materialise(options, first=number * (STREAM >> 10), count=source.num_samples or data.num_samples)
+
+
+def held_out_folders(data: RoutingData, part: RoutingHeldOut, *, table: str) -> Iterator[Path]:
+    """Other samples of each rule that is learned, or of those that are asked for."""
+    learned = [source.rule for source in data.sources or (data.train,) if source.kind == "synthetic"]
+    stream = {"validation": 1, "test": 2}[table] * STREAM
+    for number, rule in enumerate(part.rules or learned):
+        first = stream + number * (STREAM >> 10)
+        yield materialise(options_of(data, rule=rule), first=first, count=part.num_samples or data.num_samples)
+
+
+def materialise(options: RuleOptions, *, first: int, count: int) -> Path:
+    """A folder of .npy files, one a field, as the numpy reader takes them."""
+    key = hashlib.sha256(repr((FORMAT, options, first, count)).encode()).hexdigest()[:16]
+    name = f"rule-{options.rule_seed}-{options.rule}"
+
+    def build(folder: Path) -> None:
+        (folder / name).mkdir(exist_ok=True)
+        fields = draw(options, first, count)
+        best = bayes(options, fields["x"]).max(axis=1)
+        fields["bayes"] = (np.rint(best * STEP * STEP) / (STEP * STEP)).astype(np.float32)
+        for field, values in fields.items():
+            np.save(folder / name / f"{field}.npy", values.astype(values.dtype.newbyteorder("<")), allow_pickle=False)
+
+    return cached(default_cache() / "embedded", f"rules-{key}", build) / name

@@ -1,0 +1,144 @@
+"""Spike-timing-dependent plasticity: by how much two spike trains change the synapse between them.
+
+An input spike that comes before an output spike strengthens the synapse, one that comes after it weakens it; the pair rule
+counts each such pair by the time between them, and the triplet rule (Pfister & Gerstner, 2006) counts by earlier spikes of
+the same unit too. Nothing here is trained and nothing is kept: a function of two trains.
+
+S time steps   B examples   I inputs   O outputs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+SameStep = Literal["causal", "none"]
+"""What an input and an output spike of one step are to each other. In a layer without delays the input arrives first, and
+may have caused the output: a pair 0 steps apart, which strengthens. Of trains that were merely recorded together, nobody
+knows, and it counts for nothing."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Amplitudes and time constants, the latter in time steps. With both `a3` 0 it is the pair rule.
+
+    At an output spike a synapse gains r1 (a_plus + a3_plus o2), at an input spike it loses o1 (a_minus + a3_minus r2).
+    r1 and r2 are traces of the input with tau_plus and tau_x, o1 and o2 of the output with tau_minus and tau_y: each spike
+    raises them by 1, and they fall by exp(-1 / tau) a step. All but r1 are read before the spikes of the step are in them,
+    so no unit forms a pair with itself; r1 holds those of its own step where `same_step` is causal.
+
+    Pairs of one step only ever strengthen then, so that of trains that have nothing to do with each other a_minus =
+    a_plus exp(1 / tau) would balance them: 1.28 here. 5 % above it, chance weakens (as of Song et al., 2000).
+    """
+
+    a_plus: float = 1.0
+    a_minus: float = 1.35
+    tau_plus: float = 4.0
+    tau_minus: float = 4.0
+    a3_plus: float = 0.0
+    a3_minus: float = 0.0
+    tau_x: float = 8.0
+    tau_y: float = 8.0
+    same_step: SameStep = "causal"
+
+
+def trace(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
+    """[S, B, N]: at each step the sum of exp(-age / tau) over the spikes before it, and with `with_own_step` those of age 0."""
+    return torch.einsum("st,tbn->sbn", _kernel(spikes, tau, with_own_step=with_own_step), spikes)
+
+
+def _kernel(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
+    """[S, S]: what a spike of each step (column) has left at each step (row). For the few steps of a sample one product with
+    it is quicker than a loop over them."""
+    steps = torch.arange(len(spikes), device=spikes.device)
+    age = steps[:, None] - steps[None, :]
+    left = torch.exp(-age.clamp(min=0).to(spikes.dtype) / tau)
+    return left.where(age >= (0 if with_own_step else 1), 0.0)
+
+
+def change(pre: Tensor, post: Tensor, rule: Rule, *, weight: Tensor | None = None) -> Tensor:
+    """[O, I]: gain less loss of all examples. Of the pair rule in one product, where the two by themselves take two."""
+    if rule.a3_plus or rule.a3_minus:
+        gain, loss = changes(pre, post, rule, weight=weight)
+        return gain - loss
+    pre, post = _floats(pre, post)
+    before = _kernel(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
+    after = _kernel(pre, rule.tau_minus, with_own_step=False).T
+    felt = torch.einsum("st,tbi->sbi", rule.a_plus * before - rule.a_minus * after, pre)
+    return _summed((post, felt), weight)
+
+
+def changes(pre: Tensor, post: Tensor, rule: Rule, *, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What synapses [O, I] gain and what they lose, both 0 or more, summed over the examples of pre [S, B, I] and
+    post [S, B, O].
+
+    `weight` [B] is how much each example counts, such as its reward: what is summed is linear in it, so [B, O, I] is never
+    made. Values between 0 and 1 are fractions of a spike.
+    """
+    gain, loss = _sides(pre, post, rule)
+    return _summed(gain, weight), _summed(loss, weight)
+
+
+def _summed(factors: tuple[Tensor, Tensor], weight: Tensor | None) -> Tensor:
+    out, into = factors
+    if weight is not None:
+        each = weight.to(out.dtype)[:, None]
+        # Selected rather than multiplied: an example that counts for nothing may hold any value.
+        out, into = torch.where(each == 0, 0.0, out * each), torch.where(each == 0, 0.0, into)
+    return out.flatten(0, 1).T @ into.flatten(0, 1)
+
+
+def eligibility(pre: Tensor, post: Tensor, rule: Rule) -> Tensor:
+    """[B, O, I]: the change that each example alone calls for, gain less loss; what a reward is multiplied with."""
+    gain, loss = _sides(pre, post, rule)
+    return torch.einsum("sbo,sbi->boi", *gain) - torch.einsum("sbo,sbi->boi", *loss)
+
+
+def _sides(pre: Tensor, post: Tensor, rule: Rule) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Factors (output [S, B, O], input [S, B, I]) of the gain and of the loss, whose products are summed over time."""
+    pre, post = _floats(pre, post)
+    r1 = trace(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
+    o1 = trace(post, rule.tau_minus, with_own_step=False)
+    at_post, at_pre = rule.a_plus * post, rule.a_minus * pre
+    if rule.a3_plus:
+        at_post = at_post + rule.a3_plus * post * trace(post, rule.tau_y, with_own_step=False)
+    if rule.a3_minus:
+        at_pre = at_pre + rule.a3_minus * pre * trace(pre, rule.tau_x, with_own_step=False)
+    return (at_post, r1), (o1, at_pre)
+
+
+def _floats(pre: Tensor, post: Tensor) -> tuple[Tensor, Tensor]:
+    """In single precision at least: a sum over many examples is long."""
+    dtype = torch.promote_types(torch.promote_types(pre.dtype, post.dtype), torch.float32)
+    return pre.to(dtype), post.to(dtype)
+
+
+def softened(gain: Tensor, loss: Tensor, weight: Tensor, *, low: float, high: float) -> Tensor:
+    """The change with bounds that slow it down: what is gained counts by the share of the room that is left above, what is lost
+    by the share below. A negative gain, as a bad reward makes of one, is a loss."""
+    up, down = gain.clamp(min=0) - loss.clamp(max=0), loss.clamp(min=0) - gain.clamp(max=0)
+    above, below = ((high - weight) / (high - low)).clamp(0, 1), ((weight - low) / (high - low)).clamp(0, 1)
+    return up * above - down * below
+
+
+def within(new: Tensor, old: Tensor, *, low: float, high: float) -> Tensor:
+    """No further out of [low, high] than it was: what lies outside, the gradient may have had a reason for."""
+    return torch.clamp(new, old.clamp(max=low), old.clamp(min=high))
+
+
+def rescaled(new: Tensor, like: Tensor) -> Tensor:
+    """Each unit's incoming weights (a row) with the sum and the length of the same row of `like`: what some inputs gain,
+    others lose (Miller & MacKay, 1994).
+
+    Not the length alone: weights have signs, and all of one unit could become positive at that length, a unit that always
+    fires.
+    """
+    mean, old_mean = new.mean(dim=1, keepdim=True), like.mean(dim=1, keepdim=True)
+    spread, old_spread = ((new - mean).norm(dim=1, keepdim=True), (like - old_mean).norm(dim=1, keepdim=True))
+    ratio = torch.where(
+        spread > 0, old_spread / spread.clamp(min=1e-30), 0.0
+    )  # equal weights have nothing to share out
+    return torch.addcmul(old_mean - mean * ratio, new, ratio)

@@ -1,0 +1,147 @@
+"""Recall: tell the value of a key that was stated when it was still in sight."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bottega.core.noise import Noise
+from bottega.core.task import Task
+from bottega.core.types import Array, Batch, Loss, Models, Sums
+from bottega.models import memory as memories
+from bottega.models.initial import initialise
+from bottega.models.recall import LastingRecall, StreamRecall
+from bottega.models.token_loss import IGNORED
+from bottega.schema.memory import MemoryShape
+from bottega.schema.recall import WorkingMemory
+from bottega.schema.transformer import TransformerShape
+
+ACCURACY = "retrieval_accuracy"
+WITHOUT = f"{ACCURACY}_without_memory"
+KEPT = "memory."
+"""What the buffers of a lasting memory begin with."""
+
+
+class Recall(Task):
+    """A batch holds `tokens` and `answers`, [b, ...] alike: the number of the value that is to be told, -100 elsewhere.
+
+    Optional: `weight` [b], where 0 marks a row that counts nowhere; `measured` [b], with which the same weights are also asked
+    without their memory.
+    """
+
+    shape: TransformerShape
+    num_values: int
+
+    @property
+    @abstractmethod
+    def has_memory(self) -> bool: ...
+
+    @abstractmethod
+    def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
+        """Scores of the values at every token."""
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        asked = np.asarray(batch["answers"]) != IGNORED
+        if "weight" in batch:
+            weight = np.asarray(batch["weight"]) > 0
+            asked = asked & weight.reshape(-1, *[1] * (asked.ndim - 1))
+        return {"loss": float(asked.sum())}
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        answers = batch["answers"]
+        if "weight" in batch:
+            counted = (batch["weight"] > 0).view(-1, *[1] * (answers.dim() - 1))
+            answers = answers.masked_fill(~counted, IGNORED)
+        scores = self.told(models, batch["tokens"]).float()
+        total = F.cross_entropy(scores.flatten(0, -2), answers.flatten(), ignore_index=IGNORED, reduction="sum")
+        asked = answers != IGNORED
+        right = (scores.argmax(-1) == answers) & asked
+        metrics: Sums = {ACCURACY: (right.sum(), asked.sum())}
+        if "measured" in batch:
+            metrics |= self.measured(right, asked)
+            if self.has_memory:
+                with torch.no_grad():
+                    alone = self.told(models, batch["tokens"], with_memory=False).argmax(-1)
+                metrics[WITHOUT] = (((alone == answers) & asked).sum(), asked.sum())
+        return Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=self.learnt_rows(batch))
+
+    def measured(self, right: Tensor, asked: Tensor) -> Sums:
+        """What an evaluation says besides."""
+        return {}
+
+    def learnt_rows(self, batch: Batch) -> dict[str, Tensor]:
+        """What the update learns from each example."""
+        return {}
+
+
+class RecallStreams(Recall):
+    """Tokens [b, segments, T]; a memory goes from segment to segment and from nowhere else."""
+
+    memory: WorkingMemory | None
+
+    @property
+    def has_memory(self) -> bool:
+        return self.memory is not None
+
+    def build(self, seed: int) -> dict[str, Any]:
+        model = StreamRecall(self.shape, num_values=self.num_values, memory=self.memory)
+        initialise(model, seed, residual_layers=self.shape.num_layers)
+        return {"model": model}
+
+    def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
+        scores: Tensor = models["model"](tokens, with_memory=with_memory)[0]
+        return scores
+
+    def measured(self, right: Tensor, asked: Tensor) -> Sums:
+        """By how many segments lie between a fact and the question for it."""
+        right, asked = right.sum((0, 2)), asked.sum((0, 2))
+        return {f"distance_{d}/{ACCURACY}": (right[d], asked[d]) for d in range(1, len(asked))}
+
+
+class RecallFacts(Recall):
+    """Tokens [b, T], one segment each, in order; with `stated` [b, p, 2], the tokens of keys and values that are to be
+    remembered, and `asked` [b, q], those of the keys that were asked for. The memory is part of the model's buffers."""
+
+    learns_from_rows: ClassVar[bool] = True
+
+    memory: MemoryShape | None
+    temperature: float = 0.1
+
+    @property
+    def has_memory(self) -> bool:
+        return self.memory is not None
+
+    def build(self, seed: int) -> dict[str, Any]:
+        options = {"num_values": self.num_values, "temperature": self.temperature, "seed": seed}
+        model = LastingRecall(self.shape, memory=self.memory, **options)  # type: ignore[arg-type]
+        initialise(model, seed, residual_layers=self.shape.num_layers)
+        return {"model": model}
+
+    def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
+        scores: Tensor = models["model"](tokens, with_memory=with_memory)
+        return scores
+
+    def learnt_rows(self, batch: Batch) -> dict[str, Tensor]:
+        if self.memory is None or "stated" not in batch:
+            return {}
+        return {"stated": batch["stated"], "asked": batch["asked"]}
+
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+        """What was asked for was of use; then what was stated is stored, and what is ripe becomes a prototype."""
+        if self.memory is None:
+            return {}
+        codes, shape = tensors["codes"], self.memory
+        memory = memories.unflat({name.removeprefix(KEPT): t for name, t in tensors.items() if name.startswith(KEPT)})
+        found = memories.search(memory, codes[seen["asked"].flatten()], 1, same=shape.same)
+        memory = memories.use(memory, found, step, same=shape.same)
+        stated = codes[seen["stated"].flatten(0, 1)]
+        importance = torch.ones(len(stated), device=codes.device)
+        memory = memories.store(memory, stated[:, 0], stated[:, 1], importance, step, shape=shape)
+        memory = memories.consolidate(memory, step, shape=shape)
+        return {KEPT + name: tensor for name, tensor in memories.flat(memory).items()}

@@ -1,0 +1,141 @@
+"""Every kind of language model through the verbs: trained, measured, adapted, exported and started from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bottega
+import small_run
+from bottega import branches
+from bottega.core.errors import UsageError
+from bottega.schema.load import check_recipe, load_recipe
+from small_run import different, tensors
+
+NO_ATTENTION = dict.fromkeys(
+    ("model.num_heads", "model.num_kv_heads", "model.head_size", "model.intermediate_size"), None
+)
+SCANNED = {"model.state_size": 8, "model.ssm_head_size": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "moe": {"model.kind": "moe", "model.num_experts": 4, "model.balance": "bias"},
+    "ssm": {"model.kind": "ssm", **SCANNED, **NO_ATTENTION},
+    "hybrid": {"model.kind": "hybrid", **SCANNED, "model.attention_every": 2, "model.num_layers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run.write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp(request.param)
+    found = small_run.train(folder, text, name=request.param, **KINDS[request.param])
+    bottega.load(found.path).export()
+    return found
+
+
+def test_it_is_measured_and_writes(run: Any) -> None:
+    saved = bottega.load(run.path)
+    measured = saved.evaluate()
+    assert measured["loss"] > 0
+    if run.path.name == "moe":
+        assert {"load_entropy", "load_max", "load_min", "load_0", "load_3", "drop_rate"} <= measured.keys()
+        rows = [row for row in run.history() if row["kind"] == "train"]
+        assert all({"router_z", "load_entropy", "gate_entropy", "drop_rate"} <= row.keys() for row in rows)
+        biases = {k: v for k, v in tensors(run.path).items() if k.endswith("router.bias")}
+        assert biases
+        assert all(v.any() for v in biases.values()), "routers learn without a gradient"
+    assert saved.generate(prompt="alpha", max_tokens=5) == saved.generate(prompt="alpha", max_tokens=5)
+
+
+def test_its_export_says_what_opens_it_and_is_started_from(run: Any, text: Path, tmp_path: Path) -> None:
+    final = run.path / "final"
+    is_stock = run.path.name == "ssm"
+    config = json.loads((final / "config.json").read_text())
+    assert config["model_type"] == ("mamba2" if is_stock else "bottega-decoder")
+    assert f"library_name: {'transformers' if is_stock else 'bottega'}" in (final / "README.md").read_text()
+    dims = [key for key in small_run.SMALL if key.startswith("model.")]
+    # The recipe has dimensions of its own, which the folder decides now.
+    options = {**dict.fromkeys(dims, None), "model.from": str(run.path), "training.max_steps": 2, "evaluation.every": 1}
+    recipe = load_recipe(["language/shakespeare", small_run.settings(tmp_path, text, **options)]).recipe
+    built = branches.prepare(recipe, say=lambda stage, done, total: None).task.build(0)["model"].state_dict()
+    saved = bottega.load(run.path).model.state_dict()
+    assert built.keys() == saved.keys()
+    assert all(torch.equal(built[name], tensor) for name, tensor in saved.items())
+    again = small_run.train(tmp_path, text, name="again", **options)
+    assert again.step == 2
+
+
+def test_what_is_said_of_weights_must_be_true_of_them(run: Any, text: Path, tmp_path: Path) -> None:
+    dims = dict.fromkeys([key for key in small_run.SMALL if key.startswith("model.")], None)
+    wrong = {"moe": ("num_experts", 3), "ssm": ("state_size", 9), "hybrid": ("attention_every", 3)}
+    key, value = wrong[run.path.name]
+    with pytest.raises(UsageError, match=rf"model\.{key}: {value} was asked for, and model\.from has "):
+        small_run.train(tmp_path, text, **dims, **{"model.from": str(run.path), f"model.{key}": value})
+    other = "ssm" if run.path.name != "ssm" else "moe"
+    with pytest.raises(UsageError, match=r"model\.kind: \w+ was asked for, and model\.from has "):
+        small_run.train(tmp_path, text, **dims, **{"model.from": str(run.path), "model.kind": other})
+    if run.path.name == "moe":
+        with pytest.raises(UsageError, match=r"model\.balance: loss was asked for, and model\.from has bias"):
+            small_run.train(tmp_path, text, **dims, **{"model.from": str(run.path), "model.balance": "loss"})
+
+
+@pytest.mark.parametrize("technique", ["lora", "adapter"])
+def test_it_can_be_adapted(run: Any, text: Path, tmp_path: Path, technique: str) -> None:
+    dims = dict.fromkeys([key for key in small_run.SMALL if key.startswith("model.")], None)
+    options = {**dims, "model.from": str(run.path), "techniques": [{"name": technique}], "training.max_steps": 2}
+    adapted = small_run.train(tmp_path, text, name="adapted", **options, **{"evaluation.every": 2})
+    learnt = {name.partition("/")[2] for name in tensors(adapted.path) if name.startswith("model.safetensors/")}
+    assert any("lora" in name or "adapter" in name for name in learnt)
+    assert not any("router." in name or ".experts." in name for name in learnt), "stacked experts stay as they are"
+
+
+def test_a_run_that_is_stopped_goes_on_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**KINDS["moe"], "training.scheduler.name": "constant", "checkpoint.every": 3}
+    whole = small_run.train(tmp_path / "a", text, name="run", **options, **{"training.max_steps": 6})
+    small_run.train(tmp_path / "b", text, name="run", **options, **{"training.max_steps": 3})
+    halves = small_run.train(tmp_path / "b", text, name="run", **options, **{"training.max_steps": 6})
+    assert different(tensors(whole.path), tensors(halves.path)) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"num_experts": 4}, "model.num_experts: 4, and kind transformer has no experts; say model.kind: moe"),
+        ({"kind": "ssm", "expert_size": 4}, "model.expert_size: 4, and kind ssm has no experts; say model.num_experts"),
+        ({"kind": "moe", "state_size": 4}, "model.state_size: 4, and kind moe has no state space"),
+        ({"kind": "ssm", "num_heads": 4}, "model.num_heads: 4, and kind ssm has no attention; set it to null"),
+        ({"kind": "ssm", "intermediate_size": 4}, "model.intermediate_size: 4, and kind ssm has no feed-forward"),
+        ({"kind": "moe", "attention_every": 2}, "model.attention_every: 2, and kind moe does not alternate"),
+        ({"kind": "hybrid", "attention_every": 5}, "model.attention_every: 5, and no layer of 4 would have attention"),
+        (
+            {"kind": "moe", "num_experts": 2, "experts_per_token": 3},
+            "model.experts_per_token: experts_per_token 3 is more",
+        ),
+        ({"kind": "moe", "expert_capacity": 0}, "model.expert_capacity: must be greater than 0"),
+        ({"kind": "moe", "capacity_factor": 0.0}, "model.capacity_factor: must be greater than 0"),
+        (
+            {"kind": "moe", "capacity_factor": 1.0, "expert_capacity": 3},
+            "model.expert_capacity: expert_capacity 3 and capacity_factor 1 both set",
+        ),
+        ({"kind": "ssm", "ssm_head_size": 7}, "model.ssm_head_size: ssm_head_size 7 does not divide the 256 channels"),
+        ({"kind": "moe", "experts_every": 9}, "model.experts_every: experts_every 9: none of the 4 layers has experts"),
+    ],
+)
+def test_what_a_kind_cannot_be_is_said_by_the_key(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_recipe(["language", {f"model.{key}": value for key, value in said.items()}])
+    assert message in str(caught.value)
+
+
+def test_a_name_of_a_run_is_that_of_before() -> None:
+    """Keys that were not there before are null, so a run of an old recipe is found again."""
+    recipe = load_recipe(["language"]).recipe
+    said = {key for key in recipe.results_key() if key.startswith("model.")}
+    assert said == {"model.kind", "model.size"}

@@ -1,0 +1,77 @@
+"""The composite: one state-space trunk under routing, text and memory, with a spiking router, also as a stream."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bottega
+import small_mind
+from small_run import different, tensors
+
+METRICS = ("routing/accuracy", "language/perplexity", "memory/retrieval_accuracy")
+
+
+def train(folder: Path, **changes: Any) -> Path:
+    return bottega.train("routing/mind", small_mind.settings(folder, **changes)).path
+
+
+def test_the_three_share_their_trunk_and_each_has_its_measure(tmp_path: Path) -> None:
+    path = train(tmp_path)
+    model = bottega.load(path, device="cpu").model
+    mixers = [model.part(name).model.layers[0].mixer for name in ("routing", "language", "memory")]
+    for layer in ("in_proj", "conv1d", "dynamics", "norm", "out_proj"):
+        assert len({id(getattr(mixer, layer)) for mixer in mixers}) == 1, layer
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    measured = [row for row in rows if row["kind"] == "eval"]
+    assert measured
+    assert all(name in row for row in measured for name in METRICS)
+
+
+def test_the_screen_has_what_each_task_is_known_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bottega.train("routing/mind", small_mind.settings(tmp_path), quiet=False)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "validation" in line]
+    assert lines
+    for line in lines:
+        assert all(name in line for name in METRICS)
+        assert "load" not in line, "which is in the files"
+
+
+@pytest.mark.parametrize("weights", ["fixed", "dynamic"])
+def test_weights_are_as_given_or_learnt(tmp_path: Path, weights: str) -> None:
+    last = tensors(train(tmp_path, **{"data.weights": weights}))
+    learnt = [name for name in last if "log_variance" in name and name.startswith("model.safetensors")]
+    assert len(learnt) == (3 if weights == "dynamic" else 0)
+
+
+ONLINE = {"data.online": {"replay": 0.25, "memory": 12}, "training.max_steps": 6, "training.scheduler.name": "constant"}
+
+
+def test_a_stream_of_all_three_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Plasticity of the routers, load of the experts, memory and moments: a restart finds all of it."""
+    whole = train(tmp_path / "whole", name="run", **ONLINE)
+    for steps in (3, 6):
+        halves = train(tmp_path / "halves", name="run", **{**ONLINE, "training.max_steps": steps})
+    assert different(tensors(whole), tensors(halves)) == []
+    rows = [json.loads(line) for line in (halves / "metrics.jsonl").read_text().splitlines()]
+    assert all(f"online/{name}" in rows[-1] for name in METRICS)
+
+
+def test_a_stream_changes_the_router_by_the_timing_of_its_spikes(tmp_path: Path) -> None:
+    timed = tensors(train(tmp_path / "timed", **ONLINE))
+    off = {"techniques": [{"name": "plasticity", "options": {"rate": 0.0}}]}
+    plain = tensors(train(tmp_path / "plain", **ONLINE, **off))
+    synapses = [name for name in timed if name.endswith("synapse.weight") and name.startswith("model.safetensors")]
+    assert len(synapses) >= 2
+    assert any(not np.array_equal(timed[name], plain[name]) for name in synapses)
+
+
+def test_what_is_remembered_is_in_the_checkpoint(tmp_path: Path) -> None:
+    last = tensors(train(tmp_path))
+    kept = {name: value for name, value in last.items() if ".memory." in name and name.startswith("model.safetensors")}
+    assert kept
+    assert any(value.any() for value in kept.values())

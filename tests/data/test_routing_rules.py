@@ -1,0 +1,312 @@
+"""Samples of which all is known: what decides them, how well they can be told at best, and how they are prepared."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.embedded.rules import (
+    BLOCK,
+    STREAM,
+    RuleOptions,
+    bayes,
+    bayes_accuracy,
+    draw,
+    family,
+    rule_posterior,
+)
+from bottega.data.episodes import Episodes, by_label, by_source
+from bottega.data.in_turn import InTurn
+from bottega.data.prepare.media import prepare_vectors
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.samples import media_samples
+from bottega.data.spread import Spread
+from bottega.insight.data_report import describe, show
+from bottega.schema.load import load_recipe
+from bottega.schema.routing import RoutingRecipe
+from bottega.schema.rules import MOST, RoutingData
+
+KINDS = [
+    RuleOptions(),
+    RuleOptions(difficulty="hard"),
+    RuleOptions(separation=2.5, label_noise=0.2, num_inputs=20),
+    RuleOptions(num_rules=7, num_labels=3, num_inputs=40, separation=3.0, difficulty="hard", rule_seed=5),
+    RuleOptions(num_rules=1, num_labels=2, num_inputs=12, separation=3.0, label_noise=0.0),
+]
+ids = [f"{o.difficulty}-{o.num_rules}-{o.separation:g}" for o in KINDS]
+
+
+def quiet(stage: str, done: int, total: int) -> None: ...
+
+
+def recipe(**data: Any) -> RoutingRecipe:
+    found = load_recipe([{"task": "routing", "training": {"max_steps": 1}, "data": data}]).recipe
+    assert isinstance(found, RoutingRecipe)
+    return found
+
+
+def prepared(**data: Any) -> Prepared:
+    return prepare_vectors(recipe(**data).data, progress=quiet)
+
+
+# The rule
+
+
+@pytest.mark.parametrize("options", KINDS, ids=ids)
+def test_who_knows_the_rule_is_right_as_often_as_is_said(options: RuleOptions) -> None:
+    """Within four standard errors of 200,000 samples: of the mean of the best posterior, and of its calibration."""
+    samples = draw(options, 17, 200_000)
+    posterior = bayes(options, samples["x"])
+    np.testing.assert_allclose(posterior.sum(axis=1), 1.0, atol=1e-12)
+    best, is_right = posterior.max(axis=1), posterior.argmax(axis=1) == samples["label"]
+    error = 4 * np.sqrt((best * (1 - best)).mean() / len(best))
+    assert abs(is_right.mean() - best.mean()) < error
+    assert abs(bayes_accuracy(options) - best.mean()) < error
+    for low, high in ((0.0, 0.5), (0.5, 0.7), (0.7, 0.9)):  # also among those that are hard to tell
+        some = (best >= low) & (best < high)
+        if some.sum() > 500:
+            assert abs(is_right[some].mean() - best[some].mean()) < 4 * 0.5 / np.sqrt(some.sum())
+
+
+@pytest.mark.parametrize("options", KINDS, ids=ids)
+def test_nobody_who_knows_less_does_better(options: RuleOptions) -> None:
+    """Without the gate, without the content, or with the wrong rule, the best answer is worse than the best of all."""
+    samples = draw(options, 0, 40_000)
+    x, label = samples["x"], samples["label"]
+    everything = (bayes(options, x).argmax(axis=1) == label).mean()
+    for hidden in (slice(0, options.gate_inputs), slice(options.gate_inputs, None)):
+        if options.num_rules == 1 and hidden.start == 0:
+            continue  # there is nothing to tell
+        blind = x.copy()
+        blind[:, hidden] = 0
+        assert (bayes(options, blind).argmax(axis=1) == label).mean() < everything - 0.05
+
+
+def test_the_rules_contradict_each_other_and_none_is_another() -> None:
+    for options in (*KINDS, RuleOptions(num_rules=MOST, num_labels=2), RuleOptions(num_rules=MOST, num_inputs=200)):
+        labels = family(options).labels
+        assert labels.shape == (options.num_rules, options.num_cells)
+        assert len(np.unique(labels, axis=0)) == options.num_rules
+        assert all(len(np.unique(row)) == options.num_labels for row in labels)
+        first = labels[: options.num_labels]
+        for cell in range(options.num_cells):  # one content, another label under each of them
+            assert len(np.unique(first[:, cell])) == len(first)
+
+
+def test_the_hard_rules_are_no_lines() -> None:
+    """The best linear answer under one rule is far below what is possible; of the plain rules it is not."""
+
+    def linear(options: RuleOptions) -> float:
+        samples = draw(options, 0, 30_000)
+        mine = samples["rule"] == 0
+        x = np.c_[samples["x"][mine].astype(np.float64), np.ones(mine.sum())]
+        target = np.eye(options.num_labels)[samples["label"][mine]]
+        half = len(x) // 2
+        weights = np.linalg.lstsq(x[:half], target[:half], rcond=None)[0]
+        return float(((x[half:] @ weights).argmax(axis=1) == samples["label"][mine][half:]).mean())
+
+    assert linear(RuleOptions()) > bayes_accuracy(RuleOptions()) - 0.05
+    hard = RuleOptions(difficulty="hard")
+    assert linear(hard) < bayes_accuracy(hard) - 0.3
+
+
+def test_distance_says_how_much_rules_overlap() -> None:
+    found = []
+    for separation in (1.0, 2.0, 4.0, 8.0):
+        options = RuleOptions(separation=separation)
+        samples = draw(options, 0, 20_000)
+        posterior = rule_posterior(options, samples["x"])
+        found.append(float((posterior.argmax(axis=1) == samples["rule"]).mean()))
+        gates = family(options).gates
+        apart = np.linalg.norm(gates[:, None] - gates[None], axis=-1)[~np.eye(4, dtype=bool)]
+        np.testing.assert_allclose(apart, separation, atol=1e-9)
+    assert found == sorted(found)
+    assert found[0] < 0.6
+    assert found[-1] > 0.999
+
+
+def test_a_sample_is_a_function_of_the_seed_and_its_number() -> None:
+    options = RuleOptions(num_inputs=16)
+    whole = draw(options, 0, 3 * BLOCK)
+    for first, count in ((0, 1), (BLOCK - 3, 7), (1500, 1000)):
+        for name, values in draw(options, first, count).items():
+            np.testing.assert_array_equal(values, whole[name][first : first + count])
+    assert {name: values.dtype.str for name, values in whole.items()} == {"x": "<f4", "label": "<i4", "rule": "<i4"}
+    assert len(np.unique(draw(options, STREAM, BLOCK)["x"][:, 0])) > 500
+    assert not np.isin(draw(options, STREAM, 50)["x"][:, 0], whole["x"][:50, 0]).all()
+    for another in (RuleOptions(num_inputs=16, rule_seed=1), RuleOptions(num_inputs=16, rule=1)):
+        assert not np.array_equal(draw(another, 0, 10)["x"], whole["x"][:10])
+        assert not np.array_equal(family(another).labels, family(options).labels)
+        assert not np.array_equal(family(another).gates, family(options).gates)
+        # Rules of one family are about the same content, so that what was learned of it is of use for the next.
+        assert np.array_equal(family(another).cells, family(options).cells) == (another.rule_seed == 0)
+    # The last bits of a product differ between processors, and must not be in the data.
+    assert (np.rint(whole["x"] * 1024) == whole["x"] * 1024).all()
+
+
+# Prepared
+
+
+def test_what_is_prepared_says_what_is_known() -> None:
+    found = prepared(num_samples=300, num_inputs=20, test={"num_samples": 120})
+    assert {name: counts["rows"] for name, counts in found.tables.items()} == {
+        "test": 120,
+        "train": 240,
+        "validation": 60,
+    }
+    assert found.meta["num_rules"] == 4
+    assert found.meta["classes"] == ["0", "1", "2", "3"]
+    options = RuleOptions(num_inputs=20)
+    for table, accuracy in found.meta["bayes_accuracy"].items():
+        x = found.table(table).values("x").reshape(-1, 20)
+        assert accuracy == pytest.approx(bayes(options, x).max(axis=1).mean(), abs=1e-5)
+    report = describe(found)
+    assert sum(report["rules"]["train"].values()) == 240
+    shown = show({**report, "examples": [], "pictures": []})
+    assert "rules       4" in shown
+    assert "best possible answer" in shown
+    assert set(report["duplicates"]) >= {"train", "test", "train and test", "train and validation"}
+    assert set(report["duplicates"].values()) == {0}  # no sample is in two tables
+
+
+def test_a_batch_has_inputs_label_and_rule() -> None:
+    one = recipe(num_samples=100, num_inputs=20)
+    found = prepare_vectors(one.data, progress=quiet)
+    rows = media_samples(one, found, "train", is_training=True).rows(np.arange(7), np.zeros(7, np.int64))
+    forms = {name: (value.dtype.str, value.shape) for name, value in rows.items()}
+    assert forms == {"x": ("<f4", (7, 20)), "label": ("<i4", (7,)), "rule": ("<i4", (7,))}
+    raw = draw(RuleOptions(num_inputs=20), 0, 100)
+    at = [int(np.flatnonzero((raw["x"] == x).all(axis=1))[0]) for x in rows["x"]]
+    np.testing.assert_array_equal(raw["label"][at], rows["label"])
+    np.testing.assert_array_equal(raw["rule"][at], rows["rule"])
+
+
+def test_seventy_thousand_samples_are_prepared_in_seconds() -> None:
+    begun = time.process_time()
+    found = prepared(num_samples=50_000, test={"num_samples": 20_000}, validation=None, rule_seed=77)
+    assert found.tables["train"]["rows"] == 50_000
+    assert time.process_time() - begun < 15  # 4 s where nothing else runs
+
+
+SEQUENCE: dict[str, Any] = {
+    "sources": [{"rule": 1}, {"rule": 2, "num_samples": 60}],
+    "num_samples": 100,
+    "num_inputs": 16,
+}
+
+
+def test_a_sequence_of_rules_is_measured_rule_by_rule() -> None:
+    found = prepared(**SEQUENCE, mixture="sequence", validation={"split": 0.25}, test={"num_samples": 30})
+    assert found.meta["by_source"]["test"] == [30, 30]
+    assert sum(found.meta["by_source"]["validation"]) == 40
+    x = found.table("test").values("x").reshape(-1, 16)
+    for rule, part in ((1, x[:30]), (2, x[30:])):
+        expected = draw(RuleOptions(num_inputs=16, rule=rule), 2 * STREAM + (rule - 1) * (STREAM >> 10), 30)["x"]
+        np.testing.assert_array_equal(part, expected)
+    order = InTurn((5, 3), seed=0)
+    assert order.size == 8  # sources of one form can stand in one order
+
+
+def test_a_family_of_rules_gives_tasks_to_adapt_to() -> None:
+    one = recipe(**SEQUENCE, validation={"rules": [7, 8, 9], "num_samples": 40})
+    found = prepare_vectors(one.data, progress=quiet)
+    held_out = Spread(
+        media_samples(one, found, "validation", is_training=False), found.meta["by_source"]["validation"], name="x"
+    )
+    tasks = by_source(held_out)
+    assert tasks is not None
+    assert np.bincount(tasks).tolist() == [40, 40, 40]
+    episodes = Episodes(held_out, tasks, shots=4, queries=6, length=12, seed=0)
+    for number in range(12):
+        drawn = episodes.draw(number, 0)
+        assert len(set(tasks[np.r_[drawn.support, drawn.query]])) == 1
+    rows = episodes.rows(np.arange(3), np.zeros(3, np.int64))
+    assert rows["support"]["x"].shape == (3, 4, 16)
+    assert rows["query"]["rule"].shape == (3, 6)
+    assert by_label(held_out) is not None
+
+
+# Rows of a person's own
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["rule", "expert"])
+def test_a_column_says_the_right_expert(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path / "rows.csv", f"a,b,{name},label", "1,2,0,x", "3,4,2,y", "5,6,1,x", "7,8,2,y")
+    one = recipe(train={"path": str(file)}, validation=None)
+    found = prepare_vectors(one.data, progress=quiet)
+    assert found.meta["num_rules"] == 3
+    assert "bayes_accuracy" not in found.meta
+    rows = media_samples(one, found, "train", is_training=True).rows(np.arange(4), np.zeros(4, np.int64))
+    np.testing.assert_array_equal(rows["x"], [[1, 2], [3, 4], [5, 6], [7, 8]])
+    np.testing.assert_array_equal(rows["rule"], [0, 2, 1, 2])
+
+
+def test_rows_without_a_rule_have_none(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.csv", "a,b,label", "1,2,x", "3,4,y")
+    one = recipe(train={"path": str(file)}, validation=None)
+    found = prepare_vectors(one.data, progress=quiet)
+    assert "num_rules" not in found.meta
+    rows = media_samples(one, found, "train", is_training=True).rows(np.arange(2), np.zeros(2, np.int64))
+    assert set(rows) == {"x", "label"}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("64", "'rule' is 64, and it is the number of the right expert, from 0 to 63"),
+        ("-1", "'rule' is -1"),
+        ("0.5", "rename the column where it is an input"),
+        ("left", "'rule' is left"),
+        ("", "has no rule, and other rows have one; give each its rule"),
+    ],
+)
+def test_a_rule_that_is_none_is_said(tmp_path: Path, value: str, said: str) -> None:
+    file = write(tmp_path / "rows.csv", "a,rule,label", "1,0,x", f"2,{value},y")
+    with pytest.raises(DataError, match=r"rows\.csv") as caught:
+        prepared(train={"path": str(file)}, validation=None)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"num_rules": 0}, "data.num_rules: must be greater than 0, got 0"),
+        ({"num_rules": 65}, "data.num_rules: must be at most 64, got 65"),
+        ({"num_labels": 1}, "data.num_labels: must be at least 2, got 1"),
+        ({"num_inputs": 11}, "num_inputs: 11 are too few for 4 rules and 4 labels (plain); give 12 or more"),
+        ({"num_inputs": 5, "difficulty": "hard"}, "give 6 or more"),
+        ({"label_noise": 0.75}, "label_noise: with 0.75 the rule's label is no likelier than another of 4; give less"),
+        ({"train": {"kind": "synthetic", "path": "x.csv"}}, "synthetic data is made and not read"),
+        ({"train": {"path": "x.csv", "rule": 3}}, "rule: is of synthetic data, and this is read from a file"),
+        ({"replay": {"kind": "synthetic"}}, "replay: earlier rules are the first of data.sources"),
+        ({**SEQUENCE, "mixture": "sequence", "validation": {"rules": [3]}}, "validation.rules: a sequence measures"),
+        ({"separation": 0}, "data.separation: must be greater than 0, got 0"),
+    ],
+)
+def test_what_no_rule_can_be_is_said(data: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        recipe(**data)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_least_inputs_are_enough() -> None:
+    for difficulty in ("plain", "hard"):
+        for rules, labels in ((4, 4), (MOST, 2), (1, MOST)):
+            with pytest.raises(ValueError, match="or more") as caught:
+                RoutingData(num_inputs=1, num_rules=rules, num_labels=labels, difficulty=difficulty)
+            least = int(str(caught.value).split("give ")[1].split()[0])
+            options = RuleOptions(num_inputs=least, num_rules=rules, num_labels=labels, difficulty=difficulty)
+            assert draw(options, 0, 5)["x"].shape == (5, least)
+            assert options.num_inputs - options.gate_inputs > 0

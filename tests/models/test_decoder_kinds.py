@@ -1,0 +1,265 @@
+"""What every kind of decoder promises: the parameters it is called, causality, and that every shortcut computes the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from bottega.models.initial import initialise
+from bottega.models.transformer import Block, Cache, Routed, Transformer
+from bottega.schema.experts import ExpertsShape
+from bottega.schema.language_kinds import kind_of, mixers, shape_fields, words_of
+from bottega.schema.transformer import DECLARED, SIZES, TransformerShape
+
+V, T = 61, 24
+KINDS: dict[str, dict[str, Any]] = {
+    "transformer": {},
+    "moe": {"num_experts": 4, "intermediate_size": 48},
+    "moe-sigmoid": {"num_experts": 4, "intermediate_size": 48, "gate": "sigmoid", "shared_experts": 1},
+    "moe-spiking": {"num_experts": 4, "intermediate_size": 48, "router": "spiking", "experts_per_token": 1},
+    "ssm": {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8},
+    "ssm-experts": {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8, "num_experts": 3, "experts_every": 2},
+    "hybrid": {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8, "attention_every": 2},
+}
+
+
+def small_shape(name: str, **changes: Any) -> TransformerShape:
+    kind: Any = name.partition("-")[0]
+    said = {"num_layers": 4, "hidden_size": 32, **KINDS[name], **changes}
+    return TransformerShape(**{"vocab_size": V, "context": 32, **shape_fields(kind, None, said)})
+
+
+def small_model(name: str, *, seed: int = 0, **changes: Any) -> Transformer:
+    """Wide initial weights, so that every layer has something to say."""
+    shape = small_shape(name, **changes)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    model.to_empty(device="cpu")
+    initialise(model, seed, std=0.2, residual_layers=shape.num_layers)
+    return model
+
+
+def some_tokens(rows: int = 2, length: int = T, *, seed: int = 0) -> Tensor:
+    return torch.randint(0, V, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=KINDS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["transformer", "ssm", "moe", "hybrid"])
+def test_a_size_is_the_same_size_in_every_kind(kind: Any, size: str) -> None:
+    vocab_size, declared = DECLARED[size]
+    shape = TransformerShape(vocab_size=vocab_size, **shape_fields(kind, size, {}))
+    assert kind_of(shape) == kind
+    with torch.device("meta"):
+        counted = sum(p.numel() for p in Transformer(shape).parameters())
+    assert shape.parameters() == counted
+    assert abs(shape.active_parameters() / declared - 1) < 0.02
+    assert (shape.parameters() > 2 * declared) == (kind == "moe"), "all experts together are more"
+
+
+def test_parameters_are_counted_in_closed_form(name: str) -> None:
+    model = small_model(name)
+    assert model.shape.parameters() == sum(p.numel() for p in model.parameters())
+    unused = 0
+    if (experts := model.shape.experts) is not None:
+        one = 3 * experts.hidden_size * experts.expert_size
+        unused = len(model.shape.expert_layers) * (experts.num_experts - experts.top_k) * one
+    assert model.shape.parameters() - model.shape.active_parameters() == unused
+
+
+def test_work_per_token_counts_what_a_token_meets() -> None:
+    dense, moe = small_shape("transformer", intermediate_size=48), small_shape("moe")
+    routers = 6 * 4 * 4 * 32
+    assert moe.flops_per_token() == dense.flops_per_token() + routers
+    ssm = small_shape("ssm")
+    assert ssm.flops_per_token(10) == ssm.flops_per_token(100_000), "a state does not grow"
+
+
+def test_words_say_a_shape_again(name: str) -> None:
+    shape = small_shape(name)
+    words = words_of(shape)
+    kind: Any = words.pop("kind")
+    useless = {key for key, value in words.items() if value is None or value == 0}
+    fields = shape_fields(kind, None, {key: value for key, value in words.items() if key not in useless})
+    assert TransformerShape(**fields) == shape
+
+
+def test_attention_stands_in_the_last_of_so_many_layers() -> None:
+    assert mixers(5, attention_every=2) == ("ssm", "attention", "ssm", "attention", "ssm")
+    assert mixers(2, attention_every=4) == ("ssm", "ssm")
+    assert mixers(2, attention_every=1) == ("attention", "attention")
+    assert mixers(2, attention_every=None) == ("ssm", "ssm")
+
+
+def test_impossible_shapes_name_the_remedy() -> None:
+    experts = ExpertsShape(hidden_size=32, expert_size=8, num_experts=4)
+    dense = small_shape("transformer").model_dump()
+    for change, message in (
+        ({"experts": experts, "experts_every": 5}, "experts_every 5: none of the 4 layers has experts; try 4"),
+        ({"experts": experts.model_copy(update={"hidden_size": 16})}, "experts.hidden_size 16: the model has 32"),
+        ({"mixers": ("attention",)}, "mixers 1: there are num_layers 4"),
+        ({"mixers": ("ssm",) * 4}, "ssm: its dimensions are given where a layer has it"),
+        ({"num_heads": 0}, "num_heads 0: a layer with attention needs at least one"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            TransformerShape(**{**dense, **change})
+
+
+def test_a_shape_of_before_is_the_shape_of_now() -> None:
+    """shape.json files of older runs have none of the new fields."""
+    shape = small_shape("transformer")
+    old = shape.model_dump(exclude={"mixers", "ssm", "experts", "experts_every"})
+    assert TransformerShape(**old) == shape
+    assert list(Transformer(shape).state_dict())[1:4] == [
+        f"model.layers.0.self_attn.{part}_proj.weight" for part in ("q", "k", "v")
+    ]
+
+
+def test_a_later_token_changes_no_earlier_logit(name: str) -> None:
+    model, tokens = small_model(name).eval(), some_tokens()
+    before = model(tokens)
+    changed = tokens.clone()
+    changed[:, 15] = (changed[:, 15] + 1) % V
+    after = model(changed)
+    torch.testing.assert_close(after[:, :15], before[:, :15], atol=1e-6, rtol=0)
+    assert ((after[:, 15:] - before[:, 15:]).abs().amax(dim=(0, 2)) > 1e-4).all(), "each later position sees the change"
+
+
+def test_a_row_does_not_depend_on_those_beside_it(name: str) -> None:
+    model, tokens = small_model(name).eval(), some_tokens(4)
+    torch.testing.assert_close(model(tokens)[1:3], model(tokens[1:3]), atol=1e-5, rtol=0)
+
+
+def test_the_loss_is_the_sum_over_the_targets_that_count(name: str) -> None:
+    model, tokens, targets = small_model(name).eval(), some_tokens(), some_tokens(seed=1)
+    targets[0, 5:9] = -100
+    expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+    found = model(tokens, targets)
+    if model.shape.experts is None:
+        torch.testing.assert_close(found, expected)
+        return
+    total, routed = found
+    torch.testing.assert_close(total, expected)
+    assert isinstance(routed, Routed)
+    assert len(routed.layers) == len(model.shape.expert_layers)
+    assert routed.load.shape == (len(routed.layers), model.shape.experts.num_experts)
+    for one in routed.layers:
+        assert one.tokens == 2 * T - 4
+        assert one.load.sum() == (2 * T - 4) * model.shape.experts.top_k
+    logits, again = model(tokens, counted=targets != -100)
+    torch.testing.assert_close(logits, model(tokens))
+    torch.testing.assert_close(again.layers[0].balance, routed.layers[0].balance)
+
+
+def test_reading_with_a_cache_equals_reading_at_once(name: str) -> None:
+    model, tokens = small_model(name).eval(), some_tokens()
+    with torch.no_grad():
+        expected = model(tokens)
+        cache = Cache.empty(model.shape, batch=2)
+        pieces, position = [], 0
+        for length in (7, 1, 1, 5, 1, 9):
+            pieces.append(model(tokens[:, position : position + length], cache=cache, position=position))
+            position += length
+    assert position == T
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
+
+
+def test_what_fills_up_a_row_enters_no_state(name: str) -> None:
+    model, tokens = small_model(name).eval(), some_tokens()
+    with torch.no_grad():
+        expected = model(tokens)
+        for filling in (0, 7):
+            cache = Cache.empty(model.shape, batch=2)
+            filled = tokens[:, :12].clone()
+            filled[1, 5:] = filling
+            model.hidden(filled, cache=cache, lengths=[12, 5])
+            step = torch.stack((tokens[0, 12:13], tokens[1, 5:6]))
+            logits = model(step, cache=cache, position=[12, 5])
+            torch.testing.assert_close(logits[0, 0], expected[0, 12], atol=1e-5, rtol=0)
+            torch.testing.assert_close(logits[1, 0], expected[1, 5], atol=1e-5, rtol=0)
+
+
+def test_what_a_state_space_keeps_does_not_grow() -> None:
+    short, long = (Cache.empty(small_shape("ssm"), batch=2, length=n) for n in (8, 8000))
+    assert [t.shape for layer in short.layers for t in layer] == [t.shape for layer in long.layers for t in layer]
+
+
+def test_a_state_space_reads_beyond_its_context() -> None:
+    model, tokens = small_model("ssm").eval(), some_tokens(1, 100)
+    with torch.no_grad():
+        cache = Cache.empty(model.shape, batch=1)
+        model(tokens[:, :99], cache=cache)
+        stepped = model(tokens[:, 99:], cache=cache, position=99)
+        torch.testing.assert_close(stepped[:, 0], model(tokens)[:, 99], atol=1e-5, rtol=0)
+
+
+def test_documents_do_not_see_each_other(name: str) -> None:
+    model, tokens = small_model(name).eval(), some_tokens()
+    documents = torch.tensor([[0] * 9 + [1] * 15, [0] * 4 + [1] * 10 + [2] * 10])
+    packed = model(tokens, documents=documents)
+    for row, first, last in [(0, 0, 9), (0, 9, 24), (1, 0, 4), (1, 4, 14), (1, 14, 24)]:
+        alone = model(tokens[row : row + 1, first:last])
+        torch.testing.assert_close(packed[row, first:last], alone[0], atol=1e-5, rtol=0)
+    assert not torch.allclose(packed, model(tokens), atol=1e-3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_checkpointing_blocks_changes_no_gradient(name: str, dropout: float) -> None:
+    tokens, gradients, balances = some_tokens(), [], []
+    for checkpoint_blocks in (False, True):
+        model = small_model(name, dropout=dropout)
+        model.checkpoint_blocks = checkpoint_blocks
+        torch.manual_seed(0)
+        found = model(tokens, some_tokens(seed=1))
+        cost, *routed = found if isinstance(found, tuple) else (found,)
+        for one in routed:
+            cost = cost + sum(layer.balance + layer.z for layer in one.layers)
+            balances.append([layer.balance.item() for layer in one.layers])
+        cost.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert not balances or balances[0] == balances[1]
+    for parameter, gradient in gradients[0].items():
+        assert gradient is not None, parameter
+        torch.testing.assert_close(gradients[1][parameter], gradient, msg=parameter, atol=0, rtol=0)
+
+
+# torch.compile itself looks at .grad of tensors that have none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(("name", "kinds"), [("moe", 1), ("ssm", 1), ("hybrid", 2), ("ssm-experts", 2)])
+def test_blocks_are_compiled_once_for_each_kind(name: str, kinds: int) -> None:
+    torch._dynamo.reset()
+    model, tokens, targets = small_model(name), some_tokens(), some_tokens(seed=1)
+    found = model(tokens, targets)
+    expected = found[0] if isinstance(found, tuple) else found
+    compilations = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda f, **options: compile_(f, backend=backend, **options))
+        model.compile_blocks()
+    found = model(tokens, targets)
+    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)
+    assert len(compilations) == kinds
+    model.eval()(tokens, targets)
+    assert len(compilations) == kinds
+    assert all(block.compiled is not None for block in model.model.layers if isinstance(block, Block))
+
+
+def test_no_forward_changes_what_a_router_knows() -> None:
+    model, tokens = small_model("moe", capacity_factor=1.0, expert_dropout=0.3), some_tokens()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model(tokens, tokens)[0].backward()
+    model.eval()(tokens, tokens)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,0 +1,173 @@
+"""Experts and state spaces open in transformers and theirs in ours, with the same logits; the rest keeps our own layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.decoder_layout import OWN, layout_for
+from bottega.models.initial import initialise
+from bottega.models.pretrained import export_transformers, load_weights, read_shape
+from bottega.models.transformer import Transformer
+from bottega.schema.language_kinds import shape_fields
+from bottega.schema.transformer import TransformerShape
+
+TOKENS = torch.arange(20).reshape(2, 10) * 3
+SCANNED = {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8}
+ROUTED = {"num_experts": 4, "num_kv_heads": 2, "num_heads": 4, "head_size": 8, "intermediate_size": 48}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen": ("moe", "qwen3_moe", ROUTED),
+    "qwen-single": ("moe", "qwen3_moe", {**ROUTED, "experts_per_token": 1}),
+    "qwen-some": ("moe", "qwen3_moe", {**ROUTED, "experts_every": 2}),
+    "mixtral": ("moe", "mixtral", {**ROUTED, "qk_norm": False}),
+    "mamba": ("ssm", "mamba2", SCANNED),
+    "sigmoid": ("moe", OWN, {**ROUTED, "gate": "sigmoid"}),
+    "shared": ("moe", OWN, {**ROUTED, "shared_experts": 1}),
+    "spiking": ("moe", OWN, {**ROUTED, "router": "spiking"}),
+    "llama-single": ("moe", OWN, {**ROUTED, "qk_norm": False, "experts_per_token": 1}),
+    "biased": ("moe", OWN, {**ROUTED, "balance": "bias"}),
+    "hybrid": ("hybrid", OWN, {**SCANNED, "attention_every": 2}),
+    "ssm-experts": ("ssm", OWN, {**SCANNED, "num_experts": 3}),
+}
+
+
+def our_model(case: str, *, tied: bool = True) -> Transformer:
+    kind, _, said = CASES[case]
+    words = {"num_layers": 2, "hidden_size": 32, "tie_embeddings": tied, **said}
+    fields = shape_fields(kind, None, words)  # type: ignore[arg-type]
+    model = Transformer(TransformerShape(vocab_size=64, context=32, **fields))
+    initialise(model, 0, std=0.2, residual_layers=2)
+    if case == "biased":
+        for name, buffer in model.named_buffers():
+            if name.endswith("router.bias"):
+                buffer.copy_(torch.tensor([0.5, 0.0, -0.5, 0.0]))
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("case", [case for case, (_, layout, _) in CASES.items() if layout != OWN])
+def test_our_export_opens_in_transformers(tmp_path: Path, case: str, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = our_model(case, tied=tied)
+    export_transformers(model.state_dict(), model.shape, tmp_path, bos_token_id=1, eos_token_id=2)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert theirs.config.model_type == CASES[case][1]
+    with torch.no_grad():
+        expected = model(TOKENS)
+        assert expected.std() > 0.1, "the comparison has something to compare"
+        torch.testing.assert_close(theirs(TOKENS).logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_is_read_back(tmp_path: Path, case: str) -> None:
+    model = our_model(case)
+    assert layout_for(model.shape, model.state_dict()) == CASES[case][1]
+    export_transformers(model.state_dict(), model.shape, tmp_path)
+    shape = read_shape(tmp_path)
+    # Whether gates are made to sum to 1 is said there, and may have been left to the number of experts here.
+    assert shape.model_copy(update={"experts": None}) == model.shape.model_copy(update={"experts": None})
+    again = Transformer(shape).eval()
+    load_weights(again, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(TOKENS), model(TOKENS))
+
+
+def peer(kind: str) -> Any:
+    import transformers
+
+    shared = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    attention = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 32,
+        "initializer_range": 0.2,
+        "attn_implementation": "eager",
+        "num_experts_per_tok": 2,
+    }
+    if kind == "mamba2":
+        config: Any = transformers.Mamba2Config(
+            **shared, num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8, initializer_range=0.2
+        )
+    elif kind == "mixtral":
+        config = transformers.MixtralConfig(**shared, **attention, intermediate_size=16, num_local_experts=4)
+    else:
+        sizes = {"intermediate_size": 48, "moe_intermediate_size": 16, "num_experts": 4}
+        config = transformers.Qwen3MoeConfig(**shared, **attention, **sizes, norm_topk_prob=kind == "qwen3_moe")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):  # theirs begins at 0, and all experts alike
+                parameter.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_moe-unnormalised", "mixtral", "mamba2"])
+def test_a_model_of_transformers_opens_here(tmp_path: Path, kind: str) -> None:
+    theirs = peer(kind)
+    theirs.save_pretrained(tmp_path, max_shard_size="40KB")
+    model = Transformer(read_shape(tmp_path)).eval()
+    load_weights(model, tmp_path)
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+        assert expected.std() > 0.1, "the comparison has something to compare"
+        torch.testing.assert_close(model(TOKENS), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("qwen", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen", {"attention_bias": True}, "attention_bias"),
+        ("mixtral", {"sliding_window": 8, "use_sliding_window": True}, "sliding_window 8"),
+        ("mamba", {"use_bias": True}, "use_bias"),
+        ("mamba", {"use_conv_bias": False}, "use_conv_bias"),
+        ("mamba", {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+        ("mamba", {"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    tmp_path: Path, case: str, change: dict[str, Any], message: str
+) -> None:
+    model = our_model(case)
+    export_transformers(model.state_dict(), model.shape, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    with pytest.raises(UsageError, match=message):
+        read_shape(tmp_path)
+
+
+def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
+    model = our_model("qwen")
+    export_transformers(model.state_dict(), model.shape, tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    said = json.loads(config.read_text())
+    config.write_text(json.dumps({key: value for key, value in said.items() if key != "moe_intermediate_size"}))
+    with pytest.raises(CheckpointError, match="moe_intermediate_size is missing"):
+        read_shape(tmp_path)
+    config.write_text(json.dumps(said | {"num_experts_per_tok": 9}))
+    with pytest.raises(CheckpointError, match="describes no model"):
+        read_shape(tmp_path)
+    config.write_text(json.dumps(said))
+    tensors = load_file(weights)
+    save_file({name: t for name, t in tensors.items() if "experts.3.up_proj" not in name}, weights)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\.experts\.3\.up_proj"):
+        load_weights(Transformer(read_shape(tmp_path)), tmp_path)
+
+
+def test_what_routers_know_travels_in_our_layout_alone(tmp_path: Path) -> None:
+    model = our_model("biased")
+    export_transformers(model.state_dict(), model.shape, tmp_path)
+    kept = [name for name in load_file(tmp_path / "model.safetensors") if ".router." in name]
+    assert sorted({name.rpartition(".")[2] for name in kept}) == ["bias", "load", "weight"]
+    again = Transformer(read_shape(tmp_path))
+    load_weights(again, tmp_path)
+    assert torch.equal(again.model.layers[0].mlp.router.bias, torch.tensor([0.5, 0.0, -0.5, 0.0]))  # type: ignore[union-attr]

@@ -1,0 +1,465 @@
+"""Experts answer as if all were run and weighed, whatever the form of the computation; and what routing promises of room,
+balance and sums holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from torch import Tensor
+
+import bottega.models.expert_dispatch as dispatch
+from bottega.models.experts import Experts, Routing, renewed, stats
+from bottega.models.initial import initialise
+from bottega.models.several import shared_layers
+from bottega.schema.experts import ExpertsShape
+from bottega.schema.spiking import SpikingShape
+
+D, E = 8, 4
+
+
+def shape(**changes: Any) -> ExpertsShape:
+    return ExpertsShape(**{"hidden_size": D, "expert_size": 16, "num_experts": E, **changes})
+
+
+def layer(seed: int = 0, *, spread: float = 1.0, **changes: Any) -> Experts:
+    model = Experts(shape(**changes))
+    initialise(model, seed, residual_layers=1)
+    if model.router.weight is not None:
+        with torch.no_grad():
+            model.router.weight.mul_(spread / 0.02)  # far enough apart that no choice is a tie
+    return model
+
+
+def inputs(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*size, D, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def one_expert(model: Experts, e: int, x: Tensor) -> Tensor:
+    weights = model.experts
+    up = x @ weights.up_proj[e].T
+    inner = F.gelu(up) if weights.gate_proj is None else F.silu(x @ weights.gate_proj[e].T) * up
+    return inner @ weights.down_proj[e].T
+
+
+def reference(model: Experts, x: Tensor, *, keep: Callable[[int, int], bool] = lambda token, choice: True) -> Tensor:
+    """Token by token: every expert, weighed by the gates of those that were chosen."""
+    form, router = model.shape, model.router
+    assert router.weight is not None
+    out = []
+    for n, token in enumerate(x):
+        logits = router.weight @ token
+        scores = logits.softmax(-1) if form.gate == "softmax" else logits.sigmoid()
+        ranked = scores + router.bias if form.balance == "bias" else scores
+        chosen = ranked.argsort(descending=True)[: form.top_k].tolist()
+        whole = sum(scores[e] for e in chosen) if form.top_k > 1 else 1.0
+        answers = [scores[e] / whole * one_expert(model, e, token) for j, e in enumerate(chosen) if keep(n, j)]
+        out.append(sum(answers, torch.zeros_like(token)) + (0 if model.shared is None else model.shared(token)))
+    return torch.stack(out)
+
+
+def gradients(model: Experts, out: Tensor, x: Tensor) -> list[Tensor]:
+    return list(
+        torch.autograd.grad((out * torch.arange(out.numel()).view_as(out).cos()).sum(), [x, *model.parameters()])
+    )
+
+
+FORMS = list(itertools.product(("softmax", "sigmoid"), (1, 2, E), ("swiglu", "gelu")))
+
+
+@pytest.mark.parametrize(("gate", "k", "activation"), FORMS)
+def test_every_token_gets_what_all_experts_weighed_by_its_gates_say(gate: str, k: int, activation: str) -> None:
+    model = layer(gate=gate, top_k=k, activation=activation, num_shared=k % 2, balance="bias").double()
+    model.router.bias.copy_(torch.tensor([0.3, -0.2, 0.0, 0.1]))
+    x = inputs(13, dtype=torch.float64).requires_grad_()
+    out, wanted = model(x)[0], reference(model, x)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
+    for got, expected in zip(gradients(model, out, x), gradients(model, wanted, x), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("k", [1, 2, E])
+def test_the_three_forms_agree(k: int) -> None:
+    """One kernel for all experts is for a GPU, and exists on a CPU in bfloat16: close is what its eight bits allow."""
+    model, x = layer(top_k=k), inputs(40)
+    weights = model.experts
+    assert weights.gate_proj is not None
+    chosen = torch.rand(40, E, generator=torch.Generator().manual_seed(1)).topk(k).indices
+    gates = torch.rand(40, k, generator=torch.Generator().manual_seed(2))
+    stacks = weights.gate_proj, weights.up_proj, weights.down_proj
+    looped = dispatch.in_order(x, chosen, gates, stacks, run=dispatch.looped)
+    torch.testing.assert_close(dispatch.dense(x, chosen, gates, stacks), looped, rtol=1e-5, atol=1e-5)
+
+    def short(run: Callable[..., Tensor]) -> list[Tensor]:
+        small = tuple(stack.detach().bfloat16().requires_grad_() for stack in stacks)
+        rows = x.bfloat16().requires_grad_()
+        out = dispatch.in_order(rows, chosen, gates, small, run=run)
+        return [out, *torch.autograd.grad(out.float().square().sum(), [rows, *small])]
+
+    for got, wanted in zip(short(dispatch.grouped), short(dispatch.looped), strict=True):
+        assert float((got - wanted).detach().abs().max()) < 0.02 * float(wanted.detach().abs().max())
+
+
+def test_gradients_agree_with_finite_differences() -> None:
+    model = layer(top_k=2, expert_size=2, num_experts=3).double()
+    model.router.load.copy_(torch.tensor([0.7, 0.2, 0.1]))
+
+    def outputs(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        names = [name for name, _ in model.named_parameters()]
+        out, routing = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (x,))
+        return out, routing.balance, routing.z
+
+    values = [inputs(2, 2, dtype=torch.float64), *(p.detach().clone() for p in model.parameters())]
+    values = [value.requires_grad_() for value in values]
+    assert torch.autograd.gradcheck(outputs, values)
+    assert torch.autograd.gradgradcheck(lambda x: outputs(x, *values[1:])[0], values[:1])  # meta-learning wants it
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_answer_of_a_sample_depends_on_itself_alone(k: int) -> None:
+    model, x = layer(top_k=k), inputs(31)
+    order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
+    out = model(x)[0]
+    torch.testing.assert_close(model(x[order])[0], out[order])
+    torch.testing.assert_close(torch.cat([model(row[None])[0] for row in x]), out)
+    torch.testing.assert_close(model(x.view(1, 31, D))[0][0], out)
+
+
+def full_by_hand(chosen: Tensor, room: int) -> list[list[bool]]:
+    taken, full = [0] * E, []
+    for token in chosen.tolist():
+        full.append([taken[e] >= room for e in token])
+        for e in token:
+            taken[e] += 1
+    return full
+
+
+@pytest.mark.parametrize(
+    ("changes", "room"), [({"capacity": 3}, 3), ({"capacity_factor": 1.1}, 6), ({"capacity_factor": 0.1}, 1)]
+)
+def test_beyond_the_room_choices_are_dropped_and_counted(changes: dict[str, Any], room: int) -> None:
+    model, x = layer(top_k=2, num_shared=1, **changes), inputs(3, 10)
+    assert model.shape.room(10) == room
+    out, routing = model(x)
+    dropped = 0
+    for row, answer, chosen in zip(x, out, routing.chosen, strict=True):
+        full = full_by_hand(chosen, room)
+        dropped += sum(map(sum, full))
+        torch.testing.assert_close(answer, reference(model, row, keep=lambda n, j, full=full: not full[n][j]))
+    assert int(routing.dropped) == dropped > 0
+    assert int(routing.load.sum()) == 3 * 10 * 2
+
+
+def test_later_tokens_never_take_the_room_of_earlier_ones() -> None:
+    model, x = layer(top_k=2, capacity=3), inputs(2, 12)
+    out = model(x)[0]
+    for t in (1, 5, 11):
+        changed = x.clone()
+        changed[:, t:] = inputs(2, 12 - t, seed=9)
+        torch.testing.assert_close(model(changed)[0][:, :t], out[:, :t])
+    torch.testing.assert_close(model(x[1:])[0], out[1:])  # and a row has room of its own
+
+
+def test_padding_takes_no_room_and_enters_no_sum() -> None:
+    model, x = layer(top_k=2, capacity_factor=1.0), inputs(2, 8)
+    padded = torch.cat((torch.full((2, 4, D), 5.0), x, inputs(2, 7, seed=5)), dim=1)
+    counted = torch.zeros(2, 19)
+    counted[:, 4:12] = 1
+    (out, routing), (wide, other) = model(x), model(padded, counted=counted)
+    torch.testing.assert_close(wide[:, 4:12], out)
+    for name in ("balance", "z", "load", "dropped", "entropy", "tokens"):
+        torch.testing.assert_close(getattr(other, name), getattr(routing, name))
+    assert float(routing.dropped) > 0
+
+
+def test_room_and_absence_are_for_training_alone() -> None:
+    limited, free = layer(capacity=1, expert_dropout=0.5), layer()
+    limited.router.get_buffer("absent").copy_(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    x = inputs(2, 9)
+    routing = limited(x)[1]
+    assert float(routing.dropped) > 0
+    assert routing.load[:2].tolist() == [0, 0]
+    limited.eval()
+    out, routing = limited(x)
+    torch.testing.assert_close(out, free(x)[0])
+    assert float(routing.dropped) == 0
+
+
+def test_sums_add_up_over_splits() -> None:
+    model, x = layer(top_k=2, capacity=3), inputs(6, 7)
+    whole, parts = model(x)[1], [model(part)[1] for part in x.split([1, 3, 2])]
+    for name in ("balance", "z", "load", "dropped", "entropy", "tokens"):
+        torch.testing.assert_close(sum(getattr(part, name) for part in parts), getattr(whole, name))
+    torch.testing.assert_close(torch.cat([part.chosen for part in parts]), whole.chosen)
+
+
+def test_one_token_and_one_expert_are_enough() -> None:
+    out, routing = layer(top_k=2)(inputs(3, 1))
+    assert out.shape == (3, 1, D)
+    assert int(routing.tokens) == 3
+    single = layer(num_experts=1)
+    x = inputs(5)
+    torch.testing.assert_close(single(x)[0], one_expert(single, 0, x))
+
+
+def test_an_overloaded_expert_is_pushed_down_and_even_is_best() -> None:
+    model, x = layer(), inputs(50)
+    even = model(x)[1]
+    assert float(even.balance.detach()) == pytest.approx(50)
+    model.router.load.copy_(torch.tensor([0.7, 0.1, 0.1, 0.1]))
+    logits = torch.randn(50, E, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x, logits=logits)[1].balance, logits)
+    assert bool((gradient[:, 0] > 0).all())
+    assert bool((gradient[:, 1:] < 0).all())
+    # Where the load is what the gates ask for, the mean is E * sum of squares: 1 if even, and more else.
+    for skew in (0.5, 1.0, 3.0):
+        uneven = (skew * torch.tensor([1.0, 0.0, -1.0, 0.5])).expand(50, E)
+        model.router.load.copy_(uneven[0].softmax(-1))
+        assert float(model(x, logits=uneven)[1].balance) / 50 > 1.01
+
+
+def update(model: Experts, routing: Routing, step: int = 0) -> None:
+    """What an engine does after a step."""
+    tensors = {f"layer.{name}": value for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for name, value in renewed(
+            tensors, stats(routing, "layer"), name="layer", shape=model.shape, step=step
+        ).items():
+            tensors[name].copy_(value)
+
+
+def trained(balance: str, seed: int) -> float:
+    """Share of the highest load entropy on new samples, after training from a router that knows one expert alone."""
+    model = layer(seed, balance=balance, bias_rate=5e-3, gate="sigmoid" if balance == "bias" else "softmax")
+    middle, target = inputs(1, seed=seed + 7), inputs(D, seed=seed + 8)
+    assert model.router.weight is not None
+    with torch.no_grad():
+        model.router.weight.mul_(0.1)
+        model.router.weight[0] += middle[0] / middle.norm()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(200):
+        # The rate falls to 0, or else the router would swing about the even load and not come to rest there.
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 200)
+        x = inputs(64, seed=100 + step) + middle
+        out, routing = model(x)
+        loss = F.mse_loss(out, (x @ target).tanh()) + (0.1 * routing.balance / 64 if balance == "loss" else 0.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        update(model, routing, step)
+    load = model.eval()(inputs(1000, seed=1) + middle)[1].load / 1000
+    return float(torch.special.entr(load).sum()) / math.log(E)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_balancing_evens_out_what_would_else_stay_skewed(seed: int) -> None:
+    assert trained("none", seed) < 0.5
+    assert trained("loss", seed) >= 0.95
+    assert trained("bias", seed) >= 0.95
+
+
+def test_the_update_is_that_of_the_paper_and_of_a_running_mean() -> None:
+    form = shape(balance="bias", bias_rate=0.25, load_decay=0.75)
+    load, bias = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.0, 1.0, 0.0, 0.0])
+    tensors, seen = {"m.router.load": load, "m.router.bias": bias}, {"m.load": torch.tensor([6.0, 2.0, 0.0, 0.0])}
+    new = renewed(tensors, seen, name="m", shape=form)
+    torch.testing.assert_close(new["m.router.load"], 0.75 * load + 0.25 * torch.tensor([0.75, 0.25, 0.0, 0.0]))
+    assert new["m.router.bias"].tolist() == [-0.25, 1.0, 0.25, 0.25]
+    nothing = renewed(tensors, {"m.load": torch.zeros(E)}, name="m", shape=form)
+    assert torch.equal(nothing["m.router.load"], load)
+    assert torch.equal(nothing["m.router.bias"], bias)
+    assert load.tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1])  # pure
+
+
+def test_the_bias_chooses_and_the_score_weighs() -> None:
+    model, x = layer(balance="bias"), inputs(20)
+    model.router.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0]))
+    out, routing = model(x)
+    assert routing.load.tolist() == [0, 0, 20, 0]
+    torch.testing.assert_close(out, routing.gates[:, 2:3] * one_expert(model, 2, x))
+
+
+def test_experts_are_left_out_by_the_step_and_enough_of_them_stay() -> None:
+    model = layer(top_k=2, expert_dropout=0.6)
+    absent, counts = model.router.get_buffer("absent"), []
+    assert int(absent.sum()) == 0
+    for step in range(200):
+        before = model.router.load.clone()
+        routing = model(inputs(20, seed=step))[1]
+        assert float((routing.load * absent).sum()) == 0
+        gone = absent.clone() > 0
+        update(model, routing, step)
+        assert torch.equal(model.router.load[gone], before[gone])  # not asked because not there: that says nothing
+        assert float(model.router.load.sum()) == pytest.approx(1, abs=1e-5)
+        counts.append(int(absent.sum()))
+    assert max(counts) == E - 2
+    assert len(set(counts)) == 3
+    update(model, routing, 41)
+    once = absent.clone()
+    update(model, routing, 42)
+    assert not torch.equal(absent, once)
+    update(model, routing, 41)
+    assert torch.equal(absent, once)
+
+
+def test_who_was_left_out_keeps_its_bias() -> None:
+    form = shape(balance="bias", expert_dropout=0.5)
+    names = ("load", "bias", "absent")
+    values = (torch.full((E,), 0.25), torch.zeros(E), torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    tensors = {f"m.router.{name}": value for name, value in zip(names, values, strict=True)}
+    new = renewed(tensors, {"m.load": torch.tensor([0.0, 4.0, 4.0, 4.0])}, name="m", shape=form, step=0)
+    assert new["m.router.bias"].tolist() == [0, 0, 0, 0]
+    torch.testing.assert_close(new["m.router.load"], torch.full((E,), 0.25))
+
+
+@pytest.mark.parametrize("renormalise", [None, True, False])
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_router_learns_from_the_answer_unless_its_gate_is_always_one(renormalise: bool | None, k: int) -> None:
+    model = layer(top_k=k, renormalise=renormalise)
+    model(inputs(9))[0].square().sum().backward()
+    assert model.router.weight is not None
+    assert model.router.weight.grad is not None
+    assert (float(model.router.weight.grad.abs().max()) > 1e-3) == (renormalise is not True or k > 1)
+
+
+def test_logits_from_elsewhere_take_the_place_of_the_routers() -> None:
+    model, x = layer(), inputs(6)
+    wanted = torch.tensor([3, 1, 0, 0, 2, 1])
+    routing = model(x, logits=20.0 * F.one_hot(wanted, E))[1]
+    assert routing.chosen[:, 0].tolist() == wanted.tolist()
+    own = model(x)[1].logits
+    torch.testing.assert_close(model(x, logits=own)[0], model(x)[0])
+
+
+def test_the_router_counts_in_float32_under_autocast() -> None:
+    model, x = layer(top_k=2), inputs(2, 20)
+    routing = model(x)[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, short = model(x)
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(short.logits, routing.logits)
+    assert torch.equal(short.chosen, routing.chosen)
+    assert float((out - model(x)[0]).detach().abs().max()) < 0.05
+
+
+def test_from_the_meta_device_it_becomes_what_it_is_at_once() -> None:
+    with torch.device("meta"):
+        late = Experts(shape(top_k=2, expert_dropout=0.1, num_shared=1))
+    late.to_empty(device="cpu")
+    now = Experts(shape(top_k=2, expert_dropout=0.1, num_shared=1))
+    for model in (late, now):
+        initialise(model, 3, residual_layers=2)
+    for (name, value), other in zip(now.state_dict().items(), late.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+    assert late.router.load.tolist() == [0.25] * E
+
+
+def test_buffers_stay_in_float32() -> None:
+    model = layer()
+    model.router.bias.fill_(0.501)
+    model.bfloat16()
+    assert model.router.bias.dtype is torch.float32
+    assert float(model.router.bias[0]) == pytest.approx(0.501)
+
+
+def test_initial_weights_keep_the_size_of_a_signal() -> None:
+    model = Experts(shape(hidden_size=64, expert_size=32, num_experts=3))
+    initialise(model, 0, residual_layers=8)
+    assert model.experts.up_proj.detach().std() == pytest.approx(1 / 8, rel=0.05)
+    assert model.experts.down_proj.detach().std() == pytest.approx(1 / math.sqrt(32) / 4, rel=0.05)  # 16 additions
+    first = model.experts.up_proj.detach().clone()
+    initialise(model, 1, residual_layers=8)
+    assert not torch.equal(first, model.experts.up_proj)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation": "gelu"}, {"num_shared": 2, "shared_size": 5}, {"top_k": 3}, {"router": "spiking"}],
+)
+def test_parameters_are_counted_exactly(changes: dict[str, Any]) -> None:
+    form = shape(**changes)
+    model = Experts(form)
+    assert form.parameters() == sum(p.numel() for p in model.parameters())
+    idle = (form.num_experts - form.top_k) * sum(p[0].numel() for p in model.experts.parameters())
+    assert form.active_parameters() == form.parameters() - idle
+
+
+def test_a_spiking_router_learns_and_says_how_often_it_fired() -> None:
+    units = SpikingShape(time_steps=4)
+    model = layer(router="spiking", spiking=units, top_k=2)
+    out, routing = model(2 * inputs(2, 9))
+    (out.square().sum() + routing.z).backward()
+    assert routing.rates is not None
+    assert routing.rates.shape[:2] == (2, 9)
+    assert 0 < float(routing.rates.detach().mean()) < 1
+    assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in model.gate.parameters())  # type: ignore[union-attr]
+
+
+def test_two_models_share_router_and_experts_as_layers() -> None:
+    models = {name: torch.nn.Sequential(Experts(shape(num_shared=1)), torch.nn.Linear(D, 2)) for name in ("a", "b")}
+    assert {"0.router", "0.experts", "0.shared.up_proj"} <= set(shared_layers(models))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own doing
+@pytest.mark.parametrize("forced", [False, True])
+def test_it_compiles_without_a_break(forced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole graph, with the kernel for a GPU as well: nothing waits for the host."""
+    model, x = layer(top_k=2, capacity_factor=1.0, balance="bias", num_shared=1), inputs(2, 8)
+    if forced:
+        monkeypatch.setattr(dispatch, "grouped_product_fits", lambda x, weight: True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+
+    def run(called: Any) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forced):
+            out, routing = called(x)
+        model.zero_grad()
+        (out.float().square().sum() + routing.balance + routing.z).backward()
+        return [out.detach().float(), routing.load, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    for got, wanted in zip(run(compiled), run(model), strict=True):
+        assert float((got - wanted).abs().max()) <= (0.01 if forced else 1e-5) * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"top_k": 5}, "top_k 5 is more than num_experts 4: a token asks each expert once; lower top_k to 4"),
+        (
+            {"capacity": 2, "capacity_factor": 1.25},
+            "capacity 2 and capacity_factor 1.25 both set an expert's room; keep one",
+        ),
+        ({"shared_size": 3}, "shared_size 3 has no shared expert to be of; set num_shared"),
+        ({"spiking": SpikingShape()}, "spiking is set and router is 'linear'; set router to 'spiking'"),
+        ({"capacity": 0}, "capacity 0 is no room; give at least 1, or leave it out and nothing is dropped"),
+        ({"capacity": -2}, "capacity -2 is no room"),
+        ({"capacity_factor": 0.0}, "capacity_factor 0 is no room; give more than 0, or leave it out"),
+        ({"capacity_factor": math.inf}, "capacity_factor"),
+        ({"num_experts": 0}, "num_experts 0 is too few; give at least 1"),
+        ({"hidden_size": -8}, "hidden_size -8 is too few; give at least 1"),
+        ({"expert_size": 0}, "expert_size 0 is too few; give at least 1"),
+        ({"top_k": 0}, "top_k 0 is too few; give at least 1"),
+        ({"num_shared": -1}, "num_shared -1 is too few; give at least 0"),
+        ({"num_shared": 1, "shared_size": 0}, "shared_size 0 is too few; give at least 1"),
+        ({"expert_dropout": 1.0}, "expert_dropout"),
+        ({"load_decay": 1.0}, "load_decay"),
+        ({"topk": 1}, "topk"),
+    ],
+)
+def test_what_cannot_route_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        shape(**changes)
+    assert said in str(refused.value)
+
+
+def test_what_is_whole_but_for_rounding_is_whole() -> None:
+    assert 1.1 * 2 * 100 / E > 55
+    assert shape(capacity_factor=1.1, top_k=2).room(100) == 55
+    assert shape(capacity_factor=1.1, top_k=2).room(101) == 56
+    assert shape(capacity_factor=1e-3).room(1) == 1

@@ -1,0 +1,271 @@
+"""Language models with experts and state spaces: what they cost and report adds up, what routers learn is exact, and writing
+token by token is reading everything again."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bottega.core.noise import Noise
+from bottega.core.types import Loss
+from bottega.models.initial import initialise
+from bottega.models.transformer import Transformer
+from bottega.schema.language_kinds import shape_fields
+from bottega.schema.transformer import TransformerShape
+from bottega.tasks.language import Language
+from bottega.tasks.sampling import generate
+from bottega.techniques.overheard import Overheard
+
+V, CONTEXT = 40, 16
+SCANNED = {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "moe": {"num_experts": 4},
+    "ssm": SCANNED,
+    "ssm-experts": {**SCANNED, "num_experts": 3, "experts_every": 2},
+    "hybrid": {**SCANNED, "attention_every": 2},
+}
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8]]
+ROUTER = "model.layers.0.mlp.router"
+
+
+def shape_of(name: str, **changes: Any) -> TransformerShape:
+    kind: Any = name.partition("-")[0]
+    said = {"num_layers": 2, "hidden_size": 32, **KINDS[name], **changes}
+    return TransformerShape(vocab_size=V, context=CONTEXT, **shape_fields(kind, None, said))
+
+
+def task_of(name: str = "moe", *, balance_weight: float = 0.01, z_weight: float = 0.001, **changes: Any) -> Language:
+    return Language(shape=shape_of(name, **changes), balance_weight=balance_weight, z_weight=z_weight)
+
+
+def host_batch(rows: int = 4, **more: Any) -> dict[str, Any]:
+    return {"input_ids": np.random.default_rng(0).integers(0, V, (rows, 13)), **more}
+
+
+def said(task: Language, models: dict[str, Any], batch: dict[str, Any]) -> Loss:
+    on_device = {name: torch.from_numpy(array) for name, array in batch.items()}
+    return task.loss(models, on_device, Noise(0, 0, np.arange(len(batch["input_ids"]))))
+
+
+def skewed(task: Language) -> dict[str, Any]:
+    """Routers that prefer some experts, so that an even load is nobody's by accident."""
+    models = task.build(0)
+    with torch.no_grad():
+        for name, parameter in models["model"].named_parameters():
+            if name.endswith("router.weight"):
+                parameter.mul_(20)
+    return models
+
+
+def slices(batch: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
+    cuts = np.cumsum((0, *sizes))
+    return [{k: v[a:b] for k, v in batch.items()} for a, b in pairwise(cuts)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"capacity_factor": 1.0}, {"balance": "bias", "gate": "sigmoid"}])
+def test_terms_metrics_and_stats_add_up_over_any_split(changes: dict[str, Any]) -> None:
+    task, batch = task_of(**changes), host_batch()
+    models = skewed(task)
+    whole = said(task, models, batch)
+    parts = [said(task, models, part) for part in slices(batch, 1, 3)]
+    counts = [task.counts(part) for part in slices(batch, 1, 3)]
+    for name, (total, _) in whole.terms.items():
+        assert sum(part.terms[name][0].item() for part in parts) == pytest.approx(total.item(), rel=1e-6)
+        assert sum(count[name] for count in counts) == task.counts(batch)[name] == 4 * 12
+    for name, (value, count) in whole.metrics.items():
+        values, numbers = (sum(float(part.metrics[name][i]) for part in parts) for i in range(2))
+        assert values / numbers == pytest.approx(float(value) / float(count), rel=1e-6), name
+    for name, stat in whole.stats.items():
+        torch.testing.assert_close(sum(part.stats[name] for part in parts), stat)
+
+
+def test_padding_counts_nowhere() -> None:
+    task, batch = task_of(capacity_factor=1.0), host_batch(2)
+    models = skewed(task)
+    alone = {"input_ids": batch["input_ids"][:1, :9]}
+    filled = {
+        "input_ids": batch["input_ids"],
+        "attention_mask": np.stack([np.arange(13) < 9, np.ones(13, bool)]).astype(np.int64),
+        "weight": np.array([1.0, 0.0], np.float32),
+    }
+    a, b = said(task, models, alone), said(task, models, filled)
+    assert task.counts(alone) == task.counts(filled) == dict.fromkeys(("loss", "balance", "router_z"), 8.0)
+    for name, (total, _) in a.terms.items():
+        assert b.terms[name][0].item() == pytest.approx(total.item(), rel=1e-5), name
+    for name, stat in a.stats.items():
+        torch.testing.assert_close(b.stats[name], stat)
+    assert float(b.metrics["drop_rate"][0]) == float(a.metrics["drop_rate"][0]) > 0
+
+
+def test_only_what_balances_costs() -> None:
+    assert set(task_of().counts(host_batch())) == {"loss", "balance", "router_z"}
+    assert set(task_of(balance="bias").counts(host_batch())) == {"loss", "router_z"}
+    plain = task_of(balance="none", z_weight=0.0)
+    assert set(plain.counts(host_batch())) == set(said(plain, plain.build(0), host_batch()).terms) == {"loss"}
+    assert set(task_of("ssm").counts(host_batch())) == {"loss"}
+
+
+def test_the_loss_that_is_told_is_that_of_the_text() -> None:
+    task, batch = task_of(), host_batch()
+    models = skewed(task)
+    out = said(task, models, batch)
+    total, count = out.metrics["loss"]
+    assert total.item() == out.terms["loss"][0].item()
+    assert count.item() == task.counts(batch)["loss"]
+    assert (out.terms["balance"][1], out.terms["router_z"][1]) == (0.01, 0.001)
+    # An even running load costs 1 a token and layer, wherever the tokens go.
+    assert out.terms["balance"][0].item() / count.item() == pytest.approx(2.0, rel=1e-5)
+
+
+def test_the_balancing_loss_reaches_the_routers_and_pushes_down_who_is_asked_too_much() -> None:
+    task, batch = task_of(z_weight=0.0), host_batch()
+    models = skewed(task)
+    load = torch.tensor([0.7, 0.1, 0.1, 0.1])
+    models["model"].get_buffer(f"{ROUTER}.load").copy_(load)
+    out = said(task, models, batch)
+    out.terms["balance"][0].backward()
+    router = models["model"].get_submodule(ROUTER)
+    before = _chance(models["model"], batch)
+    with torch.no_grad():
+        router.weight -= 0.01 * router.weight.grad
+    after = _chance(models["model"], batch)
+    assert after[0] < before[0]
+    assert torch.equal(router.load, load), "a forward changes nothing"
+
+
+def _chance(model: Transformer, batch: dict[str, Any]) -> torch.Tensor:
+    tokens = torch.from_numpy(batch["input_ids"])
+    with torch.no_grad():
+        return model(tokens[:, :-1], tokens[:, 1:])[1].layers[0].gates.mean((0, 1))
+
+
+def test_after_a_step_routers_know_what_all_of_it_asked_for() -> None:
+    task, batch = task_of(balance="bias"), host_batch()
+    models = skewed(task)
+    out = said(task, models, batch)
+    tensors = dict(models["model"].named_buffers())
+    new = task.update(tensors, out.stats, 0)
+    assert {name.rpartition(".")[2] for name in new} == {"load", "bias"}
+    asked = out.stats["model.layers.0.mlp.load"]
+    share = asked / asked.sum()
+    torch.testing.assert_close(new[f"{ROUTER}.load"], 0.9 * 0.25 + 0.1 * share)
+    torch.testing.assert_close(new[f"{ROUTER}.bias"], 1e-3 * torch.sign(asked.mean() - asked))
+    assert torch.equal(tensors[f"{ROUTER}.load"], torch.full((4,), 0.25)), "it is pure"
+    assert task_of("ssm").update({}, {}, 0) == {}
+
+
+def test_an_evaluation_tells_the_load_of_each_layer() -> None:
+    task, batch = task_of(), host_batch()
+    models = skewed(task)
+    models["model"].eval()
+    rows = {name: value.numpy() for name, value in said(task, models, batch).rows.items()}
+    assert rows["load"].shape == (4, 2, 4)
+    assert (rows["load"].sum(axis=-1) == 12 * 2).all()
+    found = task.score(rows)
+    assert set(found) < set(task.measured)
+    assert sum(found[f"load_{expert}"] for expert in range(4)) == pytest.approx(1)
+    shares = rows["load"].sum(axis=0) / rows["load"].sum(axis=0).sum(axis=-1, keepdims=True)
+    assert found["load_max"] == pytest.approx(shares.max())
+    assert 0 < found["load_entropy"] < 1
+    one = np.zeros((1, 1, 4))
+    one[..., 2] = 5
+    assert task.score({"load": one})["load_entropy"] == 0
+    assert task.score({"load": np.ones((3, 2, 4))})["load_entropy"] == pytest.approx(1)
+    assert "load" not in said(task, task.build(0), batch).rows, "training has no use for it"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_can_learn_by_heart(name: str) -> None:
+    task, batch = task_of(name), host_batch(2)
+    models = task.build(0)
+    optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
+    for _ in range(60):
+        out = said(task, models, batch)
+        counts = task.counts(batch)
+        cost = sum(weight * total / counts[key] for key, (total, weight) in out.terms.items())
+        optimizer.zero_grad()
+        cost.backward()
+        optimizer.step()
+    assert out.terms["loss"][0].item() / counts["loss"] < 0.2 < math.log(V)
+
+
+def test_who_listens_hears_the_experts_too() -> None:
+    """Distillation asks for logits where the task asks for their loss."""
+    task, batch = task_of(), host_batch()
+    models = skewed(task)
+    heard = Overheard(models["model"], tokens=True)
+    a, b = said(task, models, batch), said(task, {"model": heard}, batch)
+    for name, (total, _) in a.terms.items():
+        assert b.terms[name][0].item() == pytest.approx(total.item(), rel=1e-5), name
+    assert a.stats.keys() == b.stats.keys()
+    dense = Language(shape=shape_of("ssm")).build(1)["model"]
+    assert heard.call.asked_of(dense).shape == heard.call.answer.shape == (4, 12, V)
+    assert torch.equal(heard.call.asked_of(models["model"]), heard.call.answer)
+
+
+# Writing
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest) -> Transformer:
+    model = Transformer(shape_of(request.param, num_layers=4, dropout=0.1))
+    initialise(model, 0, std=0.3, residual_layers=4)
+    return model
+
+
+def texts(model: Transformer, prompts: list[list[int]], **settings: Any) -> list[list[int | None]]:
+    return [list(row) for row in zip(*generate(model, prompts, **settings), strict=True)]
+
+
+def greedy_by_reading_again(model: Transformer, prompt: list[int], count: int) -> list[int]:
+    """What `generate` documents, without a cache: with attention the last half of the context once it is full, and
+    everything without."""
+    model.eval()
+    window, new = list(prompt), []
+    with torch.no_grad():
+        for _ in range(count):
+            if model.shape.has_attention and len(window) > CONTEXT:
+                window = window[-(CONTEXT // 2) :]
+            new.append(int(model(torch.tensor([window]))[0, -1].argmax()))
+            window.append(new[-1])
+    return new
+
+
+def test_greedy_equals_reading_everything_again_beyond_the_context(model: Transformer) -> None:
+    """Rows of 3, 8 and 1 tokens fill the context at different moments; 40 new tokens fill it several times."""
+    found = texts(model, PROMPTS, max_new_tokens=40, temperature=0)
+    assert found == [greedy_by_reading_again(model, prompt, 40) for prompt in PROMPTS]
+    assert len({tuple(row) for row in found}) == 3, "the rows differ, or the comparison says nothing"
+    assert texts(model, PROMPTS[:1], max_new_tokens=40, temperature=0) == found[:1], (
+        "alone, all of the cache is read anew"
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_does_not_depend_on_its_company(model: Transformer, temperature: float) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_p": 0.9}
+    together = texts(model, PROMPTS, **settings)
+    assert texts(model, PROMPTS[:1], **settings)[0] == together[0]
+    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == together[0]
+
+
+def test_a_prompt_longer_than_the_context(model: Transformer) -> None:
+    prompt = list(np.random.default_rng(0).integers(0, V, 3 * CONTEXT))
+    prompt = list(map(int, prompt))
+    shown = prompt[-CONTEXT:] if model.shape.has_attention else prompt
+    found = texts(model, [prompt], max_new_tokens=3, temperature=0)
+    assert found == texts(model, [shown], max_new_tokens=3, temperature=0) == [greedy_by_reading_again(model, shown, 3)]
+
+
+def test_a_row_that_has_stopped_disturbs_nobody(model: Transformer) -> None:
+    free = texts(model, PROMPTS, max_new_tokens=20, temperature=1.0, seed=3)
+    stop = free[0][4]
+    stopped = texts(model, PROMPTS, max_new_tokens=20, temperature=1.0, seed=3, stop_token=stop)
+    for before, after in zip(free, stopped, strict=True):
+        end = before.index(stop) + 1 if stop in before else len(before)
+        assert after[:end] == before[: min(end, len(after))]
