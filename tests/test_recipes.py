@@ -67,7 +67,7 @@ SMALL: dict[str, Any] = {
     "video": GENERATOR,
     "image_vae": AUTOENCODER,
     "image_tokens": AUTOENCODER,
-    "routing": {**TRAINING, "model.hidden_size": 16, "model.expert_size": 8, "data.num_samples": 64},
+    "routing": {**TRAINING, "model.hidden_size": 16, "model.expert_size": 8, "data.num_samples": 128},
     "recall": {**TRAINING, "model.hidden_size": 16, "data.num_samples": 64},
     "multitask": {**TRAINING, "model.hidden_size": 16, "model.num_heads": 2},
 }

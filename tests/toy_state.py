@@ -27,7 +27,7 @@ class Shifted(Net):
 
 
 class Remembering(Toy):
-    learns_from_rows: ClassVar[bool] = True
+    learns_from_rows: ClassVar[tuple[str, ...]] = ("mean",)
 
     def build(self, seed: int) -> dict[str, Any]:
         model = Shifted(self.dropout)
@@ -43,7 +43,7 @@ class Remembering(Toy):
         stats = {"x": mean.sum(0), "n": torch.tensor(float(len(mean)))}
         return found._replace(stats=stats, rows={"mean": mean})
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         trace = 0.9 * tensors["trace"] + seen["x"] / seen["n"]
         last = torch.cat((tensors["last"], seen["mean"]))[-LAST:]
         return {"trace": trace, "shift": 0.1 * trace, "last": last, "head.bias": tensors["head.bias"] * 0.99}

@@ -25,8 +25,8 @@ from bottega.schema.routing import RoutingRecipe
 
 Progress = Callable[[str, int, int], None]
 FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
-KNOWN = ("num_rules", "bayes_accuracy")
-"""Of rows with a known rule: how many rules there are, and how often the best possible answer is right."""
+KNOWN = ("num_rules", "bayes_accuracy", "input_columns", "left_out_columns")
+"""Of rows of numbers: how many rules there are, how often the best possible answer is right, and the names of columns."""
 
 
 def prepare(
@@ -153,6 +153,7 @@ def show(result: dict[str, Any]) -> str:
         lines += [f"            {bad}" for bad in result["bad_records"][:5]]
     for reason, count in sorted(result["dropped"].items()):
         lines.append(f"{'left out':<12}{count:,} {reason}")
+    lines += [f"{'left out':<12}column {name!r}, which holds no numbers" for name in result.get("left_out_columns", ())]
     lines += rules_shown(result)
     lines.append(f"{'shards':<12}{result['folder']}")
     if result["exported"]:

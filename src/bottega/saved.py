@@ -26,6 +26,7 @@ from bottega.data.present import writing
 from bottega.data.source import Source
 from bottega.engines.tensors import compare, read_tensors
 from bottega.engines.torch import TorchEngine
+from bottega.models.decoder_layout import OWN, shape_from, why_own
 from bottega.schema.data import source_names
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe
@@ -96,10 +97,10 @@ class SavedRun:
         with self.engine.sampling() as models:
             return self.branch.generate(models, device=self.engine.device, **asked, **shown)
 
-    def export(self, folder: Path | None = None) -> Path:
+    def export(self, folder: str | Path | None = None) -> Path:
         """The model in the layout of its ecosystem, with a card that says where it comes from. A new folder appears
         whole or not at all; in the run's own that is there, the card is gone until the rest is written."""
-        target = folder or self.directory.final
+        target = Path(folder) if folder is not None else self.directory.final
         is_own = target.resolve() == self.directory.final.resolve()
         if not is_own:
             _refuse_foreign(target)
@@ -253,6 +254,20 @@ def _share(folder: Path) -> None:
         if path.is_file() and not path.is_symlink():
             with suppress(PermissionError):  # of somebody else, who shares the folder
                 path.chmod(mode)
+
+
+def notes_on(folder: Path) -> list[str]:
+    """What who opens an export elsewhere must know: which models of it no other library computes."""
+    found = []
+    for path in sorted(folder.rglob("config.json")):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config.get("model_type") == OWN:
+            where = "" if path.parent == folder else f"{path.parent.relative_to(folder)}: "
+            found.append(
+                f"{where}written in our own layout ({OWN}), which model.from reads; transformers has no class for it, "
+                f"because {why_own(shape_from(config, path))}"
+            )
+    return found
 
 
 def _word(value: Any) -> str:

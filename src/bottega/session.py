@@ -207,10 +207,15 @@ class Session:
         preflight(directory.checkpoints, size=_bytes(engine), keep=self.recipe.checkpoint.keep)
 
     def _introduce(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:
+        from bottega.models.experts import active_parameters
+
         sizes = {name: p.numel() for name, p in engine.model.named_parameters()}
         learning = sum(size for name, size in sizes.items() if engine.settings[name].scale is not None)
         total = sum(sizes.values())
         parameters = f"{total:,} parameters" if learning == total else f"{learning:,} of {total:,} parameters learn"
+        active = active_parameters(engine.model)
+        if active < total:
+            parameters += f", {active:,} of them active for a token"
         precision = str(engine.precision).removeprefix("torch.")
         self.console.say(
             f"{self.directory.path}: {self.recipe.task}, {parameters}, {engine.device} {precision}, "

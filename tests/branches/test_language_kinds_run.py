@@ -11,7 +11,7 @@ import torch
 
 import bottega
 import small_run
-from bottega import branches
+from bottega import branches, cli
 from bottega.core.errors import UsageError
 from bottega.schema.load import check_recipe, load_recipe
 from small_run import different, tensors
@@ -45,9 +45,9 @@ def test_it_is_measured_and_writes(run: Any) -> None:
     measured = saved.evaluate()
     assert measured["loss"] > 0
     if run.path.name == "moe":
-        assert {"load_entropy", "load_max", "load_min", "load_0", "load_3", "drop_rate"} <= measured.keys()
+        assert {"load_entropy", "load_max", "load_min", "load/0", "load/3"} <= measured.keys()
         rows = [row for row in run.history() if row["kind"] == "train"]
-        assert all({"router_z", "load_entropy", "gate_entropy", "drop_rate"} <= row.keys() for row in rows)
+        assert all({"router_z", "load_entropy", "gate_entropy"} <= row.keys() for row in rows)
         biases = {k: v for k, v in tensors(run.path).items() if k.endswith("router.bias")}
         assert biases
         assert all(v.any() for v in biases.values()), "routers learn without a gradient"
@@ -84,6 +84,37 @@ def test_what_is_said_of_weights_must_be_true_of_them(run: Any, text: Path, tmp_
     if run.path.name == "moe":
         with pytest.raises(UsageError, match=r"model\.balance: loss was asked for, and model\.from has bias"):
             small_run.train(tmp_path, text, **dims, **{"model.from": str(run.path), "model.balance": "loss"})
+        with pytest.raises(UsageError, match=r"model\.balance_weight: 0\.1, and balance: bias has no balancing loss"):
+            small_run.train(tmp_path, text, **dims, **{"model.from": str(run.path), "model.balance_weight": 0.1})
+
+
+WHY = {"moe": "a bias decides which experts are asked (balance: bias)", "hybrid": "it has state spaces and attention"}
+
+
+def test_export_says_what_no_class_of_transformers_computes(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", str(run.path), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out.splitlines()[1:]
+    why = WHY.get(run.path.name)
+    own = "written in our own layout (bottega-decoder), which model.from reads; transformers has no class for it"
+    assert said == ([f"{own}, because {why}"] if why is not None else [])
+
+
+def test_a_folder_to_export_to_may_be_text(run: Any, tmp_path: Path) -> None:
+    folder = bottega.load(run.path, device="cpu").export(str(tmp_path / "text"))
+    assert folder == tmp_path / "text"
+    assert (folder / "config.json").is_file()
+
+
+def test_the_first_line_says_how_many_parameters_a_token_meets(run: Any) -> None:
+    shape = bottega.load(run.path, device="cpu").branch.shape
+    log = (run.path / "log.txt").read_text()
+    said = f"{shape.parameters():,} parameters"
+    if shape.experts is not None:
+        said += f", {shape.active_parameters():,} of them active for a token"
+    assert f"{said}, cpu" in log
+    assert (shape.parameters() > shape.active_parameters()) == (shape.experts is not None)
 
 
 @pytest.mark.parametrize("technique", ["lora", "adapter"])
@@ -94,6 +125,9 @@ def test_it_can_be_adapted(run: Any, text: Path, tmp_path: Path, technique: str)
     learnt = {name.partition("/")[2] for name in tensors(adapted.path) if name.startswith("model.safetensors/")}
     assert any("lora" in name or "adapter" in name for name in learnt)
     assert not any("router." in name or ".experts." in name for name in learnt), "stacked experts stay as they are"
+    if run.path.name == "moe":
+        told = [row["load_entropy"] for row in adapted.history() if row["kind"] == "train"]
+        assert len(set(told)) == len(told) == 2, "of each step, and not of a running load that stays"
 
 
 def test_a_run_that_is_stopped_goes_on_bit_for_bit(text: Path, tmp_path: Path) -> None:
@@ -113,7 +147,19 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(text: Path, tmp_path: Path) -
         ({"kind": "ssm", "num_heads": 4}, "model.num_heads: 4, and kind ssm has no attention; set it to null"),
         ({"kind": "ssm", "intermediate_size": 4}, "model.intermediate_size: 4, and kind ssm has no feed-forward"),
         ({"kind": "moe", "attention_every": 2}, "model.attention_every: 2, and kind moe does not alternate"),
-        ({"kind": "hybrid", "attention_every": 5}, "model.attention_every: 5, and no layer of 4 would have attention"),
+        (
+            {"kind": "hybrid", "attention_every": 5},
+            "model.attention_every: 5, and no layer of 4 would have attention; say 4 at most, or say kind: ssm",
+        ),
+        (
+            {"kind": "hybrid", "attention_every": 1},
+            "model.attention_every: 1, and no layer would have a state space; say 2 or more, or kind: transformer",
+        ),
+        (
+            {"kind": "moe", "balance": "bias", "balance_weight": 0.1},
+            "model.balance_weight: 0.1, and balance: bias has no balancing loss; leave it out, or say model.balance",
+        ),
+        ({"kind": "moe", "balance": "none", "balance_weight": 0.0}, "model.balance_weight: 0.0, and balance: none has"),
         (
             {"kind": "moe", "num_experts": 2, "experts_per_token": 3},
             "model.experts_per_token: experts_per_token 3 is more",
@@ -132,6 +178,11 @@ def test_what_a_kind_cannot_be_is_said_by_the_key(said: dict[str, Any], message:
     with pytest.raises(UsageError) as caught:
         check_recipe(["language", {f"model.{key}": value for key, value in said.items()}])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("said", [{"balance": "bias"}, {"balance": "none"}, {"balance": "loss", "balance_weight": 0.1}])
+def test_what_is_not_said_of_balancing_is_no_contradiction(said: dict[str, Any]) -> None:
+    check_recipe(["language", {"model.kind": "moe", **{f"model.{key}": value for key, value in said.items()}}])
 
 
 def test_a_name_of_a_run_is_that_of_before() -> None:

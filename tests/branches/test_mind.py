@@ -11,6 +11,9 @@ import pytest
 
 import bottega
 import small_mind
+from bottega.core.errors import UsageError
+from bottega.data.recall import IGNORED
+from bottega.schema.load import load_recipe
 from small_run import different, tensors
 
 METRICS = ("routing/accuracy", "language/perplexity", "memory/retrieval_accuracy")
@@ -30,6 +33,15 @@ def test_the_three_share_their_trunk_and_each_has_its_measure(tmp_path: Path) ->
     measured = [row for row in rows if row["kind"] == "eval"]
     assert measured
     assert all(name in row for row in measured for name in METRICS)
+    _says_which_parts_generate(path)
+
+
+def _says_which_parts_generate(path: Path) -> None:
+    saved = bottega.load(path, device="cpu")
+    with pytest.raises(UsageError, match=r"part memory: this part does not generate; say part language$"):
+        saved.generate(part="memory")
+    with pytest.raises(UsageError, match=r"part foo: there is no such part; there are routing, language, memory$"):
+        saved.generate(part="foo")
 
 
 def test_the_screen_has_what_each_task_is_known_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +50,7 @@ def test_the_screen_has_what_each_task_is_known_by(tmp_path: Path, capsys: pytes
     assert lines
     for line in lines:
         assert all(name in line for name in METRICS)
-        assert "load" not in line, "which is in the files"
+        assert "load/0" not in line, "which is in the files"
 
 
 @pytest.mark.parametrize("weights", ["fixed", "dynamic"])
@@ -59,6 +71,20 @@ def test_a_stream_of_all_three_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert different(tensors(whole), tensors(halves)) == []
     rows = [json.loads(line) for line in (halves / "metrics.jsonl").read_text().splitlines()]
     assert all(f"online/{name}" in rows[-1] for name in METRICS)
+
+
+def test_facts_that_have_no_end_are_measured_past_their_first_epoch(tmp_path: Path) -> None:
+    """Eight segments are called an epoch here, and each of the later ones is as new as these."""
+    settings = small_mind.settings(tmp_path, **ONLINE)
+    settings["data.parts.memory"]["settings"]["data.num_samples"] = 8
+    path = bottega.train("routing/mind", settings).path
+    counted = json.loads((path / "checkpoints" / "last" / "progress.json").read_text())["notes"]["prequential"]
+    facts = bottega.load(path, device="cpu").branch.parts["memory"].training()
+    batch = load_recipe([path / "recipe.yaml"]).recipe.training.batch_size
+    number = np.arange(6 * batch)
+    answers = facts.rows(number % 8, number // 8)["answers"]
+    assert len(facts) == 8 < len(number)
+    assert counted["memory/retrieval_accuracy"][1] == (answers != IGNORED).sum() > 8
 
 
 def test_a_stream_changes_the_router_by_the_timing_of_its_spikes(tmp_path: Path) -> None:

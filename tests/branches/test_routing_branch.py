@@ -91,10 +91,56 @@ def test_an_export_is_a_start(run: Any, tmp_path: Path) -> None:
     x = torch.from_numpy(small_routing.rows(20)["x"])
     saved.model.eval()
     assert torch.equal(built(x).logits, saved.model(x).logits), "with the scale that its weights were learnt with"
-    with pytest.raises(UsageError, match=r"model.from: .* has hidden_size 32, and 16 is needed here"):
+    with pytest.raises(UsageError, match=r"model.from: .* has hidden_size 32 \(here 16\); say model.hidden_size=32"):
         prepared(tmp_path, **{**sizes, "model.hidden_size": 16})
     with pytest.raises(UsageError, match="is no exported model that routes"):
         prepared(tmp_path, **{**sizes, "model.from": str(run.path / "codec")})
+
+
+def test_a_start_may_be_trained_in_another_way(run: Any, tmp_path: Path) -> None:
+    """No weight depends on who sits out a step, on the room, or on what evens out the load."""
+    folder = bottega.load(run.path).export(tmp_path / "exported")
+    sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32, "model.from": str(folder)}
+    for changes in (
+        {"model.dropout": 0.1, "model.expert_dropout": 0.5},
+        {"model.capacity_factor": 1.5, "model.balance": "bias"},
+        {"model.expert_capacity": 9, "model.balance": "none"},
+    ):
+        prepared(tmp_path, **sizes, **changes).task.build(0)
+    dropped = small_routing.train(tmp_path, **sizes, **{"model.expert_dropout": 0.5, "training.max_steps": 2})
+    assert "experts.router.absent" in bottega.load(dropped.path).model.state_dict()
+    again = bottega.load(dropped.path).export(tmp_path / "again")
+    prepared(tmp_path, **{**sizes, "model.from": str(again)}).task.build(0)
+    biased = small_routing.train(tmp_path, **sizes, **{"model.balance": "bias", "training.max_steps": 2})
+    again = bottega.load(biased.path).export(tmp_path / "biased")
+    with pytest.raises(UsageError, match=r"has balance \'bias\' \(here \'loss\'\); say model.balance=bias"):
+        prepared(tmp_path, **{**sizes, "model.from": str(again)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model.top_k": 2}, "has top_k 1 (here 2); say model.top_k=1"),
+        ({"model.shared_experts": 1}, "has shared_experts 0 (here 1); say model.shared_experts=0"),
+        ({"model.spike_threshold": 0.5}, "has spike_threshold 1.0 (here 0.5); say model.spike_threshold=1.0"),
+        ({"model.router": "spiking"}, "has router 'linear' (here 'spiking'); say model.router=linear"),
+        ({"model.num_layers": 1}, "has num_layers 2 (here 1); say model.num_layers=2"),
+    ],
+)
+def test_a_start_says_which_field_is_another(run: Any, changes: Any, said: str, tmp_path: Path) -> None:
+    sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32}
+    with pytest.raises(UsageError) as caught:
+        prepared(tmp_path, **{**sizes, "model.from": str(bottega.load(run.path).export(tmp_path / "out")), **changes})
+    assert str(caught.value).endswith(said)
+
+
+def test_a_start_tells_the_same_labels(run: Any, tmp_path: Path) -> None:
+    rows = small_routing.rows(96)
+    np.savez(tmp_path / "named.npz", **{**rows, "label": np.array(["cold", "warm"])[rows["label"]]})
+    sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32}
+    start = {"model.from": str(bottega.load(run.path).export(tmp_path / "out"))}
+    with pytest.raises(UsageError, match="tells label 0 where the data here has cold; give it the same"):
+        prepared(tmp_path, **sizes, **start, **{"data.train.path": str(tmp_path / "named.npz")})
 
 
 def test_rows_are_answered(run: Any) -> None:
@@ -177,7 +223,12 @@ def test_a_model_that_cannot_be(changes: dict[str, Any], said: str, tmp_path: Pa
     ("without", "changes", "said", "code"),
     [
         (("rule",), {}, "model.routing_loss_weight: 0.5 needs to know the right expert", 2),
-        ((), {"model.num_experts": 5}, "needs an expert for each rule: 3 rules, and model.num_experts is 5", 2),
+        (
+            (),
+            {"model.num_experts": 5},
+            "model.num_experts: 5, and model.routing_loss_weight 0.5 needs an expert for each rule: there are 3",
+            2,
+        ),
         (("label",), {}, "rows.npz: has rows without a label", 3),
         ((), {"model.trunk": "state_space", "model.ssm_head_size": 7}, "head_size 7 does not divide", 2),
     ],

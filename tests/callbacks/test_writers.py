@@ -92,6 +92,30 @@ def test_the_console_shows_what_a_person_watches(tmp_path: Path, terminal: bool)
     assert ("\x1b[?25h" in out.getvalue()) == terminal, "the cursor is given back"
 
 
+def test_who_finds_no_room_is_told_once(tmp_path: Path) -> None:
+    console, out = speak(terminal=False)
+    console._loud = console.rich
+    progress = Progress(step=10, total=100)
+    for share in (0.05, 0.1, 0.4, 0.6):
+        console.after_step(progress, {**ROW, "routing/drop_rate": share})
+    warned = [line for line in out.getvalue().splitlines() if line.startswith("warning")]
+    assert len(warned) == 1
+    assert "routing/drop_rate 0.40" in warned[0]
+    assert "model.expert_capacity" in warned[0]
+    assert "drop 60%" in out.getvalue()
+    console.after_step(progress, ROW)
+    assert "drop" not in out.getvalue().splitlines()[-1]
+
+
+def test_a_headline_leaves_the_rest_to_files() -> None:
+    console, _ = speak(terminal=False)
+    console.headline = ("loss", "accuracy")
+    found = {"loss": 1.0, "ece": 0.1, "accuracy": 0.5, "online/accuracy": 0.4, "accuracy_before": 0.2, "load/0": 1.0}
+    assert list(console.chosen(found)) == ["loss", "accuracy", "online/accuracy", "accuracy_before"]
+    console.headline = None
+    assert console.chosen(found) == found
+
+
 def test_quiet_says_nothing_and_still_keeps_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(unit="tokens", log=tmp_path / "log.txt", quiet=True)
     console.start(Progress())

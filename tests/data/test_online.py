@@ -84,6 +84,33 @@ def test_a_place_is_a_function_of_its_position(length: int, grain: int, share: f
     assert epoch.max() < order.epochs(int(positions.max()) + 1)
 
 
+@given(LENGTHS, GRAINS, SHARES)
+def test_new_is_what_no_position_before_had(length: int, grain: int, share: float) -> None:
+    order = Stream(length, 3, share=share, grain=grain)
+    positions = np.arange(2 * order.epoch + grain)
+    index, epoch = order.places(positions)
+    np.testing.assert_array_equal(order.is_new(positions), epoch == NEW)
+    first = np.r_[[i not in index[:at] for at, i in enumerate(index)]]
+    np.testing.assert_array_equal(order.is_new(positions), first)
+
+
+def test_what_has_no_end_is_always_new() -> None:
+    positions = np.arange(25).reshape(5, 5)
+    np.testing.assert_array_equal(AsTheyStand(10).is_new(positions), positions < 10)
+    assert AsTheyStand(10, is_endless=True).is_new(positions).all()
+
+
+@pytest.mark.parametrize(("length", "memory"), [(1, None), (5, None), (5, 6), (11, None)])
+def test_a_stream_shorter_than_a_batch_fills_it_with_all_it_has(length: int, memory: int | None) -> None:
+    """Each about equally often, as in every batch after its end."""
+    order = Stream(length, 3, memory=memory, grain=12)
+    for first in (0, 12, 24):
+        index, epoch = order.places(np.arange(first, first + 12))
+        times = np.bincount(index[epoch != NEW], minlength=length)
+        assert times.max() - times.min() <= 1
+        assert times.sum() == (12 - length if first == 0 else 12)
+
+
 def test_what_comes_again_is_drawn_evenly() -> None:
     """Of a memory of 40 at each step; the oldest as often as the newest, within four standard errors."""
     order = Stream(60_000, 1, share=0.25, memory=40, grain=8)

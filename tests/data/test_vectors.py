@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bottega.core.errors import DataError
 from bottega.data.loader import Loader
+from bottega.data.numbers import Layout, layout_of
 from bottega.data.record import Record, Unreadable
 from bottega.data.shards import ShardWriter, Table
 from bottega.data.vectors import VectorEncoder, VectorRows, vary
@@ -62,8 +63,15 @@ def test_what_holds_no_numbers_says_why() -> None:
         ({"name": "tit"}, {}, "no numbers among its fields"),
         ({"a": 1, "b": None}, {}, "column 'b' has no value"),
         ({"a": 1, "b": ""}, {}, "column 'b' has no value"),
-        ({"a": "nan"}, {}, "'a': its number 1 is not finite"),
-        ({"x": [0, 1e300]}, {}, "'x': its number 2 is not finite"),
+        ({"a": "nan"}, {}, "column 'a' is nan, which is not finite; give it a number"),
+        ({"x": [0, np.inf]}, {}, "'x': its number 2 is inf, which is not finite"),
+        (
+            {"x": [0, 1e300]},
+            {},
+            r"'x': its number 2 is 1e\+300, and numbers are kept up to 3.4e\+38 .float32.; scale them",
+        ),
+        ({"a": 1, "rule": 0, "expert": 0}, {}, "'rule' and 'expert' both name the right expert of a row; keep one"),
+        ({"a": 1, "Rule": 0, "rule": 0}, {}, "keep one"),
         ({"x": "tit"}, {}, "'x' holds no numbers but str"),
         ({"x": []}, {}, "holds no numbers"),
         ({"x": [1]}, {"field": "z"}, "no field 'z'; the record has x"),
@@ -72,6 +80,41 @@ def test_what_holds_no_numbers_says_why() -> None:
     for fields, options, message in cases:
         with pytest.raises(Unreadable, match=message):
             row(fields, **options)
+
+
+@pytest.mark.parametrize("name", ["rule", "Rule", "EXPERT", " Expert "])
+def test_a_rule_is_found_however_it_is_written_and_is_never_an_input(name: str) -> None:
+    made = row({"a": 1, "b": 2, name: 3, "label": 0})
+    np.testing.assert_array_equal(made["x"], [1, 2])
+    assert made["rule"] == 3
+
+
+def told(*rows: dict[str, Any]) -> Layout | None:
+    return layout_of(Record(f"a:{i}", f"a, line {i}", fields) for i, fields in enumerate(rows))
+
+
+def test_the_first_rows_tell_which_columns_are_inputs() -> None:
+    good = {"b": "2", "a": "1", "city": "Rome", "label": "x", "Rule": "0"}
+    assert told(good, good) == Layout(("a", "b"), ("city",))
+    slip = {**good, "b": "abc"}
+    assert told(slip, good, good) == Layout(("a", "b"), ("city",)), "one that is no number is a slip"
+    assert told({"x": [1, 2], "label": 0}) is None
+    assert told() is None
+
+
+def test_a_row_has_the_columns_of_the_others() -> None:
+    layout = Layout(("a", "b"), ("city",))
+    np.testing.assert_array_equal(row({"city": "", "b": "2", "a": "1", "label": 0}, layout=layout)["x"], [1, 2])
+    np.testing.assert_array_equal(row({"b": 2, "a": 1, "remark": "new"}, layout=layout)["x"], [1, 2])
+    for fields, message in (
+        ({"a": 1, "b": "abc"}, "column 'b' is 'abc', which is no number"),
+        ({"a": 1, "b": ""}, "column 'b' has no value"),
+        ({"a": 1}, "has no column 'b'; the inputs are 'a', 'b': add what is missing"),
+        ({"a": 1, "b": 2, "c": 3}, "has 'c', which no input is called; .* leave out what is too many"),
+        ({"a": 1, "c": 3}, "has no column 'b' and has 'c', which no input is called; .*: rename what differs"),
+    ):
+        with pytest.raises(Unreadable, match=message):
+            row(fields, layout=layout)
 
 
 def test_rows_of_a_table_are_mapped_and_equally_wide(tmp_path: Path) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from bottega.core.noise import Noise
+from bottega.core.types import Array, Batch, Loss, Models
+from bottega.engines.changes import Seen
 from toy_state import Remembering
 from toy_task import Toy, advance, engine, loader, save, source, state, training
 
@@ -70,3 +76,53 @@ def test_two_ranks_have_the_state_of_one(two_ranks: Path) -> None:
     for name in CHANGED:
         for one in together:
             np.testing.assert_allclose(one[name.replace("/", "|")], alone[name], rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+class Layered(Toy):
+    """A layer and a part of it without weights count steps; what was drawn is told, too."""
+
+    def build(self, seed: int) -> dict[str, Any]:
+        models = super().build(seed)
+        first, inside = models["model"].first, torch.nn.Module()
+        for module in (first, inside):
+            module.register_buffer("steps", torch.zeros(()))
+        first.add_module("inside", inside)
+        models["model"].register_buffer("drawn", torch.zeros(2))
+        return models
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        return super().loss(models, batch, rng)._replace(stats={"n": torch.ones(())})
+
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        counted = {name: tensors[name] + 1 for name in ("first.steps", "first.inside.steps")}
+        return {**counted, "drawn": torch.tensor([rng.seed, rng.step]), "first.bias": tensors["first.bias"] + 1}
+
+
+def counted(**options: Any) -> list[float]:
+    one = engine(training(**options), task=Layered(), seed=3)
+    one.plan(one.rate, total=8, steps_per_epoch=5)
+    bias = one.model.first.bias.detach().clone()
+    advance(one, loader(of=one), 0, 4)
+    assert one.model.drawn.tolist() == [3, 3], "the seed and the last step"
+    moved = float((one.model.first.bias.detach() - bias).mean().round())
+    return [float(one.model.first.steps), float(one.model.first.inside.steps), moved]
+
+
+def test_what_is_frozen_changes_nothing_and_what_is_thawed_later_changes_from_then_on() -> None:
+    assert counted() == [4, 4, 4]
+    assert counted(freeze=["first"]) == [0, 0, 0]
+    assert counted(groups=[{"pattern": "first.*", "scale": None}, {"pattern": ".*"}]) == [0, 0, 0]
+    assert counted(groups=[{"pattern": "first.*", "starts": "3 steps"}, {"pattern": ".*"}]) == [1, 1, 1]
+    assert counted(groups=[{"pattern": "first.*", "scale": 0.0}, {"pattern": ".*"}]) == [4, 4, 4]
+    assert counted(freeze=["second"]) == [4, 4, 4]
+
+
+def test_only_the_rows_that_are_asked_for_are_kept() -> None:
+    seen = Seen(["a"])
+    for number in (1, 2):
+        rows = {"a": torch.full((2,), number), "large": torch.zeros(2, 1000)}
+        seen.add(Loss({}, rows=rows, stats={"n": torch.ones(())}), None)
+    assert {name: value.tolist() for name, value in seen.whole().items()} == {"n": 2, "a": [1, 1, 2, 2]}
+    plain = Seen()
+    plain.add(Loss({}, rows=rows), None)
+    assert plain.whole() == {}

@@ -16,6 +16,7 @@ from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.loader import evaluate_batches
+from bottega.engines import ranks
 from bottega.engines.devices import put
 from bottega.engines.sums import sum_terms
 from toy_task import Toy, advance, engine, loader, save, source, state, training
@@ -327,6 +328,40 @@ def test_out_of_memory_in_an_evaluation_too() -> None:
     one = engine(task=Greedy(fits=2))
     with pytest.raises(OutOfMemory, match=r"evaluation\.batch_size"):
         one.eval_step(loader(of=one).batch(0))
+
+
+def test_rows_that_nobody_looks_at_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[int] = []
+    monkeypatch.setattr(ranks, "joined_rows", lambda rows, weight: gathered.append(len(rows)) or dict(rows))
+
+    class Telling(Toy):
+        def loss(self, models: Any, batch: Any, rng: Noise) -> Any:
+            return super().loss(models, batch, rng)._replace(rows={"x": batch["x"]})
+
+    one = engine(task=Telling())
+    batch = loader(of=one).batch(0)
+    full, bare = one.eval_step(batch), one.eval_step(batch, with_rows=False)
+    assert set(full.rows) == {"x"}
+    assert bare.rows == {}
+    assert gathered == [1, 0]
+    assert bare.sums.keys() == full.sums.keys()
+    assert all(torch.equal(bare.sums[name][0], full.sums[name][0]) for name in full.sums)
+
+
+def test_several_ranks_know_what_fits_before_anything_is_done_with_a_batch() -> None:
+    one = engine(training(micro_batch_size="auto"), task=Greedy(fits=3))
+    found: list[int | None] = []
+    batch = loader(of=one).batch(0)
+    one.world = 2
+
+    def measure(step: int, batch: Batch) -> None:
+        found.append(one.micro_batch_size)
+        one.model.eval()
+
+    one.before_step = measure
+    one.train_step(0, batch)
+    assert found == [2]
+    assert one.model.training
 
 
 def test_the_order_of_samples_is_seen_by_the_step_number_alone() -> None:

@@ -483,3 +483,21 @@ def test_the_picture_shows_every_run(seeds: Callable[..., str], tmp_path: Path) 
     solid = blue.sum(0)
     assert blue.sum() == pytest.approx(4 * np.pi * 8**2, rel=0.2)
     assert (solid > 0).sum() > 3 * 14
+
+
+def test_an_interval_ends_where_the_metric_does() -> None:
+    group = {"label": "A", "name": "a", "kind": "seeds", "n": 2, "mean": 0.9, "deviation": 0.1, "runs": []}
+    report: dict[str, Any] = {
+        "metric": "accuracy",
+        "mode": "max",
+        "read_from": "here",
+        "level": 0.95,
+        "pairs": [],
+        "notes": [],
+        "groups": [{**group, "interval": {"low": 0.31, "high": 1.14}}],
+    }
+    assert "0.31000 to *1.00000" in show(report)
+    assert "* the interval goes beyond what the metric can be" in show(report)
+    lost = show({**report, "metric": "loss"})
+    assert "0.31000 to 1.14000" in lost
+    assert "*" not in lost

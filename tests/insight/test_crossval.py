@@ -140,6 +140,7 @@ def test_how_rows_are_shared_out_unless_one_says(folder: Path) -> None:
     assert by({**values, "data.split.by": "fraction", "data.split.folds": 7}) == ("fraction", None, 7)
     assert by(values, field="user", folds=4) == ("group", "user", 4)
     assert by({"data.train.path": str(data(folder)), "training.max_steps": 1}, "language") == ("fraction", None, 5)
+    assert by({}, "routing") == ("stratified", None, 5)
 
 
 def test_held_out_data_of_its_own_is_left_aside_and_said(folder: Path) -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from bottega.models.initial import initialise
-from bottega.models.transformer import Block, Cache, Routed, Transformer
+from bottega.models.transformer import Block, Cache, Transformer
 from bottega.schema.experts import ExpertsShape
 from bottega.schema.language_kinds import kind_of, mixers, shape_fields, words_of
 from bottega.schema.transformer import DECLARED, SIZES, TransformerShape
@@ -148,15 +148,13 @@ def test_the_loss_is_the_sum_over_the_targets_that_count(name: str) -> None:
         return
     total, routed = found
     torch.testing.assert_close(total, expected)
-    assert isinstance(routed, Routed)
-    assert len(routed.layers) == len(model.shape.expert_layers)
-    assert routed.load.shape == (len(routed.layers), model.shape.experts.num_experts)
-    for one in routed.layers:
+    assert len(routed) == len(model.shape.expert_layers)
+    for one in routed:
         assert one.tokens == 2 * T - 4
         assert one.load.sum() == (2 * T - 4) * model.shape.experts.top_k
     logits, again = model(tokens, counted=targets != -100)
     torch.testing.assert_close(logits, model(tokens))
-    torch.testing.assert_close(again.layers[0].balance, routed.layers[0].balance)
+    torch.testing.assert_close(again[0].balance, routed[0].balance)
 
 
 def test_reading_with_a_cache_equals_reading_at_once(name: str) -> None:
@@ -221,8 +219,8 @@ def test_checkpointing_blocks_changes_no_gradient(name: str, dropout: float) -> 
         found = model(tokens, some_tokens(seed=1))
         cost, *routed = found if isinstance(found, tuple) else (found,)
         for one in routed:
-            cost = cost + sum(layer.balance + layer.z for layer in one.layers)
-            balances.append([layer.balance.item() for layer in one.layers])
+            cost = cost + sum(layer.balance + layer.z for layer in one)
+            balances.append([layer.balance.item() for layer in one])
         cost.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert not balances or balances[0] == balances[1]
@@ -233,8 +231,9 @@ def test_checkpointing_blocks_changes_no_gradient(name: str, dropout: float) -> 
 
 # torch.compile itself looks at .grad of tensors that have none.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize(("name", "kinds"), [("moe", 1), ("ssm", 1), ("hybrid", 2), ("ssm-experts", 2)])
+@pytest.mark.parametrize(("name", "kinds"), [("moe", 0), ("ssm", 1), ("hybrid", 2), ("ssm-experts", 1)])
 def test_blocks_are_compiled_once_for_each_kind(name: str, kinds: int) -> None:
+    """Experts only where one kernel has all of them, which is a GPU: in a graph they would else all run for all tokens."""
     torch._dynamo.reset()
     model, tokens, targets = small_model(name), some_tokens(), some_tokens(seed=1)
     found = model(tokens, targets)

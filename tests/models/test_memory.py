@@ -193,6 +193,73 @@ def test_values_of_one_direction_are_two_values() -> None:
     assert memory.said.max() == 2, "and nothing is the same as nothing"
 
 
+ROOMY = MemoryShape(
+    key_size=K,
+    value_size=V,
+    working_slots=9,
+    working_decay=0.9,
+    working_floor=0.1,
+    episodic_slots=9,
+    episodic_decay=0.9,
+    semantic_slots=4,
+    promote_after=4,
+)
+
+
+def near(rows: Tensor, seed: int) -> Tensor:
+    """The same keys, a little beside: some pairs of them are still the same key and some are not."""
+    return rows + 0.06 * draw(*rows.shape, seed=seed)
+
+
+@pytest.mark.parametrize("many", range(6))
+def test_many_at_once_are_one_after_the_other_also_where_keys_come_again(many: int) -> None:
+    """300 sequences of few keys and values: said again, contradicted, and said as before. There is room for all."""
+    for case in range(50 * many, 50 * many + 50):
+        choose = torch.Generator().manual_seed(case)
+        at_once = one_by_one = memories.empty(ROOMY)
+        for clock in range(2):
+            which = torch.randint(0, 3, (5,), generator=choose)
+            keys = near(apart(3)[which], case + clock)
+            values = torch.eye(V)[torch.randint(0, 2, (5,), generator=choose)] + 0.05 * draw(5, V, seed=case)
+            importance = torch.rand(5, generator=choose) - 0.1
+            at_once = memories.store(at_once, keys, values, importance, clock, shape=ROOMY)
+            for i in range(5):
+                one = slice(i, i + 1)
+                one_by_one = memories.store(one_by_one, keys[one], values[one], importance[one], clock, shape=ROOMY)
+            assert same_memory(at_once, one_by_one), (case, clock)
+            found = memories.search(at_once, keys[:2], 1, same=ROOMY.same)
+            at_once = memories.consolidate(memories.use(at_once, found, clock, same=0.95), clock, shape=ROOMY)
+            one_by_one = memories.consolidate(memories.use(one_by_one, found, clock, same=0.95), clock, shape=ROOMY)
+
+
+def same_memory(a: memories.Memory, b: memories.Memory) -> bool:
+    return all(torch.allclose(x, y) for x, y in zip(memories.flat(a).values(), memories.flat(b).values(), strict=True))
+
+
+def test_only_what_was_said_since_the_last_contradiction_counts() -> None:
+    one, two = torch.ones(1, V), -torch.ones(1, V)
+    before = said(episodic(), 0, 0, value=one)
+    before = memory_episodic.use(before, torch.tensor([0]), 1)
+    values = torch.cat((one, two, one))
+    memory = memory_episodic.store(before, apart(1).expand(3, K), values, torch.ones(3), 2, decay=0.9, same=0.95)
+    assert memory.said.tolist() == [1, 0, 0]
+    assert memory.uses.tolist() == [0, 0, 0]
+    values = torch.cat((one, one))
+    memory = memory_episodic.store(before, apart(1).expand(2, K), values, torch.ones(2), 2, decay=0.9, same=0.95)
+    assert (memory.said[0], memory.uses[0]) == (3, 1)
+
+
+def test_what_is_too_faint_is_not_stored_and_yet_replaces() -> None:
+    memory = memory_working.store(working(), apart(1), draw(1, V), torch.ones(1), 0, **FADING, same=0.9)
+    memory = memory_working.store(memory, apart(1), draw(1, V), torch.tensor([0.05]), 0, **FADING, same=0.9)
+    assert not memory.valid.any()
+
+
+def test_nothing_can_be_stored() -> None:
+    memory = memories.store(memories.empty(SHAPE), torch.zeros(0, K), torch.zeros(0, V), torch.zeros(0), 0, shape=SHAPE)
+    assert not memories.visible(memory, same=0.95).any()
+
+
 # Semantic memory
 
 
@@ -356,7 +423,7 @@ def test_a_search_for_nothing_is_refused(top_k: int) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     memory = HierarchicalMemory(SHAPE)
-    with pytest.raises(UsageError, match=r"expected keys \[..., n, 8\], got \[2, 7\]"):
+    with pytest.raises(UsageError, match=r"expected keys \[n, 8\], got \[2, 7\]"):
         memory.store(draw(2, 7), draw(2, V), clock=0)
     with pytest.raises(UsageError, match=r"\[2\] keys and \[3\] values"):
         memory.store(draw(2, K), draw(3, V), clock=0)
@@ -418,7 +485,7 @@ def test_it_is_saved_and_read_back_whole(tmp_path: Path) -> None:
 def test_a_memory_larger_than_its_bounds_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "memory.safetensors"
     HierarchicalMemory(SHAPE.model_copy(update={"episodic_slots": 99})).save(path)
-    with pytest.raises(CheckpointError, match=r"episodic_\w+ has the form \[99.*declared bounds are \[12"):
+    with pytest.raises(CheckpointError, match=r"the memory has episodic_slots 99 \(declared is 12\); declare"):
         HierarchicalMemory(SHAPE).load(path)
     path.write_bytes(b"no memory")
     with pytest.raises(CheckpointError, match="cannot be read as a memory"):

@@ -8,7 +8,7 @@ import pytest
 
 from bottega.core.errors import UsageError
 from bottega.schema.load import load_recipe
-from bottega.schema.metrics import natural_direction
+from bottega.schema.metrics import bounds, natural_direction
 from bottega.schema.recipe import changed_keys
 
 
@@ -49,3 +49,30 @@ def test_said_or_not_it_is_the_same_run() -> None:
     unsaid, said = (load_recipe(["classify", more]).recipe for more in ({}, {"evaluation.mode": "max"}))
     assert changed_keys(unsaid, said) == []
     assert unsaid.run_name() == said.run_name()
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [
+        *(
+            (name, (0, 1))
+            for name in (
+                *(
+                    "accuracy",
+                    "bayes_accuracy",
+                    "retrieval_accuracy",
+                    "routing/accuracy",
+                    "accuracy_before",
+                    "macro_f1",
+                ),
+                *("load_entropy", "gate_entropy", "rule_information", "load/0", "routing/load/12", "firing_rate"),
+                *("dead", "saturated", "drop_rate", "text/load_max"),
+            )
+        ),
+        ("perplexity", (1, float("inf"))),
+        ("text/bits_per_byte", (0, float("inf"))),
+        *((name, (float("-inf"), float("inf"))) for name in ("loss", "forgetting", "load/a", "workload/0", "psnr")),
+    ],
+)
+def test_what_a_metric_can_be(metric: str, expected: tuple[float, float]) -> None:
+    assert bounds(metric) == expected

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bottega.core.errors import UsageError
-from bottega.schema.load import Override, check_recipe, load_recipe
+from bottega.schema.load import Override, check_recipe, load_recipe, parse_overrides
 
 
 def problems(text: str, folder: Path, *overrides: Override, check: bool = True) -> list[str]:
@@ -208,3 +208,15 @@ def test_unknown_recipes(name: str, words: str) -> None:
 def test_a_file_that_is_no_recipe(tmp_path: Path) -> None:
     assert problems("just text\n", tmp_path) == ["recipe.yaml: a recipe is a block of keys, not 'just text'"]
     assert problems("extends: [a]\n", tmp_path) == ["recipe.yaml:1: extends: expected a name or a path, got ['a']"]
+
+
+def test_a_key_that_a_block_does_not_have_names_those_it_has() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_overrides(["language", "data.online.foo=3"])
+    assert str(caught.value) == "data.online.foo: unknown key; there is replay and memory"
+
+
+def test_options_of_a_technique_are_worded_like_other_keys() -> None:
+    for value, said in ((-1, "must be at least 0, got -1"), ("a", "expected a number, got 'a'")):
+        with pytest.raises(UsageError, match=f"strength: {said}"):
+            check_recipe(["language", {"techniques": [{"name": "ewc", "options": {"strength": value}}]}])

@@ -100,6 +100,82 @@ def test_padding_counts_nowhere() -> None:
     for name, stat in a.stats.items():
         torch.testing.assert_close(b.stats[name], stat)
     assert float(b.metrics["drop_rate"][0]) == float(a.metrics["drop_rate"][0]) > 0
+    models["model"].eval()
+    assert "drop_rate" not in said(task, models, alone).metrics, "room is limited in training alone"
+    assert "drop_rate" not in said(task_of(), skewed(task_of()), alone).metrics
+
+
+def test_padding_fires_nowhere() -> None:
+    task, batch = task_of(router="spiking"), host_batch(2)
+    models = louder(task)
+    alone = {"input_ids": batch["input_ids"][:1, :9]}
+    ids = batch["input_ids"].copy()
+    ids[0, 9:] = 0
+    filled = {"input_ids": ids, "attention_mask": np.stack([np.arange(13) < 9, np.zeros(13, bool)]).astype(np.int64)}
+    models["model"].eval()
+    a, b = said(task, models, alone), said(task, models, filled)
+    (fired, count), (other, number) = a.metrics["firing_rate"], b.metrics["firing_rate"]
+    assert float(count) == float(number) == 8
+    assert 0 < float(fired) == pytest.approx(float(other), rel=1e-5)
+    assert torch.equal(a.rows["units"][0], b.rows["units"][0])
+    rows = [{name: value.numpy() for name, value in one.rows.items()} for one in (a, b)]
+    assert task.score(rows[0])["dead"] == task.score(rows[1])["dead"] > 0
+    assert {*a.terms, *a.metrics, *task.score(rows[0])} - {"loss"} == set(task.measured)
+
+
+def louder(task: Language) -> dict[str, Any]:
+    models = task.build(0)
+    with torch.no_grad():
+        for name, parameter in models["model"].named_parameters():
+            if "synapse.weight" in name:
+                parameter.mul_(20)
+            elif "synapse.bias" in name:
+                parameter[:3], parameter[3:5] = -1e6, 1e6
+    return models
+
+
+def test_units_that_never_or_always_fire_are_told() -> None:
+    task, batch = task_of(router="spiking"), host_batch()
+    models = louder(task)
+    models["model"].eval()
+    out = said(task, models, batch)
+    rows = {name: value.numpy() for name, value in out.rows.items()}
+    assert rows["units"].shape == (4, 2 * 4 * 8)
+    found = task.score(rows)
+    assert 3 / 32 <= found["dead"] < 0.9
+    assert 2 / 32 <= found["saturated"] < 0.5
+    parts = [said(task, models, part) for part in slices(batch, 1, 3)]
+    again = np.concatenate([part.rows["units"].numpy() for part in parts])
+    assert np.array_equal(again, rows["units"])
+
+
+def test_gate_entropy_is_a_share_of_the_most_there_can_be() -> None:
+    task, batch = task_of(), host_batch()
+    even = task.build(0)
+    with torch.no_grad():
+        for name, parameter in even["model"].named_parameters():
+            if name.endswith("router.weight"):
+                parameter.zero_()
+    total, count = said(task, even, batch).metrics["gate_entropy"]
+    assert float(total / count) == pytest.approx(1, abs=1e-6)
+    total, count = said(task, skewed(task), batch).metrics["gate_entropy"]
+    assert float(total / count) < 0.95
+
+
+def test_two_seeds_leave_out_other_experts_also_in_the_first_step() -> None:
+    task = task_of(expert_dropout=0.6)
+    absent = [task.build(seed)["model"].get_buffer(f"{ROUTER}.absent") for seed in range(6)]
+    assert len({tuple(one.tolist()) for one in absent}) > 1
+    models = skewed(task)
+    seen = said(task, models, host_batch()).stats
+    tensors = dict(models["model"].named_buffers())
+    new = {
+        seed: tuple(
+            tuple(task.update(tensors, seen, Noise(seed, step, ()))[f"{ROUTER}.absent"].tolist()) for step in range(9)
+        )
+        for seed in (0, 1)
+    }
+    assert new[0] != new[1]
 
 
 def test_only_what_balances_costs() -> None:
@@ -141,7 +217,7 @@ def test_the_balancing_loss_reaches_the_routers_and_pushes_down_who_is_asked_too
 def _chance(model: Transformer, batch: dict[str, Any]) -> torch.Tensor:
     tokens = torch.from_numpy(batch["input_ids"])
     with torch.no_grad():
-        return model(tokens[:, :-1], tokens[:, 1:])[1].layers[0].gates.mean((0, 1))
+        return model(tokens[:, :-1], tokens[:, 1:])[1][0].gates.mean((0, 1))
 
 
 def test_after_a_step_routers_know_what_all_of_it_asked_for() -> None:
@@ -149,14 +225,17 @@ def test_after_a_step_routers_know_what_all_of_it_asked_for() -> None:
     models = skewed(task)
     out = said(task, models, batch)
     tensors = dict(models["model"].named_buffers())
-    new = task.update(tensors, out.stats, 0)
+    asked = [out.stats[f"model.layers.{layer}.mlp.load"].numpy() for layer in (0, 1)]
+    surprise = [-sum(p * math.log(p) for p in load / load.sum() if p) / math.log(4) for load in asked]
+    assert float(task.observed(out.stats)["load_entropy"]) == pytest.approx(np.mean(surprise), rel=1e-5)
+    new = task.update(tensors, out.stats, Noise(0, 0, ()))
     assert {name.rpartition(".")[2] for name in new} == {"load", "bias"}
     asked = out.stats["model.layers.0.mlp.load"]
     share = asked / asked.sum()
     torch.testing.assert_close(new[f"{ROUTER}.load"], 0.9 * 0.25 + 0.1 * share)
     torch.testing.assert_close(new[f"{ROUTER}.bias"], 1e-3 * torch.sign(asked.mean() - asked))
     assert torch.equal(tensors[f"{ROUTER}.load"], torch.full((4,), 0.25)), "it is pure"
-    assert task_of("ssm").update({}, {}, 0) == {}
+    assert task_of("ssm").update({}, {}, Noise(0, 0, ())) == {}
 
 
 def test_an_evaluation_tells_the_load_of_each_layer() -> None:
@@ -168,7 +247,7 @@ def test_an_evaluation_tells_the_load_of_each_layer() -> None:
     assert (rows["load"].sum(axis=-1) == 12 * 2).all()
     found = task.score(rows)
     assert set(found) < set(task.measured)
-    assert sum(found[f"load_{expert}"] for expert in range(4)) == pytest.approx(1)
+    assert sum(found[f"load/{expert}"] for expert in range(4)) == pytest.approx(1)
     shares = rows["load"].sum(axis=0) / rows["load"].sum(axis=0).sum(axis=-1, keepdims=True)
     assert found["load_max"] == pytest.approx(shares.max())
     assert 0 < found["load_entropy"] < 1

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.core.noise import Noise
+from bottega.core.noise import Noise, seed_of
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models
 from bottega.data.loader import Loader
 from bottega.data.side_by_side import AsTheyStand, SideBySide
 from bottega.data.source import ArraySource
+from bottega.engines.changes import Seen
 from bottega.tasks.multitask import Multitask
 from toy_task import advance, engine, state, training
 
@@ -60,7 +61,7 @@ class Counting(Task):
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         return {"own": torch.zeros(())}
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         return {"layers.0.seen": tensors["layers.0.seen"] + seen["n"], "own": tensors["own"] + seen["n"]}
 
 
@@ -74,3 +75,40 @@ def test_what_parts_share_is_changed_by_each_of_them() -> None:
     assert found["model.safetensors/shared.layers.0.seen"] == 16, "eight examples for each of two parts"
     assert found["state.safetensors/a/own"] == found["state.safetensors/b/own"] == 8
     assert one.model.part("a").layers[0].seen == 16, "and both parts read the same"
+
+
+class Listing(Counting):
+    """Keeps what it was shown last."""
+
+    learns_from_rows: ClassVar[tuple[str, ...]] = ("x",)
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        return super().loss(models, batch, rng)._replace(rows={"x": batch["x"], "more": batch["x"]})
+
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        assert set(seen) == {"n", "x"}
+        return {"own": seen["x"].sum(), "layers.0.seen": torch.tensor(rng.seed % 1000)}
+
+    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+        return {"asked": seen["n"] / 2}
+
+
+def test_a_part_is_shown_its_own_rows_that_count_and_draws_by_a_seed_of_its_own() -> None:
+    task = Multitask(parts={"a": Listing(), "b": Counting()}, weights={"a": 1.0, "b": 1.0})
+    assert set(task.learns_from_rows) == {"a/x", "a/counted"}
+    x = torch.arange(12.0).view(4, 3)
+    models, rng = task.build(0), Noise(7, 0, torch.arange(4), torch)
+    models["model"].train()
+    tensors = {**dict(models["model"].named_buffers(remove_duplicate=False)), **task.state({})}
+    for weight, expected in ((None, x), (torch.tensor([1.0, 0, 1, 0]), x[::2])):
+        own = {"x": x} if weight is None else {"x": x, "weight": weight}
+        seen = Seen(task.learns_from_rows)
+        out = task.loss(models, {"a": own, "b": {"x": x}}, rng)
+        assert ("a/counted" in out.rows) is (weight is not None), "where all count, nobody waits to select"
+        seen.add(out, None)
+        assert "a/more" not in seen.whole()
+        new = task.update(tensors, seen.whole(), rng)
+        assert new["a/own"] == expected.sum()
+        assert task.observed(seen.whole()) == {"a/asked": 2}
+    own_seed = Listing().update({}, {"n": x, "x": x}, Noise(seed_of("part", "a", 7), 0, ()))["layers.0.seen"]
+    assert new["parts.b.layers.0.seen"] == own_seed + 4, "a's, and then b's four on top of it"

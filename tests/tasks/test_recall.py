@@ -18,7 +18,9 @@ import bottega
 import small_recall
 from bottega import branches, cli
 from bottega.compose import build_engine, build_loader, plan_rates
+from bottega.core.errors import UsageError
 from bottega.core.loop import evaluate
+from bottega.core.noise import Noise
 from bottega.data.loader import evaluate_batches
 from bottega.data.recall import ASK, IGNORED, Facts, Lasting, Streams, Tokens
 from bottega.models import memory as memories
@@ -102,6 +104,24 @@ def test_facts_are_answered_by_who_remembers_the_last_statement() -> None:
             known[key] = value
     assert right == asked_ever > 300
     assert changed > 50, "and values do change"
+
+
+def test_what_was_never_stated_has_no_answer() -> None:
+    rows = every(FACTS, 60)
+    known: set[int] = set()
+    answered = []
+    for number in range(60):
+        asked = np.flatnonzero(rows["tokens"][number] == ASK) + 1
+        for place in asked:
+            is_known = int(rows["tokens"][number, place]) in known
+            assert (rows["answers"][number, place] != IGNORED) == is_known
+            answered.append((number, is_known))
+        known |= set(rows["stated"][number, :, 0].tolist())
+    assert not any(is_known for number, is_known in answered if number < FACTS.distance)
+    assert all(is_known for number, is_known in answered if number >= 2 * FACTS.distance)
+    task = RecallFacts.model_construct()
+    first = {name: array[: FACTS.distance] for name, array in rows.items()}
+    assert task.counts(first) == {"loss": 0.0}
 
 
 def test_a_statement_is_asked_for_long_before_the_key_is_stated_anew() -> None:
@@ -206,7 +226,7 @@ def test_the_update_stores_what_was_stated_in_order(tmp_path: Path) -> None:
     now = dict(model.named_buffers())
     stated = torch.tensor([[[1, 11]], [[2, 12]], [[1, 13]]])
     before = {name: tensor.clone() for name, tensor in now.items()}
-    new = task.update(now, {"stated": stated, "asked": torch.tensor([[1], [2], [3]])}, 4)
+    new = task.update(now, {"stated": stated, "asked": torch.tensor([[1], [2], [3]])}, Noise(0, 4, ()))
     assert all(torch.equal(before[name], now[name]) for name in before), "pure"
     assert {f"memory.{name}" for name in memories.flat(model.memory.now())} == set(new)
     memory = memories.unflat({name.removeprefix("memory."): tensor for name, tensor in new.items()})
@@ -250,6 +270,16 @@ def test_codes_are_a_function_of_the_seed_and_in_no_checkpoint(tmp_path: Path) -
         ("recall", ["model.hidden_size=30"], "30 does not give each of 4 heads an even number of channels"),
         ("recall", ["model.attention_every=2"], "kind transformer does not alternate"),
         ("recall/lasting", ["data.distance=8"], "8 segments lie in one batch of 16.*raise it to 16"),
+        (
+            "recall/lasting",
+            ["training.gradient_accumulation_steps=10"],
+            "128 segments lie in one batch of 160.*raise it to 160",
+        ),
+        (
+            "recall/lasting",
+            ["training.gradient_accumulation_steps=5", "distributed.processes=2"],
+            "128 segments lie in one batch of 160.*raise it to 160",
+        ),
         ("recall/lasting", ["data.num_keys=100"], "100 are stated anew before the last question for them"),
         ("recall/lasting", ["model.memory.episodic_slots=100"], "100 and 64 semantic slots cannot hold 288 facts"),
         ("recall/lasting", ["data.segment_length=5"], "cannot hold the questions too; raise it to 6"),
@@ -264,6 +294,18 @@ def test_what_cannot_be_is_said_in_one_line(
     assert re.search(message, said), said
     assert "Traceback" not in said
     assert len(said.splitlines()) <= 2
+
+
+def test_every_process_may_bring_a_batch_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many there are, a recipe need not say; batch_size alone is of all of them together."""
+    plain, own = ({"training.batch_size": 4}, {"training.batch_size": 2, "training.gradient_accumulation_steps": 2})
+    for world, changes, is_refused in ((1, own, False), (2, plain, False), (2, own, True)):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        if is_refused:
+            with pytest.raises(UsageError, match=r"data\.distance: 4 segments lie in one batch of 8"):
+                facts_task(tmp_path, **changes)
+        else:
+            facts_task(tmp_path, **changes)
 
 
 @pytest.fixture(scope="module")

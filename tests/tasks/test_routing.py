@@ -12,6 +12,7 @@ from torch import Tensor
 
 import small_routing
 from bottega.core.noise import Noise
+from bottega.data.source import ArraySource
 from bottega.engines.changes import Seen
 from bottega.schema.experts import ExpertsShape
 from bottega.schema.routing_shape import RoutingShape
@@ -19,6 +20,7 @@ from bottega.schema.spiking import SpikingShape
 from bottega.schema.ssm import SSMShape
 from bottega.tasks.measures import routing as measures
 from bottega.tasks.routing import RoutingTask
+from toy_task import advance, engine, loader, training
 
 SPIKING = {"trunk": "spiking", "num_layers": 3, "spiking": SpikingShape(time_steps=4)}
 
@@ -158,11 +160,11 @@ def test_the_load_follows_the_whole_batch_and_no_forward_changes_it() -> None:
     models["model"].train()
     tensors = {**dict(models["model"].named_parameters()), **dict(models["model"].named_buffers())}
     before = {name: value.clone() for name, value in tensors.items()}
-    seen = Seen(with_rows=False)
+    seen = Seen()
     for first in range(0, 24, 8):
         seen.add(one.loss(models, part(data, first, first + 8), noise(8)), None)
     assert all(torch.equal(value, tensors[name]) for name, value in before.items())
-    new = one.update(tensors, seen.whole(), 0)
+    new = one.update(tensors, seen.whole(), noise(0))
     share = np.bincount(one.predict(models, data["x"]).routing.chosen[:, 0].numpy(), minlength=3) / 24
     np.testing.assert_allclose(new["experts.router.load"], 0.9 / 3 + 0.1 * share, rtol=1e-6)
 
@@ -189,6 +191,45 @@ def test_units_that_never_or_always_fire_are_told() -> None:
     found = one.score(rows)
     assert found["dead"] >= 4 / 32
     assert found["saturated"] == 8 / 32
+
+
+def test_units_of_a_router_fire_too() -> None:
+    """Of a router alone, and beside those of the trunk: all of them are the model's units."""
+    alone, both = (task(experts={"router": "spiking"}, shape=shape) for shape in (None, {**SPIKING, "num_layers": 2}))
+    units = 3 * 8
+    for one, others in ((alone, 0), (both, 32)):
+        models, data = one.build(0), batch(48)
+        model = models["model"].eval()
+        with torch.no_grad():
+            synapse = model.experts.gate.groups.synapse
+            synapse.bias[:6], synapse.bias[6:10] = -1e6, 1e6
+        out = one.loss(models, data, noise(48))
+        rows = {name: value.detach().numpy() for name, value in out.rows.items()}
+        assert rows["units"].shape == (48, units + others)
+        found, routed = one.score(rows), one.predict(models, data["x"])
+        assert found["dead"] >= 6 / (units + others)
+        assert 4 / (units + others) <= found["saturated"] < 10 / (units + others)
+        rates = [routed.routing.rates] + ([routed.spikes.mean(0)] if routed.spikes is not None else [])
+        total, count = out.metrics["firing_rate"]
+        assert float(total / count) == pytest.approx(float(torch.cat(rates, 1).detach().mean()), rel=1e-5)
+
+
+def test_a_step_tells_how_even_the_whole_batch_was_under_any_split() -> None:
+    reports = []
+    for micro in (None, 5):
+        of = engine(training(batch_size=16), task=task(), micro=micro)
+        source = ArraySource(small_routing.rows(32))
+        reports.append(advance(of, loader(source, of=of, batch_size=16), 0, 2))
+        chosen = of.task.predict({"model": of.model}, torch.from_numpy(small_routing.rows(32)["x"])).routing.chosen
+        assert len(chosen) == 32
+    a, b = ([report["load_entropy"] for report in one] for one in reports)
+    assert a == pytest.approx(b, rel=1e-6)
+    fresh = task()
+    models = fresh.build(0)
+    of = engine(training(batch_size=16), task=fresh)
+    first = loader(source, of=of, batch_size=16).batch(0)["x"]
+    asked = fresh.predict(models, torch.from_numpy(first)).routing.chosen
+    assert a[0] == pytest.approx(measures.load_entropy(measures.load(asked.numpy(), 3)), rel=1e-5)
 
 
 # Measures

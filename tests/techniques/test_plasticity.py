@@ -26,11 +26,24 @@ from bottega.data.source import ArraySource
 from bottega.models.spiking import SpikingGate, SpikingLayer
 from bottega.models.stdp import Rule, eligibility
 from bottega.schema.convnet import ConvNetShape
+from bottega.schema.language_kinds import shape_fields
 from bottega.schema.load import load_recipe
 from bottega.schema.spiking import SpikingNetShape, SpikingShape
 from bottega.schema.techniques import PlasticityOptions
+from bottega.schema.transformer import TransformerShape
 from bottega.tasks.classify import Classification
-from bottega.techniques.plasticity import REWARD, REWARDED, SUM, Plasticity, learning_layers, listening, reward_of
+from bottega.tasks.language import Language
+from bottega.tasks.multitask import Multitask
+from bottega.techniques.plasticity import (
+    COUNT,
+    REWARD,
+    REWARDED,
+    SUM,
+    Plasticity,
+    learning_layers,
+    listening,
+    reward_of,
+)
 from toy_task import advance, engine, loader, save, state, training
 
 UNITS = SpikingShape(threshold=0.3)  # of so few inputs, more would leave the second layer silent
@@ -38,6 +51,7 @@ SHAPE = SpikingNetShape(
     grid=(3, 3), channels=1, num_labels=3, hidden_size=6, num_layers=2, coding="latency", neuron=UNITS
 )
 FIRST, SECOND = "layers.0.synapse.weight", "layers.1.synapse.weight"
+RNG = Noise(0, 0, ())
 SLOW = {"optimizer": {"name": "sgd"}, "learning_rate": 1e-2}
 
 
@@ -78,9 +92,9 @@ def weight(found: Mapping[str, np.ndarray], name: str = SECOND) -> np.ndarray:
 def heard_by(model: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Name of the weights -> trains of a layer that is called once."""
     layers = learning_layers(model, None)
-    with torch.no_grad(), listening(list(layers)) as heard:
+    with torch.no_grad(), listening(model, list(layers)) as heard:
         model(x)
-    return {name: heard[number][0] for number, name in enumerate(layers.values())}
+    return {name: heard[number][0][:2] for number, name in enumerate(layers.values())}
 
 
 KINDS = {
@@ -272,7 +286,7 @@ def test_a_reward_counts_examples_by_how_much_better_than_usual_they_went() -> N
     assert 0 < right.sum() < 8
     old = torch.tensor([0.8 * 0.3, 0.3])  # a mean of 0.8, of a few steps
     tensors = {**_tensors(model), REWARD: old}
-    new = plastic.update(tensors, found.stats, 0)
+    new = plastic.update(tensors, found.stats, RNG)
     running = 0.9 * old + 0.1 * torch.stack((right.mean(), torch.ones(())))
     torch.testing.assert_close(new[REWARD], running)
     each = eligibility(pre, post, plastic.rule)
@@ -289,7 +303,7 @@ def test_where_all_went_as_usual_nothing_changes() -> None:
     for name in (FIRST, SECOND):
         seen[REWARDED + name] = seen[SUM + name]
     tensors = {**_tensors(model), REWARD: torch.zeros(2)}
-    new = plastic.update(tensors, seen, 0)
+    new = plastic.update(tensors, seen, RNG)
     for name in (FIRST, SECOND):
         torch.testing.assert_close(new[name], tensors[name], rtol=0, atol=1e-6)
 
@@ -328,7 +342,7 @@ def test_what_is_no_number_moves_no_weight() -> None:
     seen = _seen(plastic, model)
     seen[SUM + SECOND][0, 0] = torch.inf
     tensors = _tensors(model)
-    new = plastic.update(tensors, seen, 0)
+    new = plastic.update(tensors, seen, RNG)
     assert torch.equal(new[SECOND], tensors[SECOND])
     assert not torch.equal(new[FIRST], tensors[FIRST])
 
@@ -345,7 +359,7 @@ class Twice(nn.Module):
         shape = SpikingShape(time_steps=5, threshold=0.3)
         self.first, self.second = SpikingLayer(4, 4, shape), SpikingLayer(4, 4, shape)
         self.second.synapse = self.first.synapse
-        self.gate = SpikingGate(4, 2, shape, group=3, hidden=5)
+        self.gate = SpikingGate(4, 2, shape, group=3)
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.second(self.first(x))
@@ -355,24 +369,82 @@ class Twice(nn.Module):
 def test_layers_that_share_their_weights_change_them_together_and_a_router_learns_too() -> None:
     model = Twice()
     layers = learning_layers(model, None)
-    names = ["first.synapse.weight"] * 2 + ["gate.hidden.synapse.weight", "gate.groups.synapse.weight"]
+    names = ["first.synapse.weight"] * 2 + ["gate.groups.synapse.weight"]
     assert list(layers.values()) == names
-    with torch.no_grad(), listening(list(layers)) as heard:
+    with torch.no_grad(), listening(model, list(layers)) as heard:
         model(torch.rand(5, 7, 4, generator=torch.Generator().manual_seed(0)).round())
-    assert [heard[i][0][0].shape for i in range(4)] == [(5, 7, 4), (5, 7, 4), (5, 7, 4), (5, 7, 5)]
+    assert [heard[i][0].pre.shape for i in range(3)] == [(5, 7, 4)] * 3
     plastic = task()
     sums = plastic._seen(layers, heard, Loss(terms={}), {})
-    expected = sum(eligibility(*heard[i][0], plastic.rule).sum(0) for i in (0, 1))
+    expected = sum(eligibility(*heard[i][0][:2], plastic.rule).sum(0) for i in (0, 1))
     torch.testing.assert_close(sums[f"{SUM}first.synapse.weight"], expected)
     assert sums["plasticity/count/first.synapse.weight"] == 14
-    assert sums[f"{SUM}gate.hidden.synapse.weight"].abs().sum() > 0
+    assert sums[f"{SUM}gate.groups.synapse.weight"].abs().sum() > 0
 
 
 def test_a_layer_that_nothing_came_by_is_there_all_the_same() -> None:
     layers = learning_layers(Twice(), None)
-    sums = task()._seen(layers, {number: [] for number in range(4)}, Loss(terms={}), {})
-    assert len(sums) == 6
+    sums = task()._seen(layers, {number: [] for number in range(3)}, Loss(terms={}), {})
+    assert len(sums) == 4
     assert all(not value.any() for value in sums.values())
+
+
+def routed(**changes: Any) -> Plasticity:
+    shape = TransformerShape(
+        vocab_size=20,
+        context=16,
+        **shape_fields(
+            "moe", None, {"num_layers": 1, "hidden_size": 16, "num_experts": 4, "router": "spiking", **changes}
+        ),
+    )
+    return Plasticity(inner=Language(shape=shape), rate=0.05)
+
+
+def said(plastic: Task, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+    rng = Noise(0, 0, torch.arange(2), torch)
+    return dict(plastic.loss({"model": model}, batch, rng).stats)
+
+
+def test_padding_of_a_text_teaches_a_router_nothing() -> None:
+    plastic = routed()
+    model = loud(plastic.build(0)["model"])
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 20, (2, 9)))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 6:] = 0
+    alone = said(plastic, model, {"input_ids": ids, "attention_mask": mask})
+    wide = torch.cat((ids, torch.full((2, 5), 7)), dim=1)
+    more = torch.cat((mask, torch.zeros(2, 5, dtype=torch.long)), dim=1)
+    padded = said(plastic, model, {"input_ids": wide, "attention_mask": more})
+    name = "model.layers.0.mlp.gate.groups.synapse.weight"
+    assert alone[COUNT + name] == padded[COUNT + name] == 8 + 5
+    assert alone[SUM + name].abs().max() > 0.01
+    torch.testing.assert_close(padded[SUM + name], alone[SUM + name], rtol=1e-5, atol=1e-5)
+    tensors = {**_tensors(model), **dict(model.named_buffers())}
+    a, b = (plastic.update(tensors, seen, RNG)[name] for seen in (alone, padded))
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def loud(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "synapse.weight" in name:
+                parameter.mul_(20)
+    return model
+
+
+def test_rows_that_count_for_one_part_of_several_teach_that_part() -> None:
+    parts = {"a": Classification(key="image", shape=SHAPE), "b": Classification(key="image", shape=SHAPE)}
+    plastic = Plasticity(inner=Multitask(parts=parts, weights=dict.fromkeys(parts, 1.0)), rate=0.05)
+    model = plastic.build(0)["model"]
+    names = list(learning_layers(model, None).values())
+    first = {name: torch.from_numpy(values[:2]) for name, values in data().arrays.items()}
+    weight = torch.tensor([1.0, 0.0])
+    short = {name: value[:1] for name, value in first.items()}
+    found = said(plastic, model, {"a": {**first, "weight": weight}, "b": first})
+    separate = [said(plastic, model, batch) for batch in ({"a": short}, {"b": first})]
+    assert found[COUNT + names[0]] == 3
+    for name in names:
+        torch.testing.assert_close(found[SUM + name], sum(one[SUM + name] for one in separate), rtol=1e-5, atol=1e-6)
 
 
 # What it learns
@@ -519,7 +591,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"techniques": [{"name": "plasticity", "options": {"tau_y": 3}}]},
         "tau_y: 3 is of the triplet rule; set rule: triplet",
     ),
-    "tau": ({"techniques": [{"name": "plasticity", "options": {"tau_plus": 0}}]}, "tau_plus: input should be greater"),
+    "tau": (
+        {"techniques": [{"name": "plasticity", "options": {"tau_plus": 0}}]},
+        "tau_plus: must be greater than 0, got 0",
+    ),
 }
 
 

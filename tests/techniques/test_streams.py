@@ -21,8 +21,9 @@ from bottega import branches
 from bottega.callbacks.prequential import Prequential
 from bottega.compose import build_engine, build_loader, plan_rates, total_steps
 from bottega.core.callback import Progress
-from bottega.core.errors import UsageError
+from bottega.core.errors import OutOfMemory, UsageError
 from bottega.data.online import NEW, Stream
+from bottega.engines.torch import TorchEngine
 from bottega.insight.ledger import ledger
 from bottega.insight.verify_resume import compare as first_difference
 from bottega.methods import all_of_them, applied
@@ -110,6 +111,39 @@ def test_what_is_said_is_the_mean_over_new_samples_before_they_are_learnt(
         assert value == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
     for a, b in zip(engines[0].model.parameters(), engines[1].model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits", "most"),
+    [
+        ({}, 8, 8),
+        ({"evaluation.batch_size": 3}, 8, 3),
+        ({"training.micro_batch_size": "auto"}, 3, 8),
+        ({"training.micro_batch_size": 4, "evaluation.batch_size": 6}, 8, 4),
+    ],
+)
+def test_no_more_is_measured_at_once_than_fits(
+    changes: dict[str, Any], fits: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step has not found out yet what does; and rows are for nobody."""
+    seen: list[int] = []
+    plain = TorchEngine.eval_step
+
+    def eval_step(engine: TorchEngine, batch: Any, **options: Any) -> Any:
+        if not options:
+            return plain(engine, batch)  # of the validation
+        assert options == {"with_rows": False}
+        seen.append(len(batch["x"]))
+        if seen[-1] > fits:
+            raise OutOfMemory("too much")
+        return plain(engine, batch, **options)
+
+    usual = train("routing", tmp_path, name="usual").metrics
+    monkeypatch.setattr(TorchEngine, "eval_step", eval_step)
+    found = train("routing", tmp_path, name="few", **changes).metrics
+    assert max(seen) == most
+    names = [name for name in usual if name.startswith("online/")]
+    assert {name: found[name] for name in names} == pytest.approx({name: usual[name] for name in names}, rel=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)

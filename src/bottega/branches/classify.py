@@ -119,6 +119,11 @@ class ClassifyBranch(Teller, MediaBranch):
             self.metrics += ("firing_rate", "dead", "saturated", *(("firing",) if self.task.is_regulated else ()))
 
     @property
+    def headline(self) -> tuple[str, ...] | None:
+        is_spiking = isinstance(self.shape, SpikingNetShape)
+        return self.followed("loss", "accuracy", "firing_rate", "dead") if is_spiking else None
+
+    @property
     def notes(self) -> list[str]:
         return [*super().notes, *rare_classes(self.prepared, self.classes)]
 

@@ -14,6 +14,7 @@ from bottega.data.orders import Order
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.source import Source
 from bottega.data.spread import Spread
+from bottega.schema.data import source_names
 
 
 class TableBranch(Branch):
@@ -55,6 +56,15 @@ class TableBranch(Branch):
     @property
     def notes(self) -> list[str]:
         return self.prepared.notes()
+
+    def followed(self, *names: str) -> tuple[str, ...]:
+        """A headline: these, what decides which checkpoint is best, and in a sequence that of each source."""
+        watched, stopping = self.recipe.evaluation.metric, self.recipe.training.early_stopping
+        found = [*names, watched, *([stopping.metric] if stopping is not None else [])]
+        if self.recipe.data.mixture == "sequence":
+            found += [f"{name}/{watched}" for name in source_names(self.recipe.data.sources or ())]
+            found += ["average", "backward_transfer", "forgetting"]
+        return tuple(dict.fromkeys(found))
 
     def training(self) -> Source:
         return self._combined[0]

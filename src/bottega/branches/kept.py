@@ -1,12 +1,14 @@
-"""Facts that a run keeps beside its weights, read back whole or not at all."""
+"""Facts that a run keeps beside its weights, written and read back whole or not at all."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from bottega.core.errors import CheckpointError
+from bottega.core.errors import CheckpointError, DataError
 
 T = TypeVar("T")
 
@@ -21,3 +23,24 @@ def read_kept(path: Path, parse: Callable[[bytes], T]) -> T:
         return parse(path.read_bytes())
     except (OSError, ValueError, TypeError):
         raise NotKept(f"{path} cannot be read; start the same training again to have it written") from None
+
+
+def keep_once(
+    path: Path, text: str, *, parse: Callable[[bytes], T], is_same: Callable[[T], bool], otherwise: str
+) -> None:
+    """Write `text` as the one file of its folder, unless it is there; what is there must be the same, or `otherwise` is said."""
+    try:
+        before = read_kept(path, parse)
+    except NotKept:
+        pass  # it is written again
+    else:
+        if not is_same(before):
+            raise DataError(otherwise)
+        return
+    folder = path.parent
+    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+    temporary.mkdir(parents=True, exist_ok=True)
+    (temporary / path.name).write_text(text)
+    if folder.exists():
+        shutil.rmtree(folder)  # of a process that was killed before it had finished this
+    os.rename(temporary, folder)

@@ -28,7 +28,14 @@ from bottega.models.pretrained import export_transformers, read_shape
 from bottega.schema.data import Source as SourceOptions
 from bottega.schema.data import TextData
 from bottega.schema.language import LanguageRecipe
-from bottega.schema.language_kinds import WHILE_TRAINING, in_words_of_recipes, retrained, shape_fields, words_of
+from bottega.schema.language_kinds import (
+    WHILE_TRAINING,
+    in_words_of_recipes,
+    no_balancing_loss,
+    retrained,
+    shape_fields,
+    words_of,
+)
 from bottega.schema.recipe import Recipe
 from bottega.schema.transformer import TransformerShape
 from bottega.tasks.language import Language
@@ -83,6 +90,15 @@ class LanguageBranch(TableBranch):
         weights = recipe.model.model_dump(include={"balance_weight", "z_weight"}, exclude_none=True)
         self.task: Language = Language(shape=self.shape, pretrained=str(start) if start else None, **weights)
         self.metrics = (*type(self).metrics, *self.task.measured)
+
+    @property
+    def headline(self) -> tuple[str, ...] | None:
+        """Of a model with experts, the load of each would be a line of its own."""
+        return (
+            self.followed("loss", "perplexity", "bits_per_byte", "load_entropy", "firing_rate")
+            if self.task.measured
+            else None
+        )
 
     def prepare_again(self) -> Prepared:
         spec = tokenizer_of(self.recipe, codec=self._codec)
@@ -261,6 +277,10 @@ def _of_folder(recipe: LanguageRecipe, said: dict[str, Any], vocab_size: int) ->
         free = key in WHILE_TRAINING and key in base and not (key == "balance" and base[key] == "bias")
         if not free and key not in beside and value != base.get(key):
             raise UsageError(f"model.{key}: {value} was asked for, and model.from has {base.get(key, 'none')}")
+    if shape.experts is not None and "balance_weight" in said:
+        wrong = no_balancing_loss(said.get("balance", base["balance"]), said["balance_weight"])
+        if wrong is not None:
+            raise UsageError(f"model.balance_weight: {wrong}")
     if shape.vocab_size < vocab_size:
         raise UsageError(f"model.from: {shape.vocab_size} rows cannot hold the tokenizer's {vocab_size} tokens")
     return retrained(shape, said)

@@ -26,11 +26,10 @@ from bottega.schema.language import LanguageRecipe
 from bottega.schema.load import check_recipe, load_recipe, to_yaml
 from bottega.schema.multitask import MultitaskRecipe
 from bottega.schema.recipe import BUILT_TASKS, Recipe, changed_keys
+from bottega.schema.transformer import WIDENING
 from bottega.tasks.multitask import Multitask, prefixed, under, whole
 
 PARTS = "parts.json"
-WIDENING = 3
-"""The inside of a block's perceptron in widths, as the encoder of texts has it; a language model is given the same."""
 Say = Callable[[str, int, int], None]
 
 
@@ -106,6 +105,8 @@ def _trunk(recipe: MultitaskRecipe, part: Recipe) -> dict[str, Any]:
     if getattr(part.model, "kind", None) in ("cnn", "pretrained") or getattr(part.model, "from_", None) is not None:
         return {k: v for k, v in known.items() if k == "dropout"}
     width, heads = model.hidden_size, model.num_heads
+    if isinstance(part, LanguageRecipe) and part.model.kind == "ssm":
+        return {k: v for k, v in known.items() if k != "num_heads"}  # it has no attention
     if isinstance(part, LanguageRecipe) and width is not None and heads is not None:
         return {**known, "num_kv_heads": heads, "head_size": width // heads, "intermediate_size": WIDENING * width}
     return known
@@ -305,10 +306,14 @@ class MultitaskBranch(Branch):
         able = [one for one, part in self.parts.items() if wanted(part)]
         if name is None and len(able) == 1:
             return able[0]
-        if name not in able:
-            given = f"--part {name}: " if name is not None else ""
-            raise UsageError(f"{given}say which part is to {verb}: --part {' or '.join(able) or '(none can)'}")
-        return name
+        if name in able:
+            return name
+        those = f"--part {' or '.join(able)}" if able else "(none can)"
+        if name is None:
+            raise UsageError(f"say which part is to {verb}: {those}")
+        if name not in self.parts:
+            raise UsageError(f"--part {name}: there is no such part; there are {', '.join(self.parts)}")
+        raise UsageError(f"--part {name}: this part does not {verb}; say {those}")
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         for name, part in self.parts.items():

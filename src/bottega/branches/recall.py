@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from bottega.branches.branch import Branch
-from bottega.branches.kept import NotKept, read_kept
+from bottega.branches.kept import keep_once
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.orders import Order
@@ -34,6 +33,11 @@ MODEL_TYPE = "bottega-recall"
 def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> RecallBranch:
     """There is nothing to prepare: a sample is made when it is asked for."""
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
+    if isinstance(recipe, LastingRecipe):
+        # A recipe need not say how many processes there are, and each may bring a batch of its own.
+        too_near = recipe.too_near(int(os.environ.get("WORLD_SIZE", 1)))
+        if too_near is not None:
+            raise UsageError(f"data.distance: {too_near}")
     return RecallBranch(recipe)
 
 
@@ -138,7 +142,7 @@ class RecallBranch(Branch):
     @property
     def order(self) -> Order | None:
         """Facts come in the order in which they happen; streams have none."""
-        return AsTheyStand(len(self._facts)) if isinstance(self.recipe, LastingRecipe) else None
+        return AsTheyStand(len(self._facts), is_endless=True) if isinstance(self.recipe, LastingRecipe) else None
 
     def validation(self) -> Source | None:
         return self._held_out("validation")
@@ -162,20 +166,13 @@ class RecallBranch(Branch):
 
     def save_codec(self, folder: Path) -> None:
         """Which token is what, for people; the recipe decides all of it."""
-        try:
-            before = read_kept(folder / DATA, json.loads)
-        except NotKept:
-            before = None  # it is written again
-        if before is not None:
-            if before != self._known():
-                raise DataError("the tokens are other ones than this run has; start over with --fresh")
-            return
-        temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-        temporary.mkdir(parents=True, exist_ok=True)
-        (temporary / DATA).write_text(json.dumps(self._known(), indent=1) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)  # of a process that was killed before it had finished this
-        os.rename(temporary, folder)
+        keep_once(
+            folder / DATA,
+            json.dumps(self._known(), indent=1) + "\n",
+            parse=json.loads,
+            is_same=lambda before: before == self._known(),
+            otherwise="the tokens are other ones than this run has; start over with --fresh",
+        )
 
     def _known(self) -> dict[str, Any]:
         return {

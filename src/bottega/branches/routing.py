@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from bottega.branches.from_tables import TableBranch
-from bottega.branches.kept import NotKept, read_kept
+from bottega.branches.kept import keep_once, read_kept
 from bottega.branches.objective import counts_all_classes
+from bottega.branches.routing_known import CONFIG, KNOWN, Known, started
 from bottega.branches.routing_pictures import draw_experts, draw_raster, story
 from bottega.branches.start import folder_of
 from bottega.branches.teller import Teller
@@ -24,49 +23,28 @@ from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.types import Models
 from bottega.data.classes import Classes
 from bottega.data.labelled import learnt_classes, rare_classes
+from bottega.data.numbers import numbers_in
 from bottega.data.prepare.media import prepare_vectors
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.samples import media_samples
 from bottega.data.source import Source
 from bottega.data.vectors import VectorRows
 from bottega.models.routing import EPSILON
+from bottega.schema.data import Source as SourceOptions
 from bottega.schema.experts import ExpertsShape
 from bottega.schema.recipe import Recipe
-from bottega.schema.routing import RoutingModel, RoutingRecipe
+from bottega.schema.routing import RoutingModel, RoutingRecipe, rules_problem
 from bottega.schema.routing_shape import RoutingShape
 from bottega.schema.spiking import SpikingShape
 from bottega.schema.ssm import SSMShape
 from bottega.tasks.measures import routing as measures
 from bottega.tasks.routing import RoutingTask
 
-KNOWN, CONFIG = "routing.json", "config.json"
 MODEL_TYPE = "bottega-routing"
+MANY_LABELS = 10
+"""Up to which it is not asked whether they are labels."""
 LOOKED_AT = 2000
 """Samples that the picture of a run is drawn from."""
-
-
-@final
-class Known(BaseModel):
-    """All of the data that a model of it must know to be used where the data is not."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    shape: RoutingShape
-    classes: tuple[str, ...]
-    num_rules: int | None
-    mean: tuple[float, ...]
-    scale: tuple[float, ...]
-    has_bayes: bool
-    """Whether it is known how well the samples can be told."""
-
-    def is_as(self, other: Known) -> bool:
-        """Sums may be added up in another order on another processor."""
-        same = {"mean": self.mean, "scale": self.scale}
-        near = all(
-            len(mine) == len(theirs) and np.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
-            for mine, theirs in ((self.mean, other.mean), (self.scale, other.scale))
-        )
-        return near and other.model_copy(update=same) == self
 
 
 def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> RoutingBranch:
@@ -77,7 +55,11 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> RoutingB
             f"{_named(recipe)}: has rows without a label, and routing learns to tell labels; "
             "name their column with data.train.label"
         )
-    classes = learnt_classes(prepared, counts_all=counts_all_classes(recipe))
+    _check_labels(recipe, prepared)
+    remedy = (
+        "raise data.num_samples" if recipe.data.is_made else "name another column with data.train.label, or add samples"
+    )
+    classes = learnt_classes(prepared, counts_all=counts_all_classes(recipe), remedy=remedy)
     rows = [_rows(recipe, prepared, name, classes, is_training=False) for name in prepared.training_tables]
     mean, scale = _scale_of(rows)
     num_rules = prepared.meta.get("num_rules")
@@ -88,6 +70,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> RoutingB
         mean=mean,
         scale=scale,
         has_bayes="bayes_accuracy" in prepared.meta,
+        columns=_columns_of(prepared),
     )
     _check_rules(recipe, num_rules)
     return RoutingBranch(recipe, known, prepared=prepared)
@@ -115,7 +98,7 @@ class RoutingBranch(Teller, TableBranch):
         """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
         start = folder_of(recipe, codec=codec)
         if start is not None:
-            known = _started(start, known)
+            known = started(start, known)
         self.recipe, self.known, self.classes = recipe, known, Classes(known.classes)
         self._prepared, self._expected = prepared, expected
         model = recipe.model
@@ -136,8 +119,16 @@ class RoutingBranch(Teller, TableBranch):
         self.metrics = self.task.measured
 
     @property
+    def headline(self) -> tuple[str, ...]:
+        return self.followed(*("loss", "accuracy", "bayes_accuracy", "load_entropy", "rule_information", "firing_rate"))
+
+    @property
     def notes(self) -> list[str]:
-        return [*super().notes, *rare_classes(self.prepared, self.classes)]
+        left_out = [
+            f"column {name!r} holds no numbers and is left out"
+            for name in self.prepared.meta.get("left_out_columns", ())
+        ]
+        return [*super().notes, *left_out, *rare_classes(self.prepared, self.classes)]
 
     def prepare_again(self) -> Prepared:
         return prepare_vectors(self.recipe.data, progress=lambda stage, done, total: None)
@@ -152,6 +143,7 @@ class RoutingBranch(Teller, TableBranch):
         alone = {"train": train, "sources": None, "validation": None, "test": None, "split": None, "replay": None}
         recipe = self.recipe.model_copy(update={"data": data.model_copy(update=alone)})
         prepared = prepare_vectors(recipe.data, progress=lambda stage, done, total: None)
+        self.known.check_columns(_columns_of(prepared), path)
         return self._checked(_rows(recipe, prepared, "train", self.classes, is_training=False), path)
 
     def _checked(self, rows: VectorRows, where: str) -> VectorRows:
@@ -160,29 +152,36 @@ class RoutingBranch(Teller, TableBranch):
                 f"{where}: its rows have {rows.num_inputs} numbers, and this run has learnt from "
                 f"{self.known.shape.num_inputs}; give it the same columns"
             )
+        self._check_rules(rows)
         return rows
+
+    def _check_rules(self, rows: VectorRows) -> None:
+        """Only the loss on the right expert needs one for each rule; measures count whatever rules there are."""
+        experts = self.known.shape.experts.num_experts
+        if rows.rules is None or not self.recipe.model.routing_loss_weight or int(rows.rules.max()) < experts:
+            return
+        first = int(np.argmax(rows.rules >= experts))
+        key = rows.table.row("key", first) if rows.table is not None else f"row {first}"
+        raise DataError(
+            f"{key}: has rule {rows.rules[first]}, and this run has {experts} experts, one for each of the rules 0 to "
+            f"{experts - 1}; leave such rows out, or the column"
+        )
 
     def save_codec(self, folder: Path) -> None:
         """Once, whole or not at all."""
-        try:
-            before = read_kept(folder / KNOWN, Known.model_validate_json)
-        except NotKept:
-            before = None  # it is written again
-        if before is not None:
-            if not before.is_as(self.known):
-                raise DataError("the data gives other inputs, labels or rules than this run has; use --fresh")
-            return
-        temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-        temporary.mkdir(parents=True, exist_ok=True)
-        (temporary / KNOWN).write_text(self.known.model_dump_json(indent=1) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)  # of a process that was killed before it had finished this
-        os.rename(temporary, folder)
+        keep_once(
+            folder / KNOWN,
+            self.known.model_dump_json(indent=1) + "\n",
+            parse=Known.model_validate_json,
+            is_same=self.known.is_as,
+            otherwise="the data gives other inputs, labels or rules than this run has; use --fresh",
+        )
 
     @torch.no_grad()
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """What the router does with held-out samples: in words, and as pictures where they can be drawn."""
-        source = self.validation() or self.training()
+        held_out = self.validation()
+        source = held_out or self.training()
         index = np.arange(min(LOOKED_AT, len(source)))
         rows = source.rows(index, np.zeros(len(index), np.int64))
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
@@ -194,22 +193,24 @@ class RoutingBranch(Teller, TableBranch):
         found = torch.cat([part.logits for part in parts]).argmax(1).cpu().numpy()
         experts, rule = self.known.shape.experts.num_experts, rows.get("rule")
         counts = None
-        if rule is not None and self.known.num_rules is not None:
+        if rule is not None and self.known.num_rules is not None and experts > 1:
             counts = measures.table(rule, chosen[:, 0], num_rules=self.known.num_rules, num_experts=experts)
         load = measures.load(chosen, experts)
         spikes = parts[0].spikes
         text = story(
             accuracy=float((found == rows["label"]).mean()),
             bayes=float(rows["bayes"].mean()) if "bayes" in rows else None,
-            samples=len(index),
+            samples=f"{_some(len(index), len(source))} {'held-out' if held_out else 'training'} samples{_step_of(folder)}",
             load=load,
             counts=counts,
-            firing=float(spikes.mean()) if spikes is not None else None,
+            top_k=chosen.shape[1],
+            firing=_fired([part.spikes for part in parts if part.spikes is not None]),
         )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "00.txt").write_text(text + "\n", encoding="utf-8")
         try:
-            draw_experts(load, counts, folder / "experts.png")
+            if experts > 1:
+                draw_experts(load, counts, folder / "experts.png", top_k=chosen.shape[1])
             if spikes is not None:
                 draw_raster(spikes.cpu().numpy(), self.known.shape.num_layers, folder / "spikes.png")
         except EnvironmentProblem:
@@ -218,15 +219,29 @@ class RoutingBranch(Teller, TableBranch):
     @torch.no_grad()
     def predict(self, models: Models, rows: np.ndarray, *, device: Any, batch_size: int = 1024) -> np.ndarray:
         """How likely each label is of each row of numbers: float32 [n, K]."""
+        return self.answered(models, rows, device=device, batch_size=batch_size)[0]
+
+    @torch.no_grad()
+    def answered(
+        self, models: Models, rows: np.ndarray, *, device: Any, batch_size: int = 1024
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """How likely each label is, float32 [n, K], and the experts that were asked, the first one first [n, k]."""
         wanted = self.known.shape.num_inputs
         if rows.ndim != 2 or rows.shape[1] != wanted:
             raise UsageError(f"this run reads rows of {wanted} numbers [n, {wanted}], not {list(rows.shape)}")
         found = [np.zeros((0, len(self.classes)), np.float32)]
+        chosen = [np.zeros((0, self.known.shape.experts.top_k), np.int64)]
         for first in range(0, len(rows), batch_size):
             part = np.ascontiguousarray(rows[first : first + batch_size], np.float32)
             out = self.task.predict(models, torch.from_numpy(part).to(device))
             found.append(out.logits.float().softmax(1).cpu().numpy())
-        return np.concatenate(found)
+            chosen.append(out.routing.chosen.cpu().numpy())
+        return np.concatenate(found), np.concatenate(chosen)
+
+    def read(self, path: str) -> tuple[list[str], np.ndarray]:
+        """Rows of numbers to be told, with their names; they need no label."""
+        said = self.recipe.data.train.model_dump(include={"field", "label", "columns", "delimiter"})
+        return numbers_in(SourceOptions(path=path, **said), self.known.columns)
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""
@@ -297,6 +312,16 @@ def _ssm_of(model: RoutingModel) -> SSMShape:
         raise UsageError(f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
+def _check_labels(recipe: RoutingRecipe, prepared: Prepared) -> None:
+    """A number that nearly every row has of its own is a measurement, or a name."""
+    rows, labels = sum(counts["rows"] for counts in prepared.tables.values()), len(prepared.classes)
+    if not recipe.data.is_made and labels > MANY_LABELS and 2 * labels > rows:
+        raise DataError(
+            f"{_named(recipe)}: its {rows:,} rows have {labels:,} labels; is that column the label? name the right one with "
+            "data.train.label"
+        )
+
+
 def _check_rules(recipe: RoutingRecipe, num_rules: int | None) -> None:
     model = recipe.model
     if not model.routing_loss_weight:
@@ -306,11 +331,29 @@ def _check_rules(recipe: RoutingRecipe, num_rules: int | None) -> None:
         raise UsageError(
             f"{asked} needs to know the right expert, and {_named(recipe)} has no column rule; set it to 0"
         )
-    if num_rules != model.num_experts:
-        raise UsageError(
-            f"{asked} needs an expert for each rule: {num_rules} rules, and model.num_experts is {model.num_experts}; "
-            f"set that to {num_rules}, or the weight to 0"
-        )
+    problem = rules_problem(model, num_rules)
+    if problem is not None:
+        raise UsageError(f"model.num_experts: {problem}")
+
+
+def _fired(spikes: Sequence[torch.Tensor]) -> float | None:
+    """The mean over all samples, whatever batches they came in."""
+    return float(sum(one.sum() for one in spikes)) / sum(one.numel() for one in spikes) if spikes else None
+
+
+def _some(number: int, total: int) -> str:
+    return f"{number:,}" if number == total else f"the first {number:,} of {total:,}"
+
+
+def _step_of(folder: Path) -> str:
+    """A sample lies in the folder of its step, and below it where there are several tasks."""
+    step = next((part.removeprefix("step-") for part in reversed(folder.parts) if part.startswith("step-")), "")
+    return f" at step {int(step):,}" if step.isdecimal() else ""
+
+
+def _columns_of(prepared: Prepared) -> tuple[str, ...] | None:
+    names = prepared.meta.get("input_columns")
+    return None if names is None else tuple(names)
 
 
 def _named(recipe: RoutingRecipe) -> str:
@@ -341,18 +384,3 @@ def _summed(rows: VectorRows, value: Callable[[np.ndarray], np.ndarray]) -> np.n
         index = np.arange(first, min(first + 65_536, len(rows)))
         total += value(rows.rows(index, np.zeros_like(index))["x"].astype(np.float64)).sum(0)
     return total
-
-
-def _started(folder: Path, known: Known) -> Known:
-    """With the scale that the weights of the start were learnt with; refused by name where its network is another one."""
-    try:
-        config = json.loads((folder / CONFIG).read_bytes())
-        del config["model_type"]
-        found = Known.model_validate(config)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"model.from: {folder} is no exported model that routes") from None
-    for key, has in found.shape:
-        asked = getattr(known.shape, key)
-        if asked != has and key not in ("dropout",):
-            raise UsageError(f"model.from: {folder} has {key} {has}, and {asked} is needed here")
-    return known.model_copy(update={"mean": found.mean, "scale": found.scale})

@@ -14,6 +14,9 @@ from rich.text import Text
 
 from bottega.core.callback import Callback, Progress
 
+DROPPED = 0.1
+"""The share of choices without room in their expert from which on a person is warned."""
+
 
 class Console(Callback):
     """Speaks on standard error, so that standard output stays free for results and --json."""
@@ -31,6 +34,7 @@ class Console(Callback):
         self._loud = RichConsole(stderr=True, highlight=False) if quiet and warnings else self.rich
         self._live: Live | None = None
         self._seconds: float | None = None
+        self._has_warned = False
 
     def say(self, text: str, *, style: str = "") -> None:
         self.rich.print(Text(text, style=style), soft_wrap=True)
@@ -50,6 +54,7 @@ class Console(Callback):
         now = metrics["step_seconds"]
         self._seconds = now if self._seconds is None else 0.8 * self._seconds + 0.2 * now
         parts = self._parts(progress, metrics)
+        self._warn_of_drops(metrics)
         self._keep("  ".join(parts))
         if self._live is not None:
             self._live.update(self._line(progress, parts))
@@ -62,11 +67,22 @@ class Console(Callback):
         self.say(f"step {progress.step}  validation  {shown}{mark}", style="green" if mark else "")
 
     def chosen(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Those of the headline, and what a stream measures of them."""
+        """Those of the headline, and what a stream measures of them, and few-shot learning before it has adapted."""
         if self.headline is None:
             return metrics
-        wanted = {*self.headline, *(f"online/{name}" for name in self.headline)}
+        wanted = {word for name in self.headline for word in (name, f"online/{name}", f"{name}_before")}
         return {name: value for name, value in metrics.items() if name in wanted}
+
+    def _warn_of_drops(self, metrics: dict[str, float]) -> None:
+        """Once: what finds no room is passed by its expert, and no loss says so."""
+        found = [(name, value) for name, value in metrics.items() if _is_drop(name) and value > DROPPED]
+        if found and not self._has_warned:
+            self._has_warned = True
+            name, value = found[0]
+            self.warn(
+                f"{name} {value:.2f}: so many choices found no room in their expert, which answers without them; raise "
+                "model.expert_capacity or model.capacity_factor, or set it to null"
+            )
 
     def after_sample(self, progress: Progress, folder: Path) -> None:
         self._keep(f"samples in {folder}")
@@ -86,6 +102,7 @@ class Console(Callback):
             f"loss {m['loss']:.4f}",
             f"lr {m['learning_rate']:.2e}",
             f"grad {m['grad_norm']:.2f}",
+            *(f"drop {100 * value:.0f}%" for name, value in m.items() if _is_drop(name)),
             f"{short(m['units_per_second'])} {self.unit}/s",
             f"wait {100 * m['data_wait']:.0f}%",
         ]
@@ -109,6 +126,10 @@ class Console(Callback):
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         except OSError:
             self.log = None
+
+
+def _is_drop(name: str) -> bool:
+    return name.rpartition("/")[2] == "drop_rate"
 
 
 def short(number: float) -> str:

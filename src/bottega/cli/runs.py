@@ -172,26 +172,29 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.saved import open_run
+    from bottega.saved import notes_on, open_run
 
     no_more(rest)
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device="cpu")
-    folder = saved.export(Path(arguments.out) if arguments.out else None)
+    folder = saved.export(arguments.out or None)
+    notes = notes_on(folder)
     if not arguments.json:
         print(f"exported {saved.checkpoint.name} to {folder}")
-    return {"folder": str(folder)}
+        for note in notes:
+            print(note)
+    return {"folder": str(folder), **({"notes": notes} if notes else {})}
 
 
 def _predict_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
     parser.add_argument("text", nargs="*", help="texts; without any and without --data, the lines of standard input")
-    parser.add_argument("--data", metavar="FILE", help="a file of lines, or a table with a field of texts")
+    parser.add_argument("--data", metavar="FILE", help="a file of lines, a table with a field of texts, or of numbers")
     parser.add_argument("--out", metavar="FILE", help="write a JSON line for each there")
     parser.add_argument("--part", metavar="NAME", help="which of several tasks, where more than one classifies text")
 
 
 def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.predict import lines_of, predict, show, texts_in, write
+    from bottega.insight.predict import lines_of, predict, reads_numbers, show, write
 
     words = [*arguments.text, *words_of(rest)]
     if arguments.model_path and arguments.run:
@@ -199,12 +202,16 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     run = _the_run(arguments)
     if arguments.data and words:
         raise UsageError(f"--data {arguments.data}: texts are given as well; leave one of them out")
-    texts = texts_in(arguments.data, run) if arguments.data else words or lines_of(sys.stdin)
-    rows = predict(run, texts, part=arguments.part, checkpoint=arguments.checkpoint, device=arguments.device)
+    is_asked = bool(arguments.data or words) or reads_numbers(run, arguments.part)
+    texts = words if is_asked else lines_of(sys.stdin)
+    chosen = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
+    rows = predict(run, texts, data=arguments.data, **chosen)
     if arguments.out:
         write(rows, Path(arguments.out))
     if not arguments.json:
-        print(show(rows) if not arguments.out else f"{len(rows)} texts: {arguments.out}")
+        print(
+            show(rows) if not arguments.out else f"{len(rows)} {'rows' if arguments.data else 'texts'}: {arguments.out}"
+        )
     return {"predictions": rows}
 
 
@@ -212,6 +219,6 @@ VERBS = {
     "train": Verb("train a recipe; the same command resumes it", _train_arguments, _train),
     "evaluate": Verb("measure a run on held-out data", _evaluate_arguments, _evaluate),
     "generate": Verb("sample from a run", _generate_arguments, _generate),
-    "predict": Verb("label new texts by a run that classifies", _predict_arguments, _predict),
+    "predict": Verb("label new texts, or rows of numbers, by a run", _predict_arguments, _predict),
     "export": Verb("write a run for the ecosystem (layout of transformers or diffusers)", _export_arguments, _export),
 }

@@ -24,8 +24,8 @@ class Task(BaseModel, ABC):
     """Whether `loss` calls the model with other weights than its own; it is then neither wrapped nor compiled."""
     keeps_apart: ClassVar[bool] = False
     """Whether the gradients of its terms are reconciled rather than added up."""
-    learns_from_rows: ClassVar[bool] = False
-    """Whether `update` is shown what `loss` says of each example, too."""
+    learns_from_rows: ClassVar[tuple[str, ...]] = ()
+    """Names of those `Loss.rows` that `update` is shown too."""
 
     @abstractmethod
     def build(self, seed: int) -> dict[str, Any]:
@@ -55,10 +55,15 @@ class Task(BaseModel, ABC):
         """What the weights themselves cost, once a step and not for each example; added to what is minimised."""
         return None
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         """New values of what changes without a gradient, by name, after the optimizer's step. Pure: the engine writes them.
 
         `tensors` are parameters, buffers and state as they are by then. `seen` are the stats of the whole global batch,
-        summed over its examples; and, where `learns_from_rows`, the rows of all of them in order.
+        summed over its examples; and of `learns_from_rows` the rows of all of them in order. `rng` is of the step, and has no
+        positions: what is drawn is f(rng.seed, rng.step, name).
         """
+        return {}
+
+    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+        """What a step reports of all that it saw and that is no mean over examples, such as how even a load is."""
         return {}

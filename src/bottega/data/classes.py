@@ -41,7 +41,8 @@ class Classes:
             return f"{record}: has no label, but others have; give it one, remove it, or set model.condition=none"
         if self.names == _numbered(len(self)) and is_whole(text):
             return f"{record}: label {text} is out of range: num_classes is {len(self)}, so 0 to {len(self) - 1} are"
-        return f"{record}: label {text!r} is none of the {len(self)} classes ({', '.join(self.names[:5])}, ...)"
+        more = ", ..." if len(self) > 5 else ""
+        return f"{record}: label {text!r} is none of the {len(self)} classes ({', '.join(self.names[:5])}{more})"
 
     @cached_property
     def _numbers(self) -> dict[str, int]:

@@ -186,7 +186,12 @@ def _not_learnt(name: str, classes: Classes) -> str:
     return f"label {name!r} is none of the {len(classes)} classes that were learnt; {hint}"
 
 
-def learnt_classes(prepared: Prepared, *, counts_all: bool = False) -> Classes:
+def learnt_classes(
+    prepared: Prepared,
+    *,
+    counts_all: bool = False,
+    remedy: str = "name another field with data.label_field, or add samples",
+) -> Classes:
     """The classes of what is trained on; `counts_all` takes in those that only held-out samples have.
 
     Refused where there is nothing to tell apart, and where a held-out sample is of a class that nobody could learn: most
@@ -197,8 +202,7 @@ def learnt_classes(prepared: Prepared, *, counts_all: bool = False) -> Classes:
         first = prepared.table(prepared.training_tables[0]).row("key", 0)
         named = f"are all of the class {found.pop()!r}" if found else "have no class"
         raise DataError(
-            f"data.train: the samples from {first} on {named}, and a classifier tells several apart; name another field "
-            "with data.label_field, or add samples"
+            f"data.train: the samples from {first} on {named}, and a classifier tells several apart; {remedy}"
         )
     if counts_all:
         return prepared.classes

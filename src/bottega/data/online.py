@@ -15,7 +15,7 @@ import numpy as np
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import MASK, key_of, threefry
-from bottega.data.orders import EXACT, Order
+from bottega.data.orders import EXACT, Streamed
 from bottega.schema.recipe import Recipe
 
 NEW = 0
@@ -32,10 +32,10 @@ def stream(recipe: Recipe, length: int) -> Stream:
 
 @final
 @dataclass(frozen=True)
-class Stream(Order):
+class Stream(Streamed):
     """`grain` positions in a row are a batch. The first is all new; of each later one the `share` is drawn from the last
     `memory` samples that were new before that batch began, no sample twice, each equally often. When all have been new,
-    the rest of the batch is filled up in the same way."""
+    the rest of the batch is filled up in the same way; that of the very first with what is new in it."""
 
     length: int
     seed: int
@@ -76,16 +76,21 @@ class Stream(Order):
         again = later * self._share.numerator // self._share.denominator
         return np.minimum(self.length, positions - again)
 
+    def is_new(self, positions: np.ndarray) -> np.ndarray:
+        positions = np.asarray(positions, dtype=np.int64)
+        return self.new_before(positions + 1) > self.new_before(positions)
+
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         positions = np.asarray(positions, dtype=np.int64)
-        before = self.new_before(positions)
-        is_new = self.new_before(positions + 1) > before
+        before, is_new = self.new_before(positions), self.is_new(positions)
         start = positions // self.grain * self.grain
-        pool = self.new_before(start)
+        begun = self.new_before(start)
+        # A stream of less than a batch has nothing before it; what fills it up stands in front of it all the same.
+        pool = np.where(start == 0, min(self.length, self.grain), begun)
         kept = np.maximum(1, pool if self.memory is None else np.minimum(pool, self.memory))
         # The pool is cut into as many parts as the batch takes from it, and one of each part is drawn.
-        taken = np.maximum(1, self.grain - (self.new_before(start + self.grain) - pool))
-        turn = np.minimum((positions - start) - (before - pool), taken - 1)
+        taken = np.maximum(1, self.grain - (self.new_before(start + self.grain) - begun))
+        turn = np.minimum((positions - start) - (before - begun), taken - 1)
         low, high = turn * kept // taken, (turn + 1) * kept // taken
         words, _ = threefry(key_of("stream", self.seed), (positions & MASK, positions >> 32))
         drawn = np.maximum(0, pool - kept) + low + (words * np.maximum(1, high - low) >> 32)

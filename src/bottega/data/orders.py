@@ -50,6 +50,14 @@ class Order(ABC):
         """All epochs begun before this position have a smaller number."""
 
 
+class Streamed(Order):
+    """An order that is gone through as it comes, and so knows what has been there before."""
+
+    @abstractmethod
+    def is_new(self, positions: np.ndarray) -> np.ndarray:
+        """Which positions show what none before them did; shaped like `positions`."""
+
+
 @final
 @dataclass(frozen=True)
 class Shuffled(Order):

@@ -114,7 +114,8 @@ class Facts(Source):
     """Segments [T] in order, without an end: an epoch goes on where the one before it ended.
 
     Segment i states `num_pairs` of the keys whose values change, in turn, and one of those whose values last. It asks for
-    what was stated `distance` to twice as many segments ago. Values that last are asked for in `Lasting` alone, so no
+    what was stated `distance` to twice as many segments ago; before there was such a segment, for a key without a value,
+    and no answer is right. Values that last are asked for in `Lasting` alone, so no
     weight can ever have learnt them.
     """
 
@@ -146,12 +147,13 @@ class Facts(Source):
         keys = np.concatenate((keys, self.num_changing + lasting), axis=1)
         values = np.concatenate((values, self.lasting_value(lasting)), axis=1)
         ago = self.distance + _whole(draw, "ago", (self.num_questions,), self.distance)
-        asked, told = self._changing(number[:, None] - ago, _whole(draw, "which", ago.shape[1:], self.num_pairs))
+        then = number[:, None] - ago
+        asked, told = self._changing(then, _whole(draw, "which", ago.shape[1:], self.num_pairs))
         pieces = _places(draw, "places", self.segment_length, keys.shape[1] + self.num_questions)
         at, ask = pieces[:, : keys.shape[1]], pieces[:, keys.shape[1] :]
         tokens[row, at], tokens[row, at + 1] = self.tokens.key(keys), self.tokens.value(values)
         tokens[row, ask], tokens[row, ask + 1] = ASK, self.tokens.key(asked)
-        answers[row, ask + 1] = told
+        answers[row, ask + 1] = np.where(then >= 0, told, IGNORED)
         stated = np.stack((self.tokens.key(keys), self.tokens.value(values)), axis=-1)
         return {"tokens": tokens, "answers": answers, "stated": stated, "asked": self.tokens.key(asked)}
 

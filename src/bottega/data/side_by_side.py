@@ -10,20 +10,25 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.orders import Order
+from bottega.data.orders import Order, Streamed
 from bottega.data.source import Source
 
 
 @final
 @dataclass(frozen=True)
-class AsTheyStand(Order):
+class AsTheyStand(Streamed):
     """One after the other, time after time: what lies side by side is shuffled by each part for itself."""
 
     length: int
+    is_endless: bool = False
+    """Whether the source has other samples in each epoch, so that nothing ever comes again."""
 
     @property
     def size(self) -> int:
         return self.length
+
+    def is_new(self, positions: np.ndarray) -> np.ndarray:
+        return (np.asarray(positions) < self.length) | self.is_endless
 
     def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return positions % self.length, positions // self.length

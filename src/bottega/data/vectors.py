@@ -6,7 +6,7 @@ Where the expert that is right for a sample is known, it is the `rule` of its ro
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +17,13 @@ import numpy as np
 from bottega.core.errors import DataError
 from bottega.core.noise import Noise
 from bottega.data.encoder import Encoder
-from bottega.data.fields import label_name, label_of, own_names
+from bottega.data.fields import label_of
+from bottega.data.numbers import Layout, all_numbers, is_empty, laid_out, numbers_of, roles
 from bottega.data.record import Record, Unreadable
 from bottega.data.shards import TEXT, Column, Table
 from bottega.data.source import Source
 from bottega.schema.rules import MOST, VectorAugmentation
 
-VECTORS = ("x", "inputs", "features", "vector", "array")
-RULES = ("rule", "expert")
 NO_RULE = -1
 BAYES = "bayes"
 """The chance that the best possible answer is right, of samples that were made."""
@@ -41,6 +40,8 @@ class VectorEncoder(Encoder):
     """Whether the records are synthetic, and so know how well they can be told."""
     num_rules: int | None = None
     """Declared by the recipe; None counts them in the data."""
+    layout: Layout | None = None
+    """Of the columns of a table; None takes all that hold numbers."""
     tables: tuple[Path, ...] = ()
     """Where the rows go, for what only all of them together show."""
 
@@ -54,6 +55,8 @@ class VectorEncoder(Encoder):
     def facts(self) -> dict[str, Any]:
         there = [table for table in map(Table, self.tables) if len(table)]
         found: dict[str, Any] = {}
+        if self.layout is not None:
+            found |= {"input_columns": list(self.layout.inputs), "left_out_columns": list(self.layout.left_out)}
         if (rules := _counted_rules(there)) is not None:
             found["num_rules"] = self.num_rules or rules
         if self.is_made:
@@ -65,15 +68,15 @@ class VectorEncoder(Encoder):
         for name in (self.field, self.label_field):
             if name is not None and fields.get(name) is None:
                 raise Unreadable(f"no field {name!r}; the record has {', '.join(fields) or 'none'}")
-        label = label_name(fields, self.label_field, besides=self.field)
-        field = self.field or next((name for name in VECTORS if fields.get(name) is not None and name != label), None)
-        rule = next((name for name in RULES if name in fields and name not in (field, label)), None)
+        field, label, rule = roles(fields, field=self.field, label_field=self.label_field)
         if field is not None:
-            numbers = _numbers(fields[field], field)
+            numbers = numbers_of(fields[field], f"field {field!r}")
             if numbers is None:
                 raise Unreadable(f"field {field!r} holds no numbers but {type(fields[field]).__name__}")
+        elif self.layout is not None:
+            numbers = laid_out(fields, self.layout, without=(label, rule))
         else:
-            numbers = _all_numbers(fields, without={label, rule, *own_names(fields)})
+            numbers = all_numbers(fields, without=(label, rule))
         row = {"x": numbers, "key": record.key, "label": label_of(record, self.label_field, besides=self.field)}
         yield {
             **row,
@@ -84,9 +87,9 @@ class VectorEncoder(Encoder):
 
 def _rule(value: Any, name: str) -> int:
     """The number of the right expert. An empty one is no rule, and all rows have one or none has."""
-    if value is None or (isinstance(value, str) and not value):
+    if is_empty(value):
         return NO_RULE
-    numbers = [value] if type(value) is int else _numbers(value, name)
+    numbers = [value] if type(value) is int else numbers_of(value, f"column {name!r}")
     number = float(numbers[0]) if numbers is not None and len(numbers) == 1 else None
     if number is None or not number.is_integer() or not 0 <= number < MOST:
         raise Unreadable(
@@ -109,37 +112,6 @@ def _counted_rules(tables: list[Table]) -> int | None:
     if missing is not None:
         raise DataError(f"{missing}: has no rule, and other rows have one; give each its rule, or leave the column out")
     return most + 1
-
-
-def _all_numbers(fields: Mapping[str, Any], *, without: Collection[str | None]) -> np.ndarray:
-    found = []
-    # By name, because some formats (TFRecord) keep no order: feature 3 of one row would be feature 5 of the next.
-    for name in sorted(fields):
-        if name in without:
-            continue
-        if fields[name] is None or (isinstance(fields[name], str) and not fields[name]):
-            raise Unreadable(f"column {name!r} has no value; fill it, leave it out, or name one field of numbers")
-        numbers = _numbers(fields[name], name)
-        if numbers is not None:
-            found.append(numbers)
-    if not found:
-        raise Unreadable(f"no numbers among its fields ({', '.join(fields) or 'none'})")
-    return np.concatenate(found)
-
-
-def _numbers(value: Any, name: str) -> np.ndarray | None:
-    """float32 [d], or None where it is no number, no array and no list of numbers. A number written out counts."""
-    try:
-        array = np.asarray(float(value) if isinstance(value, str) else value).reshape(-1)
-    except ValueError:
-        return None
-    if array.dtype.kind not in "biuf" or not len(array):
-        return None
-    with np.errstate(over="ignore"):
-        array = array.astype(np.float32)
-    if not np.isfinite(array).all():
-        raise Unreadable(f"{name!r}: its number {int(np.flatnonzero(~np.isfinite(array))[0]) + 1} is not finite")
-    return array
 
 
 @final

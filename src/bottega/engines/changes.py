@@ -6,13 +6,14 @@ saw, and after the optimizer's step the task says, once, what follows from all o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Loss
 from bottega.engines.ranks import joined_rows
@@ -21,26 +22,32 @@ WEIGHT = "weight"
 
 
 class Seen:
-    """Filled by the micro-batches of one step."""
+    """Filled by the micro-batches of one step; of rows, with those of these names."""
 
-    def __init__(self, *, with_rows: bool) -> None:
-        self.with_rows = with_rows
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.names = names
         self.clear()
 
     def clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.rows: list[dict[str, Tensor]] = []
+        self._whole: dict[str, Tensor] | None = None
 
     def add(self, out: Loss, weight: Tensor | None) -> None:
         for name, value in out.stats.items():
             value = value.detach().float()  # autocast may have made it coarse
             self.sums[name] = value if name not in self.sums else self.sums[name] + value
-        if self.with_rows and out.rows:
-            rows = {name: values.detach() for name, values in out.rows.items()}
+        rows = {name: out.rows[name].detach() for name in self.names if name in out.rows}
+        if rows:
             self.rows.append(rows if weight is None else {**rows, WEIGHT: weight})
 
     def whole(self) -> dict[str, Tensor]:
-        """Of the whole global batch, the same on all ranks."""
+        """Of the whole global batch, the same on all ranks; nothing is added any more."""
+        if self._whole is None:
+            self._whole = self._joined()
+        return self._whole
+
+    def _joined(self) -> dict[str, Tensor]:
         if self.sums and dist.is_initialized():
             flat = torch.cat([value.flatten() for value in self.sums.values()])
             dist.all_reduce(flat)
@@ -54,15 +61,29 @@ class Seen:
 
 @torch.no_grad()
 def renew(
-    task: Task, model: nn.Module, kept: Mapping[str, Tensor], seen: Mapping[str, Tensor], *, step: int, hold: Tensor
+    task: Task, model: nn.Module, kept: Mapping[str, Tensor], seen: Mapping[str, Tensor], *, rng: Noise, hold: Tensor
 ) -> None:
-    """Write what the task says, unless the step is held back; a base that only carries an adapter stays as it is."""
+    """Write what the task says, unless the step is held back. What is frozen, or not thawed yet, stays as it is, and so does a
+    base that only carries an adapter."""
     if not seen:
         return
     # By every name that it has: what two parts of a model share, each of them calls by its own.
     every: dict[str, Any] = {"remove_duplicate": False}
     tensors = {**dict(model.named_parameters(**every)), **dict(model.named_buffers(**every)), **kept}
-    for name, new in task.update(tensors, seen, step).items():
-        if name in kept or task.learns(name):
+    for name, new in task.update(tensors, seen, rng).items():
+        if name in kept or (task.learns(name) and not is_frozen(model, name)):
             old = tensors[name]
             old.copy_(torch.where(hold > 0, old, new.to(old.dtype)))
+
+
+def is_frozen(model: nn.Module, name: str) -> bool:
+    """Whether no weight learns of the layer that a tensor belongs to: the nearest around it that has weights at all."""
+    path, _, own = name.rpartition(".")
+    weight = model.get_submodule(path)._parameters.get(own)
+    if weight is not None:
+        return not weight.requires_grad
+    while True:
+        weights = list(model.get_submodule(path).parameters())
+        if weights or not path:
+            return bool(weights) and not any(one.requires_grad for one in weights)
+        path = path.rpartition(".")[0]

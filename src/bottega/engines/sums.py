@@ -47,21 +47,25 @@ def reduced(sums: Sums, device: torch.device) -> Sums:
 
 
 def fetched(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float]:
-    """All of them as numbers of the host, which waits for the device once."""
+    """All of them as numbers of the host, which waits for the device once. A mean over nothing is not among them."""
     found = dict(metrics)
     local = {name: m for name, m in metrics.items() if isinstance(m, Local)}
+    counts: dict[str, Tensor] = {}
     if local:
         pairs = torch.stack([_pair(m, device) for m in local.values()])
         if dist.is_initialized():
             dist.all_reduce(pairs)
-        found |= {
-            n: value if m.count is None else value / count
-            for (n, m), (value, count) in zip(local.items(), pairs, strict=True)
-        }
+        for (name, m), (value, count) in zip(local.items(), pairs, strict=True):
+            found[name] = value if m.count is None else value / count
+            if m.count is not None:
+                counts[name] = count
     tensors = {name: m for name, m in found.items() if torch.is_tensor(m)}
-    values = torch.stack([t.double() for t in tensors.values()]).tolist() if tensors else []
+    every = [t.double() for t in (*tensors.values(), *counts.values())]
+    values = torch.stack(every).tolist() if every else []
     rest = {name: float(m) for name, m in found.items() if name not in tensors}
-    return rest | dict(zip(tensors, values, strict=True))
+    rest |= dict(zip(tensors, values, strict=False))
+    empty = {name for name, count in zip(counts, values[len(tensors) :], strict=True) if not count}
+    return {name: value for name, value in rest.items() if name not in empty}
 
 
 def in_order(rows: Rows) -> Rows:

@@ -74,11 +74,7 @@ class TorchEngine(Engine):
         named = dict(self.model.named_parameters())
         self.settings = parameter_settings(training, list(named), learns=task.learns)
         self.optimizers = optimizers.build(
-            named,
-            self.settings,
-            training.optimizer,
-            learning_rate=rate(0),
-            weight_decay=training.weight_decay,
+            named, self.settings, training.optimizer, learning_rate=rate(0), weight_decay=training.weight_decay
         )
         self._names = {id(p): name for name, p in named.items()}
         self._params = [p for p in named.values() if p.requires_grad]
@@ -86,7 +82,7 @@ class TorchEngine(Engine):
         self.kept: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(named).items()}
         """What the task keeps beside the weights, by name."""
         self._apart = gradients.Apart(self._params) if task.keeps_apart else None
-        self._seen = changes.Seen(with_rows=task.learns_from_rows)
+        self._seen = changes.Seen(task.learns_from_rows)
         self.before_step: Callable[[int, Batch], None] | None = None
         if training.gradient_checkpointing:
             require(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
@@ -132,13 +128,13 @@ class TorchEngine(Engine):
         self._ensure_state()
         if self._is_gradual and thaw(self.model, self.settings, step) and self.world > 1:
             self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
-        if self.before_step is not None:
-            self.before_step(step, batch)
         on_device = put(batch, self.device, pin=self.pin_memory)
-        if not self.model.training:
-            self.model.train()
         if self._auto and self.world > 1 and self.micro_batch_size is None:
             self._rehearse(step, on_device, counts, size)
+        if self.before_step is not None:
+            self.before_step(step, batch)
+        if not self.model.training:
+            self.model.train()
         while True:
             try:
                 loss, metrics = self._backward(step, on_device, counts, size)
@@ -198,8 +194,8 @@ class TorchEngine(Engine):
         (loss if self._scale is None else loss * self._scale).backward()
 
     def _complete(self, step: int) -> dict[str, Any]:
-        """What is done once a step to the gradients of all micro-batches together."""
-        found: dict[str, Any] = {}
+        """What is done once a step to the gradients of all micro-batches together, and what is said of all they saw."""
+        found: dict[str, Any] = self.task.observed(self._seen.whole())
         if self._apart is not None:
             found["gradient_cosine"] = self._apart.settle(seed=self.seed, step=step)
         elif self._is_bare:
@@ -237,7 +233,8 @@ class TorchEngine(Engine):
         if passed_over:
             hold = torch.ones_like(hold)
         optimizers.apply(self.optimizers, divisor=divisor, hold=hold)
-        changes.renew(self.task, self.model, self.kept, self._seen.whole(), step=step, hold=hold)
+        rng = Noise(self.seed, step, (), torch)
+        changes.renew(self.task, self.model, self.kept, self._seen.whole(), rng=rng, hold=hold)
         for p in self._params:
             p.grad = None
         if self.training.ema is not None:
@@ -262,6 +259,7 @@ class TorchEngine(Engine):
         """Several ranks find what fits all of them before their first step: one that ran out of memory inside a
         collective would leave the others waiting there."""
         self.micro_batch_size = size
+        self.model.train()
         while True:
             error: BaseException | None = None
             micro = self.micro_batch_size
@@ -295,7 +293,8 @@ class TorchEngine(Engine):
     # Everything that is not a step
 
     @torch.no_grad()
-    def eval_step(self, batch: Batch) -> Evaluated:
+    def eval_step(self, batch: Batch, *, with_rows: bool = True) -> Evaluated:
+        """Rows are gathered from all ranks, which is dear where nobody looks at them."""
         self.model.eval()
         counts = self.task.counts(batch)
         on_device = put(batch, self.device, pin=self.pin_memory)
@@ -313,7 +312,8 @@ class TorchEngine(Engine):
             ) from error
         sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
         sums |= {name: (torch.as_tensor(v, device=self.device).double(), n) for name, (v, n) in out.metrics.items()}
-        rows = {**out.rows, INDEX: positions} if out.rows and is_numbered else out.rows
+        found = out.rows if with_rows else {}
+        rows = {**found, INDEX: positions} if found and is_numbered else found
         return Evaluated(reduced(sums, self.device), ranks.joined_rows(rows, on_device.get("weight")))
 
     def fetch_rows(self, parts: Sequence[Mapping[str, Tensor]]) -> Rows:

@@ -25,6 +25,7 @@ from bottega.insight.compare_groups import (
     result_value,
     right_answers,
 )
+from bottega.schema.metrics import bounds
 from bottega.schema.recipe import changed_keys
 
 FEW = 5
@@ -32,6 +33,7 @@ FEW = 5
 SEEDS_NEEDED = (
     'at least 2 runs a group are needed; give seeds, such as "runs/name-s*" with the quotes, or a folder of folds'
 )
+CUT = "*"
 TOWARDS = {"max": ", larger is better", "min": ", smaller is better", None: ""}
 PAPER, INK, FAINT, GRID, THREAD = "#ffffff", "#1c1b29", "#6d6b7b", "#ececf1", "#c9c8d3"
 # Told apart in grey and by the colour-blind as well; the letters say it again.
@@ -240,13 +242,13 @@ def _judged(pair: dict[str, Any], p: float, report: dict[str, Any], *, alpha: fl
 def show(report: dict[str, Any]) -> str:
     number, level = _format(report), _level(report)
     lines = [f"{report['metric']}{TOWARDS[report['mode']]}, from {report['read_from']}", ""]
-    rows = [["group", "", "n", "mean", "deviation", level]]
+    rows, is_cut = [["group", "", "n", "mean", "deviation", level]], False
     for group in report["groups"]:
         deviation = "" if group["deviation"] is None else number(group["deviation"])
         n = f"{group['n']:,} {group['kind']}"
-        rows.append(
-            [group["label"], group["name"], n, number(group["mean"]), deviation, _span(group["interval"], number)]
-        )
+        span = _span(group["interval"], number, metric=report["metric"])
+        rows.append([group["label"], group["name"], n, number(group["mean"]), deviation, span])
+        is_cut = is_cut or CUT in span
     lines += [*table(rows, right=(2, 3, 4, 5)), ""]
     p_title = "p" if len(report["pairs"]) == 1 else "p (Holm)"
     rows = [["pair", "difference", level, "test", "n", p_title, "effect", ""]]
@@ -268,7 +270,8 @@ def show(report: dict[str, Any]) -> str:
             lines.append(
                 f"{name}: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in pair["changed"].items())
             )
-    return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
+    cut = [f"{CUT} the interval goes beyond what the metric can be; --json has it as it was computed"] if is_cut else []
+    return "\n".join([*lines, *(f"note: {note}" for note in (*report["notes"], *cut))])
 
 
 def _level(report: dict[str, Any]) -> str:
@@ -286,8 +289,17 @@ def _format(report: dict[str, Any]) -> Callable[..., str]:
     return lambda value, sign="": f"{value:{sign}.{decimals}f}"
 
 
-def _span(interval: dict[str, float], number: Callable[..., str], sign: str = "") -> str:
-    return f"{number(interval['low'], sign)} to {number(interval['high'], sign)}"
+def _span(interval: dict[str, float], number: Callable[..., str], sign: str = "", metric: str = "") -> str:
+    ends = [within(interval[end], metric) for end in ("low", "high")]
+    return " to ".join(f"{mark}{number(value, sign)}" for value, mark in ends)
+
+
+def within(value: float, metric: str) -> tuple[float, str]:
+    """An end of an interval as far as the metric goes, and a sign where that is not the whole way: an interval of t knows
+    nothing of what a metric can be."""
+    least, most = bounds(metric)
+    cut = min(max(value, least), most)
+    return cut, CUT if cut != value else ""
 
 
 def table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
@@ -322,8 +334,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     def line(*ends: float, fill: str = INK, thick: float = 1) -> None:
         pen.line([round(value * SCALE) for value in ends], fill=fill, width=round(thick * SCALE))
 
-    bounds = [group["interval"][end] for group in groups for end in ("low", "high")]
-    ticks, place = _axis([*bounds, *(run["value"] for group in groups for run in group["runs"])])
+    reach = [within(group["interval"][end], report["metric"])[0] for group in groups for end in ("low", "high")]
+    ticks, place = _axis([*reach, *(run["value"] for group in groups for run in group["runs"])])
     spots = [_spots(group, LEFT + column * (i + 0.5), place) for i, group in enumerate(groups)]
     is_joined = groups[0]["kind"] != "samples" and len(groups) > 1
     joined = ", lines join those of one seed or fold" if is_joined else ""
@@ -337,7 +349,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
             line(*here[key], *there[key], fill=THREAD)
     for number, group in enumerate(groups):
         x, colour = LEFT + column * (number + 0.5), COLOURS[number % len(COLOURS)]
-        low, high, mean = (place(v) for v in (group["interval"]["low"], group["interval"]["high"], group["mean"]))
+        low, high, mean = (place(v) for v in (*reach[2 * number : 2 * number + 2], group["mean"]))
         for bar in ((x + 30, low, x + 30, high), (x + 24, low, x + 36, low), (x + 24, high, x + 36, high)):
             line(*bar, fill=colour, thick=1.5)
         line(x + 17, mean, x + 43, mean, fill=colour, thick=3.5)

@@ -37,7 +37,7 @@ def splitting(recipe: Recipe, *, folds: int | None, by: str | None, field: str |
     if number < 2:
         raise UsageError(f"--folds {number}: expected 2 or more, such as {FOLDS}")
     is_several = getattr(recipe.data, "multi_label", False)
-    has_classes = recipe.task == "classify" and not is_several
+    has_classes = recipe.task in ("classify", "routing") and not is_several
     usual = said.by if "by" in said.model_fields_set else "stratified" if has_classes else "fraction"
     chosen = by or ("group" if field is not None else usual)
     named = field or (said.field if chosen == said.by else None)

@@ -10,16 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from bottega.insight.compare import TOWARDS, table
+from bottega.insight.compare import CUT, TOWARDS, table, within
 from bottega.insight.statistics import mean_interval
 from bottega.tasks.measures import classification as measures
 
 LEVEL = 0.95
-SHARES = ("accuracy", "label_accuracy", "exact_match", "macro_f1", "weighted_f1", "ece", "auroc")
-LEAST = {"perplexity": 1.0, "bits_per_byte": 0.0, "bits_per_code": 0.0, "mse": 0.0, **dict.fromkeys(SHARES, 0.0)}
-MOST = dict.fromkeys(SHARES, 1.0)
-"""What a metric can be. An interval of t knows nothing of it."""
-CUT = "*"
 
 
 def summary(values: Sequence[float], *, folds: int) -> dict[str, Any]:
@@ -91,11 +86,10 @@ def show(report: dict[str, Any]) -> str:
 
 def _end(name: str, value: float, task: str) -> tuple[float, str]:
     """An end of an interval as far as the metric goes, and a sign where that is not the whole way."""
-    base = name.removesuffix("_before")
     # That of others may have terms below 0.
-    least = 0.0 if base == "loss" and task in ("classify", "language") else LEAST.get(base, -np.inf)
-    within = min(max(value, least), MOST.get(base, np.inf))
-    return within, CUT if within != value else ""
+    if name.removesuffix("_before") == "loss" and task in ("classify", "language", "routing"):
+        return max(value, 0.0), CUT if value < 0 else ""
+    return within(value, name)
 
 
 def _columns(

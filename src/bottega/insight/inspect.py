@@ -56,7 +56,7 @@ def _row(name: str, module: torch.nn.Module) -> dict[str, Any]:
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))) if grads else None
     return {
-        "name": name or "model",
+        "name": name or type(module).__name__,
         "kind": type(module).__name__,
         "parameters": sum(p.numel() for p in parameters),
         "trainable": sum(p.numel() for p in parameters if p.requires_grad),

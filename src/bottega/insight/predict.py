@@ -1,4 +1,4 @@
-"""`bottega predict`: which class new texts are of, by a run that classifies text."""
+"""`bottega predict`: which class new texts are of, by a run that classifies text, or rows of numbers by one that routes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from bottega.data.fields import text_of
 from bottega.data.present import whole, writing
 from bottega.data.readers import find
 from bottega.data.record import Bad
+from bottega.insight.predict_numbers import part_recipe, predict_numbers, reads_numbers
+from bottega.insight.predict_numbers import show as show_numbers
 from bottega.saved import open_run
 from bottega.schema.classify import ClassifyRecipe
 from bottega.schema.data import Source
 from bottega.schema.load import load_recipe
 from bottega.schema.multitask import MultitaskRecipe
-from bottega.schema.recipe import Recipe
+from bottega.schema.routing import RoutingRecipe
 from bottega.tasks.multitask import whole as whole_part
 
 THRESHOLD = 0.5
@@ -30,14 +32,23 @@ THRESHOLD = 0.5
 
 def predict(
     run: str | Path,
-    texts: Sequence[str],
+    texts: Sequence[str] = (),
     *,
+    data: str | Path | None = None,
     part: str | None = None,
     checkpoint: str | int = "best",
     device: str = "auto",
 ) -> list[dict[str, Any]]:
     """`bottega.predict`: for each text {"text", "predicted", "probability"}; with several labels, "predicted" is a list of
-    classes and "probability" a dict of all; both are None of a blank text. `part` is for a run of several tasks, where more than one classifies text."""
+    classes and "probability" a dict of all; both are None of a blank text. `data` is a file of texts, or for a run of the task routing a table of numbers, each row of which has
+    {"row", "predicted", "probability", "expert"}. `part` is for a run of several tasks, where more than one can answer."""
+    if reads_numbers(Path(run), part):
+        if texts:
+            raise UsageError(f"{run} tells labels of rows of numbers, not of texts; give a table with --data FILE")
+        given = str(data) if data is not None else None
+        return predict_numbers(Path(run), given, part=part, checkpoint=checkpoint, device=device)
+    if data is not None:
+        texts = texts_in(str(data), Path(run))
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     branch = saved.branch
     if isinstance(branch, MultitaskBranch):
@@ -74,15 +85,13 @@ def example(run: Path) -> str | None:
     recipe = load_recipe([RunDirectory(run).must_exist().recipe]).recipe
     if isinstance(recipe, ClassifyRecipe):
         return f'bottega predict {run} "a text of yours"'
+    if isinstance(recipe, RoutingRecipe) and recipe.data.train.path is not None:
+        return f"bottega predict {run} --data {recipe.data.train.path}"
     if not isinstance(recipe, MultitaskRecipe):
         return None
-    able = [name for name in recipe.data.parts if isinstance(_part(run, name), ClassifyRecipe)]
+    able = [name for name in recipe.data.parts if isinstance(part_recipe(run, name), ClassifyRecipe)]
     part = f" --part {able[0]}" if len(able) > 1 else ""
     return f'bottega predict {run}{part} "a text of yours"' if able else None
-
-
-def _part(run: Path, name: str) -> Recipe:
-    return load_recipe([RunDirectory(run).codec / f"{name}.yaml"]).recipe
 
 
 def texts_in(path: str, run: Path) -> list[str]:
@@ -122,7 +131,9 @@ def lines_of(lines: Iterable[str] | Iterable[bytes] | TextIO, *, where: str = "s
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    """A line each: the class, how likely it is, and the text."""
+    """A line each: the class, how likely it is, and the text; or of rows of numbers, the expert and the row."""
+    if rows and "row" in rows[0]:
+        return show_numbers(rows)
     return "\n".join(_line(row) for row in rows)
 
 

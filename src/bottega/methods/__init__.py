@@ -14,10 +14,10 @@ from bottega.core.errors import UsageError
 from bottega.methods.lesson import Lesson
 from bottega.schema.recipe import Recipe
 from bottega.schema.techniques import Technique
+from bottega.schema.together import PLASTICITY
 
-PLASTICITY = "plasticity"
 MODULES = {
-    name: f"bottega.methods.{name}" for name in ("lora", "adapter", "distill", "ewc", "replay", "maml", "plasticity")
+    name: f"bottega.methods.{name}" for name in ("lora", "adapter", "distill", "ewc", "replay", "maml", PLASTICITY)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,12 @@ import numpy as np
 from bottega.branches.branch import Branch
 from bottega.callbacks.console import Console
 from bottega.callbacks.prequential import PREFIX, Prequential
-from bottega.core.errors import UsageError
+from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.rundir import RunDirectory
-from bottega.core.types import Batch
+from bottega.core.types import Batch, Sums
 from bottega.data.loader import Loader
-from bottega.data.online import NEW, stream
-from bottega.data.orders import Order
+from bottega.data.online import stream
+from bottega.data.orders import Order, Streamed
 from bottega.data.side_by_side import AsTheyStand, SideBySide
 from bottega.data.source import Source
 from bottega.methods.lesson import Lesson
@@ -40,18 +41,13 @@ def streamed(lesson: Lesson, recipe: Recipe, branch: Branch) -> Lesson:
     watch = Prequential(branch.summarise)
 
     def begin(engine: TorchEngine, loader: Loader) -> None:
-        from bottega.engines.devices import batch_length, slice_batch
-
         earlier = engine.before_step
 
         def measure(step: int, batch: Batch) -> None:
             if earlier is not None:
                 earlier(step, batch)
-            whole = _weighed(batch, loader, step)
-            size = batch_length(whole)
-            at_once = engine.micro_batch_size or size  # what fits in training fits here
-            for at in range(0, size, at_once):
-                watch.add(engine.eval_step(slice_batch(whole, at, at + at_once)).sums)
+            for sums in _measured(engine, _weighed(batch, loader, step), at_most=recipe.evaluation.batch_size):
+                watch.add(sums)
 
         engine.before_step = measure
 
@@ -66,6 +62,26 @@ def streamed(lesson: Lesson, recipe: Recipe, branch: Branch) -> Lesson:
     return changed.beginning(begin)
 
 
+def _measured(engine: TorchEngine, batch: Batch, *, at_most: int | None) -> Iterator[Sums]:
+    """Part by part: no more at once than a forward of training has, nor than `at_most` of all ranks together."""
+    from bottega.engines.devices import batch_length, slice_batch
+
+    size = batch_length(batch)
+    limits = [engine.micro_batch_size, -(-at_most // engine.world) if at_most is not None else None]
+    at_once, at = min([size, *(limit for limit in limits if limit is not None)]), 0
+    while at < size:
+        try:
+            sums = engine.eval_step(slice_batch(batch, at, at + at_once), with_rows=False).sums
+        except OutOfMemory:
+            # One process learns what fits from its first step, which comes after this; several have found it together.
+            if at_once == 1 or engine.world > 1:
+                raise
+            at_once = -(-at_once // 2)
+            continue
+        yield sums
+        at += at_once
+
+
 def _weighed(batch: Batch, loader: Loader, step: int) -> dict[str, Any]:
     """The batch as an evaluation has it, with weight 0 for what is not new: that was learnt from already."""
     share = loader.batch_size_at(step) // loader.world
@@ -73,13 +89,14 @@ def _weighed(batch: Batch, loader: Loader, step: int) -> dict[str, Any]:
     source, order = loader.source, loader.order
     assert order is not None
     if isinstance(source, SideBySide) and source.orders is not None:
-        parts = {name: _only_new(batch[name], order, positions) for name, order in source.orders.items()}
+        parts = {name: _only_new(batch[name], own, positions) for name, own in source.orders.items()}
         return {**batch, **parts, "index": positions}
     return {**_only_new(batch, order, positions), "index": positions}
 
 
 def _only_new(batch: Batch, order: Order, positions: np.ndarray) -> dict[str, Any]:
-    is_new = (order.places(positions)[1] == NEW).astype(np.float32)
+    assert isinstance(order, Streamed), "asked for when the stream was made"
+    is_new = order.is_new(positions).astype(np.float32)
     return {**batch, "weight": batch["weight"] * is_new if "weight" in batch else is_new}
 
 

@@ -33,6 +33,7 @@ _EXPERTS = {
     "qwen3_moe": ("mlp", {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}),
     "mixtral": ("block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
 }
+_MIXTRAL = "without qk_norm experts must stand in each layer, and a token ask two or more"
 _MAMBA = (
     (r"model\.embed_tokens\.", "backbone.embeddings."),
     (r"model\.norm\.", "backbone.norm_f."),
@@ -65,6 +66,26 @@ def layout_for(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
     if shape.qk_norm:
         return "qwen3_moe"
     return "mixtral" if experts.renormalises and shape.experts_every == 1 else OWN
+
+
+def why_own(shape: TransformerShape) -> str:
+    """What no class of transformers has, of a model that `layout_for` gives our own layout."""
+    experts = shape.experts
+    if shape.has_ssm:
+        if shape.has_attention:
+            return "it has state spaces and attention"
+        if experts is not None or shape.intermediate_size:
+            return f"its state spaces stand beside {'experts' if experts is not None else 'a feed-forward'}"
+        return "its state spaces have another norm_epsilon than the rest"
+    assert experts is not None, "transformers has a class for every model of attention without experts"
+    found = {
+        f"its gates are {experts.gate}": experts.gate != "softmax",
+        f"its router is {experts.router}": experts.router != "linear",
+        f"its experts are {experts.activation}": experts.activation != "swiglu",
+        "it has shared experts": experts.num_shared > 0,
+        "a bias decides which experts are asked (balance: bias)": experts.balance == "bias",
+    }
+    return next((why for why, holds in found.items() if holds), _MIXTRAL)
 
 
 def named(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:

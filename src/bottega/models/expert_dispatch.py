@@ -1,4 +1,4 @@
-"""The experts' weights, and three ways to take tokens through those they chose; all give the same numbers.
+"""The experts' weights, and two ways to take tokens through those they chose; both give the same numbers.
 
 N tokens   k choices of each   A = N k choices   E experts   D hidden size   I expert size
 """
@@ -34,14 +34,17 @@ class StackedExperts(nn.Module):
         """[N, D]: for each token of x [N, D] the sum over its choices [N, k] of weight * expert(token)."""
         dtype = _precision(x)
         x = x.to(dtype)
+        if not len(x):
+            return x
         gate_proj = None if self.gate_proj is None else self.gate_proj.to(dtype)
         stacks = gate_proj, self.up_proj.to(dtype), self.down_proj.to(dtype)
         if grouped_product_fits(x, self.down_proj):
             return in_order(x, chosen, weights, stacks, run=grouped)
-        # A loop over experts has to know on the host how many tokens each has, which a compiled graph cannot.
-        if torch.compiler.is_compiling():
-            return dense(x, chosen, weights, stacks)
-        return in_order(x, chosen, weights, stacks, run=looped)
+        return _uncompiled(x, chosen, weights, stacks)
+
+    def fits_a_graph(self, x: Tensor) -> bool:
+        """Whether a forward with these tokens can be compiled as a part of one graph."""
+        return grouped_product_fits(x, self.down_proj)
 
     def extra_repr(self) -> str:
         experts, size, width = self.up_proj.shape
@@ -50,13 +53,20 @@ class StackedExperts(nn.Module):
 
 def grouped_product_fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the device has one kernel for all experts: bfloat16 on CUDA, with rows of a multiple of 16 bytes."""
-    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    return x.device.type == "cuda" and x.dtype is torch.bfloat16 and aligned
+    aligned = all(size * torch.bfloat16.itemsize % 16 == 0 for size in weight.shape[1:])
+    return x.device.type == "cuda" and _precision(x) is torch.bfloat16 and aligned
 
 
 def _precision(x: Tensor) -> torch.dtype:
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+@torch.compiler.disable
+def _uncompiled(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
+    """A loop over experts has to know on the host how many tokens each has, which a compiled graph cannot: it is left for
+    that. All experts for all tokens would be a graph, and E / k times the work."""
+    return in_order(x, chosen, weights, stacks, run=looped)
 
 
 def inner(gate: Tensor | None, up: Tensor, weight: Tensor) -> Tensor:
@@ -90,7 +100,7 @@ def grouped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
 
 
 def looped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
-    """The same, one expert after the other: on a CPU even with `dense` at 64 tokens, and 2 to 6 times as fast at 1,024."""
+    """The same, one expert after the other."""
     at = [0, *ends.tolist()]
     sizes = [end - start for start, end in itertools.pairwise(at)]
     # unbind, since the gradient of each `stack[e]` would be as large as the stack.
@@ -101,20 +111,6 @@ def looped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
             opened = None if gate is None else F.linear(rows, gate)
             found.append(F.linear(inner(opened, F.linear(rows, up), weighed), down))
     return torch.cat(found)
-
-
-def dense(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
-    """Every expert for every token, those that were not chosen with weight 0."""
-    gate_proj, up_proj, down_proj = stacks
-    experts = len(up_proj)
-    each = torch.zeros(len(x), experts, dtype=weights.dtype, device=x.device).scatter(1, chosen, weights)
-
-    def wide(stack: Tensor) -> Tensor:
-        return F.linear(x, stack.flatten(0, 1)).unflatten(-1, (experts, -1))
-
-    gate = None if gate_proj is None else wide(gate_proj)
-    found = inner(gate, wide(up_proj), each[:, :, None])
-    return F.linear(found.flatten(1), down_proj.transpose(0, 1).flatten(1))
 
 
 class _Spread(torch.autograd.Function):

@@ -9,6 +9,7 @@ room for single samples [N, D] is shared by those of the forward. For tokens [B,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.core.noise import generator
+from bottega.core.noise import Noise, generator
 from bottega.models.expert_dispatch import StackedExperts
 from bottega.models.spiking import SpikingGate
 from bottega.schema.experts import SPIKING_GROUP, ExpertsShape
@@ -121,7 +122,7 @@ class Experts(nn.Module):
         assert x.dim() > 1, "experts want samples [N, D] or tokens [B, T, D]"
         before = x.shape[:-1]
         with torch.autocast(x.device.type, enabled=False):
-            logits, rates = self._logits(x, logits)
+            logits, rates = self._logits(x, logits, counted)
             counts = torch.ones(before, dtype=torch.bool, device=x.device) if counted is None else counted > 0
             scores, gates, chosen = self._choose(logits)
             weights = scores.gather(-1, chosen)
@@ -134,17 +135,17 @@ class Experts(nn.Module):
                 weights = weights.masked_fill(full, 0.0)
             routing = self._routing(logits, gates, chosen, counts=counts, asked=asked, full=full, rates=rates)
         k = self.shape.top_k
-        out = self.experts(x.flatten(0, -2), chosen.view(-1, k), weights.reshape(-1, k)).view(*before, -1)
+        out = self.experts(x.flatten(0, -2), chosen.view(-1, k), weights.reshape(-1, k)).view(x.shape)
         return out if self.shared is None else out + self.shared(x), routing
 
-    def _logits(self, x: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, x: Tensor, logits: Tensor | None, counted: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """In float32 at least: two experts that are nearly even would else be told apart by rounding."""
         if logits is not None:
             return logits if logits.dtype is torch.float64 else logits.float(), None
         x = x if x.dtype is torch.float64 else x.float()
         if self.gate is None:
             return self.router(x), None
-        found: tuple[Tensor, Tensor] = self.gate(x)
+        found: tuple[Tensor, Tensor] = self.gate(x, counted)
         return found
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -163,7 +164,9 @@ class Experts(nn.Module):
             rank = rank + self.router.bias
             if absent is not None:
                 rank = rank.masked_fill(absent > 0, -torch.inf)
-        return scores, gates, rank.topk(shape.top_k, dim=-1).indices
+        # `topk` promises no order of equals, which votes of spiking units often are: the lower number comes first.
+        ranked = rank.sort(dim=-1, descending=True, stable=True).indices
+        return scores, gates, ranked[..., : shape.top_k]
 
     def _full(self, asked: Tensor, counted: Tensor | None) -> Tensor:
         """[..., k]: the choices for which there is no room. Earlier tokens come first, with all their choices, so that no
@@ -217,12 +220,12 @@ def stats(routing: Routing, name: str) -> dict[str, Tensor]:
 
 
 def renewed(
-    tensors: Mapping[str, Any], seen: Mapping[str, Any], *, name: str, shape: ExpertsShape, step: int | None = None
+    tensors: Mapping[str, Any], seen: Mapping[str, Any], *, name: str, shape: ExpertsShape, rng: Noise | None = None
 ) -> dict[str, Tensor]:
     """New values of the buffers of the router `{name}.router`, from what a whole step saw; for `Task.update`.
 
-    The bias follows Wang et al., 2024: whoever was asked less than the mean is a little easier to choose next time. The
-    `step` is needed where experts are left out, since who it is next is a function of it.
+    The bias follows Wang et al., 2024: whoever was asked less than the mean is a little easier to choose next time. `rng` is
+    needed where experts are left out, since who it is next is a function of seed and step.
     """
     load, bias = tensors[f"{name}.router.load"], tensors[f"{name}.router.bias"]
     asked = seen[f"{name}.load"].to(load)
@@ -238,13 +241,38 @@ def renewed(
         below = torch.sign(total / there.sum() - asked)
         new[f"{name}.router.bias"] = bias + shape.bias_rate * below * there
     if shape.expert_dropout:
-        assert step is not None, "experts are left out by the step; give it to `renewed`"
-        new[f"{name}.router.absent"] = torch.from_numpy(_absent(name, step, shape)).to(load)
+        assert rng is not None, "experts are left out by seed and step; give `rng` to `renewed`"
+        new[f"{name}.router.absent"] = _absent(name, rng.seed, rng.step + 1, shape).to(load)
     return new
 
 
-def _absent(name: str, step: int, shape: ExpertsShape) -> Any:
-    """1 for the experts that the step after `step` does without, the same on every rank and in every micro-batch."""
-    draw = generator("expert dropout", name, step).random(shape.num_experts)
+@torch.no_grad()
+def leave_out(model: nn.Module, seed: int) -> None:
+    """The experts that the very first step does without; `renewed` says it of all later ones."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Experts) and layer.router.absent is not None:
+            layer.router.absent.copy_(_absent(name, seed, 0, layer.shape))
+
+
+def _absent(name: str, seed: int, step: int, shape: ExpertsShape) -> Tensor:
+    """1 for the experts that a step does without, the same on every rank and in every micro-batch."""
+    draw = generator(seed, "expert dropout", name, step).random(shape.num_experts)
     most = sorted(draw)[: shape.num_experts - shape.top_k]
-    return ((draw < shape.expert_dropout) & (draw <= (most[-1] if most else -1))).astype("float32")
+    return torch.from_numpy(((draw < shape.expert_dropout) & (draw <= (most[-1] if most else -1))).astype("float32"))
+
+
+def active_parameters(model: nn.Module) -> int:
+    """How many of a model's parameters take part in one token: of each stack of experts, as many as a token asks."""
+    total = sum(p.numel() for p in model.parameters())
+    asked = {layer.experts: layer.shape for layer in model.modules() if isinstance(layer, Experts)}
+    idle = [
+        sum(p.numel() for p in stack.parameters()) // shape.num_experts * (shape.num_experts - shape.top_k)
+        for stack, shape in asked.items()
+    ]
+    return total - sum(idle)
+
+
+def evenness(load: Tensor) -> Tensor:
+    """The entropy of loads [..., E] as a share of the most there can be, as a mean over layers: 1 is even, 0 one for all."""
+    shares = load / load.sum(-1, keepdim=True).clamp_min(1)
+    return torch.special.entr(shares).sum(-1).mean() / math.log(max(2, load.shape[-1]))

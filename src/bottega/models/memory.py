@@ -9,11 +9,14 @@ looked at, and an episode hides a prototype. So nothing is found twice, and noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,6 +31,8 @@ from bottega.models.memory_working import Working
 from bottega.schema.memory import MemoryShape
 
 LEVELS = ("working", "episodic", "semantic")
+Numbers = Tensor | np.ndarray | list[Any]
+"""What is taken for a table of numbers; in a memory they are float32."""
 
 
 class Memory(NamedTuple):
@@ -160,33 +165,40 @@ class HierarchicalMemory:
         self.memory = empty(shape, device=device)
         self.clock = 0
 
-    def store(
-        self, keys: Tensor, values: Tensor, importance: Tensor | float | Sequence[float] = 1.0, *, clock: int
-    ) -> None:
-        """Keys [n, k] and values [n, v], each with an importance."""
-        importance = importance_of(importance, keys)
-        self.memory = store(self.memory, keys, values, importance, self._at(clock), shape=self.shape)
+    def store(self, keys: Numbers, values: Numbers, importance: Numbers | float = 1.0, *, clock: int) -> None:
+        """Keys [n, k] and values [n, v], each with an importance; one number is that of all."""
+        keys, values = (
+            self._table("keys", keys, self.shape.key_size),
+            self._table("values", values, self.shape.value_size),
+        )
+        given = importance_of(self._numbers("importances", importance), keys)
+        check_items(keys, values, key_size=self.shape.key_size, value_size=self.shape.value_size)
+        self.memory = store(self.memory, keys, values, given, self._at(clock), shape=self.shape)
 
     def search(
         self,
-        queries: Tensor,
+        queries: Numbers,
         top_k: int,
         *,
         clock: int | None = None,
         by: Literal["exact", "faiss"] = "exact",
     ) -> Found:
         """The nearest of all levels. With a clock, what was found counts as used, and is kept the longer for it."""
-        if by == "faiss":
-            seen = visible(self.memory, same=self.shape.same)
-            found = nearest_by_faiss(self.memory.keys, self.memory.values, seen, queries, top_k)
-        else:
-            found = search(self.memory, queries, top_k, same=self.shape.same)
+        queries = self._table("queries", queries, self.shape.key_size)
+        if by not in ("exact", "faiss"):
+            raise UsageError(f"memory: by {by!r} is no way to search; expected exact or faiss")
+        seen = visible(self.memory, same=self.shape.same)
+        way = nearest if by == "exact" else nearest_by_faiss
+        found = way(self.memory.keys, self.memory.values, seen, queries, top_k)
         if clock is not None:
             self.memory = use(self.memory, found, self._at(clock), same=self.shape.same)
         return found
 
-    def read(self, queries: Tensor, temperature: float = 0.1) -> Tensor:
+    def read(self, queries: Numbers, temperature: float = 0.1) -> Tensor:
         """The softly weighted mean of what is stored, [Q, v]."""
+        queries = self._table("queries", queries, self.shape.key_size)
+        if not temperature > 0:
+            raise UsageError(f"memory: temperature {temperature}: give one greater than 0; the nearest alone is search")
         seen = visible(self.memory, same=self.shape.same)
         return read(self.memory.keys, self.memory.values, seen, queries, temperature)
 
@@ -208,25 +220,28 @@ class HierarchicalMemory:
         return {**flat(self.memory), "clock": torch.tensor(self.clock)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, origin: str = "memory") -> None:
-        """Refuses what does not fit into the slots of this shape."""
+        """Fewer slots than this shape has are filled up with empty ones; what does not fit is refused."""
         wanted = self.state_dict()
         for name in sorted(wanted.keys() | state.keys()):
             if name not in state or name not in wanted:
                 raise CheckpointError(
                     f"{origin}: {name} {'is missing' if name in wanted else 'is no part of a memory'}"
                 )
-            if state[name].shape != wanted[name].shape:
-                raise CheckpointError(
-                    f"{origin}: {name} has the form {list(state[name].shape)}, and the declared bounds are "
-                    f"{list(wanted[name].shape)}; declare a memory of that size to read it"
-                )
-        self.memory = unflat({name: tensor.clone() for name, tensor in state.items() if name != "clock"})
-        self.clock = int(state["clock"])
+        if any(state[f"{level}_{field}"].dim() != 2 for level in LEVELS for field in ("keys", "values")):
+            raise CheckpointError(f"{origin}: keys and values must be tables [slots, size]; it is no memory of ours")
+        _check_sizes(state, self.shape, origin)
+        memory = {name: _filled_up(tensor, wanted[name]) for name, tensor in state.items() if name != "clock"}
+        self.memory, self.clock = unflat(memory), int(state["clock"])
 
-    def save(self, path: Path) -> None:
-        save_file({name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}, path)
+    def save(self, path: str | Path) -> None:
+        try:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}, path)
+        except (OSError, SafetensorError) as error:
+            folder = Path(path).parent
+            why = str(error) if folder.is_dir() else f"there is no folder {folder}; make it first"
+            raise UsageError(f"{path}: the memory cannot be saved: {why}") from None
 
-    def load(self, path: Path) -> None:
+    def load(self, path: str | Path) -> None:
         try:
             state = load_file(path)
         except (OSError, SafetensorError) as error:
@@ -235,7 +250,56 @@ class HierarchicalMemory:
 
     def _at(self, clock: int) -> int:
         """Time goes forward: two callers with two clocks would undo each other's ages."""
+        try:
+            clock = operator.index(clock)
+        except TypeError:
+            raise UsageError(
+                f"memory: clock {clock!r} is no integer; give one, such as the step of a training"
+            ) from None
         if clock < self.clock:
             raise UsageError(f"memory: clock {clock} is before {self.clock}, which was already; give times that grow")
         self.clock = clock
         return clock
+
+    def _table(self, word: str, given: Numbers, size: int) -> Tensor:
+        """[n, size]."""
+        found = self._numbers(word, given)
+        if found.dim() != 2 or found.shape[-1] != size:
+            raise UsageError(f"memory: expected {word} [n, {size}], got {list(found.shape)}")
+        return found
+
+    def _numbers(self, word: str, given: Numbers | float) -> Tensor:
+        """Finite ones. One that is not would be like nothing, and yet in every mean."""
+        try:
+            found = torch.as_tensor(given, dtype=torch.float32, device=self.memory.working.keys.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            why = str(error).partition("\n")[0]
+            raise UsageError(f"memory: {word} cannot be read as a table of numbers: {why}") from None
+        if not found.isfinite().all():
+            raise UsageError(f"memory: {word} have numbers that are not finite (nan or inf); leave those rows out")
+        return found
+
+
+def _check_sizes(state: Mapping[str, Tensor], shape: MemoryShape, origin: str) -> None:
+    """Names all that does not fit, at once."""
+    sizes = {"key_size": state["working_keys"].shape[-1], "value_size": state["working_values"].shape[-1]}
+    slots = {f"{level}_slots": state[f"{level}_keys"].shape[0] for level in LEVELS}
+    wrong = [key for key, size in sizes.items() if size != getattr(shape, key)]
+    wrong += [key for key, number in slots.items() if number > getattr(shape, key)]
+    if wrong:
+        said = ", ".join(f"{key} {(sizes | slots)[key]} (declared is {getattr(shape, key)})" for key in wrong)
+        raise CheckpointError(f"{origin}: the memory has {said}; declare a memory of that size to read it")
+    for name, tensor in state.items():
+        level, _, field = name.partition("_")
+        if level in LEVELS:
+            size = {"keys": (shape.key_size,), "values": (shape.value_size,)}.get(field, ())
+            if tensor.shape != (slots[f"{level}_slots"], *size):
+                raise CheckpointError(
+                    f"{origin}: {name} has the form {list(tensor.shape)}, unlike the rest of its level"
+                )
+
+
+def _filled_up(tensor: Tensor, like: Tensor) -> Tensor:
+    """With empty slots behind the others."""
+    missing = like.shape[0] - tensor.shape[0]
+    return F.pad(tensor.to(like), (0, 0) * (tensor.dim() - 1) + (0, missing)).clone()

@@ -6,6 +6,9 @@ Bounded: when there is no room, the entry of least retention leaves, be it old o
 
 A key that is there already is not stored twice. With the same value it is reinforced: said once more, as important as the
 more important of the two, its uses kept. With another value it is replaced, and its history begins anew.
+
+As long as there is room, storing many at once is storing one after the other. Where there is none, what is said again at one
+tick does not go and come back: all of it is weighed once, as it stands at the end.
 """
 
 from __future__ import annotations
@@ -72,11 +75,10 @@ def retention(memory: Episodic, clock: int, *, decay: float) -> Tensor:
 def store(
     memory: Episodic, keys: Tensor, values: Tensor, importance: Tensor, clock: int, *, decay: float, same: float
 ) -> Episodic:
-    """Add items [..., N], all said at one tick; of those with one key the last counts."""
+    """Add items [..., N], all said at one tick, one after the other; of those with one key the last counts."""
     keys, values, valid = directions(keys), values.float(), importance > 0
-    now = torch.full_like(importance, float(clock))
-    said = _agreeing(keys, values, valid, same)
-    new = Episodic(keys, values, importance, now, torch.zeros_like(now), torch.zeros_like(now), said)
+    now, none = torch.full_like(importance, float(clock)), torch.zeros_like(importance)
+    new = cleared(Episodic(keys, values, importance, now, none, none, torch.ones_like(none)), valid)
     new = cleared(_reinforced(new, memory, same), valid & ~overtaken(keys, valid, same))
     again = alike(memory.keys, keys, same) & valid[..., None, :]
     both = joined(backwards(new), cleared(memory, ~again.any(-1)))
@@ -91,21 +93,42 @@ def use(memory: Episodic, slots: Tensor, clock: int, found: Tensor | None = None
     return memory._replace(uses=memory.uses + times * memory.valid, used=used)
 
 
-def _agreeing(keys: Tensor, values: Tensor, valid: Tensor, same: float) -> Tensor:
-    """How often each item is said among the new ones, itself included."""
-    return (alike(keys, keys, same) & agree(values, values, same) & valid[..., None, :]).sum(-1).float()
-
-
 def _reinforced(new: Episodic, old: Episodic, same: float) -> Episodic:
-    """The new items with the history of the old entry that says the same."""
-    near = similarity(new.keys, old.keys).masked_fill(~old.valid[..., None, :], -2.0)
-    nearest, where = near.max(-1)
-    before = picked(old, where)
+    """The new items, each with the history of the entry that it is stored over, if that says the same: of an old slot, or of
+    an item before it, whose own history goes with it."""
+    count, valid = new.said.shape[-1], new.valid
+    if not count:
+        return new  # and torch finds no first of none
+    pair = (alike(new.keys, new.keys, same) & valid[..., None, :] & valid[..., :, None]).float()
+    over = (alike(old.keys, new.keys, same) & valid[..., None, :]).float()
+    later = torch.ones(count, count, device=pair.device).triu(1)
+    # [..., item, entry]: whether an entry is still there when the item comes, with nothing stored over it in between.
+    untouched = (pair * later) @ later == 0
+    is_there = untouched.transpose(-1, -2) & (later.transpose(-1, -2) > 0) & valid[..., None, :]
+    was_there = ((over @ later) == 0).transpose(-1, -2) & old.valid[..., None, :]
+    near = torch.cat((similarity(new.keys, new.keys), similarity(new.keys, old.keys)), dim=-1)
+    nearest, where = near.masked_fill(~torch.cat((is_there, was_there), dim=-1), -2.0).max(-1)
+    before = picked(joined(new, old), where)
     agrees = agree(new.values[..., None, :], before.values[..., None, :], same)[..., 0, 0]
-    agrees = agrees & (nearest >= same - ROUNDING)
+    agrees = agrees & (nearest >= same - ROUNDING) & valid
+    chain = _chains(torch.where(agrees & (where < count), where, torch.full_like(where, count)))
+    first = chain.long().argmax(-1)  # where the history begins, and may go on from an old slot
+    goes_on = (agrees & (where >= count)).gather(-1, first)
+    slot = picked(old, (where.gather(-1, first) - count).clamp(min=0))
+    own = (new.importance[..., None, :] * chain).amax(-1)
     return new._replace(
-        importance=torch.where(agrees, torch.maximum(new.importance, before.importance), new.importance),
-        used=torch.where(agrees, before.used, new.used),
-        uses=torch.where(agrees, before.uses, new.uses),
-        said=torch.where(agrees, new.said + before.said, new.said),
+        importance=torch.where(goes_on, torch.maximum(own, slot.importance), own),
+        used=torch.where(goes_on, slot.used, new.used),
+        uses=torch.where(goes_on, slot.uses, new.uses),
+        said=chain.sum(-1).float() + slot.said * goes_on,
     )
+
+
+def _chains(before: Tensor) -> Tensor:
+    """[..., N, N]: each item with all that it goes on from. `before` [..., N] is the one right before it; N is none."""
+    count = before.shape[-1]
+    reached = torch.eye(count, device=before.device).expand(*before.shape, count)
+    jump = torch.nn.functional.one_hot(before, count + 1)[..., :count].float()
+    for _ in range(max(1, (count - 1).bit_length())):  # each time twice as far
+        reached, jump = reached + reached @ jump, jump @ jump
+    return reached > 0

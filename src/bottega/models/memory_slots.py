@@ -8,7 +8,6 @@ forward, or a buffer that is renewed after a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -88,10 +87,13 @@ def check_items(keys: Tensor, values: Tensor, *, key_size: int, value_size: int)
         raise UsageError(f"memory: {list(keys.shape[:-1])} keys and {list(values.shape[:-1])} values; give one each")
 
 
-def importance_of(importance: Tensor | float | Sequence[float], keys: Tensor) -> Tensor:
-    """One number for each item; where it is 0 or less, the item is not stored."""
-    given = torch.as_tensor(importance, dtype=torch.float32, device=keys.device)
-    return given.expand(keys.shape[:-1]) if given.dim() == 0 else given
+def importance_of(importance: Tensor, keys: Tensor) -> Tensor:
+    """One number for each item, or one for all; where it is 0 or less, the item is not stored."""
+    if importance.dim() and importance.shape != keys.shape[:-1]:
+        raise UsageError(
+            f"memory: {list(importance.shape)} importances of {list(keys.shape[:-1])} keys; give one each, or one number"
+        )
+    return importance.expand(keys.shape[:-1])
 
 
 def _axis(slots: tuple[Tensor, ...]) -> int:

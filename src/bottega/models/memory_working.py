@@ -1,7 +1,10 @@
 """Working memory: the little that is at hand, fading with every tick.
 
-Strength begins as importance and is multiplied by `decay` at each tick; what falls below `floor` is forgotten. When there is
-no room, the weakest leaves, be it old or new: so storing many at once is storing one after the other.
+Strength begins as importance and is multiplied by `decay` at each tick; what is below `floor` is forgotten. When there is
+no room, the weakest leaves, be it old or new.
+
+So storing many at once is storing one after the other; with `same`, as long as there is room for all. Where there is none,
+what is said again at one tick does not go and come back: all of it is weighed once, as it stands at the end.
 """
 
 from __future__ import annotations
@@ -67,5 +70,6 @@ def store(
         again = alike(old.keys, new.keys, same) & new.valid[..., None, :]
         old = cleared(old, ~again.any(-1))
         new = cleared(new, ~overtaken(keys, new.valid, same))
+    new = cleared(new, new.strength.detach() >= floor)  # after it has replaced what it says anew
     both = joined(backwards(new), old)
     return strongest(both, both.strength, memory.strength.shape[-1])

@@ -61,6 +61,9 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
         if shape.tie_embeddings:
             # Some writers keep the shared head beside the embedding; it is the same matrix.
             places.pop("lm_head.weight", None)
+    # Which experts sit out is of a step: there only where some do, and drawn anew.
+    state = {name: tensor for name, tensor in state.items() if not name.endswith("router.absent")}
+    places = {name: file for name, file in places.items() if not name.endswith("router.absent")}
     missing, unexpected = sorted(state.keys() - places.keys()), sorted(places.keys() - state.keys())
     if missing or unexpected:
         name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")

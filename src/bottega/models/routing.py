@@ -37,8 +37,6 @@ class Routed(NamedTuple):
     logits: Tensor
     """[B, K]"""
     routing: Routing
-    load: Tensor
-    """[E]: the running shares of the experts, as they were before this batch."""
     spikes: Tensor | None
     """[S, B, U]; None where nothing spikes."""
 
@@ -180,7 +178,7 @@ class RoutingNet(nn.Module):
         """`counted` [B] is false for what only fills up a batch; it takes no expert's room and counts in no sum."""
         features, spikes = self.model((x - self.mean) * self.scale)
         answer, routing = self.experts(self.norm(features), counted=counted)
-        return Routed(self.head(self.out_norm(features + answer)), routing, self.experts.router.load, spikes)
+        return Routed(self.head(self.out_norm(features + answer)), routing, spikes)
 
     @torch.no_grad()
     def set_scale(self, mean: np.ndarray, scale: np.ndarray) -> None:

@@ -47,6 +47,8 @@ def recurrent(
     if state is None:
         state = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[3], dtype=_exact(x))
     outputs = []
+    if not x.shape[1]:
+        return x, state
     for t in range(x.shape[1]):
         if resets is not None:
             state = state.masked_fill(resets[:, t, None, None, None], 0.0)
@@ -68,9 +70,12 @@ def chunked(
     kernels: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same by matrix products: within a chunk every token looks at those before it, as in attention, and between
-    chunks only the state passes (Dao & Gu 2024, section 6). The length may be any.
+    chunks only the state passes (Dao & Gu 2024, section 6). The length may be any; of none, the state stays as it is.
 
     With `kernels`, and from no state, `scan_kernel` passes the states on; it must be loaded."""
+    assert chunk > 0, f"a chunk of {chunk} tokens reads nothing; give 1 or more"
+    if not x.shape[1]:
+        return recurrent(x, dt, A, B, C, state=state)
     length, chunk, groups = x.shape[1], min(chunk, x.shape[1]), B.shape[2]
     # A time step of 0 neither forgets nor writes, so what the last chunk is filled up with changes no state.
     x, dt, B, C = (_cut(t, chunk) for t in (x, dt.to(_exact(x)), B, C))

@@ -176,7 +176,7 @@ class StateSpace(nn.Module):
         if lengths is not None:
             dt = dt * (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
         segments = None if documents is None else _segments(documents)
-        fused = self.fused and x.is_cuda and state is None and mixed.dtype is not torch.float64
+        fused = self.fused and x.is_cuda and x.numel() > 0 and state is None and mixed.dtype is not torch.float64
         if fused:
             # The two parts for themselves, or their gradients would have to be copied into one.
             main = self.conv1d.fused(mixed[..., :inner], slice(0, inner), segments)

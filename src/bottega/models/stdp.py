@@ -72,11 +72,11 @@ def change(pre: Tensor, post: Tensor, rule: Rule, *, weight: Tensor | None = Non
 
 
 def changes(pre: Tensor, post: Tensor, rule: Rule, *, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What synapses [O, I] gain and what they lose, both 0 or more, summed over the examples of pre [S, B, I] and
-    post [S, B, O].
+    """What synapses [O, I] gain and what they lose, summed over the examples of pre [S, B, I] and post [S, B, O].
 
     `weight` [B] is how much each example counts, such as its reward: what is summed is linear in it, so [B, O, I] is never
-    made. Values between 0 and 1 are fractions of a spike.
+    made. Values between 0 and 1 are fractions of a spike. Of spikes both are 0 or more; an input current below 0, or an
+    example of negative weight, turns its share of them round.
     """
     gain, loss = _sides(pre, post, rule)
     return _summed(gain, weight), _summed(loss, weight)

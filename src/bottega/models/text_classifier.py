@@ -15,10 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from bottega.models.initial import initialise
 from bottega.models.transformer import Block, RMSNorm, Window, rotary
 from bottega.schema.text_classifier import EncoderShape
-from bottega.schema.transformer import TransformerShape
-
-WIDENING = 3
-"""The inside of a block's perceptron: three matrices of this width weigh about what two of four times the width do."""
+from bottega.schema.transformer import WIDENING, TransformerShape
 
 
 class TextClassifier(nn.Module):

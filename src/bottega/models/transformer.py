@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +20,13 @@ from bottega.models.experts import Experts, Routing
 from bottega.models.linear_cross_entropy import linear_cross_entropy
 from bottega.models.ssm import SSMState, StateSpace
 from bottega.models.token_loss import IGNORED
-from bottega.schema.ssm import SSMShape
 from bottega.schema.transformer import TransformerShape
 
 Past = tuple[Tensor, Tensor] | SSMState
 """What one layer keeps of the tokens it has read."""
 Out = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routing]
+Routed = tuple[Routing, ...]
+"""How the tokens of one forward went through each layer of experts."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Cache:
         def past(layer: int) -> Past:
             if shape.mixer(layer) == "ssm":
                 assert shape.ssm is not None, "the shape asks for it"
-                return _empty_state(shape.ssm, batch=batch, device=device, dtype=dtype)
+                return SSMState.empty(shape.ssm, batch, device=device, dtype=dtype)
             return torch.zeros(size, device=device, dtype=dtype), torch.zeros(size, device=device, dtype=dtype)
 
         return cls(tuple(past(layer) for layer in range(shape.num_layers)))
@@ -70,20 +71,6 @@ class Cache:
                     mine[rows] = theirs
                 else:
                     mine[rows, :, :length] = theirs
-
-
-def _empty_state(shape: SSMShape, *, batch: int, device: torch.device | str, dtype: torch.dtype) -> SSMState:
-    with torch.device("meta"):
-        layer = StateSpace(shape)
-    return layer.empty(batch, device, dtype)
-
-
-class Routed(NamedTuple):
-    """How the tokens of one forward went through the experts."""
-
-    layers: tuple[Routing, ...]
-    load: Tensor
-    """[L, E]: the running load of each router."""
 
 
 class MLP(nn.Module):
@@ -132,7 +119,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, added: Tensor, window: Window, past: Past | None = None) -> Any:
         # Dispatched here rather than by the caller, so that the hooks of sharding run outside the compiled region.
-        if self.compiled is not None and self.training and past is None:
+        if self.compiled is not None and self.training and past is None and self._fits_a_graph(x):
             return self.compiled(self, x, added, window)
         return self.compute(x, added, window, past)
 
@@ -149,6 +136,9 @@ class Block(nn.Module):
             inner, routing = self.mlp(self.post_attention_layernorm(x), counted=window.counted)
             return x, self._drop(inner), routing
         return x, self._drop(self.mlp(self.post_attention_layernorm(x)))
+
+    def _fits_a_graph(self, x: Tensor) -> bool:
+        return not isinstance(self.mlp, Experts) or self.mlp.experts.fits_a_graph(x)
 
     def _mix(self, x: Tensor, window: Window, past: Past | None) -> Tensor:
         if not self.is_scanned:
@@ -203,7 +193,7 @@ class Transformer(nn.Module):
 
         A model with experts also gives a `Routed`, where there are targets or `counted` [B, T] tells the tokens that count.
         """
-        if counted is None and targets is not None:
+        if counted is None and targets is not None and self.shape.experts is not None:
             counted = targets != IGNORED
         window = self._window(tokens, documents=documents, cache=cache, position=position, counted=counted)
         hidden, routed = self._through(tokens, window, cache)
@@ -211,7 +201,7 @@ class Transformer(nn.Module):
             answer = self.logits(hidden)
         else:
             answer = linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten())
-        return answer if counted is None or routed is None else (answer, routed)
+        return answer if counted is None or not routed else (answer, routed)
 
     def hidden(
         self,
@@ -228,7 +218,7 @@ class Transformer(nn.Module):
         window = self._window(tokens, documents=documents, cache=cache, position=position, lengths=lengths)
         return self._through(tokens, window, cache)[0]
 
-    def _through(self, tokens: Tensor, window: Window, cache: Cache | None) -> tuple[Tensor, Routed | None]:
+    def _through(self, tokens: Tensor, window: Window, cache: Cache | None) -> tuple[Tensor, Routed]:
         x = self.model.embed_tokens(tokens)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) is torch.bfloat16:
             # A bfloat16 residual stream halves the traffic between blocks; float16 could overflow there, so it stays.
@@ -244,13 +234,7 @@ class Transformer(nn.Module):
                 found = block(x, added, window, cache.layers[i] if cache is not None else None)
             x, added = found[:2]
             routings += found[2:]
-        routed = Routed(tuple(routings), self.running_load()) if routings else None
-        return self.model.norm(x + added), routed
-
-    def running_load(self) -> Tensor:
-        """[L, E]. A copy: the update after the step must not change what a step has reported."""
-        layers = [self.model.layers[layer].mlp for layer in self.shape.expert_layers]
-        return torch.stack([layer.router.load for layer in layers if isinstance(layer, Experts)])
+        return self.model.norm(x + added), tuple(routings)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head_weight)

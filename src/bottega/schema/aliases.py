@@ -169,6 +169,7 @@ _NESTED: dict[str, Target] = {
     "logging.log_frequency": "logging.every",
     "samples.prompt": _listed("samples.prompts"),
     "data.train": "data.train.path",
+    "data.path": "data.train.path",
     "data.validation": lambda value: {"data.validation." + ("split" if isinstance(value, float) else "path"): value},
     "data.test": lambda value: {"data.test." + ("split" if isinstance(value, float) else "path"): value},
     "data.tokenizer": "data.tokenizer.kind",
@@ -257,9 +258,13 @@ def _add(layer: Layer, key: str, entry: Entry) -> None:
     if known is None or (known.weak and not entry.weak):
         layer.entries[key] = entry
     elif known.value != entry.value and not entry.weak:
-        message = f"disagrees with {known.typed} at {known.where}: {_said(entry)} and {_said(known)} for {key}"
+        message = (
+            f"disagrees with {known.typed} at {known.where}: {_said(entry, key)} and {_said(known, key)} for {key}"
+        )
         layer.problems.append(Problem(entry.where, entry.typed, message, key))
 
 
-def _said(entry: Entry) -> str:
+def _said(entry: Entry, key: str) -> str:
+    if key == "data.online" and entry.value in ({}, None):
+        return "false" if entry.value is None else "true"
     return repr(entry.value.amount if isinstance(entry.value, Bare) else entry.value)

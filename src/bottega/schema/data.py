@@ -101,13 +101,13 @@ class Stage(Section):
     steps: Duration = Field(description='how long: steps, "1 epoch" or "20%"; the last stage goes on to the end')
     batch_size: Positive | None = Field(None, description="of this stage; null is training.batch_size")
     learning_rate: Rate | None = Field(None, description="the schedule's peak in this stage; null is training's")
-    replay: Probability = Field(0.0, lt=1, description="share of each batch from the examples of earlier stages")
+    replay: Number = Field(0.0, ge=0, lt=1, description="share of each batch from the examples of earlier stages")
 
 
 class Competence(Section):
     """Platanios et al., 2019: at step t the easiest min(1, (t (1 - initial^power) / steps + initial^power)^(1/power))."""
 
-    initial: Probability = Field(0.1, gt=0, lt=1, description="the easiest so many of the examples at the first step")
+    initial: Number = Field(0.1, gt=0, lt=1, description="the easiest so many of the examples at the first step")
     steps: Duration = Field(Cadence(50, "percent"), description='when all of them are seen: steps, "1 epoch" or "50%"')
     power: Number = Field(2.0, gt=0, description="1 adds as many examples in every step, 2 fewer and fewer")
 
@@ -131,13 +131,13 @@ class Curriculum(Section):
 
 
 class Replay(Source):
-    share: Probability = Field(0.1, gt=0, lt=1, description="of the samples that come from this earlier data")
+    share: Number = Field(0.1, gt=0, lt=1, description="of the samples that come from this earlier data")
 
 
 class Online(Section):
     """A stream: each example comes once, in the order of the data, and is measured before it is learnt from."""
 
-    replay: Probability = Field(0.25, lt=1, description="share of each batch that was there before; 0 is none")
+    replay: Number = Field(0.25, ge=0, lt=1, description="share of each batch that was there before; 0 is none")
     memory: Positive | None = Field(None, description="replay: of the last so many examples; null is all")
 
     @model_validator(mode="after")

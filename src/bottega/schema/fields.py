@@ -79,6 +79,12 @@ def nearest_flag(key: str, schemas: Iterable[type[Section]]) -> str | None:
     return near[0] if near else None
 
 
+def inside(key: str, schemas: Iterable[type[Section]]) -> list[str]:
+    """The keys of a block, over all tasks."""
+    found = [other for schema in schemas for other in keys_of(schema) if other.rpartition(".")[0] == key]
+    return list(dict.fromkeys(other.rpartition(".")[2] for other in found))
+
+
 def list_around(key: str, schemas: Iterable[type[Section]]) -> str | None:
     """The list that `data.sources.0.labels` wants to change an item of; None where there is no such list."""
     parts = key.split(".")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bottega.core.errors import UsageError
-from bottega.schema.fields import is_flag, list_around, nearest_flag
+from bottega.schema.fields import inside, is_flag, list_around, nearest_flag
 from bottega.schema.registry import SCHEMAS
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
@@ -73,7 +73,9 @@ def _place(key: str, text: str, typed: str, sources: list[str], overrides: list[
 
 
 def _unknown(key: str, typed: str) -> str:
-    near = nearest_flag(key, SCHEMAS)
+    near, block = nearest_flag(key, SCHEMAS), key.rpartition(".")[0]
+    if near is not None and near == block and (there := inside(block, SCHEMAS)):
+        return f"unknown key; there is {', '.join(there[:-1])}{' and ' if there[:-1] else ''}{there[-1]}"
     dashes = "--" if typed.startswith("--") else ""
     return f"unknown {'flag' if dashes else 'key'}" + (f"; did you mean {dashes}{near}?" if near else "")
 

@@ -74,10 +74,28 @@ def useless_keys(kind: Kind, size: str | None, said: Mapping[str, Any]) -> list[
             found.append((key, f"{value}, and kind {kind} does not alternate; say model.kind: hybrid"))
         elif key == "intermediate_size" and kind == "ssm" and not has_experts:
             found.append((key, f"{value}, and kind ssm has no feed-forward; set it to null, or say model.kind: hybrid"))
+        elif key == "balance_weight" and (wrong := no_balancing_loss(said.get("balance", "loss"), value)):
+            found.append((key, wrong))
     layers = said.get("num_layers") or (SIZES[size]["num_layers"] if size is not None else math.inf)
-    if kind == "hybrid" and said.get("attention_every", 1) > layers:
-        found.append(("attention_every", f"{said['attention_every']}, and no layer of {layers} would have attention"))
+    if kind == "hybrid" and "attention_every" in said and (wrong := no_alternation(said["attention_every"], layers)):
+        found.append(("attention_every", wrong))
     return found
+
+
+def no_balancing_loss(balance: str, weight: float) -> str | None:
+    if balance == "loss":
+        return None
+    return f"{weight}, and balance: {balance} has no balancing loss; leave it out, or say model.balance: loss"
+
+
+def no_alternation(every: int, layers: float) -> str | None:
+    """Why attention in the last of so many layers is no hybrid."""
+    if every == 1:
+        return "1, and no layer would have a state space; say 2 or more, or kind: transformer"
+    if every > layers:
+        remedy = f"say {layers} at most" if layers > 1 else "raise num_layers"
+        return f"{every}, and no layer of {layers} would have attention; {remedy}, or say kind: ssm"
+    return None
 
 
 def shape_fields(kind: Kind, size: str | None, said: Mapping[str, Any]) -> dict[str, Any]:

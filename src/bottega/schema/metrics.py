@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import Field, ValidationInfo, field_validator
 
 from bottega.schema.section import Mode, Section
@@ -9,6 +11,23 @@ from bottega.schema.section import Mode, Section
 SMALLER = ("loss", "objective", "perplexity", "bits_per_byte", "bits_per_code", "ece", "mse", "kl", "forgetting")
 LARGER = ("accuracy", "f1", "precision", "recall", "auroc", "exact_match", "psnr", "backward_transfer")
 """Also at the end of a longer name: macro_f1, label_accuracy, distill_loss."""
+
+
+SHARES = (
+    *("accuracy", "exact_match", "f1", "precision", "recall", "ece", "auroc", "entropy", "information"),
+    *("firing_rate", "dead", "saturated", "drop_rate", "load_max", "load_min"),
+)
+"""From 0 to 1; also at the end of a longer name: bayes_accuracy, load_entropy, rule_information."""
+LEAST = {"perplexity": 1.0, "bits_per_byte": 0.0, "bits_per_code": 0.0, "mse": 0.0}
+
+
+def bounds(metric: str) -> tuple[float, float]:
+    """What a metric can be at least and at most, as far as its name says."""
+    first, _, name = metric.removesuffix("_before").rpartition("/")
+    is_load = first.rpartition("/")[2] == "load" and name.isdecimal()
+    if is_load or any(name == one or name.endswith(f"_{one}") for one in SHARES):
+        return 0.0, 1.0
+    return LEAST.get(name, -math.inf), math.inf
 
 
 def natural_direction(metric: str) -> Mode | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from bottega.schema.data import Data
 from bottega.schema.language import Tokenizer, tokenizer_problems
@@ -21,7 +21,7 @@ def _customary(value: Any) -> Any:
     return "uncertainty" if value == "dynamic" else value
 
 
-Balance = Annotated[Literal["fixed", "uncertainty", "pcgrad"], BeforeValidator(_customary)]
+Balance = Annotated[Literal["fixed", "uncertainty", "pcgrad", "dynamic"], AfterValidator(_customary)]
 
 
 class Part(Section):

@@ -11,13 +11,11 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from bottega.schema.data import Data, HeldOut, Source
-from bottega.schema.language_kinds import shape_fields
+from bottega.schema.language_kinds import no_alternation, shape_fields
 from bottega.schema.recipe import Model, Recipe
 from bottega.schema.section import Number, Positive, Rate, Section
-from bottega.schema.transformer import TransformerShape
+from bottega.schema.transformer import WIDENING, TransformerShape
 
-WIDENING = 3
-"""The inside of a block's perceptron, in widths."""
 MADE = Source(kind="synthetic")
 _NOT_MADE = ("sources", "mixture", "temperature", "replay", "curriculum", "online", "split")
 """Keys about data that is read from somewhere."""
@@ -70,6 +68,8 @@ class RecallModel(Model):
             )
         if self.attention_every is not None and self.kind != "hybrid":
             raise ValueError(f"attention_every: kind {self.kind} does not alternate; leave it out, or say hybrid")
+        if self.attention_every is not None and (wrong := no_alternation(self.attention_every, self.num_layers)):
+            raise ValueError(f"attention_every: {wrong}")
         if self.state_size is not None and self.kind == "transformer":
             raise ValueError("state_size: a transformer has no state space; leave it out, or say kind: ssm")
         return self
@@ -126,7 +126,9 @@ class StreamsData(RecallData):
     def _fits(self) -> StreamsData:
         _fits_segment(self, self.num_pairs)
         if self.num_pairs > self.num_keys:
-            raise ValueError(f"num_pairs: {self.num_pairs} facts of {self.num_keys} keys; raise num_keys")
+            raise ValueError(
+                f"num_pairs: {self.num_pairs} facts of {self.num_keys} keys; raise num_keys to {self.num_pairs}"
+            )
         for key in ("validation", "test"):
             part = getattr(self, key)
             if part is not None and not isinstance(part.split, float):
@@ -195,14 +197,24 @@ class LastingRecipe(Recipe):
 
     def contradictions(self) -> list[tuple[str, str, str]]:
         found = super().contradictions()
-        data, memory, batch = self.data, self.model.memory, self.training.batch_size
+        data, memory = self.data, self.model.memory
         if memory is not None:
             needed = min(data.num_keys, 2 * data.distance * data.num_pairs) + data.num_lasting
             slots = memory.episodic_slots + memory.semantic_slots
             if slots < needed:
                 text = f"{memory.episodic_slots} and {memory.semantic_slots} semantic slots cannot hold {needed} facts"
-                found.append(("model.memory.episodic_slots", "data.distance", f"{text}; raise it"))
-        if data.distance < batch:
-            text = f"{data.distance} segments lie in one batch of {batch}, before its facts are stored; raise it to {batch}"
-            found.append(("data.distance", "training.batch_size", text))
+                raised = needed - memory.semantic_slots
+                found.append(("model.memory.episodic_slots", "data.distance", f"{text}; raise it to {raised}"))
+        too_near = self.too_near(self.distributed.processes or 1)
+        if too_near is not None:
+            found.append(("data.distance", "training.batch_size", too_near))
         return found
+
+    def too_near(self, world: int) -> str | None:
+        """What is wrong where questions lie in the same step of `world` processes as the facts they ask for."""
+        training, distance = self.training, self.data.distance
+        passes = training.gradient_accumulation_steps
+        batch = training.batch_size * (passes * world if passes is not None else 1)
+        if distance >= batch:
+            return None
+        return f"{distance} segments lie in one batch of {batch}, before its facts are stored; raise it to {batch}"

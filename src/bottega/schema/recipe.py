@@ -295,7 +295,11 @@ class Recipe(Section):
 
     def contradictions(self) -> list[tuple[str, str, str]]:
         """(key, other key, message) of what cannot both be, as far as that is known without data."""
-        return list(clashes(self))
+        epochs = self.training.num_epochs
+        if self.data.online is None or epochs is None or epochs <= 1:
+            return list(clashes(self))
+        said = f"{epochs}, and a stream (data.online) is gone through once; leave it out"
+        return [("training.num_epochs", "data.online", said), *clashes(self)]
 
     def run_name(self) -> str:
         """The given name, or one that the same recipe and settings always have."""
@@ -307,9 +311,6 @@ class Recipe(Section):
 
 
 def length_problems(training: Training, *, is_stream: bool = False) -> list[tuple[str, str]]:
-    if is_stream and training.num_epochs is not None and training.num_epochs > 1:
-        said = f"{training.num_epochs}, and a stream (data.online) is gone through once; leave it out"
-        return [("training.num_epochs", said)]
     if is_stream and training.max_steps is None and training.num_epochs is None:
         return []
     if training.max_steps is None and training.num_epochs is None:

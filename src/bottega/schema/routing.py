@@ -69,7 +69,9 @@ class RoutingModel(Model):
         if self.capacity_factor is not None and self.expert_capacity is not None:
             raise ValueError("capacity_factor and expert_capacity both say how much room an expert has; keep one")
         if self.plasticity and self.spike_threshold is None:
-            raise ValueError("plasticity changes weights by spike timing, and nothing spikes; set spike_threshold: 1.0")
+            raise ValueError(
+                "plasticity changes weights by spike timing, and nothing spikes; set spike_threshold: 1.0, or plasticity: false"
+            )
         if self.firing_rate is not None and self.spike_threshold is None:
             raise ValueError(f"firing_rate {self.firing_rate} is of spiking units; set spike_threshold: 1.0")
         if self.spike_threshold is not None and self.num_layers == 0:
@@ -91,3 +93,17 @@ class RoutingRecipe(Recipe):
     task: Literal["routing"] = Field("routing", description="the right expert and the right answer")
     model: RoutingModel = Field(default_factory=RoutingModel, description="the model")
     data: RoutingData = Field(default_factory=RoutingData, description="the data")
+
+    def contradictions(self) -> list[tuple[str, str, str]]:
+        said = rules_problem(self.model, self.data.num_rules) if self.data.is_made else None
+        return [*super().contradictions(), *([("model.num_experts", "data.num_rules", said)] if said else ())]
+
+
+def rules_problem(model: RoutingModel, num_rules: int) -> str | None:
+    """What is wrong with the number of experts where they are told the rule."""
+    if not model.routing_loss_weight or num_rules == model.num_experts:
+        return None
+    return (
+        f"{model.num_experts}, and model.routing_loss_weight {model.routing_loss_weight:g} needs an expert for each rule: "
+        f"there are {num_rules}; set it to {num_rules}, or the weight to 0"
+    )

@@ -119,6 +119,12 @@ class RoutingData(Data):
     )
     augmentation: VectorAugmentation | None = Field(None, description="changed copies of the training samples")
 
+    @property
+    def is_made(self) -> bool:
+        """Whether all of it is synthetic, and so what these keys say of its rules and labels is so."""
+        held_out = [one for one in (self.validation, self.test) if one is not None and not isinstance(one.split, float)]
+        return all(one.kind == "synthetic" for one in (*(self.sources or (self.train,)), *held_out)) and not self.replay
+
     @model_validator(mode="after")
     def _possible(self) -> RoutingData:
         chance = (self.num_labels - 1) / self.num_labels

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from bottega.schema.section import Dropout, Number, Positive, Probability, Section
+from bottega.schema.wording import sentence
 
 ELSEWHERE = {
     "curriculum": "data.curriculum",
@@ -178,4 +179,4 @@ def _first(error: ValidationError, schema: type[Section]) -> str:
         return f"{key}: missing; it is {schema.model_fields[key].description}"
     if detail["type"] == "tuple_type" and isinstance(detail["input"], str):
         return f"{key}: expected a list, got {detail['input']!r}; write [{detail['input']}]"
-    return f"{key}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {detail['input']!r}"
+    return f"{key}: {sentence([detail])}"

@@ -20,6 +20,8 @@ IN_TURN = ("ewc", "replay")
 INJECTED = ("lora", "adapter")
 PLASTICITY = "plasticity"
 CODERS = ("image_vae", "image_tokens")
+MADE_UP = "recall"
+"""The task whose data has neither labels nor sources."""
 
 
 def clashes(recipe: Recipe) -> list[Clash]:
@@ -29,6 +31,10 @@ def clashes(recipe: Recipe) -> list[Clash]:
     alone = [name for name in names if name != PLASTICITY]
     if recipe.task == "multitask" and alone:
         return [(KEY, KEY, f"{alone[0]} does not go with several tasks; leave it out")]
+    apart = [name for name in names if name in (*IN_TURN, "maml")]
+    if recipe.task == MADE_UP and apart:
+        why = "whose facts are made up as they are needed, without sources or labels"
+        return [(KEY, "task", f"{apart[0]} does not go with {MADE_UP}, {why}; leave it out")]
     return [*_among(names), *_beside(recipe, names), *(_with_maml(recipe, names) if "maml" in names else ())]
 
 
@@ -58,6 +64,8 @@ def _beside(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
     for name in names:
         if name in INJECTED and recipe.task in CODERS:
             yield KEY, "task", f"{name} is not for {recipe.task}; train it in full"
+        if name in INJECTED:
+            yield from _beside_routers(recipe, name)
         is_in_turn = recipe.data.mixture == "sequence" or recipe.data.online is not None
         if name in IN_TURN and "maml" not in names and not is_in_turn and _has_data(recipe):
             yield (
@@ -82,6 +90,22 @@ def _beside(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
         getattr(one.options, "reward", "none") != "none" for one in recipe.techniques
     ):
         yield KEY, "task", "plasticity.reward is of one task, and here are several; set it to none"
+
+
+def _beside_routers(recipe: Recipe, name: str) -> Iterator[Clash]:
+    left, balance = (getattr(recipe.model, key, None) for key in ("expert_dropout", "balance"))
+    if left:
+        yield (
+            "model.expert_dropout",
+            KEY,
+            f"{left}, and {name} leaves routers as they are, with all experts; leave it out",
+        )
+    if balance == "bias":
+        yield (
+            "model.balance",
+            KEY,
+            f"bias, and {name} leaves routers as they are, with the bias they have; leave it out",
+        )
 
 
 def _beside_stream(names: list[str]) -> Iterator[Clash]:

@@ -12,6 +12,9 @@ from bottega.schema.experts import ExpertsShape
 from bottega.schema.ssm import SSMShape
 
 Mixer = Literal["attention", "ssm"]
+WIDENING = 3
+"""The inside of a block's perceptron in widths, where nobody says: three matrices of it weigh about what two of four times
+the width do. Tasks that share a trunk have the same."""
 
 
 class TransformerShape(BaseModel):

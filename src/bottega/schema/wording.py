@@ -80,7 +80,7 @@ def _problem(key: str, details: list[Any], schema: type[Section], flat: Flat, li
     where, typed = locate(key, flat, lines)
     if details[0]["type"] == "extra_forbidden":
         return _unknown(key, where, typed, schema)
-    return Problem(where, typed, _sentence(details), key)
+    return Problem(where, typed, sentence(details), key)
 
 
 def locate(key: str, flat: Flat, lines: Mapping[str, Where]) -> tuple[Where | None, str]:
@@ -124,7 +124,7 @@ def _unknown(key: str, where: Where | None, typed: str, schema: type[Section]) -
     return Problem(where, typed, f"unknown key; did you mean {near}?", next(iter(spell(meant, 0))))
 
 
-def _sentence(details: list[Any]) -> str:
+def sentence(details: list[Any]) -> str:
     """Branches that disagree about the type are joined by "or"; a value of the right type but out of range says so."""
     for detail in details:
         if detail["type"] in _LIMITS:

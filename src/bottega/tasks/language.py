@@ -16,6 +16,7 @@ from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models import experts
 from bottega.models.initial import initialise
 from bottega.models.pretrained import fetch_folder, load_weights
+from bottega.models.spiking import activity, unit_rows, unit_scores
 from bottega.models.token_loss import IGNORED
 from bottega.models.transformer import Routed, Transformer
 from bottega.schema.transformer import TransformerShape
@@ -47,6 +48,7 @@ class Language(Task):
         model.to_empty(device="cpu")
         if self.pretrained is None:
             initialise(model, seed, residual_layers=self.shape.num_layers)
+            experts.leave_out(model, seed)
         else:
             load_weights(model, fetch_folder(self.pretrained))
         return {"model": model}
@@ -73,8 +75,9 @@ class Language(Task):
             counted = targets != IGNORED
             total, routed = models["model"](inputs, targets, documents=documents, counted=counted)
             out = self._with_experts(total, routed, metrics)
+            metrics |= self._only_some(routed, counted, training=models["model"].training)
             if not models["model"].training:
-                out.rows["load"] = _loads(routed, counted, self.shape.experts.num_experts)
+                out.rows.update(self._found(routed, counted))
         if "bytes" in batch:
             size = batch["bytes"].float()
             if "weight" in batch:
@@ -93,33 +96,62 @@ class Language(Task):
         return {name: weight for name, weight in (("balance", balance), ("router_z", self.z_weight)) if weight}
 
     def _with_experts(self, total: Tensor, routed: Routed, metrics: Sums) -> Loss:
-        shape, layers = self.shape.experts, routed.layers
+        shape = self.shape.experts
         assert shape is not None, "or nothing was routed"
-        costs = {"balance": [one.balance for one in layers], "router_z": [one.z for one in layers]}
+        costs = {"balance": [one.balance for one in routed], "router_z": [one.z for one in routed]}
         terms = {name: (torch.stack(costs[name]).sum(), weight) for name, weight in self._costs().items()}
-        tokens = torch.stack([one.tokens for one in layers]).sum()
+        tokens = torch.stack([one.tokens for one in routed]).sum()
         # What is minimised is more than this; a report stays the surprise of the text alone.
-        metrics["loss"] = (total.detach(), layers[0].tokens)
-        entropy = torch.special.entr(routed.load).sum(-1).mean() / math.log(max(2, shape.num_experts))
-        metrics["load_entropy"] = (entropy, torch.ones_like(entropy))
-        metrics["gate_entropy"] = (torch.stack([one.entropy for one in layers]).sum(), tokens)
-        metrics["drop_rate"] = (torch.stack([one.dropped for one in layers]).sum(), tokens * shape.top_k)
+        metrics["loss"] = (total.detach(), routed[0].tokens)
+        most = math.log(max(2, shape.num_experts))
+        metrics["gate_entropy"] = (torch.stack([one.entropy for one in routed]).sum() / most, tokens)
         stats: dict[str, Tensor] = {}
-        for name, routing in zip(self._expert_layers(), layers, strict=True):
+        for name, routing in zip(self._expert_layers(), routed, strict=True):
             stats |= experts.stats(routing, name)
         return Loss({"loss": (total, 1.0), **terms}, metrics, {}, stats)
+
+    def _only_some(self, routed: Routed, counted: Tensor, *, training: bool) -> Sums:
+        """Measures that only some models have: who found no room, which training alone limits, and how often units fire."""
+        found: Sums = {}
+        shape = self.shape.experts
+        assert shape is not None, "or nothing was routed"
+        if training and shape.limited:
+            dropped, tokens = (torch.stack([getattr(one, n) for one in routed]).sum() for n in ("dropped", "tokens"))
+            found["drop_rate"] = (dropped, tokens * shape.top_k)
+        rates = _rates(routed)
+        if rates is not None:
+            found["firing_rate"] = activity(rates.flatten(0, 1)[None], counted.flatten())["firing_rate"]
+        return found
+
+    def _found(self, routed: Routed, counted: Tensor) -> dict[str, Tensor]:
+        """Of each example, in an evaluation."""
+        shape = self.shape.experts
+        assert shape is not None, "or nothing was routed"
+        rows, rates = {"load": _loads(routed, counted, shape.num_experts)}, _rates(routed)
+        if rates is not None and shape.units is not None:
+            each = unit_rows(rates.flatten(0, 1)[None], shape.units.highest_rate).view(rates.shape)
+            # Of all its tokens: silent in each, or as often as it could be in each; what fills up is no reason against.
+            real = counted[..., None]
+            least, most = each.masked_fill(~real, 2).amin(1), each.masked_fill(~real, 0).amax(1)
+            rows["units"] = torch.where(most == 0, most, torch.where(least == 2, least, 1))
+        return rows
 
     def _expert_layers(self) -> list[str]:
         """Where the model has them."""
         return [f"model.layers.{layer}.mlp" for layer in self.shape.expert_layers]
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         """The running load of each router, and its bias where that is what balances."""
         new: dict[str, Tensor] = {}
         for name in self._expert_layers():
             assert self.shape.experts is not None, "or there were no such layers"
-            new |= experts.renewed(tensors, seen, name=name, shape=self.shape.experts, step=step)
+            new |= experts.renewed(tensors, seen, name=name, shape=self.shape.experts, rng=rng)
         return new
+
+    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+        """How evenly the whole batch asked the experts of each layer, as a mean over layers."""
+        loads = [seen[f"{name}.load"] for name in self._expert_layers() if f"{name}.load" in seen]
+        return {"load_entropy": experts.evenness(torch.stack(loads))} if loads else {}
 
     def score(self, rows: Rows) -> dict[str, float]:
         """How evenly the experts were asked over the whole data set; each layer by itself, since the third expert of one
@@ -133,8 +165,10 @@ class Language(Task):
             "load_max": float(shares.max()),
             "load_min": float(shares.min()),
         }
-        each = {f"load_{expert}": float(share) for expert, share in enumerate(shares.mean(axis=0))}
-        return found | (each if number <= MOST_TOLD else {})
+        each = {f"load/{expert}": float(share) for expert, share in enumerate(shares.mean(axis=0))}
+        # An example without a token that counts says nothing about units.
+        units = unit_scores(rows["units"][rows["load"].any(axis=(1, 2))]) if "units" in rows else {}
+        return found | (each if number <= MOST_TOLD else {}) | units
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -142,8 +176,9 @@ class Language(Task):
         shape = self.shape.experts
         if shape is None:
             return ()
-        loads = [f"load_{expert}" for expert in range(shape.num_experts)] if shape.num_experts <= MOST_TOLD else []
-        return (*self._costs(), "gate_entropy", "drop_rate", "load_entropy", "load_max", "load_min", *loads)
+        loads = [f"load/{expert}" for expert in range(shape.num_experts)] if shape.num_experts <= MOST_TOLD else []
+        units = ("firing_rate", "dead", "saturated") if shape.units is not None else ()
+        return (*self._costs(), "gate_entropy", "load_entropy", "load_max", "load_min", *loads, *units)
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
         """All logits [b, T, V]: for small batches."""
@@ -166,8 +201,14 @@ def _inputs(batch: Batch) -> tuple[Tensor, Tensor | None]:
 def _loads(routed: Routed, counted: Tensor, num_experts: int) -> Tensor:
     """[b, L, E]: how often the tokens of each example asked each expert."""
     found = []
-    for routing in routed.layers:
+    for routing in routed:
         asked = torch.zeros(len(counted), num_experts, device=counted.device)
         once = counted[..., None].expand_as(routing.chosen).float()
         found.append(asked.scatter_add_(1, routing.chosen.flatten(1), once.flatten(1)))
     return torch.stack(found, dim=1)
+
+
+def _rates(routed: Routed) -> Tensor | None:
+    """[b, T, units]: how often the units of all spiking routers fired at each token."""
+    found = [one.rates.detach() for one in routed if one.rates is not None]
+    return torch.cat(found, dim=-1) if found else None

@@ -35,8 +35,9 @@ class Multitask(Task):
         return self.balance == "pcgrad"
 
     @property
-    def learns_from_rows(self) -> bool:  # type: ignore[override]
-        return any(part.learns_from_rows for part in self.parts.values())
+    def learns_from_rows(self) -> tuple[str, ...]:  # type: ignore[override]
+        asked = {name: part.learns_from_rows for name, part in self.parts.items()}
+        return tuple(f"{name}/{row}" for name, rows in asked.items() if rows for row in (*rows, COUNTED))
 
     def build(self, seed: int) -> dict[str, Any]:
         built = {name: part.build(seed) for name, part in self.parts.items()}
@@ -62,19 +63,17 @@ class Multitask(Task):
             if name not in batch:
                 continue
             own = block(batch, name)
-            # Parts must not draw the same numbers for the samples that happen to lie side by side.
-            out = self.parts[name].loss(
-                called_by(models, name), own, replace(rng, seed=seed_of("part", name, rng.seed))
-            )
+            out = self.parts[name].loss(called_by(models, name), own, _rng_of(name, rng))
             weight: Any = self.weights[name] if trust is None else self.weights[name] * trust[number]
             terms |= prefixed(name, {term: (total, inner * weight) for term, (total, inner) in out.terms.items()})
             metrics |= prefixed(name, out.metrics)
             stats |= prefixed(name, out.stats)
             if trust is not None:
                 metrics[f"{name}/weight"] = (weight.detach(), torch.ones_like(weight))
-            if out.rows:
+            rows |= prefixed(name, out.rows)
+            if out.rows and ("weight" in own or not models["model"].training):
                 all_of_them = torch.ones(len(next(iter(out.rows.values()))), device=rng.positions.device)
-                rows |= prefixed(name, {**out.rows, COUNTED: own.get("weight", all_of_them)})
+                rows[f"{name}/{COUNTED}"] = own.get("weight", all_of_them)
         return Loss(terms, metrics, rows, stats)
 
     def score(self, rows: Rows) -> dict[str, float]:
@@ -98,19 +97,39 @@ class Multitask(Task):
             found |= prefixed(name, part.state(named_by(name, parameters)))
         return found
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         """Each part's own, one after the other: of what they share, the next one changes what the last one made of it."""
         found: dict[str, Array] = {}
         by_now: dict[int, Array] = {}  # a shared tensor has a name in each part
         for name, part in self.parts.items():
             places = {**named_by(name, tensors, whole=True), **under(name, {key: key for key in tensors})}
             own = {key: by_now.get(id(tensors[place]), tensors[place]) for key, place in places.items()}
-            for key, new in part.update(own, under(name, seen), step).items() if under(name, seen) else ():
+            shown = _counted(under(name, seen), part.learns_from_rows)
+            for key, new in part.update(own, shown, _rng_of(name, rng)).items() if shown else ():
                 found[places[key]] = by_now[id(tensors[places[key]])] = new
+        return found
+
+    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+        found: dict[str, Array] = {}
+        for name, part in self.parts.items():
+            own = under(name, seen)
+            found |= prefixed(name, part.observed(own)) if own else {}
         return found
 
     def _of(self, batch: Batch) -> dict[str, Task]:
         return {name: part for name, part in self.parts.items() if name in batch}
+
+
+def _rng_of(name: str, rng: Noise) -> Noise:
+    """Parts must not draw the same numbers for the samples that happen to lie side by side."""
+    return replace(rng, seed=seed_of("part", name, rng.seed))
+
+
+def _counted(seen: dict[str, Array], rows: tuple[str, ...]) -> dict[str, Array]:
+    """What a part has seen, without the rows that count for nobody. Where all of them count, nothing says so: to select by
+    what is on the device is to wait for it."""
+    counted = seen.pop(COUNTED, None)
+    return seen if counted is None else {k: v[counted > 0] if k in rows else v for k, v in seen.items()}
 
 
 def prefixed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class RecallFacts(Recall):
     """Tokens [b, T], one segment each, in order; with `stated` [b, p, 2], the tokens of keys and values that are to be
     remembered, and `asked` [b, q], those of the keys that were asked for. The memory is part of the model's buffers."""
 
-    learns_from_rows: ClassVar[bool] = True
+    learns_from_rows: ClassVar[tuple[str, ...]] = ("stated", "asked")
 
     memory: MemoryShape | None
     temperature: float = 0.1
@@ -132,11 +132,11 @@ class RecallFacts(Recall):
             return {}
         return {"stated": batch["stated"], "asked": batch["asked"]}
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         """What was asked for was of use; then what was stated is stored, and what is ripe becomes a prototype."""
         if self.memory is None:
             return {}
-        codes, shape = tensors["codes"], self.memory
+        codes, shape, step = tensors["codes"], self.memory, rng.step
         memory = memories.unflat({name.removeprefix(KEPT): t for name, t in tensors.items() if name.startswith(KEPT)})
         found = memories.search(memory, codes[seen["asked"].flatten()], 1, same=shape.same)
         memory = memories.use(memory, found, step, same=shape.same)

@@ -14,10 +14,10 @@ from torch import Tensor
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
-from bottega.models.experts import renewed, stats
+from bottega.models.experts import evenness, leave_out, renewed, stats
 from bottega.models.pretrained import load_weights
 from bottega.models.routing import Routed, RoutingNet, initialise_routing
-from bottega.models.spiking import activity, rate_costs, unit_rows, unit_scores
+from bottega.models.spiking import activity, rate, rate_costs, unit_rows, unit_scores
 from bottega.schema.routing_shape import RoutingShape
 from bottega.tasks.measures import classification
 from bottega.tasks.measures import routing as measures
@@ -56,6 +56,7 @@ class RoutingTask(Task):
             load_weights(model, self.pretrained)
         else:
             initialise_routing(model, seed)
+            leave_out(model, seed)
         if self.mean is not None and self.scale is not None:
             model.set_scale(np.asarray(self.mean), np.asarray(self.scale))
         return {"model": model}
@@ -81,10 +82,14 @@ class RoutingTask(Task):
         if not model.training:
             return Loss(terms, metrics, rows=rows | self._found(out, batch))
         terms |= self._added(out, counted)
-        return Loss(terms, metrics | self._running(out), rows=rows, stats=stats(out.routing, EXPERTS))
+        return Loss(terms, metrics | self._dropped(out), rows=rows, stats=stats(out.routing, EXPERTS))
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
-        return renewed(tensors, seen, name=EXPERTS, shape=self.shape.experts, step=step)
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        return renewed(tensors, seen, name=EXPERTS, shape=self.shape.experts, rng=rng)
+
+    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+        load = seen.get(f"{EXPERTS}.load") if self.shape.experts.num_experts > 1 else None
+        return {} if load is None else {"load_entropy": evenness(load)}
 
     def score(self, rows: Rows) -> dict[str, float]:
         rule = rows.get("rule")
@@ -106,7 +111,11 @@ class RoutingTask(Task):
             names += ["gate_entropy", "load_entropy", *(f"load/{number}" for number in range(experts))]
             names += ["rule_information"] if self.num_rules is not None else []
             names += ["routing"] if self.routing_loss_weight else []
-        return (*names, *(("firing_rate", "dead", "saturated") if self.shape.num_units else ()))
+        return (*names, *(("firing_rate", "dead", "saturated") if self._spikes else ()))
+
+    @property
+    def _spikes(self) -> bool:
+        return self.shape.num_units > 0 or self.shape.experts.units is not None
 
     def _is_taught(self, batch: Batch) -> bool:
         return self.routing_loss_weight > 0 and "rule" in batch
@@ -145,26 +154,33 @@ class RoutingTask(Task):
         if self.shape.experts.num_experts > 1:
             most = float(np.log(self.shape.experts.num_experts))
             found["gate_entropy"] = (routing.entropy.detach() / most, number)
-        if out.spikes is not None:
-            found["firing_rate"] = activity(out.spikes, counted)["firing_rate"]
+        if self._spikes:
+            rates = torch.cat([rates for rates, _ in self._rates(out)], dim=-1)
+            found["firing_rate"] = activity(rates[None], counted)["firing_rate"]
         return found
 
-    def _running(self, out: Routed) -> Sums:
-        """What only training has: the load as it runs, which is the same for all parts of a batch, and who found no room."""
-        experts, number = self.shape.experts, out.routing.tokens
-        if experts.num_experts == 1:
-            return {}
-        even = torch.special.entr(out.load).sum() / np.log(experts.num_experts)
-        full: Sums = {"drop_rate": (out.routing.dropped, number * experts.top_k)} if experts.limited else {}
-        return {"load_entropy": (even * number, number), **full}
+    def _rates(self, out: Routed) -> list[tuple[Tensor, float]]:
+        """How often units fired [b, units] and the most they can, of the trunk and of the router."""
+        found: list[tuple[Tensor, float]] = []
+        if out.spikes is not None and self.shape.spiking is not None:
+            found.append((rate(out.spikes.detach()), self.shape.spiking.highest_rate))
+        if out.routing.rates is not None and self.shape.experts.units is not None:
+            found.append((out.routing.rates.detach(), self.shape.experts.units.highest_rate))
+        return found
+
+    def _dropped(self, out: Routed) -> Sums:
+        """Who found no room, which only training limits."""
+        experts, routing = self.shape.experts, out.routing
+        is_told = experts.limited and experts.num_experts > 1
+        return {"drop_rate": (routing.dropped, routing.tokens * experts.top_k)} if is_told else {}
 
     def _found(self, out: Routed, batch: Batch) -> dict[str, Tensor]:
         """Of each example, beside its probabilities."""
         rows = {"chosen": out.routing.chosen}
         if "rule" in batch:
             rows["rule"] = batch["rule"]
-        if out.spikes is not None and self.shape.spiking is not None:
-            rows["units"] = unit_rows(out.spikes, self.shape.spiking.highest_rate)
+        if self._spikes:
+            rows["units"] = torch.cat([unit_rows(rates[None], most) for rates, most in self._rates(out)], dim=-1)
         return rows
 
     def _miss(self, out: Routed, rule: Tensor) -> Tensor:

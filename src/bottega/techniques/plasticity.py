@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.core.types import Array, Batch, Loss, Models
-from bottega.models.spiking import SpikingLayer
+from bottega.models.several import Several
+from bottega.models.spiking import SpikingGate, SpikingLayer
 from bottega.models.stdp import Rule, change, changes, rescaled, softened, within
 from bottega.techniques.wrapped import Wrapped
 
@@ -30,8 +31,18 @@ REWARD = "plasticity/reward"
 SMALLEST = 1e-7
 """A probability that underflows would cost infinitely much, and the weights with it."""
 
-Train = tuple[Tensor, Tensor]
-"""Input [S, B, I] and output [S, B, O] of a layer, once it was called."""
+
+class Train(NamedTuple):
+    """What went through a layer in one call; B are examples, or all their tokens."""
+
+    pre: Tensor
+    """[S, B, I]"""
+    post: Tensor
+    """[S, B, O]"""
+    counted: Tensor | None = None
+    """[B]: 0 for padding, where the layer was told; else the rows of the batch tell."""
+    part: str | None = None
+    """Of several tasks, whose it was."""
 
 
 @final
@@ -69,7 +80,7 @@ class Plasticity(Wrapped):
         if not model.training:
             return self.inner.loss(models, batch, rng)
         layers = learning_layers(model, self.targets)
-        with listening(list(layers)) as heard:
+        with listening(model, list(layers)) as heard:
             found = self.inner.loss(models, batch, rng)
         with torch.no_grad(), torch.autocast(rng.positions.device.type, enabled=False):
             own = self._seen(layers, heard, found, batch)
@@ -79,7 +90,6 @@ class Plasticity(Wrapped):
         self, layers: Mapping[SpikingLayer, str], heard: Mapping[int, list[Train]], found: Loss, batch: Batch
     ) -> dict[str, Tensor]:
         """Sums over the examples. A layer that nothing came by sums to 0, and has to be there: ranks add up name by name."""
-        counted = (batch["weight"] > 0).float() if "weight" in batch else None
         reward = reward_of(found.rows, self.reward) if self.reward != "none" else None
         sums: dict[str, Tensor] = {}
         for number, (layer, name) in enumerate(layers.items()):
@@ -87,17 +97,19 @@ class Plasticity(Wrapped):
             places = [kind + name for kind in (SUM, *((REWARDED,) if reward is not None else ()))]
             one = {f"{place}{side}": zero for place in places for side in self._sides}
             one[COUNT + name] = zero.new_zeros(())
-            for pre, post in heard[number]:
-                weight = _each(counted, post, like=1.0)
-                new = self._called_for(pre, post, weight if counted is not None else None, SUM + name)
+            for train in heard[number]:
+                counted = _counted(train, batch)
+                weight = counted if counted is not None else torch.ones(train.post.shape[1], device=zero.device)
+                new = self._called_for(train, counted, SUM + name)
                 if reward is not None:
-                    new |= self._called_for(pre, post, weight * _each(reward, post), REWARDED + name)
+                    new |= self._called_for(train, weight * _each(reward, train), REWARDED + name)
                 new[COUNT + name] = weight.sum()
                 one = {key: one[key] + value.float() for key, value in new.items()}
             # Two layers may share their weights, each with its own trains.
             sums |= {key: sums[key] + value if key in sums else value for key, value in one.items()}
         if reward is not None and layers:
-            counts = torch.ones_like(reward) if counted is None else counted
+            rows = _rows_that_count(batch, None)
+            counts = torch.ones_like(reward) if rows is None else rows
             sums[REWARD] = torch.stack((torch.where(counts > 0, reward, 0.0).sum(), counts.sum()))
         return sums
 
@@ -106,14 +118,14 @@ class Plasticity(Wrapped):
         """Soft bounds look at gain and loss by themselves, and hard ones at what is left of both: half the work."""
         return ("",) if self.bounds == "hard" else ("/gain", "/loss")
 
-    def _called_for(self, pre: Tensor, post: Tensor, weight: Tensor | None, place: str) -> dict[str, Tensor]:
+    def _called_for(self, train: Train, weight: Tensor | None, place: str) -> dict[str, Tensor]:
         if self.bounds == "hard":
-            return {place: change(pre, post, self.rule, weight=weight)}
-        both = changes(pre, post, self.rule, weight=weight)
+            return {place: change(train.pre, train.post, self.rule, weight=weight)}
+        both = changes(train.pre, train.post, self.rule, weight=weight)
         return {f"{place}{side}": found for side, found in zip(self._sides, both, strict=True)}
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
-        found = dict(self.inner.update(tensors, seen, step))
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        found = dict(self.inner.update(tensors, seen, rng))
         usual: Tensor | None = None
         if REWARD in seen:
             total, count = seen[REWARD]
@@ -182,14 +194,28 @@ def learning_layers(model: nn.Module, targets: Sequence[str] | None) -> dict[Spi
 
 
 @contextmanager
-def listening(layers: Sequence[SpikingLayer]) -> Iterator[dict[int, list[Train]]]:
-    """Number of the layer -> its trains, one for each time it was called.
+def listening(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[dict[int, list[Train]]]:
+    """Number of the layer -> its trains, one for each time it was called; a router also says which of its tokens count.
 
     Only inside: what is computed again for the backward pass does not count twice. At the synapse and at the units, and not
     at the layer around them: a router multiplies a constant current once, and calls its units for all steps.
     """
     heard: dict[int, list[Train]] = {number: [] for number in range(len(layers))}
     arrived: dict[int, Tensor] = {}
+    counted: Tensor | None = None
+    part: str | None = None
+
+    def begin(several: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal part
+        part = inputs[0]
+
+    def enter(gate: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        nonlocal counted
+        counted = inputs[1] if len(inputs) > 1 else named.get("counted")
+
+    def end(gate: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal counted
+        counted = None
 
     def hooks_of(number: int, layer: SpikingLayer) -> list[Any]:
         def arrive(synapse: nn.Module, inputs: Any, output: Any) -> None:
@@ -199,11 +225,18 @@ def listening(layers: Sequence[SpikingLayer]) -> Iterator[dict[int, list[Train]]
             post, pre = output.detach(), arrived.pop(number)
             pre = pre if len(pre) == len(post) else pre.expand(len(post), *pre.shape[1:])
             # Several tokens of an example are as many trains.
-            heard[number].append((pre.flatten(1, -2), post.flatten(1, -2)))
+            tokens = counted if counted is None else (counted.detach() > 0).float().flatten()
+            heard[number].append(Train(pre.flatten(1, -2), post.flatten(1, -2), tokens, part))
 
         return [layer.synapse.register_forward_hook(arrive), layer.neuron.register_forward_hook(leave)]
 
     hooks = [hook for number, layer in enumerate(layers) for hook in hooks_of(number, layer)]
+    for module in model.modules():
+        if isinstance(module, SpikingGate):
+            hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.append(module.register_forward_hook(end))
+        elif isinstance(module, Several):
+            hooks.append(module.register_forward_pre_hook(begin))
     try:
         yield heard
     finally:
@@ -232,10 +265,24 @@ def reward_of(rows: Mapping[str, Tensor], kind: Literal["accuracy", "loss"]) -> 
     return (told >= 0.5).float().mean(1) if kind == "accuracy" else told.clamp(min=SMALLEST).log().mean(1)
 
 
-def _each(values: Tensor | None, post: Tensor, *, like: float = 0.0) -> Tensor:
-    """Of each train [B] what is said of its example; `like` where nothing is said."""
-    if values is None:
-        return torch.full((post.shape[1],), like, device=post.device)
-    times, rest = divmod(post.shape[1], len(values))
-    assert not rest, f"{post.shape[1]} trains of {len(values)} examples"
+def _counted(train: Train, batch: Batch) -> Tensor | None:
+    """[B]: 1 for what counts and 0 for what fills up; None where all of it does."""
+    if train.counted is not None:
+        return train.counted
+    rows = _rows_that_count(batch, train.part)
+    return None if rows is None else _each(rows, train)
+
+
+def _rows_that_count(batch: Batch, part: str | None) -> Tensor | None:
+    """[b], of a part of several tasks those of its own block."""
+    blocks = (batch, batch[part]) if part is not None else (batch,)
+    said = [block["weight"] > 0 for block in blocks if "weight" in block]
+    return torch.stack(said).all(0).float() if said else None
+
+
+def _each(values: Tensor, train: Train) -> Tensor:
+    """Of each of the trains [B] what is said of its example."""
+    number = train.post.shape[1]
+    times, rest = divmod(number, len(values))
+    assert not rest, f"{number} trains of {len(values)} examples"
     return values.repeat_interleave(times)

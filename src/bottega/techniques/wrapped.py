@@ -24,7 +24,7 @@ class Wrapped(Task):
         return self.inner.keeps_apart
 
     @property
-    def learns_from_rows(self) -> bool:  # type: ignore[override]
+    def learns_from_rows(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.inner.learns_from_rows
 
     def build(self, seed: int) -> dict[str, Any]:
@@ -48,5 +48,8 @@ class Wrapped(Task):
     def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
         return self.inner.penalty(parameters, state)
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], step: int) -> Mapping[str, Array]:
-        return self.inner.update(tensors, seen, step)
+    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        return self.inner.update(tensors, seen, rng)
+
+    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+        return self.inner.observed(seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -62,6 +63,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None
 
 def prepare_vectors(data: RoutingData, *, progress: Progress, cache: Path | None = None) -> Prepared:
     """Tables of x, label, rule and key."""
+    from bottega.data.numbers import layout_of
     from bottega.data.vectors import VectorEncoder
 
     ready = opened_where_prepared(data, task="routing")
@@ -69,14 +71,15 @@ def prepare_vectors(data: RoutingData, *, progress: Progress, cache: Path | None
         return ready
     inputs, shares = _vector_inputs(data)
     check_medium(inputs, "x")
-    is_made = _is_all_made(data)
-    encoder = VectorEncoder(is_made=is_made, num_rules=data.num_rules if is_made else None)
+    is_made, rules = data.is_made, Rules("x")
+    layout = None if is_made else layout_of(itertools.islice(_readable(inputs, rules), TRIES))
+    encoder = VectorEncoder(is_made=is_made, num_rules=data.num_rules if is_made else None, layout=layout)
     plan = Plan(
         task="routing",
         inputs=inputs,
         shares=shares,
         data=data,
-        rules=Rules("x"),
+        rules=rules,
         encoder=lambda texts, folder, progress: replace(
             encoder, tables=tuple(folder / table for table in texts.plan.tables)
         ),
@@ -108,7 +111,7 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
     there = {name: in_file(part, Path) if name not in made else None for name, part in held_out.items()}
     named = {"train": sources[0], "sources": None} if data.sources is None else {"sources": tuple(sources)}
     inputs, shares = inputs_of(data.model_copy(update={**named, **there}))
-    if len(sources) > 1 and _is_all_made(data) and not any(part.rules for part in made.values()):
+    if len(sources) > 1 and data.is_made and not any(part.rules for part in made.values()):
         # Whose each held-out sample is stays known, also where the sources are no sequence: they are tasks to adapt to.
         inputs = tuple(replace(one, source=_number(one)) for one in inputs)
     first = [
@@ -119,9 +122,14 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
     return (*first, *inputs), shares
 
 
-def _is_all_made(data: RoutingData) -> bool:
-    held_out = [part for part in (data.validation, data.test) if part is not None and not isinstance(part.split, float)]
-    return all(one.kind == "synthetic" for one in (*(data.sources or (data.train,)), *held_out)) and data.replay is None
+def _readable(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
+    """The training records that are none of the bad, from the first on."""
+    for input in inputs:
+        for piece in input.found.pieces(64 << 20) if input.table.startswith("train") else ():
+            for record in input.found.read(piece):
+                ruled = record if isinstance(record, Bad) else rules.apply(record, input.found.source)
+                if isinstance(ruled, Record):
+                    yield ruled
 
 
 def _number(input: Input) -> int | None:

@@ -1,0 +1,208 @@
+"""Tables of a person's own on their way to a model that routes: their columns by name, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bottega
+import small_routing
+from bottega import cli
+from bottega.branches.routing import RoutingBranch
+from bottega.branches.routing_pictures import hundredths, story
+from bottega.core.errors import DataError, UsageError
+from bottega.core.rundir import read_metrics
+from bottega.schema.data import source_names
+from bottega.schema.load import check_recipe, load_recipe
+
+NAMES = [f"c{number}" for number in range(small_routing.INPUTS)]
+
+
+def table(path: Path, *, columns: Sequence[str] = (*NAMES, "rule", "label"), **changed: Any) -> str:
+    """The rows of small_routing with named columns; `changed` gives a column other values, or one more."""
+    rows = small_routing.rows(96)
+    known: dict[str, Any] = {name: rows["x"][:, i] for i, name in enumerate(NAMES)}
+    known |= {"rule": rows["rule"], "label": rows["label"], **changed}
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(zip(*(known[name] for name in columns), strict=True))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tables")
+    data = {"data.train.path": table(folder / "own.csv"), "training.max_steps": 4}
+    return small_routing.train(folder, **data, name="run").path
+
+
+def refused(folder: Path, path: str, **changes: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        small_routing.train(folder, **{"data.train.path": path, **changes})
+    assert caught.value.code == 3
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_columns_in_another_order_are_the_same_rows(run: Path, tmp_path: Path) -> None:
+    saved = bottega.load(run)
+    found = saved.evaluate(table(tmp_path / "own.csv"))
+    permuted = table(tmp_path / "permuted.csv", columns=["label", *reversed(NAMES), "rule"])
+    assert saved.evaluate(permuted) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (["other", *NAMES[1:], "label"], "has no column 'c0' and has 'other', which no input is called"),
+        ([*NAMES[:-1], "label"], "has no column 'c7'; the inputs are 'c0'"),
+        ([*NAMES, "other", "label"], "has 'other', which no input is called"),
+    ],
+)
+def test_other_columns_are_refused(run: Path, tmp_path: Path, columns: list[str], said: str) -> None:
+    path = table(tmp_path / "other.csv", columns=columns, other=np.ones(96))
+    with pytest.raises(DataError) as caught:
+        bottega.load(run).evaluate(path)
+    assert str(caught.value).startswith(f"{path}: {said}")
+
+
+def test_numbers_without_names_are_refused_where_there_were_names(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="its numbers have no names, and this run has learnt from the columns 'c0'"):
+        bottega.load(run).evaluate(small_routing.written(tmp_path))
+
+
+def test_a_rule_without_an_expert_is_refused_by_its_row(run: Path, tmp_path: Path) -> None:
+    path = table(tmp_path / "r5.csv", rule=[0, 1, 2, 4] * 24)
+    with pytest.raises(DataError) as caught:
+        bottega.load(run).evaluate(path)
+    assert str(caught.value).startswith("r5.csv:5: has rule 4, and this run has 3 experts")
+
+
+def test_a_column_of_words_is_left_out_and_said(run: Path, tmp_path: Path) -> None:
+    path = table(tmp_path / "city.csv", columns=["city", *NAMES, "rule", "label"], city=["Rome", ""] * 48)
+    found = small_routing.train(tmp_path, **{"data.train.path": path, "training.max_steps": 1})
+    assert "column 'city' holds no numbers and is left out" in (found.path / "log.txt").read_text()
+    assert bottega.load(found.path).branch.known.columns == tuple(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("abc", "own.csv, line 4: column 'c3' is 'abc', which is no number"),
+        ("nan", "own.csv, line 4: column 'c3' is nan, which is not finite; give it a number, or leave the row out"),
+        ("-inf", "own.csv, line 4: column 'c3' is -inf, which is not finite"),
+        ("1e300", "own.csv, line 4: column 'c3' is 1e+300, and numbers are kept up to 3.4e+38 (float32)"),
+    ],
+)
+def test_a_cell_that_is_no_number_is_named(tmp_path: Path, value: str, said: str) -> None:
+    cells = ["1"] * 96
+    cells[2] = value
+    assert said in refused(tmp_path, table(tmp_path / "own.csv", c3=cells))
+
+
+def test_labels_that_are_none(tmp_path: Path) -> None:
+    asked = "own.csv: its 96 rows have 96 labels; is that column the label? name the right one with data.train.label"
+    assert refused(tmp_path, table(tmp_path / "own.csv", label=range(96))).endswith(asked)
+    one = refused(tmp_path, table(tmp_path / "own.csv", label=[1] * 96))
+    assert "all of the class '1'" in one
+    assert "name another column with data.train.label" in one
+    with pytest.raises(DataError, match=r"; raise data.num_samples$"):
+        small_routing.train(
+            tmp_path,
+            **{"data.train.path": None, "data.train.kind": "synthetic", "data.num_samples": 2, "model.num_experts": 4},
+        )
+
+
+def test_rows_are_told_by_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = table(tmp_path / "new.csv", columns=["id", *reversed(NAMES)], id=range(96))
+    assert cli.main(["predict", str(run), "--data", path, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["predictions"]
+    assert rows == bottega.predict(run, data=path)
+    assert [row["row"] for row in rows[:2]] == ["new.csv:2", "new.csv:3"]
+    saved = bottega.load(run)
+    with saved.engine.sampling() as models:
+        chances, chosen = saved.branch.answered(models, small_routing.rows(96)["x"], device=saved.engine.device)
+    assert [row["predicted"] for row in rows] == [str(label) for label in chances.argmax(1)]
+    np.testing.assert_allclose([row["probability"] for row in rows], chances.max(1), rtol=1e-5)
+    assert [row["expert"] for row in rows] == chosen[:, 0].tolist()
+    assert cli.main(["predict", str(run), "--data", path]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split("\t")[2:] == [f"e{chosen[0, 0]}", "new.csv:2"]
+    for words, said in (([], "give a table with --data FILE"), (["a text"], "rows of numbers, not of texts")):
+        assert cli.main(["predict", str(run), *words]) == 2
+        assert said in capsys.readouterr().err
+    bad = table(tmp_path / "bad.csv", columns=["other", *NAMES[1:]], other=np.ones(96))
+    assert cli.main(["predict", str(run), "--data", bad]) == 3
+    assert "has no column 'c0'" in capsys.readouterr().err
+
+
+def test_a_few_measures_are_followed_and_all_are_kept(run: Path) -> None:
+    saved, lines = bottega.load(run), (run / "log.txt").read_text().splitlines()
+    line = next(line for line in lines if "validation" in line)
+    shown = ["loss", "accuracy", "load_entropy", "rule_information"]
+    assert [name for name in saved.branch.metrics if f" {name} " in line] == shown
+    kept = next(row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "eval")
+    assert set(saved.branch.metrics) <= set(kept)
+
+
+def test_a_sequence_shows_each_source() -> None:
+    recipe = load_recipe(["routing/continual"]).recipe
+    branch = RoutingBranch.__new__(RoutingBranch)
+    branch.recipe = recipe  # type: ignore[assignment]
+    names = source_names(recipe.data.sources or ())
+    assert len(names) > 1
+    assert {"accuracy", "forgetting", *(f"{name}/{recipe.evaluation.metric}" for name in names)} <= set(branch.headline)
+
+
+def test_the_first_choice_is_called_so() -> None:
+    counts, load = np.array([[3, 1], [0, 4]]), np.array([0.4, 0.6])
+    given: dict[str, Any] = {"accuracy": 0.5, "bayes": None, "samples": "8 samples", "load": load, "firing": None}
+    assert "of what the expert can say" in story(**given, counts=counts, top_k=1)
+    several = story(**given, counts=counts, top_k=2)
+    assert "of what the first of 2 experts can say" in several
+    assert several.count("the first of 2 experts") == 2
+
+
+def test_shares_of_a_picture_add_up_to_one() -> None:
+    draw = np.random.default_rng(0)
+    for size in (1, 2, 3, 7, 30):
+        for _ in range(50):
+            counts = draw.integers(0, 50, size)
+            shown = [float(words) for words in hundredths(counts)]
+            assert round(sum(shown), 6) == (1 if counts.sum() else 0)
+            np.testing.assert_allclose(shown, counts / max(1, counts.sum()), atol=0.0101)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"online": True, "training.num_epochs": 3},
+            "training.num_epochs: 3, and a stream (data.online) is gone through once",
+        ),
+        (
+            {"model.num_experts": 3},
+            "model.num_experts: 3, and model.routing_loss_weight 0.5 needs an expert for each rule",
+        ),
+        ({"data.num_rules": 5}, "needs an expert for each rule: there are 5; set it to 5, or the weight to 0"),
+        ({"model.spike_threshold": None}, "set spike_threshold: 1.0, or plasticity: false"),
+        ({"online": True, "data.online": False}, "disagrees with online at settings: false and true for data.online"),
+    ],
+)
+def test_a_plan_finds_what_training_would_refuse(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_recipe(["routing", settings])
+    assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_other_numbers_of_experts_are_fine_where_the_rules_are_not_known_or_not_told(tmp_path: Path) -> None:
+    check_recipe(["routing", {"model.num_experts": 3, "model.routing_loss_weight": 0.0}])
+    check_recipe(["routing", {"model.num_experts": 3, "data.train.path": table(tmp_path / "own.csv")}])
+    check_recipe(["routing", {"online": True}])

@@ -1,0 +1,137 @@
+"""What a memory takes, and what it refuses in one line; nothing that is refused leaves a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.memory import HierarchicalMemory
+from bottega.schema.memory import MemoryShape
+
+SHAPE = MemoryShape(key_size=3, value_size=2, working_slots=4, episodic_slots=6, semantic_slots=2, promote_after=3)
+KEYS = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
+VALUES = [[1.0, 2.0], [3.0, 4.0]]
+NAN, INF = float("nan"), float("inf")
+
+
+def told(**changes: Any) -> HierarchicalMemory:
+    memory = HierarchicalMemory(SHAPE.model_copy(update=changes))
+    memory.store(KEYS, VALUES, clock=3)
+    return memory
+
+
+def state(memory: HierarchicalMemory) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in memory.state_dict().items()}
+
+
+REFUSED: dict[str, tuple[Callable[[HierarchicalMemory], Any], str]] = {
+    "nan key": (lambda m: m.store([[NAN, 0, 0]], [[1, 2]], clock=4), "keys have numbers that are not finite"),
+    "inf value": (lambda m: m.store([[1, 0, 0]], [[INF, 2]], clock=4), "values have numbers that are not finite"),
+    "nan importance": (lambda m: m.store(KEYS, VALUES, NAN, clock=4), "importances have numbers that are not finite"),
+    "too large": (
+        lambda m: m.store(np.full((1, 3), 1e300), [[1, 2]], clock=4),
+        "keys have numbers that are not finite",
+    ),
+    "ragged": (lambda m: m.store([[1, 0, 0], [1]], VALUES, clock=4), "keys cannot be read as a table of numbers"),
+    "words": (lambda m: m.store([["a", "b", "c"]], [[1, 2]], clock=4), "keys cannot be read as a table of numbers"),
+    "a single key": (lambda m: m.store([1, 0, 0], [[1, 2]], clock=4), r"expected keys \[n, 3\], got \[3\]"),
+    "importances": (
+        lambda m: m.store(KEYS, VALUES, [1.0, 1.0, 1.0], clock=4),
+        r"\[3\] importances of \[2\] keys; give one each, or one number",
+    ),
+    "one importance in a list": (lambda m: m.store(KEYS, VALUES, [1.0], clock=4), r"\[1\] importances of \[2\] keys"),
+    "half a tick": (lambda m: m.store(KEYS, VALUES, clock=4.5), "clock 4.5 is no integer"),
+    "back in time": (lambda m: m.search(KEYS, 1, clock=2), "clock 2 is before 3, which was already"),
+    "wide query": (lambda m: m.search([[1, 0, 0, 0]], 1), r"expected queries \[n, 3\], got \[1, 4\]"),
+    "wide read": (lambda m: m.read(torch.zeros(1, 4)), r"expected queries \[n, 3\], got \[1, 4\]"),
+    "nan query": (lambda m: m.search([[NAN, 0, 0]], 1), "queries have numbers that are not finite"),
+    "by": (lambda m: m.search(KEYS, 1, by="foo"), "by 'foo' is no way to search; expected exact or faiss"),
+    "cold": (lambda m: m.read(KEYS, 0.0), "temperature 0.0: give one greater than 0"),
+    "colder": (lambda m: m.read(KEYS, -1), "temperature -1: give one greater than 0"),
+    "nan temperature": (lambda m: m.read(KEYS, NAN), "temperature nan: give one greater than 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_is_refused_and_leaves_no_trace(name: str) -> None:
+    memory = told()
+    before = state(memory)
+    call, message = REFUSED[name]
+    with pytest.raises(UsageError, match=f"^memory: {message}") as error:
+        call(memory)
+    assert "\n" not in str(error.value)
+    assert state(memory) == before
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.tensor,
+        lambda rows: torch.tensor(rows, dtype=torch.float64),
+        lambda rows: torch.tensor(rows, dtype=torch.bfloat16),
+        lambda rows: np.array(rows, np.float16),
+        lambda rows: np.array(rows, np.int64),
+    ],
+    ids=["float32", "float64", "bfloat16", "numpy", "integers"],
+)
+def test_numbers_of_any_kind_are_one_memory(kind: Callable[[Any], Any]) -> None:
+    memory = HierarchicalMemory(SHAPE)
+    memory.store(kind(KEYS), kind(VALUES), kind([1, 1]), clock=np.int64(3))
+    assert state(memory) == state(told())
+    assert {t.dtype for name, t in memory.state_dict().items() if name != "clock"} == {torch.float32}
+    assert memory.search(kind(KEYS), 1).values[:, 0].tolist() == VALUES
+    assert memory.read(kind(KEYS), 0.01).tolist() == VALUES
+
+
+def test_one_importance_is_that_of_all() -> None:
+    one, each = HierarchicalMemory(SHAPE), HierarchicalMemory(SHAPE)
+    one.store(KEYS, VALUES, 0.5, clock=0)
+    each.store(KEYS, VALUES, [0.5, 0.5], clock=0)
+    assert state(one) == state(each)
+
+
+def test_a_smaller_memory_is_filled_up_and_goes_on_as_it_was(tmp_path: Path) -> None:
+    small = told(working_slots=2, episodic_slots=3, semantic_slots=1)
+    small.save(str(tmp_path / "small"))
+    large = HierarchicalMemory(SHAPE)
+    large.load(str(tmp_path / "small"))
+    assert len(large) == len(small) == 2
+    assert large.clock == 3
+    assert {name: len(t) for name, t in large.state_dict().items() if name.endswith("keys")} == {
+        "working_keys": 4,
+        "episodic_keys": 6,
+        "semantic_keys": 2,
+    }
+    large.store([[0.0, 0.0, 1.0]], [[5.0, 6.0]], clock=4)
+    assert large.search([*KEYS, [0.0, 0.0, 1.0]], 1).values[:, 0].tolist() == [*VALUES, [5.0, 6.0]]
+
+
+def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "memory"
+    HierarchicalMemory(SHAPE.model_copy(update={"key_size": 5, "working_slots": 9, "semantic_slots": 1})).save(path)
+    memory = told()
+    before = state(memory)
+    with pytest.raises(
+        CheckpointError,
+        match=r"the memory has key_size 5 \(declared is 3\), working_slots 9 \(declared is 4\); declare",
+    ):
+        memory.load(path)
+    assert state(memory) == before
+
+
+def test_a_level_that_is_not_of_one_size_is_refused() -> None:
+    wrong = told().state_dict()
+    wrong["episodic_uses"] = wrong["episodic_uses"][:2]
+    with pytest.raises(CheckpointError, match=r"episodic_uses has the form \[2\], unlike the rest of its level"):
+        HierarchicalMemory(SHAPE).load_state_dict(wrong)
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no folder .*missing; make it first"):
+        told().save(tmp_path / "missing" / "memory")
