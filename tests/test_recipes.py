@@ -74,6 +74,8 @@ SMALL: dict[str, Any] = {
 """The settings that make any recipe of a task fit into a test; everything else stays as the recipe says."""
 
 OWN: dict[str, dict[str, Any]] = {
+    # What is asked for was said that long ago, so the first steps ask nothing.
+    "recall/lasting": {"data.distance": 4},
     # The file of clothes says itself which part is for the test; what a test makes does not.
     "image/fashion": {"data.test": None},
     "image/photos": {
@@ -178,7 +180,8 @@ def test_the_small_form_trains_three_steps(name: str, mine: dict[str, Path], tmp
     run = bottega.train(name, settings)
     rows = [row for row in run.history() if row["kind"] == "train"]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(0 < row["loss"] < 20 for row in rows)
+    assert all(0 <= row["loss"] < 20 for row in rows)
+    assert rows[-1]["loss"] > 0
     assert (run.path / "checkpoints" / "last" / "model.safetensors").is_file()
     if recipe.task in GENERATED:
         assert len(list((run.path / "samples" / "step-00000003").iterdir())) >= 2, "and draws"
