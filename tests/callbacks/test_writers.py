@@ -163,7 +163,15 @@ def test_tensorboard_forgets_what_a_killed_process_wrote(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_forgets_what_a_rollback_took_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writers", [0, 9])
+def test_tensorboard_forgets_what_a_rollback_took_back(
+    tmp_path: Path, writers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(
+        event_file_writer, "_global_uid", event_file_writer.AtomicCounter(writers)
+    )  # as many as this process has had before
     board = TensorBoard(tmp_path, pytest.fail)
     board.start(Progress())
     for step in (1, 2, 3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 import wave
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,15 @@ def _sound(data: bytes, tag: str) -> Any:
     return Summary(value=[Summary.Value(tag=tag, audio=audio)])
 
 
+def _after_the_others(folder: Path) -> None:
+    """Wait, a second at most, until the name of a new file comes after all that are there: TensorBoard reads them by name, and
+    what tells two of one second apart is a number without leading zeros, of which 10 comes before 9."""
+    until = time.monotonic() + 1.1
+    newest = max((path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")), default="")
+    while str(int(time.time())) <= newest and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 class TensorBoard(Callback):
     """The writer is imported on first use: it takes seconds, and nobody should wait for it before the first step.
 
@@ -76,6 +86,7 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard import SummaryWriter
 
         def begin() -> None:
+            _after_the_others(self.folder)
             # Events after this step belong to a process that was killed, or were taken back; TensorBoard drops them.
             self._writer = SummaryWriter(str(self.folder), purge_step=progress.step + 1)
 
