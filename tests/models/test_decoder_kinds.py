@@ -14,6 +14,7 @@ from bottega.models.transformer import Block, Cache, Transformer
 from bottega.schema.experts import ExpertsShape
 from bottega.schema.language_kinds import kind_of, mixers, shape_fields, words_of
 from bottega.schema.transformer import DECLARED, SIZES, TransformerShape
+from decoders import compile_and_count
 
 V, T = 61, 24
 KINDS: dict[str, dict[str, Any]] = {
@@ -238,16 +239,7 @@ def test_blocks_are_compiled_once_for_each_kind(name: str, kinds: int) -> None:
     model, tokens, targets = small_model(name), some_tokens(), some_tokens(seed=1)
     found = model(tokens, targets)
     expected = found[0] if isinstance(found, tuple) else found
-    compilations = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        compilations.append(graph)
-        return graph.forward
-
-    compile_ = torch.compile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda f, **options: compile_(f, backend=backend, **options))
-        model.compile_blocks()
+    compilations = compile_and_count(model)
     found = model(tokens, targets)
     torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)
     assert len(compilations) == kinds

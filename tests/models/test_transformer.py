@@ -14,6 +14,7 @@ from bottega.core.errors import UsageError
 from bottega.models.initial import initialise
 from bottega.models.transformer import Cache, Transformer, rotary
 from bottega.schema.transformer import DECLARED, SIZES, TransformerShape, sized
+from decoders import compile_and_count
 
 V, T = 61, 24
 
@@ -234,16 +235,7 @@ def test_every_block_is_the_same_to_the_compiler() -> None:
     model, tokens, targets = small_model(num_layers=3), some_tokens(), some_tokens(seed=1)
     names = list(model.state_dict())
     expected = model(tokens, targets)
-    compilations = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        compilations.append(graph)
-        return graph.forward
-
-    compile_ = torch.compile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda f, **options: compile_(f, backend=backend, **options))
-        model.compile_blocks()
+    compilations = compile_and_count(model)
     torch.testing.assert_close(model(tokens, targets), expected)
     assert len(compilations) == 1
     model.eval()

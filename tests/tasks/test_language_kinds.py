@@ -18,8 +18,8 @@ from bottega.models.transformer import Transformer
 from bottega.schema.language_kinds import shape_fields
 from bottega.schema.transformer import TransformerShape
 from bottega.tasks.language import Language
-from bottega.tasks.sampling import generate
 from bottega.techniques.overheard import Overheard
+from decoders import greedy_by_reading_again, texts
 
 V, CONTEXT = 40, 16
 SCANNED = {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8}
@@ -295,24 +295,6 @@ def model(request: pytest.FixtureRequest) -> Transformer:
     model = Transformer(shape_of(request.param, num_layers=4, dropout=0.1))
     initialise(model, 0, std=0.3, residual_layers=4)
     return model
-
-
-def texts(model: Transformer, prompts: list[list[int]], **settings: Any) -> list[list[int | None]]:
-    return [list(row) for row in zip(*generate(model, prompts, **settings), strict=True)]
-
-
-def greedy_by_reading_again(model: Transformer, prompt: list[int], count: int) -> list[int]:
-    """What `generate` documents, without a cache: with attention the last half of the context once it is full, and
-    everything without."""
-    model.eval()
-    window, new = list(prompt), []
-    with torch.no_grad():
-        for _ in range(count):
-            if model.shape.has_attention and len(window) > CONTEXT:
-                window = window[-(CONTEXT // 2) :]
-            new.append(int(model(torch.tensor([window]))[0, -1].argmax()))
-            window.append(new[-1])
-    return new
 
 
 def test_greedy_equals_reading_everything_again_beyond_the_context(model: Transformer) -> None:

@@ -13,6 +13,7 @@ from bottega.models.initial import initialise
 from bottega.models.transformer import Transformer
 from bottega.schema.transformer import TransformerShape
 from bottega.tasks.sampling import choose, generate, penalised
+from decoders import greedy_by_reading_again, texts
 
 V, CONTEXT = 40, 16
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8]]
@@ -34,23 +35,6 @@ def model() -> Transformer:
     model = Transformer(shape)
     initialise(model, 0, std=0.3, residual_layers=2)
     return model
-
-
-def texts(model: Transformer, prompts: list[list[int]], **settings: Any) -> list[list[int | None]]:
-    return [list(row) for row in zip(*generate(model, prompts, **settings), strict=True)]
-
-
-def greedy_by_reading_again(model: Transformer, prompt: list[int], count: int) -> list[int]:
-    """What `generate` documents, without a cache: the last half of the context once it is full."""
-    model.eval()
-    window, new = list(prompt), []
-    with torch.no_grad():
-        for _ in range(count):
-            if len(window) > CONTEXT:
-                window = window[-(CONTEXT // 2) :]
-            new.append(int(model(torch.tensor([window]))[0, -1].argmax()))
-            window.append(new[-1])
-    return new
 
 
 def test_greedy_equals_reading_everything_again_beyond_the_context(model: Transformer) -> None:
