@@ -73,7 +73,7 @@ def wait_for(run: Path, is_ready: Callable[[], bool], *, name: str, quiet: bool)
 def _newest(run: Path) -> float:
     """When something was last written by the training of a part, or of a part of it."""
     written = [0.0]
-    for path in [*run.glob("*"), *(run.parent / needs.PARTS).rglob("metrics.jsonl")]:
+    for path in [*run.glob("*"), *needs.parts_folder(run.parent).rglob("metrics.jsonl")]:
         try:
             written.append(path.stat().st_mtime)
         except OSError:  # a temporary file that has its own name by now

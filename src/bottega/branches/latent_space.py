@@ -58,7 +58,7 @@ class LatentFacts(BaseModel):
         places = [
             lambda: vae_folder(recipe),
             lambda: known,
-            lambda: runs / needs.PARTS / known.parent.name / known.name,
+            lambda: needs.parts_folder(runs) / known.parent.name / known.name,
         ]
         part_of = codec.parent if str(recipe.model.vae).startswith(needs.PREFIX) else None  # type: ignore[attr-defined]
         found = found_again(WHAT, self.content, places, known=self.folder, part_of=part_of)

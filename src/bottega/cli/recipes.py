@@ -12,15 +12,25 @@ from bottega.core.errors import UsageError
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "bottega plan RECIPE... [key=value]... --check"
+    parser.usage = "bottega plan RECIPE... [key=value]... --check | --memory"
     parser.add_argument("--check", action="store_true", help="validate and print what would run")
+    parser.add_argument(
+        "--memory", action="store_true", help="measure a few steps: memory by micro-batch, and what fits on which GPU"
+    )
 
 
 def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.insight.plan import check
 
+    if arguments.memory:
+        from bottega.insight.memory import plan_memory, show
+
+        report = plan_memory(rest, quiet=arguments.json)
+        if not arguments.json:
+            print(show(report))
+        return report
     if not arguments.check:
-        raise UsageError("bottega plan: say --check; it validates and prints what would run")
+        raise UsageError("bottega plan: say --check, which validates and prints what would run, or --memory")
     return check(rest, show=not arguments.json)
 
 
@@ -85,7 +95,7 @@ def _import(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 VERBS = {
-    "plan": Verb("check a recipe and print what would run", _plan_arguments, _plan),
+    "plan": Verb("check a recipe and print what would run, or measure the memory it takes", _plan_arguments, _plan),
     "recipes": Verb("the bundled recipes", no_arguments, _recipes),
     "schema": Verb("the JSON schema of a recipe, for editors", no_arguments, _schema),
     "init": Verb("a commented recipe to start from", _init_arguments, _init),

@@ -95,7 +95,7 @@ class TorchEngine(Engine):
             # What is recorded holds one forward and its backward: several in a step would each want a copy.
             whole = self.micro_batch_size is None and training.micro_batch_size is None
             called = compiled(self.model, graphs=self._fused and self.world == 1 and whole)
-        self._alone, self._frozen = called, frozen
+        self._alone, self.frozen = called, frozen
         self._wrap()
         self._eval_models = {**frozen, "model": self.model}
         self._poison, self._bad_steps = (torch.zeros((), device=self.device) for _ in range(2))
@@ -114,7 +114,7 @@ class TorchEngine(Engine):
 
     def _wrap(self) -> None:
         self._called = self._alone if self.world == 1 or self._is_bare else replicated(self._alone, self.device)
-        self._train_models = {**self._frozen, "model": self._called}
+        self._train_models = {**self.frozen, "model": self._called}
 
     # One step
 

@@ -54,12 +54,26 @@ def _methods(recipe: Recipe) -> list[str]:
         found.append(
             "training.learning_rate: auto, found by a range test before the first step, as bottega lr-find does"
         )
+    found += beforehand(recipe)
     split = recipe.data.split
     if split is not None and split.folds is not None:
         found.append(
             f"data.split: fold {split.fold} of {split.folds} is held out; bottega crossval trains each of them"
         )
     return found
+
+
+def beforehand(recipe: Recipe) -> list[str]:
+    """What of a step could be done once beforehand, and what cannot."""
+    prefixes = getattr(recipe.model, "num_prefix_tokens", None)
+    if prefixes is None:
+        return []
+    if prefixes:
+        return [
+            f"model.num_prefix_tokens {prefixes}: every state of the language model depends on what is trained, so none "
+            "can be computed beforehand; 0 runs the history without gradient"
+        ]
+    return ["model.num_prefix_tokens 0: no gradient passes through the history, which is read without keeping anything"]
 
 
 def _written(value: Any) -> str:

@@ -46,7 +46,7 @@ def part_recipe(recipe: Recipe, name: str) -> Recipe:
     for key in NAMED:
         if key in said:
             raise UsageError(f"needs.{name}.settings: {key}: a part's name is a hash of what decides it; leave it out")
-    settings: dict[str, Any] = {"output_dir": str(Path(recipe.output_dir) / PARTS), "device": recipe.device}
+    settings: dict[str, Any] = {"output_dir": str(parts_folder(Path(recipe.output_dir))), "device": recipe.device}
     try:
         schema = type(check_recipe([need.recipe, need.settings], alone=False).recipe.data)
         data = recipe.data.model_dump(mode="json", by_alias=True, exclude=set(OWN))
@@ -57,6 +57,11 @@ def part_recipe(recipe: Recipe, name: str) -> Recipe:
         return load_recipe([need.recipe, given, need.settings, {**settings, "name": None}]).recipe
     except UsageError as error:
         raise UsageError(f"needs.{name}: {error}") from None
+
+
+def parts_folder(runs: Path) -> Path:
+    """Where the parts of runs in a folder lie. Those of parts lie beside them: two may be built on the same one."""
+    return runs if runs.name == PARTS else runs / PARTS
 
 
 def referenced(recipe: Recipe) -> list[str]:
@@ -85,7 +90,7 @@ def part_run(recipe: Recipe, name: str, *, beside: Path | None = None) -> Path:
     if need.run is not None:
         return Path(need.run).expanduser()
     part = part_recipe(recipe, name)
-    return (Path(part.output_dir) if beside is None else beside / PARTS) / part.run_name()
+    return (Path(part.output_dir) if beside is None else parts_folder(beside)) / part.run_name()
 
 
 def place(recipe: Recipe, value: str, *, beside: Path | None = None) -> str:

@@ -1,0 +1,148 @@
+"""What a training step takes: memory by what it is for, and by how many examples go through at once. All of it measured.
+
+On a GPU the allocator is asked for its peak. Elsewhere nobody keeps such a number, so the tensors that autograd keeps
+for backward are counted while they live, which is what grows with the micro-batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bottega.core.errors import OutOfMemory
+from bottega.core.types import Batch
+from bottega.engines.torch import TorchEngine
+
+TIMED = 3
+"""Steps whose median is taken, after one that builds optimizer state and warms up."""
+
+
+class Weights(NamedTuple):
+    name: str
+    parameters: int
+    learning: int
+    bytes: int
+    kind: str
+    """The type most of it has."""
+
+
+class Taken(NamedTuple):
+    micro_batch: int
+    peak: int
+    """Bytes: of the whole step on a GPU; elsewhere of what is kept for backward."""
+    reserved: int
+    """Bytes the allocator held for it, pieces that nothing fits in among them; 0 elsewhere."""
+    samples_per_second: float
+
+
+def weights_of(engine: TorchEngine) -> list[Weights]:
+    """Each of a task's models, the one that learns first."""
+    models = {"model": engine.model, **{n: m for n, m in engine.frozen.items() if n != "model"}}
+    return [_weights(name, model) for name, model in models.items()]
+
+
+def _weights(name: str, model: Any) -> Weights:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    parameters = {id(p): p for p in model.parameters()}.values()
+    kinds = Counter({str(t.dtype).removeprefix("torch."): 0 for t in tensors})
+    for tensor in tensors:
+        kinds[str(tensor.dtype).removeprefix("torch.")] += _bytes(tensor)
+    return Weights(
+        name,
+        parameters=sum(p.numel() for p in parameters),
+        learning=sum(p.numel() for p in parameters if p.requires_grad),
+        bytes=sum(map(_bytes, tensors)),
+        kind=kinds.most_common(1)[0][0] if kinds else "none",
+    )
+
+
+def optimizer_bytes(engine: TorchEngine) -> int:
+    """After a step: what the update rule keeps of each parameter."""
+    states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
+    return sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+def measured(
+    engine: TorchEngine, batch_of: Callable[[int], Batch], *, most: int, say: Callable[[int, int], None]
+) -> list[Taken]:
+    """Micro-batches of 1, 2, 4, ... up to `most`, until one does not fit. The engine has learnt from them after that."""
+    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+    found: list[Taken] = []
+    for number, size in enumerate(sizes):
+        say(number, len(sizes))
+        try:
+            found.append(_taken(engine, batch_of(size), size))
+        except OutOfMemory:
+            if engine.device.type == "cuda":
+                torch.cuda.empty_cache()
+            break
+    say(len(sizes), len(sizes))
+    return found
+
+
+def _taken(engine: TorchEngine, batch: Batch, size: int) -> Taken:
+    is_gpu = engine.device.type == "cuda"
+    engine.fetch(engine.train_step(0, batch))
+    if is_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds, kept = [], Kept(engine)
+    for step in range(1, TIMED + 1):
+        with nullcontext() if is_gpu or step > 1 else kept.counting():
+            begun = time.perf_counter()
+            engine.fetch(engine.train_step(step, batch))
+            seconds.append(time.perf_counter() - begun)
+    peak = torch.cuda.max_memory_allocated() if is_gpu else kept.peak
+    reserved = torch.cuda.max_memory_reserved() if is_gpu else 0
+    # The one that was counted took longer for it.
+    return Taken(size, peak, reserved, size / sorted(seconds[0 if is_gpu else 1 :])[(TIMED - 1) // 2])
+
+
+class Kept:
+    """Counts the bytes that autograd holds, each storage once, and remembers the most there were at a time."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        models = (engine.model, *engine.frozen.values())
+        # Weights are there in any case.
+        self._known = {
+            t.untyped_storage().data_ptr() for model in models for t in (*model.parameters(), *model.buffers())
+        }
+        self._holders: Counter[int] = Counter()
+        self.now = self.peak = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Held(tensor, self), lambda held: held.tensor):
+            yield
+
+    def change(self, storage: int, size: int, *, by: int) -> None:
+        if storage in self._known:
+            return
+        self._holders[storage] += by
+        if (by > 0 and self._holders[storage] == 1) or (by < 0 and self._holders[storage] == 0):
+            self.now += by * size
+            self.peak = max(self.peak, self.now)
+
+
+class _Held:
+    """One saved tensor, for as long as autograd needs it."""
+
+    __slots__ = ("meter", "size", "storage", "tensor")
+
+    def __init__(self, tensor: Tensor, meter: Kept) -> None:
+        self.tensor, self.meter = tensor.detach(), meter
+        self.storage, self.size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        meter.change(self.storage, self.size, by=1)
+
+    def __del__(self) -> None:
+        self.meter.change(self.storage, self.size, by=-1)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
