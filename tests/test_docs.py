@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -68,11 +69,13 @@ SMALLER_BY_TASK = {
     "video": GENERATOR,
     "image_vae": AUTOENCODER,
     "image_tokens": AUTOENCODER,
+    "align": {"model.num_layers": "1", "training.batch_size": "16", "samples.count": "4"},
+    "personalize": {"training.batch_size": "8", "samples.count": "2", "samples.steps": "2"},
     "routing": {"model.hidden_size": "32", "training.batch_size": "16"},
     "recall": {"training.batch_size": "16"},
     "multitask": {"training.batch_size": "8", "evaluation.batch_size": "8"},
 }
-SMALLER_PART = "{training.max_steps: 4, training.batch_size: 16, evaluation.max_batches: 1}"
+SMALLER_PART = {"training.max_steps": 4, "training.batch_size": 16, "evaluation.max_batches": 1}
 FOR_GPUS = (
     *("language/verse", "language/stanza", "language/epic", "language/shakespeare-gpu"),
     *("image/fashion", "image/photos", "image/text", "image_vae/photos"),
@@ -224,9 +227,7 @@ def smaller(words: list[str]) -> list[str]:
     said = " ".join(words)
     recipe = what_is_trained(words)
     settings = {**SMALLER, **SMALLER_BY_TASK[recipe.task]}
-    settings |= {
-        f"needs.{name}.settings": SMALLER_PART for name, need in recipe.needs.items() if need.recipe is not None
-    }
+    settings |= {key: json.dumps(value) for key, value in smaller_parts(recipe).items()}
     if recipe.task in ("image", "audio", "video") and recipe.data.train.kind == "embedded":
         settings["data.validation.split"] = "0.02"  # all that is held out is measured, and Griffin-Lim takes its time
     return [
@@ -234,6 +235,16 @@ def smaller(words: list[str]) -> list[str]:
         for key, value in settings.items()
         if key not in said and f"--{key.rpartition('.')[2]}" not in said
     ]
+
+
+def smaller_parts(recipe: Recipe) -> dict[str, Any]:
+    """Settings of the parts a recipe needs, and of those that these need."""
+    found = {}
+    for name, need in recipe.needs.items():
+        if need.recipe is not None:
+            inner = smaller_parts(check_recipe([need.recipe]).recipe)
+            found[f"needs.{name}.settings"] = {**SMALLER_PART, **inner}
+    return found
 
 
 def what_is_trained(words: list[str]) -> Recipe:

@@ -14,6 +14,8 @@ import pytest
 from PIL import Image
 
 import bottega
+import small_collections
+import small_personal
 import small_texts
 from bottega.schema import bundled
 from bottega.schema.flags import parse_overrides
@@ -48,6 +50,13 @@ AUTOENCODER: dict[str, Any] = {
     "samples.count": 2,
     "samples.every": 3,
 }
+ALIGN: dict[str, Any] = {
+    **TRAINING,
+    **dict.fromkeys(("model.hidden_size", "model.text_hidden_size", "model.projection_size"), 16),
+    **dict.fromkeys(("model.num_layers", "model.text_num_layers"), 1),
+    "model.num_heads": 2,
+    "model.negatives": 3,
+}
 SMALL: dict[str, Any] = {
     "language": {
         **TRAINING,
@@ -67,6 +76,18 @@ SMALL: dict[str, Any] = {
     "video": GENERATOR,
     "image_vae": AUTOENCODER,
     "image_tokens": AUTOENCODER,
+    "align": ALIGN,
+    "personalize": {
+        **TRAINING,
+        "training.num_epochs": None,
+        "training.gradient_accumulation_steps": None,
+        "data.image_size": 32,
+        "data.history_length": 3,
+        "samples.count": 2,
+        "samples.steps": 2,
+        "samples.every": 3,
+        "needs": {},
+    },
     "routing": {**TRAINING, "model.hidden_size": 16, "model.expert_size": 8, "data.num_samples": 128},
     "recall": {**TRAINING, "model.hidden_size": 16, "data.num_samples": 64},
     "multitask": {**TRAINING, "model.hidden_size": 16, "model.num_heads": 2},
@@ -84,6 +105,14 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "image_vae/photos": {"data.image_size": 16},
     "image/tokens": {"needs.tokens": {"recipe": "image_tokens/digits", "settings": AUTOENCODER}},
+    "image/stickers": {
+        "data.limit": 64,
+        "data.latents": False,
+        "needs.vae": {"recipe": "image_vae/stickers", "own_data": True, "settings": {**AUTOENCODER, "data.limit": 64}},
+        "needs.clip": {"recipe": "align", "own_data": True, "settings": {**ALIGN, "data.limit": 64}},
+    },
+    "image_vae/stickers": {"data.limit": 64},
+    "align": {"data.limit": 64},
     "classify/sst2": {"data.train.columns": None},
     "image/text": {"model.text.hidden_size": 16, "model.text.num_layers": 1},
     # It has no attention and no feed-forward.
@@ -128,6 +157,10 @@ def mine(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, Path
         "image_vae": photos,
         "audio": sounds,
         "video": folder / "films.npz",
+        "personalize": small_personal.people(folder),
+        "personalize/flickr": small_collections.flickr(folder / "flickr"),
+        "personalize/pog": small_collections.pog(folder / "pog"),
+        "personalize/ser": small_collections.ser(folder / "ser"),
     }
 
 
@@ -176,7 +209,13 @@ def test_the_small_form_trains_three_steps(name: str, mine: dict[str, Path], tmp
         if getattr(recipe.model, "kind", None) == "pretrained":
             settings["model.from"] = str(small_texts.encoder(tmp_path / "encoder"))
     if recipe.task != "multitask" and recipe.data.sources is None and recipe.data.train.kind not in PATHLESS:
-        settings["data.train.path"] = str(mine[recipe.task])
+        settings["data.train.path"] = str(mine.get(name, mine[recipe.task]))
+    if recipe.task == "personalize":
+        settings |= {f"model.{part}": str(folder) for part, folder in small_personal.models().items()}
+        if recipe.data.train.kind == "embedded":  # fewer people than that have the same to say here
+            settings |= {"data.train.kind": "auto", "data.train.path": str(mine[name])}
+        captions = mine[name] / "captions.json"
+        settings |= {"data.captions": str(captions)} if captions.is_file() else {}
     run = bottega.train(name, settings)
     rows = [row for row in run.history() if row["kind"] == "train"]
     assert [row["step"] for row in rows] == [1, 2, 3]

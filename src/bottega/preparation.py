@@ -20,6 +20,7 @@ from bottega.schema.classify import ClassifyRecipe
 from bottega.schema.language import LanguageRecipe
 from bottega.schema.load import check_recipe, parse_overrides
 from bottega.schema.media import MediaRecipe
+from bottega.schema.personalize import PersonalizeRecipe
 from bottega.schema.recipe import Recipe
 from bottega.schema.routing import RoutingRecipe
 
@@ -62,6 +63,10 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
 
             branches.prepare(recipe, say=progress)
         return prepared
+    if isinstance(recipe, PersonalizeRecipe):
+        from bottega.branches.people import prepare_people
+
+        return prepare_people(recipe.data, progress=progress)
     if isinstance(recipe, RoutingRecipe):
         from bottega.data.prepare.media import prepare_vectors
 

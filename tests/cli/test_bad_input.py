@@ -112,11 +112,10 @@ def test_a_command_line_that_is_wrong(say: Any, arguments: list[str], parts: lis
     say(*arguments).refused(2, *parts)
 
 
-def test_a_task_that_is_not_built_yet(say: Any, tmp_path: Path) -> None:
-    said = say(
-        "train", recipe(tmp_path, "task: personalize\ntraining: {max_steps: 1}\n"), f"output_dir={tmp_path}/runs"
-    )
-    said.refused(2, "task: personalize", "there is language")
+def test_models_that_a_recipe_is_built_on_must_be_named(say: Any, tmp_path: Path) -> None:
+    text = "task: personalize\ntraining: {max_steps: 1}\nmodel: {diffusion: sd}\ndata: {train: {path: people.jsonl}}\n"
+    said = say("train", recipe(tmp_path, text), f"output_dir={tmp_path}/runs")
+    said.refused(2, "model.language_model", "give a folder or a hub name")
     assert not (tmp_path / "runs").exists()
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 import small_mind
 import small_parts
+import small_personal
 import small_recall
 import small_routing
 import small_texts
@@ -64,6 +65,13 @@ def over_codes(folder: Path) -> dict[str, Any]:
     tokenizer.initialise(0)
     write_codes(tokenizer, folder / "codes", input="image", normalise="symmetric")
     return {**image(folder), "model.tokenizer": str(folder / "codes")}
+
+
+def align(folder: Path) -> dict[str, Any]:
+    """Two of three negatives say the same as one's own, or nearly: there are three captions."""
+    shared = {key: value for key, value in image(folder).items() if not key.startswith("samples.")}
+    sizes = {"text_hidden_size": 16, "text_num_layers": 1, "vocab_size": 514, "max_tokens": 8, "projection_size": 16}
+    return {**shared, **{f"model.{k}": v for k, v in sizes.items()}, "model.negatives": 3, "samples.every": None}
 
 
 def classify_image(folder: Path) -> dict[str, Any]:
@@ -124,10 +132,12 @@ CASES = [
     Case("torch", "image_vae", "image_vae/digits", image_vae, lacks=("model.dropout",)),
     Case("torch", "image_tokens", "image_tokens/digits", image_tokens, lacks=("model.dropout",)),
     Case("torch", "image", "image/tokens", over_codes),
+    Case("torch", "align", "align", align),
     Case("torch", "classify", "classify", small_texts.settings),
     Case("torch", "classify", "classify/cnn", classify_cnn),
     Case("torch", "classify", "classify/image", classify_image),
     Case("torch", "classify", "classify/spiking", classify_spiking),
+    Case("torch", "personalize", "personalize", small_personal.learning, lacks=("model.dropout",)),
     Case("torch", "routing", "routing", small_routing.settings),
     Case("torch", "routing", "routing", small_routing.spiking, kind="spiking"),
     Case("torch", "recall", "recall", small_recall.settings),

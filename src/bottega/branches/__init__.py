@@ -21,6 +21,8 @@ MODULES = {
     "video": "bottega.branches.video",
     "image_vae": "bottega.branches.vae",
     "image_tokens": "bottega.branches.tokens",
+    "align": "bottega.branches.align",
+    "personalize": "bottega.branches.personalize",
     "routing": "bottega.branches.routing",
     "recall": "bottega.branches.recall",
     "multitask": "bottega.branches.multitask",

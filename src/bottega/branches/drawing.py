@@ -29,8 +29,9 @@ def drawing(recipe: Any, task: Any, asked: dict[str, Any], *, prefix: str = "--"
     if model.backbone == "tokens":
         _check_codes(said["temperature"], said["top_k"], said["top_p"], prefix=prefix)
     else:
-        _check_steps(said["steps"], said["sampler"], task.path.most_steps, prefix=prefix)
-    _check_guidance(said["guidance"], model, prefix=prefix)
+        check_steps(said["steps"], said["sampler"], task.path.most_steps, prefix=prefix)
+    check_guidance(said["guidance"], prefix=prefix)
+    _check_guided(said["guidance"], model, prefix=prefix)
     return {"method" if name == "sampler" else name: value for name, value in said.items()}
 
 
@@ -49,7 +50,7 @@ def all_finite(samples: np.ndarray) -> np.ndarray:
     return samples
 
 
-def _check_steps(steps: int, sampler: str, most: int | None, *, prefix: str) -> None:
+def check_steps(steps: int, sampler: str, most: int | None, *, prefix: str) -> None:
     if steps < 1:
         raise UsageError(f"{prefix}steps {steps}: at least one step is needed")
     if most is not None and steps > most:
@@ -67,9 +68,12 @@ def _check_codes(temperature: float, top_k: int | None, top_p: float | None, *, 
         raise UsageError(f"{prefix}top_p {top_p:g}: expected a share above 0, up to 1")
 
 
-def _check_guidance(guidance: float, model: Generator, *, prefix: str) -> None:
+def check_guidance(guidance: float, *, prefix: str) -> None:
     if not 0 <= guidance < 1e4:
         raise UsageError(f"{prefix}guidance {guidance:g}: expected a number from 0; 1 is plain")
+
+
+def _check_guided(guidance: float, model: Generator, *, prefix: str) -> None:
     if guidance != 1 and model.condition == "none":
         raise UsageError(f"{prefix}guidance {guidance:g}: this run has no condition to be guided by; leave it out")
     if guidance != 1 and model.condition_dropout == 0:

@@ -20,6 +20,20 @@ KEYS = {
     "tokenizer": "model.tokenizer",
     "text encoder": "model.text.from",
     "caption tokenizer": "model.text.from",
+    "language model": "model.language_model",
+    "language model's tokenizer": "model.language_model",
+    **{
+        f"image generator's {part}": "model.diffusion"
+        for part in (
+            "unet",
+            "transformer",
+            "vae",
+            "text_encoder",
+            "text_encoder_2",
+            "text_encoder_3",
+            "tokens and schedule",
+        )
+    },
 }
 """Where a recipe names each kind."""
 
@@ -53,11 +67,18 @@ def check_same(what: str, *, now: str | None, before: str | None, named: str, wa
 
 
 def found_again(
-    what: str, content: str | None, places: Iterable[Callable[[], Path]], *, known: str, part_of: Path | None = None
+    what: str,
+    content: str | None,
+    places: Iterable[Callable[[], Path]],
+    *,
+    known: str,
+    part_of: Path | None = None,
+    look: Callable[[Path], str] = content_of,
 ) -> Path:
     """The first of the places with this content; another model is an error only where no place has the right one.
 
-    `known` is where it was. `part_of` is the run that has it as a part, and so can have it made again.
+    `known` is where it was. `part_of` is the run that has it as a part, and so can have it made again. `look` tells the
+    content of a folder.
     """
     looked: list[Path] = []
     other: Path | None = None
@@ -65,14 +86,14 @@ def found_again(
         try:
             folder = place()
             looked.append(folder)
-            found = content_of(folder)
+            found = look(folder)
         except BottegaError:
             continue
         if found == content:
             return folder
         other = other or folder
     for folder in (old for one in looked for old in _set_aside(one)):
-        if content_of(folder) == content:
+        if look(folder) == content:
             return folder
     if other is not None:
         raise CheckpointError(f"{other}: is another {what} than this run was trained with; put that one back")
@@ -83,4 +104,5 @@ def found_again(
 def _set_aside(folder: Path) -> list[Path]:
     """The same folder of older runs: a part that is trained anew for other data leaves the old one as NAME.1, NAME.2."""
     run = folder.parent
-    return sorted(old for old in run.parent.glob(f"{run.name}.*/{folder.name}") if (old / SETTINGS[0]).is_file())
+    found = run.parent.glob(f"{run.name}.*/{folder.name}")
+    return sorted(old for old in found if any((old / name).is_file() for name in (SETTINGS[0], "model_index.json")))

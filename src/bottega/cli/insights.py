@@ -65,7 +65,7 @@ def _verify(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega compare A B [C]... [options]"
     parser.add_argument(
-        "groups", nargs="*", help='a run, runs of several seeds ("runs/a-s*" or a,b,c), a folder of folds'
+        "groups", nargs="*", help='a run, runs of several seeds ("runs/a-s*" or a,b,c), a folder of folds, RUN:ARM'
     )
     parser.add_argument("--metric", help="what is compared (default: the metric the runs kept their best by)")
     parser.add_argument("--split", choices=("validation", "test"), help="what bottega evaluate wrote to RUN/results")

@@ -68,14 +68,15 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-dir",
         "--out",
         metavar="DIR",
-        help="write metrics.json there, and of a classifier its answers and pictures",
+        help="write metrics.json there, of a classifier its answers and pictures, and all that was drawn for people",
     )
     parser.add_argument(
         "--count",
         type=int,
-        help="samples a generator draws to be judged (default: as many as held out, at least 1,000 pictures or clips, 250 sounds; 0: none)",
+        help="samples a generator draws to be judged (default: as many as held out, at least 1,000 pictures or clips, 250 sounds; 0: none), or people to draw for (default: all)",
     )
     parser.add_argument("--inception", metavar="FILE", help="Inception weights (safetensors), for FID as well")
+    parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights (safetensors), of pictures drawn for people")
 
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -90,6 +91,7 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         device=arguments.device,
         count=arguments.count,
         inception=arguments.inception,
+        lpips=arguments.lpips,
         quiet=arguments.json,
         out=Path(arguments.output_dir) if arguments.output_dir else None,
     )
@@ -135,11 +137,19 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     media.add_argument("--steps", type=int, help="steps of the sampler (default: the recipe's)")
     media.add_argument("--sampler", help="euler, heun or dpm (default: the recipe's)")
     media.add_argument("--guidance", type=float, help="how strongly the condition is followed; 1 is plain")
+    personal = parser.add_argument_group("personalised images")
+    personal.add_argument("--user", action="append", metavar="ID", help="for whom; repeat for more")
+    personal.add_argument(
+        "--wish", action="append", metavar="TEXT", help="what the picture should show; repeat for more"
+    )
+    personal.add_argument("--history", metavar="FILE", help="what somebody new has liked: a record file, or captions")
+    personal.add_argument("--negative_prompt", "--negative-prompt", help="what the picture should not show")
 
 
 ASKED = (
     *("prompt", "class_", "vector", "count", "seed", "max_tokens", "temperature", "top_k", "top_p"),
     *("repetition_penalty", "steps", "sampler", "guidance", "part"),
+    *("user", "wish", "history", "negative_prompt"),
 )
 
 
@@ -161,8 +171,8 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         made = saved.answer(asked, stream=None if arguments.json else sys.stdout, say=say)
     result = saved.branch.present(made, out, run=saved.directory.path, **asked)
     if not arguments.json:
-        for file in result.get("files", ()):
-            print(file)
+        for line in (*result.get("files", ()), *result.get("notes", ())):
+            print(line)
     return result
 
 

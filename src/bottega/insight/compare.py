@@ -15,7 +15,6 @@ from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.core.loop import Goal
 from bottega.insight import statistics as st
 from bottega.insight.compare_groups import (
-    FOLD,
     Group,
     best_value,
     check_same_data,
@@ -23,16 +22,13 @@ from bottega.insight.compare_groups import (
     one_goal,
     read_groups,
     result_value,
-    right_answers,
 )
+from bottega.insight.compare_people import are_personal, by_people
+from bottega.insight.compare_singles import SEEDS_NEEDED, by_answers, pair_described
 from bottega.schema.metrics import bounds
-from bottega.schema.recipe import changed_keys
 
 FEW = 5
 """Pairs below which no difference has a Wilcoxon p under 0.1, however clear it is."""
-SEEDS_NEEDED = (
-    'at least 2 runs a group are needed; give seeds, such as "runs/name-s*" with the quotes, or a folder of folds'
-)
 CUT = "*"
 TOWARDS = {"max": ", larger is better", "min": ", smaller is better", None: ""}
 PAPER, INK, FAINT, GRID, THREAD = "#ffffff", "#1c1b29", "#6d6b7b", "#ececf1", "#c9c8d3"
@@ -54,18 +50,24 @@ def compare(
         raise UsageError(f"--alpha {alpha:g}: expected a number between 0 and 1, such as 0.05")
     if len(names) < 2:
         raise UsageError('say what to compare: bottega compare A B, such as bottega compare "runs/a-s*" "runs/b-s*"')
-    groups = read_groups(names)
-    goal, level = one_goal(groups), 1 - alpha
-    if all(len(group.members) == 1 for group in groups):
-        report = _by_answers(groups, metric=metric, level=level)
-    else:
-        report = _by_values(groups, metric=metric or goal.metric, goal=goal, split=split, level=level)
+    report = _report(names, metric=metric, split=split, level=1 - alpha)
     adjusted = st.holm([pair["p"] for pair in report["pairs"]])
     for pair, p in zip(report["pairs"], adjusted, strict=True):
         pair |= {"p_adjusted": p, **_judged(pair, p, report, alpha=alpha, num_pairs=len(adjusted))}
     if len(adjusted) > 1:
         report["notes"].append("p is adjusted for the number of pairs by Holm's method; intervals are not")
-    return {**report, "alpha": alpha, "level": level, "notes": list(dict.fromkeys(report["notes"]))}
+    return {**report, "alpha": alpha, "level": 1 - alpha, "notes": list(dict.fromkeys(report["notes"]))}
+
+
+def _report(names: Sequence[str], *, metric: str | None, split: str | None, level: float) -> dict[str, Any]:
+    """By what the groups have in common: people, samples, or seeds and folds."""
+    if are_personal(names):
+        return by_people(names, metric=metric, split=split, level=level)
+    groups = read_groups(names)
+    goal = one_goal(groups)
+    if all(len(group.members) == 1 for group in groups):
+        return by_answers(groups, metric=metric, level=level)
+    return _by_values(groups, metric=metric or goal.metric, goal=goal, split=split, level=level)
 
 
 def _by_values(groups: list[Group], *, metric: str, goal: Goal, split: str | None, level: float) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def _tested(
             notes.append(
                 f"with {len(first)} and {len(second)} runs a test can hardly find anything; {FEW} seeds each are few"
             )
-        return _pair(one, other, found, why=why, paired_by=None)
+        return pair_described(one, other, found, why=why, paired_by=None)
     found = st.compare_pairs(
         *(np.array([side[key] for key in shared]) for side in (second, first)), level=level, ratio=one.ratio
     )
@@ -170,55 +172,7 @@ def _tested(
         why = f"folds share training data, so that the variance counts (1/{len(shared)} + 1/{one.folds - 1}), not 1/{len(shared)}"
     else:
         why = f"both have {len(shared)} seeds in common, so runs of one seed are pairs"
-    return _pair(one, other, found, why=why, paired_by=kind)
-
-
-def _by_answers(groups: list[Group], *, metric: str | None, level: float) -> dict[str, Any]:
-    """Single classifiers, by the samples that each has right."""
-    right = right_answers(groups)
-    if isinstance(right, str):
-        raise UsageError(
-            f"{right} is a single run without results/predictions.jsonl: {SEEDS_NEEDED}; or, for classifiers, write "
-            f"predictions: bottega evaluate {right} --out {right}/results"
-        )
-    if metric not in (None, "accuracy"):
-        raise UsageError(f"--metric {metric}: single runs are compared by accuracy; else {SEEDS_NEEDED}")
-    rows, pairs = [], []
-    for group in groups:
-        member, hits = group.members[0], right[group.label]
-        row = {
-            "label": group.label,
-            "name": group.name,
-            "kind": "samples",
-            "n": len(hits),
-            "mean": float(hits.mean()),
-            "deviation": None,
-            "interval": dataclasses.asdict(st.wilson_interval(int(hits.sum()), len(hits), level=level)),
-        }
-        run = {"run": str(member.path), "seed": member.recipe.seed, "fold": member.fold, "value": row["mean"]}
-        rows.append({**row, "runs": [run]})
-    for one, other in itertools.combinations(groups, 2):
-        found = st.compare_answers(right[other.label], right[one.label], level=level)
-        why = (
-            f"each is one classifier that answered the same {rows[0]['n']:,} samples; in {found.n:,} just one is right"
-        )
-        pairs.append(_pair(one, other, found, why=why, paired_by="key"))
-    notes = ["one run each: this tells two trained classifiers apart, not two ways of training; for these, give seeds"]
-    report = {"metric": "accuracy", "mode": "max", "read_from": "results/predictions.jsonl"}
-    return {**report, "groups": rows, "pairs": pairs, "notes": notes}
-
-
-def _pair(one: Group, other: Group, found: st.Comparison, *, why: str, paired_by: str | None) -> dict[str, Any]:
-    changed = changed_keys(one.members[0].recipe, other.members[0].recipe)
-    return {
-        "first": one.label,
-        "second": other.label,
-        "paired_by": paired_by,
-        "why": why,
-        **dataclasses.asdict(found),
-        "effect": dict(zip(("name", "size", "unbiased"), found.effect, strict=True)),
-        "changed": {key: [old, new] for key, old, new in changed if key not in ("seed", FOLD)},
-    }
+    return pair_described(one, other, found, why=why, paired_by=kind)
 
 
 def _judged(pair: dict[str, Any], p: float, report: dict[str, Any], *, alpha: float, num_pairs: int) -> dict[str, Any]:
@@ -337,7 +291,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     reach = [within(group["interval"][end], report["metric"])[0] for group in groups for end in ("low", "high")]
     ticks, place = _axis([*reach, *(run["value"] for group in groups for run in group["runs"])])
     spots = [_spots(group, LEFT + column * (i + 0.5), place) for i, group in enumerate(groups)]
-    is_joined = groups[0]["kind"] != "samples" and len(groups) > 1
+    is_joined = groups[0]["kind"] not in ("samples", "people") and len(groups) > 1
     joined = ", lines join those of one seed or fold" if is_joined else ""
     text(LEFT, 22, f"{report['metric']}{TOWARDS[report['mode']]}", size=16)
     text(LEFT, 43, f"each dot is a run{joined}; beside it the mean and its {_level(report)}", fill=FAINT)

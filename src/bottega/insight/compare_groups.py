@@ -70,7 +70,7 @@ class Group:
 
 def read_groups(names: Sequence[str]) -> list[Group]:
     """Each name is a run, a pattern or a list of runs, or a folder of folds."""
-    groups = [_read_group(name, _label(number)) for number, name in enumerate(names)]
+    groups = [_read_group(name, label_of(number)) for number, name in enumerate(names)]
     seen: dict[Path, str] = {}
     for group in groups:
         for path in (member.path.resolve() for member in group.members):
@@ -82,13 +82,13 @@ def read_groups(names: Sequence[str]) -> list[Group]:
     return [replace(group, members=tuple(group.by_key[key] for key in sorted(group.by_key))) for group in groups]
 
 
-def _label(number: int) -> str:
+def label_of(number: int) -> str:
     return string.ascii_uppercase[number % 26] + (str(number // 26) if number >= 26 else "")
 
 
 def _read_group(name: str, label: str) -> Group:
     paths, is_folder = _paths_of(name)
-    members = [_read_member(path) for path in paths]
+    members = [member_of(path) for path in paths]
     if is_folder or len({m.fold for m in members}) > 1:
         said = [m.recipe.data.split.folds for m in members if m.recipe.data.split is not None]
         return Group(label, name, tuple(members), said[0] if said and said[0] else max(2, len(members)))
@@ -122,7 +122,7 @@ def _folds_in(path: Path) -> list[Path]:
     return sorted(inner for inner in path.glob("fold-*") if re.fullmatch(r"fold-\d+", inner.name) and _is_run(inner))
 
 
-def _read_member(path: Path) -> Member:
+def member_of(path: Path) -> Member:
     recipe = load_recipe([RunDirectory(path).must_exist().recipe]).recipe
     named, split = re.fullmatch(r"fold-(\d+)", path.name), recipe.data.split
     # The name comes first: where folds are repeated with other splits, there are several of one number.

@@ -31,10 +31,13 @@ CONTENT = {
     "audio": ("audio", "seconds"),
     "video": ("video", "frames"),
     "routing": ("x", None),
+    "personalize": ("history", "liked items"),
 }
 PERCENTILES = {"min": 0, "5%": 5, "median": 50, "95%": 95, "max": 100}
 # A label list longer than this shows its largest and smallest only.
 LABELS_SHOWN = 12
+# Of each person's history, so that the target beside it can still be seen.
+LIKED_SHOWN = 6
 TASK_OF_KIND = {"images": "image", "audio": "audio", "video": "video", "idx": "image"}
 
 
@@ -75,6 +78,8 @@ def _task_of(path: str) -> str:
     first = next((record for record in records if isinstance(record, Record)), None)
     names = set(first.fields) if first is not None else set()
     suffixes, stems = {f".{name.rpartition('.')[2]}" for name in names}, {name.partition(".")[0] for name in names}
+    if {"history", "target"} <= names:
+        return "personalize"
     for task, known in (("image", IMAGE_SUFFIXES), ("audio", AUDIO_SUFFIXES), ("video", VIDEO_SUFFIXES)):
         if suffixes & known or task in stems:
             return task
@@ -87,7 +92,8 @@ def describe(prepared: Prepared) -> dict[str, Any]:
     column, unit = CONTENT[task]
     tables = {name: prepared.table(name) for name in train_first(prepared.tables)}
     # Two texts may have the same ids: words that a tokenizer does not know are all one.
-    repeated = "text" if all("text" in table.columns for table in tables.values()) else column
+    whole = (name for name in ("text", "record") if all(name in table.columns for table in tables.values()))
+    repeated = next(whole, column)
     report: dict[str, Any] = {**summary(prepared), "duplicates": _duplicates(tables, repeated)}
     if unit is not None:
         scale = meta["sample_rate"] if unit == "seconds" else 1
@@ -151,10 +157,20 @@ def _example(prepared: Prepared, table: Table, number: int) -> dict[str, str]:
         text = prepared.tokenizer.decode(row["tokens"][:400])
     elif task == "classify":
         text = str(row["text"])
+    elif task == "personalize":
+        text = _liked(row["record"])
     else:
         content = row[CONTENT[task][0]]
         text = f"{len(content):,} bytes" if isinstance(content, bytes) else _form(task, content, prepared)
     return {"key": str(row["key"]), "shows": text, **said}
+
+
+def _liked(record: str) -> str:
+    from bottega.data.personal import Record
+
+    person = Record.model_validate_json(record)
+    liked = "; ".join(item.caption for item in person.history)
+    return f"user {person.user} liked: {liked}\nwish: {person.asked}"
 
 
 def _form(task: str, content: np.ndarray, prepared: Prepared) -> str:
@@ -183,6 +199,8 @@ def _pictures(prepared: Prepared, count: int, out: Path) -> list[Path]:
         frames = [video[i] for video in videos for i in np.linspace(0, len(video) - 1, 6).astype(int)]
         captions = [_caption(table, n) for n in numbers for _ in range(6)]
         return [_drawn(sheet, frames, out / "frames.png", captions=captions, columns=6)]
+    if task == "personalize":
+        return [_drawn(_people_sheet, prepared, out / "people.png", numbers=numbers)]
     if task == "audio":
         from bottega.data.audio.picture import spectrogram_sheet
 
@@ -190,6 +208,25 @@ def _pictures(prepared: Prepared, count: int, out: Path) -> list[Path]:
         sounds = [(_caption(table, n), np.asarray(table.row("audio", n)), rate) for n in numbers]
         return [_drawn(spectrogram_sheet, sounds, out / "spectrograms.png")]
     return []
+
+
+def _people_sheet(prepared: Prepared, path: Path, *, numbers: list[int]) -> None:
+    """Each row a person: the last things they liked, then what they took. Where no picture is known, the words stand."""
+    from bottega.data.image.sheet import sheet
+    from bottega.data.personal import PersonalRows
+
+    rows = PersonalRows(prepared, prepared.training_tables[0])
+    records = [rows.record(number) for number in numbers]
+    columns = min(LIKED_SHOWN, max(len(record.history) for record in records)) + 1
+    size = prepared.meta["image_size"]
+    white = np.full((size, size, 3), 255, np.uint8)
+    images, captions = [], []
+    for record in records:
+        items = record.items[-columns:]
+        missing = columns - len(items)
+        images += [white] * missing + [white if item.image is None else rows.picture(item) for item in items]
+        captions += [""] * missing + [item.caption for item in items[:-1]] + [f"took: {items[-1].caption}"]
+    sheet(images, path, captions=captions, columns=columns)
 
 
 def _drawn(draw: Any, what: Any, path: Path, **options: Any) -> Path:

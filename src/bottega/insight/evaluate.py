@@ -9,6 +9,7 @@ from typing import Any
 
 from bottega.core.errors import UsageError
 from bottega.data.present import finite, whole, writing
+from bottega.data.source import Source
 from bottega.saved import SavedRun, open_run, without_dashes
 
 UNDEFINED = {
@@ -31,18 +32,19 @@ def evaluate(
     device: str = "auto",
     count: int | None = None,
     inception: str | Path | None = None,
+    lpips: str | Path | None = None,
     out: str | Path | None = None,
     quiet: bool = True,
 ) -> dict[str, Any]:
     """`bottega.evaluate`: {"metrics": ...} and, of a generator, the same measures of real data beside them.
 
-    `count` samples are drawn for that; 0 measures the loss alone. A classifier's answers are written to `out`.
+    `count` samples are drawn for that; 0 measures the loss alone. A classifier's answers are written to `out`. Of a
+    personalised run `count` are people, and {"arms": ...} what they were drawn with and without being known.
     """
     options: dict[str, Any] = {"data": data, "split": split, "checkpoint": checkpoint, "device": device}
+    options |= {"count": count, "inception": inception, "lpips": lpips, "quiet": quiet}
     try:
-        return measure(
-            run, **options, count=count, inception=inception, quiet=quiet, out=Path(out) if out is not None else None
-        )
+        return measure(run, **options, out=Path(out) if out is not None else None)
     except UsageError as error:
         raise without_dashes(error) from None
 
@@ -50,11 +52,14 @@ def evaluate(
 def measure(
     run: str | Path, *, data: str | Path | None, split: str, out: Path | None = None, **options: Any
 ) -> dict[str, Any]:
-    """The same for the command line. To `out` goes metrics.json, and of a classifier its answers and pictures."""
+    """The same for the command line. To `out` goes metrics.json, and of a classifier its answers and pictures. What is drawn
+    for people is for looking at and goes into the run's folder where no other is named."""
     result = _measured(run, data=data, split=split, out=out, **options)
-    if out is not None:
-        file = out / "metrics.json"
-        beside = {name: value for name, value in result.items() if name not in ("metrics", "checkpoint", "files")}
+    if out is not None or "folder" in result:
+        file = (out or Path(result["folder"])) / "metrics.json"
+        beside = {
+            name: value for name, value in result.items() if name not in ("metrics", "checkpoint", "files", "folder")
+        }
         fields = {**result["metrics"], **beside, "split": None if data is not None else split}
         with writing(file), whole(file) as temporary:
             temporary.write_text(json.dumps(finite(fields), indent=1) + "\n")
@@ -70,15 +75,15 @@ def _measured(
     device: str,
     count: int | None,
     inception: str | Path | None,
+    lpips: str | Path | None = None,
     quiet: bool,
     out: Path | None,
 ) -> dict[str, Any]:
     if count is not None and count < 0:
         raise UsageError(f"--count {count}: expected 0, for the loss alone, or more")
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
-    for flag, given in {"--count": count, "--inception": inception}.items():
-        if given and not _generates(saved):
-            raise UsageError(f"{flag} {given}: of a run of {saved.recipe.task} no samples are judged; leave it out")
+    is_personal = saved.recipe.task == "personalize"
+    _check_judged(saved, {"--count": count, "--inception": inception, "--lpips": lpips})
     found, rows, source = saved.examined(data, split=split)
     metrics = {**found, **_codes_used(saved, data, split)}
     result: dict[str, Any] = {"metrics": metrics, "checkpoint": str(saved.checkpoint)}
@@ -89,24 +94,41 @@ def _measured(
         result["per_class"] = answers.per_class()
         if out is not None:
             result["files"] = [str(path) for path in answers.write(out)]
+    if is_personal and count != 0:
+        out = out or saved.directory.path / "evaluation" / ("data" if data is not None else split)
+        weights = Path(lpips) if lpips is not None else None
+        return _over_people(
+            saved, source, result, count=count, lpips=weights, is_own=data is None, out=out, quiet=quiet
+        )
     if not _generates(saved) or count == 0:
         return result
+    options = {"data": str(data) if data is not None else None, "split": split, "count": count}
+    return _beside_real(saved, result, **options, inception=inception, quiet=quiet)
+
+
+def _check_judged(saved: SavedRun, given: dict[str, Any]) -> None:
+    """Refuses what would change nothing."""
+    is_personal, generates, task = saved.recipe.task == "personalize", _generates(saved), saved.recipe.task
+    takes = {"--count": is_personal or generates, "--inception": generates, "--lpips": is_personal}
+    for flag, value in given.items():
+        if value and not takes[flag]:
+            why = "samples are not judged by that" if takes["--count"] else "no samples are judged"
+            raise UsageError(f"{flag} {value}: of a run of {task} {why}; leave it out")
+
+
+def _beside_real(
+    saved: SavedRun, result: dict[str, Any], *, inception: str | Path | None, quiet: bool, **options: Any
+) -> dict[str, Any]:
+    """What a generator draws, beside real data."""
     from rich.console import Console
 
     from bottega.callbacks.bars import bars
     from bottega.insight.scores import score
 
+    weights = Path(inception) if inception is not None else None
     with bars(Console(stderr=True, quiet=quiet), in_bytes=False) as say:
-        scores = score(
-            saved,
-            split=split,
-            data=str(data) if data is not None else None,
-            count=count,
-            inception=Path(inception) if inception is not None else None,
-            say=say,
-            quiet=quiet,
-        )
-    result["metrics"] = {**metrics, **scores.generated}
+        scores = score(saved, **options, inception=weights, say=say, quiet=quiet)
+    result["metrics"] = {**result["metrics"], **scores.generated}
     result["real"] = scores.real
     if scores.through_codec:
         result["through_codec"] = scores.through_codec
@@ -117,6 +139,25 @@ def _measured(
     return result
 
 
+def _over_people(
+    saved: SavedRun, source: Source, result: dict[str, Any], *, is_own: bool, out: Path, quiet: bool, **options: Any
+) -> dict[str, Any]:
+    """The arms; the metrics of the run are those of the whole method."""
+    from rich.console import Console
+
+    from bottega.callbacks.bars import bars
+    from bottega.insight.personal import evaluate_people
+    from bottega.insight.personal_studio import studio_of
+
+    with (
+        bars(Console(stderr=True, quiet=quiet), in_bytes=False) as say,
+        studio_of(saved, source, is_own=is_own) as studio,
+    ):
+        found = evaluate_people(studio, **options, out=out, say=say)
+    both = {measure: values["mean"] for measure, values in found["arms"]["both"].items()}
+    return {**result, "metrics": {**result["metrics"], **both}, **found, "folder": str(out)}
+
+
 def _undefined(result: dict[str, Any]) -> list[str]:
     """Measures that are no number in some column, and so compare nothing."""
     columns = [result["metrics"], *(result[name] for name in TITLES if name in result)]
@@ -124,11 +165,15 @@ def _undefined(result: dict[str, Any]) -> list[str]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The loss, and a table of what was drawn beside what is real."""
-    compared = result.get("real", {})
+    """The loss, and a table of what was drawn beside what is real, or of what people were drawn with and without."""
+    compared = result["arms"]["both"] if "arms" in result else result.get("real", {})
     width = max(20, *(len(name) + 2 for name in result["metrics"]))
     lines = [f"{name:<{width}}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
-    if compared:
+    if "arms" in result:
+        from bottega.insight.personal_table import show as arms_shown
+
+        lines += [*arms_shown(result), "", f"written to {result['folder']}"]
+    elif compared:
         undefined = _undefined(result)
         columns = {"generated": result["metrics"], **{name: result[name] for name in TITLES if name in result}}
         lines += ["", " " * 20 + "".join(f"{TITLES[name]:>22}" for name in columns)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from bottega.models.json_object import read_object
 from bottega.schema.transformer import TransformerShape
 
 CONFIG = "config.json"
-PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "merges.txt", "vocab.txt"]
+PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 
 def export_transformers(
@@ -76,11 +76,13 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
             _fill(state, file, [name for name in state if places[name] == file])
 
 
-def fetch_folder(name: str, *, key: str = "model.from", is_local: bool = False) -> Path:
+def fetch_folder(
+    name: str, *, key: str = "model.from", is_local: bool = False, patterns: Sequence[str] = PATTERNS
+) -> Path:
     """A local folder as it is; else a hub name, downloaded without anything that could run code.
 
-    `key` is who asks. What reads as a path, or `is_local`, is never asked of the network: it would be told what our folders
-    are called, and might have something else under that name.
+    `key` is who asks, `patterns` which files. What reads as a path, or `is_local`, is never asked of the network: it would
+    be told what our folders are called, and might have something else under that name.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -90,6 +92,7 @@ def fetch_folder(name: str, *, key: str = "model.from", is_local: bool = False) 
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
+            GatedRepoError,
             HfHubHTTPError,
             HFValidationError,
             LocalEntryNotFoundError,
@@ -100,9 +103,14 @@ def fetch_folder(name: str, *, key: str = "model.from", is_local: bool = False) 
             f"{key}: {name} is no folder here, and the hub needs a package; pip install 'bottega[hub]'"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except HFValidationError as error:
         raise UsageError(f"{key}: {name!r} is neither a folder here nor a hub name such as Qwen/Qwen3-0.6B") from error
+    except GatedRepoError as error:  # a kind of the next one
+        raise UsageError(
+            f"{key}: {name} is given only to those who agree to its terms; do so on its page on the hub and log in, or "
+            "name a folder that has it"
+        ) from error
     except RepositoryNotFoundError as error:
         raise UsageError(
             f"{key}: {name} is no folder here, and the hub shows no such model; correct it, or log in if it is private"

@@ -6,9 +6,9 @@ a trained mapping makes those a condition for the generator, beside the words of
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from bottega.schema.data import Data
 from bottega.schema.media import GeneratorSamples
@@ -85,6 +85,12 @@ class ConditionWeights(Section):
     keywords: Number = Field(1.0, ge=0, description="the keywords of what a person likes")
     target: Number = Field(1.0, ge=0, description="the keywords of the wish")
 
+    @model_validator(mode="after")
+    def _is_something(self) -> Self:
+        if not (self.soft or self.keywords or self.target):
+            raise ValueError("all weights are 0, which leaves no condition; raise one")
+        return self
+
 
 class PersonalizeModel(Model):
     diffusion: str | None = Field(
@@ -97,6 +103,11 @@ class PersonalizeModel(Model):
         None, description="CLIP that picks among candidates and judges: a folder or hub name, or needs.<part>"
     )
     num_image_tokens: Positive = Field(2, description="learned tokens that ask for an image")
+    start_words: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="image tokens begin as the tokens of these, in turn, such as [':', ',']; null draws them at random",
+    )
     num_prefix_tokens: Whole = Field(2, ge=0, description="learned keys and values before each layer's own; 0 is none")
     prefix_projection: Positive | None = Field(
         None, description="prefixes come out of two layers of this width (P-tuning v2); null trains them themselves"
@@ -105,11 +116,20 @@ class PersonalizeModel(Model):
         "auto", description="of the frozen parts; auto is bf16 on a GPU and fp32 elsewhere; 8bit and 4bit: bitsandbytes"
     )
     keywords: Keywords = Field(default_factory=Keywords, description="what the language model is asked in words")
-    weights: ConditionWeights = Field(default_factory=ConditionWeights, description="parts of the condition in training")
+    weights: ConditionWeights = Field(
+        default_factory=ConditionWeights, description="parts of the condition in training"
+    )
     keyword_dropout: Probability = Field(
         0.0, description="share trained without the keywords of preference, so that the soft tokens must know it too"
     )
     min_snr: Number | None = Field(None, gt=0, description="cap on the weight of clean times, such as 5; null is none")
+
+    @field_validator("weights")
+    @classmethod
+    def _learns(cls, value: ConditionWeights) -> ConditionWeights:
+        if not value.soft:
+            raise ValueError("soft is 0, so that nothing would learn; raise it")
+        return value
 
 
 class PersonalizeData(Data):
@@ -122,6 +142,10 @@ class PersonalizeData(Data):
     captions: str | None = Field(
         None, description="file of captions by item, or the folder of a captioning model; null is as in the records"
     )
+    pictures: str | None = Field(
+        None, description="folder that the names of pictures are relative to; null is that of the records"
+    )
+    min_score: Number | None = Field(None, description="flickr: what has so many points or more is liked; null is 4")
 
 
 class PersonalizeSamples(GeneratorSamples):

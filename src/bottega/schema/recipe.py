@@ -38,6 +38,8 @@ BUILT_TASKS = (
     "video",
     "image_vae",
     "image_tokens",
+    "align",
+    "personalize",
     "routing",
     "recall",
     "multitask",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bottega.schema.align import AlignRecipe
 from bottega.schema.autoencode import AudioVaeRecipe, ImageVaeRecipe, VideoVaeRecipe
 from bottega.schema.classify import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
 from bottega.schema.fields import has_key
@@ -23,6 +24,7 @@ RECIPES: dict[str, type[Recipe]] = {
     "video": VideoRecipe,
     "image_vae": ImageVaeRecipe,
     "image_tokens": ImageTokensRecipe,
+    "align": AlignRecipe,
     "personalize": PersonalizeRecipe,
     "routing": RoutingRecipe,
     "recall": RecallRecipe,

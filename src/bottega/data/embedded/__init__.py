@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from bottega.core.errors import UsageError
 from bottega.data.cache import cached, default_cache
 from bottega.schema.data import Data, Kind, Source
 
@@ -19,16 +20,20 @@ NAMES = {
     "image": "digits-4c8d689d662ed659",
     "audio": "tones-9103e7c7cba55082",
     "video": "moving-digits-a063986ae2faca36",
+    "stickers": "stickers-c8922accbfc40760",
+    "stickers-all": "stickers-all-199c0b2449cbfe77",
 }
+STICKERS = ("stickers", "stickers-all")
+"""Embedded data that are asked for by name, as {kind: embedded, path: stickers}; the latter has the held-out pairs, too."""
 
 
-def in_place(data: D, kind: Kind, path: Callable[[], Path]) -> D:
-    """With what is embedded as a source like any other; the path is asked for only where something is."""
+def in_place(data: D, kind: Kind, path: Callable[[str | None], Path]) -> D:
+    """With what is embedded as a source like any other; `path` is asked, with the name in the recipe, where something is."""
 
     def found(source: Source | None) -> Source | None:
         if source is None or source.kind != "embedded":
             return source
-        return source.model_copy(update={"kind": kind, "path": str(path())})
+        return source.model_copy(update={"kind": kind, "path": str(path(source.path))})
 
     changes: dict[str, object] = {
         name: found(getattr(data, name)) for name in ("train", "validation", "test", "replay")
@@ -38,25 +43,37 @@ def in_place(data: D, kind: Kind, path: Callable[[], Path]) -> D:
     return data.model_copy(update=changes)
 
 
-def materialise(medium: Medium) -> Path:
-    """The folder of .npy files, one a field, that the numpy reader takes for a table with labels."""
-    name = NAMES[medium].rpartition("-")[0]
+def check_name(name: str | None, *known: str) -> None:
+    if name is not None and name not in known:
+        there = f"there is {' and '.join(known)}" if known else "leave path out"
+        raise UsageError(f"data.train.path: nothing embedded is named {name!r} for this task; {there}")
+
+
+def materialise(medium: Medium, named: str | None = None) -> Path:
+    """The folder of .npy files, one a field, that the numpy reader takes for a table with labels or captions."""
+    check_name(named, *(STICKERS if medium == "image" else ()))
+    chosen = named or medium
+    name = NAMES[chosen].rpartition("-")[0]
 
     def build(folder: Path) -> None:
         (folder / name).mkdir(exist_ok=True)
-        for field, values in _fields(medium).items():
+        for field, values in _fields(chosen).items():
             # Little-endian everywhere: the bytes of the files are the fingerprint of the data.
             np.save(folder / name / f"{field}.npy", values.astype(values.dtype.newbyteorder("<")), allow_pickle=False)
 
-    return cached(default_cache() / "embedded", NAMES[medium], build) / name
+    return cached(default_cache() / "embedded", NAMES[chosen], build) / name
 
 
-def _fields(medium: Medium) -> dict[str, np.ndarray]:
-    if medium == "image":
+def _fields(chosen: str) -> dict[str, np.ndarray]:
+    if chosen in STICKERS:
+        from bottega.data.embedded import stickers
+
+        return stickers.fields(stickers.SEEN if chosen == "stickers" else stickers.PAIRS)
+    if chosen == "image":
         from bottega.data.embedded import digits
 
         return digits.fields()
-    if medium == "audio":
+    if chosen == "audio":
         from bottega.data.embedded import tones
 
         return tones.fields()

@@ -15,7 +15,7 @@ from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import default_cache
 from bottega.data.classes import find_classes, texts_of
 from bottega.data.embedded import in_place
-from bottega.data.embedded.docstrings import FILE as DOCSTRINGS
+from bottega.data.embedded.docstrings import docstrings
 from bottega.data.encoder import Encoder, Row
 from bottega.data.prepare.inputs import check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
@@ -55,7 +55,7 @@ def prepare_classify(
     if ready is not None:
         _check_ready(ready, data, spec)
         return ready
-    data = in_place(data, "jsonl", lambda: DOCSTRINGS)
+    data = in_place(data, "jsonl", docstrings)
     inputs, shares = inputs_of(data)
     check_medium(inputs, "text")
     if data.multi_label and any(input.found.source.labels is not None for input in inputs):

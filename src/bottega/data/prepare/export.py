@@ -71,6 +71,11 @@ def _said(row: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
+def _personal(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:
+    """A record as it can be read again; its pictures stay where they are."""
+    return json.loads(row["record"])
+
+
 def _plain(prepared: Prepared, row: dict[str, Any]) -> dict[str, Any]:
     plain = {name: np.asarray(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
     return {**{name: value for name, value in plain.items() if name != "key"}, "source": row["key"]}
@@ -84,4 +89,5 @@ _CONVERTERS = {
     "image_tokens": _image,
     "audio": _audio,
     "video": _video,
+    "personalize": _personal,
 }

@@ -141,7 +141,7 @@ def _inputs(data: Data, medium: Medium) -> tuple[tuple[Input, ...], Shares]:
     for source in (*(data.sources or (data.train,)), data.validation, data.test):
         if source is not None and source.kind == "synthetic":
             raise UsageError("data.train.kind: synthetic data is of the task routing; say embedded, or give a path")
-    inputs, shares = inputs_of(in_place(data, "numpy", lambda: materialise(medium)))
+    inputs, shares = inputs_of(in_place(data, "numpy", partial(materialise, medium)))
     check_medium(inputs, medium)
     return inputs, shares
 

@@ -75,7 +75,7 @@ class Prepared:
             lines.append(
                 f"{meta['bad']:,} of {meta['records']:,} records left out as bad; the first: {meta['named'][0]}"
             )
-        return lines
+        return [*lines, *meta.get("notes", ())]
 
     @cached_property
     def classes(self) -> Classes:

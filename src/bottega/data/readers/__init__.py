@@ -146,6 +146,10 @@ def find(source: Source) -> Found:
     """The files of a source and what they are. What lies far away is copied first, once."""
     if source.kind == "synthetic":
         raise UsageError("data of kind synthetic is made, not read; leave path out")
+    if source.kind == "embedded" and source.path is not None:
+        from bottega.data.readers import embedded
+
+        source = embedded.named(source)
     if source.kind == "embedded" or (source.kind == "auto" and source.path is None):
         from bottega.data.readers import embedded
 

@@ -1,4 +1,4 @@
-"""The text that every machine has: the sources of Python's standard library."""
+"""The text that every machine has, the sources of Python's standard library; and texts that are made, by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from bottega.core.errors import DataError
 from bottega.data.readers.files import Listing
 from bottega.data.readers.reader import Format
 from bottega.data.readers.text import FORMAT as TEXT
+from bottega.schema.data import Source
 
 # Left out: tests, code tables, what some distributions package apart, and what belongs to one installation; so one
 # version of Python gives one corpus nearly everywhere.
@@ -29,6 +30,14 @@ def listed() -> Listing:
     if not files:
         raise DataError(f"{root} has no Python sources; name a corpus of your own")
     return Listing(root, sorted(files, key=lambda file: file.relative_to(root).as_posix()), is_folder=True)
+
+
+def named(source: Source) -> Source:
+    """Texts that are asked for by name, as a source of files."""
+    from bottega.data.embedded.sticker_texts import materialise_texts
+
+    assert source.path is not None
+    return source.model_copy(update={"kind": "jsonl", "path": str(materialise_texts(source.path))})
 
 
 def _belongs(name: str) -> bool:

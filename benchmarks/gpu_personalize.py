@@ -1,0 +1,289 @@
+"""Personalised generation in the shapes of LLaMA-7B and Stable Diffusion 1.5, with random weights, on one GPU.
+
+First the table of `bottega plan --memory`: a training step by micro-batch, with and without gradient checkpointing. Then
+ours beside the plain way to write it (transformers with the prefixes in a cache, diffusers, one AdamW), both in bf16, in
+turns of short windows, so that clocks and heat are shared; medians are compared.
+
+    python benchmarks/gpu_personalize.py [--prompt 600] [--most 16] [--rounds 3] [--steps 4] [--tiny] [--out FILE]
+
+Weights are random because their values do not change the time; --tiny is a check of this script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bottega.engines.torch import TorchEngine
+from bottega.insight.memory import report, show
+from bottega.models.frozen_image import FrozenImage, ImageFacts
+from bottega.models.frozen_language import FrozenLanguage
+from bottega.models.prefix_attention import register
+from bottega.models.soft_prompts import SoftPrompts, build_soft_prompts
+from bottega.schema.personalize import SoftPromptShape
+from bottega.schema.recipe import Training
+from bottega.tasks.paths import Path
+from bottega.tasks.personalize import Personalize
+
+SIZES: dict[str, Any] = {
+    "language": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "vocab": 32000,
+    "unet": (320, 640, 1280, 1280),
+    "vae": (128, 256, 512, 512),
+    "text": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "image": 512,
+}
+TINY: dict[str, Any] = {
+    "language": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "vocab": 100,
+    "unet": (32, 32, 32, 32),
+    "vae": (32, 32, 32, 32),
+    "text": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "image": 128,
+}
+TEXT_TOKENS, TEXT_VOCAB, DOWNSAMPLE, LATENT_CHANNELS = 77, 49408, 8, 4
+
+
+class Unpretrained(Personalize):
+    """The task with frozen models of random weights, made where they are used."""
+
+    sizes: dict[str, Any]
+    device: str
+
+    def build(self, seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        language, (unet, vae, text) = language_model(self.sizes, self.device), image_parts(self.sizes, self.device)
+        if self.checkpointing:
+            unet.enable_gradient_checkpointing()
+        return {
+            "model": build_soft_prompts(self.shape, seed),
+            "language_model": FrozenLanguage(language, takes_prefixes=True, checkpointing=self.checkpointing),
+            "image_model": FrozenImage(facts(self.sizes), denoiser=unet, encoders=[text], vae=vae),
+        }
+
+
+def language_model(sizes: dict[str, Any], device: str, *, attention: str | None = None) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**sizes["language"], vocab_size=sizes["vocab"], max_position_embeddings=4096)
+    config._attn_implementation = attention or register()
+    return made(lambda: LlamaForCausalLM(config), device)
+
+
+def image_parts(sizes: dict[str, Any], device: str) -> tuple[Any, Any, Any]:
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    text = sizes["text"]
+    unet = made(
+        lambda: UNet2DConditionModel(
+            sample_size=sizes["image"] // DOWNSAMPLE,
+            block_out_channels=sizes["unet"],
+            cross_attention_dim=text["hidden_size"],
+            attention_head_dim=8,
+        ),
+        device,
+    )
+    vae = made(
+        lambda: AutoencoderKL(
+            block_out_channels=sizes["vae"],
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=2,
+            sample_size=sizes["image"],
+        ),
+        device,
+    )
+    config = CLIPTextConfig(**text, vocab_size=TEXT_VOCAB, max_position_embeddings=TEXT_TOKENS)
+    return unet, vae, made(lambda: CLIPTextModel(config), device)
+
+
+def made(build: Callable[[], Any], device: str) -> Any:
+    """In half precision from the first byte: 7 billion numbers in float32 would take 26 GiB on the way."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
+    try:
+        with torch.device(device):
+            return build().eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def facts(sizes: dict[str, Any]) -> ImageFacts:
+    return ImageFacts(
+        kind="sd",
+        folder="random",
+        denoiser="random",
+        encoders=("random",),
+        tokenizers=("random",),
+        vae="random",
+        lengths=(TEXT_TOKENS,),
+        vocab_sizes=(TEXT_VOCAB,),
+        num_tokens=TEXT_TOKENS,
+        text_size=sizes["text"]["hidden_size"],
+        pooled_size=None,
+        objective="noise",
+        schedule="scaled_linear",
+        shift=1.0,
+        scale=0.18215,
+        latent_shift=0.0,
+        downsample=DOWNSAMPLE,
+        latent_channels=LATENT_CHANNELS,
+        image_size=sizes["image"],
+        side_step=DOWNSAMPLE * 8,
+        max_side=None,
+        zero_unconditional=False,
+    )
+
+
+def soft_shape(sizes: dict[str, Any]) -> SoftPromptShape:
+    language = sizes["language"]
+    heads = language["num_attention_heads"]
+    return SoftPromptShape(
+        hidden_size=language["hidden_size"],
+        num_layers=language["num_hidden_layers"],
+        num_kv_heads=heads,
+        head_size=language["hidden_size"] // heads,
+        text_size=sizes["text"]["hidden_size"],
+        num_image_tokens=2,
+        num_prefix_tokens=2,
+    )
+
+
+def engine_of(sizes: dict[str, Any], device: str, *, checkpointing: bool) -> TorchEngine:
+    side = sizes["image"] // DOWNSAMPLE
+    task = Unpretrained(
+        shape=soft_shape(sizes),
+        path=Path(objective="noise", schedule="scaled_linear"),
+        language_model="random",
+        image_model="random",
+        checkpointing=checkpointing,
+        image_size=sizes["image"],
+        latent=(side, side, LATENT_CHANNELS),
+        empty=((0,) * TEXT_TOKENS,),
+        sizes=sizes,
+        device=device,
+    )
+    training = Training(learning_rate=5e-6, compile=False, max_steps=1)
+    return TorchEngine(task, training, rate=lambda step: 5e-6, device=device)
+
+
+def batch_of(sizes: dict[str, Any], count: int, prompt: int) -> dict[str, np.ndarray]:
+    rng, side = np.random.default_rng(0), sizes["image"]
+    return {
+        "image": rng.uniform(-1, 1, (count, side, side, 3)).astype(np.float32),
+        "prompt": rng.integers(0, sizes["vocab"], (count, prompt)),
+        "prompt_mask": np.ones((count, prompt), np.int64),
+        "preference_0": rng.integers(0, TEXT_VOCAB, (count, TEXT_TOKENS)),
+        "target_0": rng.integers(0, TEXT_VOCAB, (count, TEXT_TOKENS)),
+    }
+
+
+class Plain:
+    """The same step as anybody would write it: the prefix as a filled cache, everything called in turn."""
+
+    def __init__(self, sizes: dict[str, Any], device: str) -> None:
+        self.sizes, self.device = sizes, device
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.language = language_model(sizes, device, attention="sdpa")
+        self.unet, self.vae, self.text = image_parts(sizes, device)
+        self.soft: SoftPrompts = build_soft_prompts(soft_shape(sizes), 0).to(device)
+        self.optimizer = torch.optim.AdamW(self.soft.parameters(), lr=5e-6)
+        betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64).square()
+        self.kept = torch.cumprod(1 - betas, 0).float().to(device)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        from transformers import DynamicCache
+
+        cache, shape, count = DynamicCache(), self.soft.shape, len(ids)
+        for layer, both in enumerate(self.soft.prefixes()):
+            heads = [one.view(-1, shape.num_kv_heads, shape.head_size).transpose(0, 1) for one in both]
+            keys, values = (one.to(self.dtype).expand(count, -1, -1, -1) for one in heads)
+            cache.update(keys, values, layer)
+        words = self.language.get_input_embeddings()(ids)
+        tokens = self.soft.image_tokens.to(self.dtype).expand(count, -1, -1)
+        found = self.language.model(inputs_embeds=torch.cat((words, tokens), 1), past_key_values=cache, use_cache=True)
+        return found.last_hidden_state[:, -len(self.soft.image_tokens) :]
+
+    def step(self, batch: dict[str, Tensor]) -> float:
+        count = len(batch["image"])
+        with torch.no_grad():
+            pixels = batch["image"].movedim(-1, 1).contiguous().to(self.dtype)
+            clean = (self.vae.encode(pixels).latent_dist.sample() * 0.18215).float()
+            texts = [self.text(batch[name])[0] for name in ("preference_0", "target_0")]
+        noise, time = torch.randn_like(clean), torch.randint(0, 1000, (count,), device=self.device)
+        level = self.kept[time].view(-1, 1, 1, 1)
+        noisy = (level.sqrt() * clean + (1 - level).sqrt() * noise).to(self.dtype)
+        soft = self.soft.mapping(self.hidden(batch["prompt"]).float()).to(self.dtype)
+        predicted = self.unet(noisy, time, encoder_hidden_states=torch.cat((soft, *texts), 1)).sample
+        loss = (predicted.float() - noise).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.soft.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+
+def side_by_side(arguments: argparse.Namespace, sizes: dict[str, Any], device: str) -> dict[str, Any]:
+    count = arguments.batch
+    batch = batch_of(sizes, count, arguments.prompt)
+    on_device = {name: torch.from_numpy(value).to(device) for name, value in batch.items()}
+    engine, plain = engine_of(sizes, device, checkpointing=False), Plain(sizes, device)
+    contestants: dict[str, Callable[[int], Any]] = {
+        "ours": lambda step: engine.fetch(engine.train_step(step, batch)),
+        "plain": lambda step: plain.step(on_device),
+    }
+    for contest in contestants.values():
+        contest(0)
+        contest(1)
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(arguments.rounds):
+        for name, contest in contestants.items():
+            begun = time.perf_counter()
+            for step in range(arguments.steps):
+                contest(2 + number * arguments.steps + step)
+            rates[name].append(count * arguments.steps / (time.perf_counter() - begun))
+    found = {name: median(values) for name, values in rates.items()}
+    return {"micro_batch": count, "samples_per_second": found, "ratio": found["ours"] / found["plain"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", type=int, default=600)
+    parser.add_argument("--most", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    sizes, device = (TINY, "cpu") if arguments.tiny else (SIZES, "cuda")
+    found: dict[str, Any] = {"prompt": arguments.prompt}
+    for checkpointing in (False, True):
+        engine = engine_of(sizes, device, checkpointing=checkpointing)
+        measured = report(
+            engine, lambda size: batch_of(sizes, size, arguments.prompt), batch=24, most=arguments.most, notes=[]
+        )
+        found["checkpointing" if checkpointing else "plain"] = measured
+        print(f"\ngradient checkpointing: {checkpointing}\n{show(measured)}", flush=True)
+        engine.close()
+        del engine
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    found["side_by_side"] = side_by_side(arguments, sizes, device)
+    print(json.dumps(found["side_by_side"]), flush=True)
+    if arguments.out:
+        with open(arguments.out, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""A CLIP and its tokenizer by the name that a recipe has for them: a run, a folder, or a model of the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bottega.core.errors import UsageError
+from bottega.data.captions import CaptionTokens
+from bottega.models.clip import read_clip_shape
+from bottega.models.pretrained import fetch_folder
+
+TOKENIZER = "tokenizer.json"
+
+
+def clip_folder(name: str | Path, *, key: str = "model.clip") -> Path:
+    """Where its weights lie; of a run, in what it exported. `key` is who asks."""
+    folder = Path(name).expanduser()
+    if (folder / "recipe.yaml").is_file():
+        if not (folder / "final" / "config.json").is_file():
+            raise UsageError(f"{key}: {name} is a run that was not exported; say bottega export {name} first")
+        return (folder / "final").absolute()
+    return fetch_folder(str(name), key=key).absolute()
+
+
+def clip_tokens(folder: Path, *, key: str = "model.clip") -> CaptionTokens:
+    """Texts as rows of tokens, cut and filled up to the length that the model of a folder reads."""
+    if not (folder / TOKENIZER).is_file():
+        raise UsageError(
+            f"{key}: {folder} has no {TOKENIZER}; AutoTokenizer.from_pretrained(...).save_pretrained(folder) of "
+            "transformers writes one"
+        )
+    return CaptionTokens(folder, read_clip_shape(folder).max_tokens)

@@ -1,0 +1,105 @@
+"""For whom and for what a person asks: users of the run's own data, or somebody new by what they liked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.image.decode import decode
+from bottega.data.personal import Item, PersonalRows, Record
+
+NAMED = 5
+"""Users that a message names."""
+RECORDS = (".json", ".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True)
+class Person:
+    """A record, and what its pictures show; `show` is asked only for what is drawn."""
+
+    record: Record
+    show: Callable[[Item], np.ndarray | None]
+
+    def wishing(self, wish: str) -> Person:
+        return Person(self.record.model_copy(update={"wish": wish}), self.show)
+
+
+def found_users(wanted: Sequence[str], tables: Iterable[PersonalRows]) -> list[Person]:
+    """Each by name, in whichever table; one with several records by the last, which knows most."""
+    tables = list(tables)
+    places = {user: (rows, number) for rows in tables for number, user in enumerate(rows.users)}
+    found = []
+    for user in wanted:
+        if user not in places:
+            raise UsageError(
+                f"--user {user}: is none of the {len(places):,} users of this run, such as {_some(tables)}"
+            )
+        rows, number = places[user]
+        found.append(person_of(rows, number))
+    return found
+
+
+def person_of(rows: PersonalRows, number: int) -> Person:
+    return Person(rows.record(number), lambda item: rows.picture(item) if item.image is not None else None)
+
+
+def _some(tables: list[PersonalRows]) -> str:
+    return ", ".join(list(dict.fromkeys(user for rows in tables for user in rows.users[:NAMED]))[:NAMED])
+
+
+def read_history(path: Path, *, wishes: Sequence[str] | None) -> list[Person]:
+    """People of a file: records, whose targets may be missing, or the captions of one person, one a line.
+
+    Who has no wish of their own needs one that is asked for.
+    """
+    if not path.is_file():
+        raise UsageError(f"--history {path}: is no file; give records, or a text with one caption a line")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--history {path}: cannot be read as text ({error}); save it as UTF-8") from None
+    if path.suffix.lower() in RECORDS:
+        said = _parsed(path, text)
+    else:
+        captions = [line.strip() for line in text.splitlines() if line.strip()]
+        said = [{"user": path.stem, "history": [{"id": str(n), "caption": one} for n, one in enumerate(captions)]}]
+    return [_new(path, number, one, has_wish=bool(wishes)) for number, one in enumerate(said)]
+
+
+def _parsed(path: Path, text: str) -> list[Any]:
+    try:
+        if path.suffix.lower() == ".json":
+            whole = json.loads(text)
+            return whole if isinstance(whole, list) else [whole]
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise DataError(f"--history {path}: is no JSON ({error}); correct it") from None
+
+
+def _new(path: Path, number: int, said: Any, *, has_wish: bool) -> Person:
+    where = f"--history {path}, record {number + 1}"
+    if not isinstance(said, dict):
+        raise DataError(f"{where}: is no object with user and history")
+    wish = said.get("wish") or (said.get("target") or {}).get("caption")
+    if not wish and not has_wish:
+        raise UsageError(f'{where}: has no wish; say what the picture should show with --wish, such as --wish "a star"')
+    target = said.get("target") or {"id": "wish", "caption": wish or ""}
+    try:
+        record = Record.model_validate({"user": f"{path.stem}-{number + 1}", **said, "wish": wish, "target": target})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if not record.history or any(not item.caption.strip() for item in record.history):
+        raise DataError(f"{where}: every item that was liked needs a caption, and there must be one at least")
+    return Person(record, lambda item: _picture(path.parent, item))
+
+
+def _picture(folder: Path, item: Item) -> np.ndarray | None:
+    return decode(folder / item.image, channels=3) if item.image is not None else None

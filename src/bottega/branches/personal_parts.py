@@ -1,0 +1,214 @@
+"""The frozen models that a personalised generator stands between: where they lie, what they are, and whether they are still
+the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from bottega.branches.clip_folder import clip_folder
+from bottega.branches.frozen import check_same, content_of, found_again
+from bottega.branches.keywords import TOKENIZER_FILES
+from bottega.core.errors import BottegaError, UsageError
+from bottega.data.readers.fingerprint import content_hashes
+from bottega.models.frozen_language import language_facts
+from bottega.models.pipeline_folder import ImageFacts, image_facts
+from bottega.models.pipeline_parts import INDEX, find_pipeline
+from bottega.models.pipeline_tokens import tokenize
+from bottega.models.pretrained import fetch_folder
+from bottega.schema import needs
+from bottega.schema.personalize import PersonalizeRecipe, SoftPromptShape
+
+FACTS = "personal.json"
+LANGUAGE, GENERATOR, JUDGE = "language_model", "diffusion", "clip"
+"""Keys of the recipe's model."""
+WHAT = {LANGUAGE: "language model", GENERATOR: "image generator"}
+
+
+class Base(BaseModel):
+    """One frozen model, as a run remembers it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    named: str
+    """As the recipe has it: a folder, a hub name, or a part."""
+    folder: str
+    contents: dict[str, str]
+    """Hashes of all that decides what it computes, by part. Of the judge too, which nothing that is learnt depends on."""
+
+    @property
+    def content(self) -> str:
+        return hashlib.sha256(repr(sorted(self.contents.items())).encode()).hexdigest()
+
+
+class PersonalFacts(BaseModel):
+    """What a run keeps beside its weights: enough to draw again where its data are not."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shape: SoftPromptShape
+    language_model: Base
+    diffusion: Base
+    clip: Base | None = None
+
+    @property
+    def frozen(self) -> dict[str, str]:
+        """Name -> hash of what the trained tokens understand, and nothing else."""
+        return {**self.language_model.contents, **self.diffusion.contents}
+
+    def check(self, before: PersonalFacts) -> bool:
+        """A run goes on between the models it began with, or not at all."""
+        for key in (LANGUAGE, GENERATOR):
+            now, then = getattr(self, key), getattr(before, key)
+            for name in sorted({*now.contents, *then.contents}):
+                contents = now.contents.get(name), then.contents.get(name)
+                check_same(name, now=contents[0], before=contents[1], named=f"model.{key}", was=then.folder)
+        return self.shape == before.shape
+
+    def again(self, recipe: PersonalizeRecipe, codec: Path) -> PersonalFacts:
+        """Of a finished run: each may lie where the recipe says, where it was, or beside a run that was moved."""
+        changes: dict[str, Base | None] = {
+            key: _again(getattr(self, key), key, recipe, codec) for key in (LANGUAGE, GENERATOR)
+        }
+        if self.clip is not None:
+            changes[JUDGE] = _judge_again(self.clip, recipe, codec)
+        return self.model_copy(update=changes)
+
+
+def find_parts(recipe: PersonalizeRecipe) -> PersonalFacts:
+    """Of a run that begins. All are read from their configurations alone, so that what does not fit costs no loading."""
+    language, generator = (_base(recipe, key) for key in (LANGUAGE, GENERATOR))
+    clip = _base(recipe, JUDGE) if recipe.model.clip is not None else None
+    shape = _shape(recipe, Path(language.folder), image_facts(generator.folder))
+    return PersonalFacts(shape=shape, language_model=language, diffusion=generator, clip=clip)
+
+
+def _shape(recipe: PersonalizeRecipe, folder: Path, image: ImageFacts) -> SoftPromptShape:
+    model, facts = recipe.model, language_facts(folder)
+    image.check_side(recipe.data.image_size)
+    return SoftPromptShape(
+        hidden_size=facts.hidden_size,
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        head_size=facts.head_size,
+        text_size=image.text_size,
+        num_image_tokens=model.num_image_tokens,
+        num_prefix_tokens=model.num_prefix_tokens,
+        projection=model.prefix_projection,
+    )
+
+
+def _base(recipe: PersonalizeRecipe, key: str) -> Base:
+    name: str = getattr(recipe.model, key)
+    folder = folder_of(recipe, key)
+    return Base(named=name, folder=str(folder), contents=CONTENTS[key](folder))
+
+
+def folder_of(recipe: PersonalizeRecipe, key: str, *, beside: Path | None = None) -> Path:
+    """Where a frozen model lies: a part of the recipe, a run's export, a folder, or what the hub has."""
+    name: str = getattr(recipe.model, key)
+    place, named = Path(needs.place(recipe, name, beside=beside)).expanduser(), f"model.{key}"
+    is_run = (place / "recipe.yaml").is_file()
+    if name.startswith(needs.PREFIX) and not is_run and not (place / "final").is_dir():
+        raise needs.untrained(recipe, named, name, place)
+    if is_run and not (place / "final" / (INDEX if key == GENERATOR else "config.json")).is_file():
+        raise UsageError(f"{named}: {place} is a run that was not exported; say bottega export {place} first")
+    if key == GENERATOR:
+        return find_pipeline(str(place), key=named).absolute()
+    if key == JUDGE:
+        return clip_folder(place, key=named)
+    return (place / "final" if is_run else fetch_folder(str(place), key=named)).absolute()
+
+
+def _places(base: Base, key: str, recipe: PersonalizeRecipe, codec: Path) -> list[Callable[[], Path]]:
+    runs = codec.absolute().parent.parent
+    return [
+        lambda: folder_of(recipe, key),
+        lambda: Path(base.folder),
+        lambda: folder_of(recipe, key, beside=runs),
+    ]
+
+
+def _again(base: Base, key: str, recipe: PersonalizeRecipe, codec: Path) -> Base:
+    part_of = codec.parent if getattr(recipe.model, key).startswith(needs.PREFIX) else None
+    found = found_again(
+        WHAT[key],
+        base.content,
+        _places(base, key, recipe, codec),
+        known=base.folder,
+        part_of=part_of,
+        look=lambda folder: base.model_copy(update={"contents": CONTENTS[key](folder)}).content,
+    )
+    return base.model_copy(update={"folder": str(found)})
+
+
+def _judge_again(base: Base, recipe: PersonalizeRecipe, codec: Path) -> Base | None:
+    """Another one judges otherwise, and nothing that was learnt is wrong by that; without any, nothing is picked."""
+    for place in _places(base, JUDGE, recipe, codec):
+        try:
+            folder = place()
+            return base.model_copy(update={"folder": str(folder), "contents": _judge_contents(folder)})
+        except BottegaError:
+            continue
+    return None
+
+
+# What decides what a model computes
+
+
+def _language_contents(folder: Path) -> dict[str, str]:
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    named = [(file.name, hashed) for file, hashed in zip(files, content_hashes(files), strict=True)]
+    tokenizer = hashlib.sha256(repr(named).encode()).hexdigest()
+    return {"language model": content_of(folder), "language model's tokenizer": tokenizer}
+
+
+def _generator_contents(folder: Path) -> dict[str, str]:
+    """Each part by itself, so that a person is told which one changed. The tokenizers by their files."""
+    facts = image_facts(folder)
+    parts = [facts.denoiser, facts.vae, *facts.encoders]
+    found = {Path(part).name: content_of(Path(part)) for part in parts}
+    files = [file for one in facts.tokenizers for file in sorted(Path(one).glob("*")) if file.is_file()]
+    files += sorted((folder / "scheduler").glob("*.json"))
+    named = [(file.parent.name, file.name, hashed) for file, hashed in zip(files, content_hashes(files), strict=True)]
+    found["tokens and schedule"] = hashlib.sha256(repr(named).encode()).hexdigest()
+    return {f"image generator's {name}": content for name, content in found.items()}
+
+
+def _judge_contents(folder: Path) -> dict[str, str]:
+    return {"CLIP": content_of(folder)}
+
+
+CONTENTS: dict[str, Callable[[Path], dict[str, str]]] = {
+    LANGUAGE: _language_contents,
+    GENERATOR: _generator_contents,
+    JUDGE: _judge_contents,
+}
+
+
+@final
+@dataclass(frozen=True)
+class GeneratorTokens:
+    """Texts as a generator's own pipeline cuts and fills them up, for each of its text encoders."""
+
+    facts: ImageFacts
+    fingerprint: str
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return tokenize(self.facts, texts)
+
+    @cached_property
+    def empty(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(rows[0].tolist()) for rows in self.encode([""]))
+
+
+def generator_tokens(base: Base) -> GeneratorTokens:
+    facts: Any = image_facts(base.folder)
+    return GeneratorTokens(facts, base.content)

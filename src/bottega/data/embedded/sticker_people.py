@@ -1,0 +1,142 @@
+"""People who like stickers: what each liked before, what each is to be drawn, and in which colour and pattern.
+
+Everyone has a favourite colour and a favourite pattern; of six liked stickers five have the one, and five the other. The
+wish names a shape that none of the six has. Training people like pairs that are seen elsewhere, all others held-out ones.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.core.noise import generator
+from bottega.data.cache import cached, default_cache
+from bottega.data.embedded.stickers import (
+    BACKGROUNDS,
+    PAIRS,
+    SEEN,
+    SHAPES,
+    TEST_PAIRS,
+    VALIDATION_PAIRS,
+    Pair,
+    caption,
+    draw,
+)
+
+# By the hash of what is written (a test compares), as for the others.
+NAME = "people-20476f5a93bb2f07"
+TABLES = ("train", "validation", "test")
+HISTORY = 6
+TRAINING, HELD_OUT_PEOPLE = 300, 48
+# A person in training is met so many times, each time with another history and wish.
+TIMES = 4
+FIRST = {"train": 1000, "validation": 0, "test": 100}
+# Pictures of each shape, pair and background in the catalogue that histories and targets are taken from.
+COPIES = 2
+
+Sticker = tuple[str, str, str, str]
+"""Shape, colour, pattern, background."""
+
+
+def materialise_people() -> Path:
+    """The folder with train.jsonl, validation.jsonl, test.jsonl, and the catalogue in pictures/."""
+
+    def build(folder: Path) -> None:
+        pictures = folder / "people" / "pictures"
+        pictures.mkdir(parents=True, exist_ok=True)
+        for number, (sticker, copy) in enumerate(product(CATALOGUE, range(COPIES))):
+            pixels = draw(*sticker, rng=generator("catalogue", *sticker, copy))
+            (pictures / f"{number:04d}.png").write_bytes(png(pixels))
+        for table in TABLES:
+            lines = (json.dumps(record) for record in records(table))
+            (folder / "people" / f"{table}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    return cached(default_cache() / "embedded", NAME, build) / "people"
+
+
+CATALOGUE: tuple[Sticker, ...] = tuple(
+    (shape, colour, pattern, background) for (colour, pattern), shape, background in product(PAIRS, SHAPES, BACKGROUNDS)
+)
+NUMBERS = {sticker: number for number, sticker in enumerate(CATALOGUE)}
+
+
+def records(table: str) -> list[dict[str, Any]]:
+    """Of all people of a table, as plain values."""
+    liked = {"train": SEEN, "validation": VALIDATION_PAIRS, "test": TEST_PAIRS}[table]
+    people, times = (TRAINING, TIMES) if table == "train" else (HELD_OUT_PEOPLE, 1)
+    return [
+        _record(f"{FIRST[table] + number}", liked[number % len(liked)], rng=generator("people", table, number, time))
+        for number in range(people)
+        for time in range(times)
+    ]
+
+
+def _record(user: str, pair: Pair, *, rng: np.random.Generator) -> dict[str, Any]:
+    wished = _one(SHAPES, rng)
+    # No sticker is liked twice.
+    places = list(product([shape for shape in SHAPES if shape != wished], BACKGROUNDS))
+    chosen = [places[number] for number in rng.permutation(len(places))[:HISTORY]]
+    pairs = liked_pairs(pair, rng=rng)
+    liked = [(shape, *shown, background) for (shape, background), shown in zip(chosen, pairs, strict=True)]
+    colour, pattern = pair
+    return {
+        "user": user,
+        "history": [_item(sticker, rng) for sticker in liked],
+        "target": _item((wished, colour, pattern, _one(BACKGROUNDS, rng)), rng),
+        "wish": caption(wished),
+        "truth": {"shape": wished, "colour": colour, "pattern": pattern},
+    }
+
+
+def liked_pairs(favourite: Pair, *, count: int = HISTORY, odd: int = 1, rng: np.random.Generator) -> list[Pair]:
+    """Colour and pattern of liked stickers: all the favourite but `odd` colours and `odd` patterns, each where it falls.
+
+    What is odd is never held out, so a person's favourite is all that can be new.
+    """
+    colours, patterns = ([favourite[part]] * count for part in (0, 1))
+    for number in rng.permutation(count)[:odd]:
+        colours[number] = ""
+    for number in rng.permutation(count)[:odd]:
+        patterns[number] = ""
+    found = []
+    for colour, pattern in zip(colours, patterns, strict=True):
+        fitting = [
+            pair
+            for pair in SEEN
+            if (pair[0] == colour or (not colour and pair[0] != favourite[0]))
+            and (pair[1] == pattern or (not pattern and pair[1] != favourite[1]))
+        ]
+        found.append(favourite if colour and pattern else _one(fitting, rng))
+    return found
+
+
+def _item(sticker: Sticker, rng: np.random.Generator) -> dict[str, str]:
+    shape, colour, pattern, background = sticker
+    number = f"{NUMBERS[sticker] * COPIES + int(rng.integers(COPIES)):04d}"
+    said = caption(shape, colour, pattern, background)
+    return {"id": number, "caption": said, "image": f"pictures/{number}.png"}
+
+
+def _one(things: Any, rng: np.random.Generator) -> Any:
+    return things[int(rng.integers(len(things)))]
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """A picture as a file, not packed: what zlib makes of it differs between releases, and so would the fingerprint."""
+    height, width, _ = pixels.shape
+    rows = np.concatenate((np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), axis=1).tobytes()
+    assert len(rows) < 1 << 16, "one block holds no more"
+    size = len(rows).to_bytes(2, "little")
+    stored = b"\x01" + size + bytes(255 - byte for byte in size) + rows
+    packed = b"\x78\x01" + stored + zlib.adler32(rows).to_bytes(4, "big")
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
+    chunks = ((b"IHDR", header), (b"IDAT", packed), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        len(content).to_bytes(4, "big") + name + content + zlib.crc32(name + content).to_bytes(4, "big")
+        for name, content in chunks
+    )

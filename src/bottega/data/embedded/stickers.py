@@ -1,0 +1,240 @@
+"""Stickers drawn by code: a shape in one colour and pattern on a background, 32 x 32 pixels, and what is said about each.
+
+People like a colour and a pattern. Ten of the forty pairs of them are held out: "stickers" never shows or names one, so
+that whoever is drawn a sticker in a held-out pair was understood, not looked up.
+
+All is made of + - * / and square roots, which every processor gives alike to the last bit. u, v: right and down from the
+middle of a shape, in its radius. depth: how far inside a point lies, in the same unit; negative is outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+
+from bottega.core.noise import generator
+
+SIDE = 32
+# Points a side of each pixel: their mean is what the pixel shows.
+POINTS = 4
+# An autoencoder that makes one latent of 4 x 4 pixels loses what is smaller than three; stripes, dots and frames are not.
+RADIUS = (10.5, 13.0)
+SHIFT = 2.0
+
+SHAPES = ("circle", "square", "triangle", "star", "heart", "cross", "diamond", "moon")
+COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink")
+PATTERNS = ("plain", "striped", "dotted", "checked", "framed")
+BACKGROUNDS = ("white", "grey", "beige", "sky")
+RGB = {
+    "red": (220, 35, 35),
+    "orange": (250, 135, 20),
+    "yellow": (245, 220, 30),
+    "green": (35, 155, 50),
+    "cyan": (30, 200, 205),
+    "blue": (35, 70, 215),
+    "purple": (130, 40, 175),
+    "pink": (250, 120, 190),
+    "white": (255, 255, 255),
+    "grey": (175, 175, 180),
+    "beige": (240, 220, 185),
+    "sky": (190, 220, 250),
+}
+# One ink for the patterns of all colours: what a pattern looks like then does not depend on the colour.
+INK = (40, 40, 48)
+
+Pair = tuple[str, str]
+PAIRS: tuple[Pair, ...] = tuple(product(COLOURS, PATTERNS))
+VALIDATION_PAIRS: tuple[Pair, ...] = (
+    ("red", "striped"),
+    ("yellow", "dotted"),
+    ("cyan", "checked"),
+    ("purple", "framed"),
+    ("pink", "plain"),
+)
+TEST_PAIRS: tuple[Pair, ...] = (
+    ("orange", "dotted"),
+    ("green", "striped"),
+    ("blue", "checked"),
+    ("red", "framed"),
+    ("cyan", "plain"),
+)
+HELD_OUT: frozenset[Pair] = frozenset(VALIDATION_PAIRS + TEST_PAIRS)
+SEEN: tuple[Pair, ...] = tuple(pair for pair in PAIRS if pair not in HELD_OUT)
+
+# Pictures of each shape, pair and background.
+COPIES = 10
+
+
+def fields(pairs: tuple[Pair, ...] = SEEN) -> dict[str, np.ndarray]:
+    """Image uint8 [n, 32, 32, 3], caption, and what is shown by name; in an order that says nothing."""
+    shown = [(*chosen, copy) for copy in range(COPIES) for chosen in product(SHAPES, pairs, BACKGROUNDS)]
+    order = generator("stickers", len(shown)).permutation(len(shown))
+    shown = [shown[number] for number in order]
+    images = np.empty((len(shown), SIDE, SIDE, 3), np.uint8)
+    said = []
+    for number, (shape, (colour, pattern), background, copy) in enumerate(shown):
+        rng = generator("sticker", shape, colour, pattern, background, copy)
+        images[number] = draw(shape, colour, pattern, background, rng=rng)
+        forms = captions(shape, colour, pattern, background)
+        said.append(forms[int(rng.integers(len(forms)))])
+    names = {
+        "caption": said,
+        "shape": [shape for shape, _, _, _ in shown],
+        "colour": [pair[0] for _, pair, _, _ in shown],
+        "pattern": [pair[1] for _, pair, _, _ in shown],
+        "background": [background for _, _, background, _ in shown],
+    }
+    return {"image": images, **{name: np.array(values) for name, values in names.items()}}
+
+
+def caption(shape: str, colour: str | None = None, pattern: str | None = None, background: str | None = None) -> str:
+    """As "a red striped star on a white background"; what is None is left out."""
+    words = " ".join(word for word in (colour, pattern, shape) if word)
+    article = "an" if words[0] in "aeiou" else "a"
+    return f"{article} {words} on a {background} background" if background else f"{article} {words}"
+
+
+def keywords(*words: str | None) -> str:
+    """As "red, striped"."""
+    return ", ".join(word for word in words if word)
+
+
+def captions(shape: str, colour: str, pattern: str, background: str) -> tuple[str, ...]:
+    """All forms that a picture may be described in: a generator must understand partial wishes and keywords, too."""
+    return (
+        caption(shape, colour, pattern, background),
+        caption(shape, colour, pattern, background),
+        caption(shape, colour, pattern),
+        caption(shape, colour),
+        caption(shape, None, pattern),
+        caption(shape),
+        keywords(colour, pattern, shape),
+        keywords(colour, pattern, shape),
+        keywords(colour, pattern),
+        keywords(shape),
+    )
+
+
+def draw(shape: str, colour: str, pattern: str, background: str, *, rng: np.random.Generator) -> np.ndarray:
+    """uint8 [32, 32, 3]; where it lies and how large it is are drawn from `rng`."""
+    radius = RADIUS[0] + (RADIUS[1] - RADIUS[0]) * rng.random()
+    right, down = SIDE / 2 + SHIFT * (2 * rng.random(2) - 1)
+    return drawn_at(shape, colour, pattern, background, right=right, down=down, radius=radius)
+
+
+def drawn_at(
+    shape: str, colour: str, pattern: str, background: str, *, right: float, down: float, radius: float
+) -> np.ndarray:
+    """The same where the place of the middle and the radius are known, in pixels."""
+    painted, inked = coverage(shape, pattern, right=right, down=down, radius=radius)
+    counts = np.stack((painted, inked, POINTS**2 - painted - inked), axis=2)
+    total = counts @ np.array((RGB[colour], INK, RGB[background]))
+    return ((total + POINTS**2 // 2) // POINTS**2).astype(np.uint8)
+
+
+def coverage(shape: str, pattern: str, *, right: float, down: float, radius: float) -> tuple[np.ndarray, np.ndarray]:
+    """How many of the 16 points of each pixel [32, 32] show the colour, and how many the ink of the pattern."""
+    places = (np.arange(SIDE * POINTS) + 0.5) / POINTS
+    u, v = ((places - right) / radius)[None, :], ((places - down) / radius)[:, None]
+    depth = DEPTHS[shape](u, v)
+    inked = INKED[pattern](u, v, depth)
+    return _counts((depth > 0) & ~inked), _counts((depth > 0) & inked)
+
+
+def _counts(points: np.ndarray) -> np.ndarray:
+    """How many of the points of each pixel are set [32, 32]."""
+    return points.reshape(SIDE, POINTS, SIDE, POINTS).sum(axis=(1, 3))
+
+
+def _distance(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return np.sqrt(u * u + v * v)
+
+
+def _circle(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return 0.95 - _distance(u, v)
+
+
+def _square(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return 0.84 - np.maximum(np.abs(u), np.abs(v))
+
+
+def _triangle(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    # From the tip (0, -1) to (1.05, 0.85).
+    return np.minimum(0.85 - v, (1.05 * (v + 1) - 1.85 * np.abs(u)) / 2.1272)
+
+
+def _star(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Five tips at 1.15, and the corners between them at half of that: the nearest tip decides."""
+    tips = ((0.0, -1.0), (0.951056516, -0.309016994), (0.587785252, 0.809016994))
+    along = np.maximum.reduce([np.abs(u) * right + v * down for right, down in tips])
+    across = np.sqrt(np.maximum(0, u * u + v * v - along * along))
+    # Normal of the edge from (1.15, 0) to 0.575 (cos 36, sin 36).
+    return -((along - 1.15) * 0.442385 + across * 0.896826)
+
+
+def _heart(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """A square on its tip, and a circle on each of its upper sides."""
+    low = v - 0.08
+    tip = (0.8 - np.abs(u) - np.abs(low)) / 1.41421356
+    return np.maximum(tip, 0.5656854 - _distance(np.abs(u) - 0.4, low + 0.4))
+
+
+def _cross(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    u, v = np.abs(u), np.abs(v)
+    return np.maximum(np.minimum(0.4 - u, 0.98 - v), np.minimum(0.98 - u, 0.4 - v))
+
+
+def _diamond(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return (1.1 - np.abs(u) - np.abs(v)) / 1.41421356
+
+
+def _moon(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return np.minimum(1.0 - _distance(u, v), _distance(u - 0.55, v + 0.25) - 0.62)
+
+
+DEPTHS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "circle": _circle,
+    "square": _square,
+    "triangle": _triangle,
+    "star": _star,
+    "heart": _heart,
+    "cross": _cross,
+    "diamond": _diamond,
+    "moon": _moon,
+}
+
+
+def _is_odd(along: np.ndarray, width: float) -> np.ndarray:
+    return np.floor(along / width) % 2 == 1
+
+
+def _plain(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    return np.zeros(depth.shape, bool)
+
+
+def _striped(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(_is_odd(v + 0.16, 0.32), depth.shape)
+
+
+def _dotted(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    width = 0.62
+    return _distance(u - width * np.floor(u / width + 0.5), v - width * np.floor(v / width + 0.5)) < 0.2
+
+
+def _checked(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    return _is_odd(u, 0.4) ^ _is_odd(v, 0.4)
+
+
+def _framed(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
+    return depth < 0.24
+
+
+INKED: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
+    "plain": _plain,
+    "striped": _striped,
+    "dotted": _dotted,
+    "checked": _checked,
+    "framed": _framed,
+}

@@ -1,0 +1,173 @@
+"""Captions for items that have none: from a file by item, or by a model that looks at their pictures.
+
+What a model said is remembered by the hash of the picture and that of the model, so that it is asked once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.cache import default_cache
+from bottega.data.fields import caption_of
+from bottega.data.personal import Item
+from bottega.data.prepare.jobs import Progress
+from bottega.data.readers.fingerprint import content_hashes
+from bottega.data.readers.metadata import Metadata, metadata_of
+from bottega.data.record import Record as Row
+from bottega.data.record import Unreadable
+from bottega.schema.data import Source
+
+Describe = Callable[[Sequence[np.ndarray]], list[str]]
+"""Pictures, uint8 [h, w, 3] of any size, to what they show in words."""
+Captioner = Callable[[Path], Describe]
+"""Loads the model of a folder, and with it a framework."""
+# One look of the model at so many pictures at a time.
+AT_ONCE = 16
+WEIGHTS = "*.safetensors"
+_DECIDING = (WEIGHTS, "*.json", "*.txt", "*.model")
+_LARGEST = 256 << 20
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS captions (model TEXT, picture TEXT, caption TEXT, PRIMARY KEY (model, picture)) "
+    "WITHOUT ROWID"
+)
+
+
+def is_model(path: Path) -> bool:
+    return path.is_dir()
+
+
+class FileCaptions:
+    """A table of captions: what it says of an item, by its id or by the name of its picture."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise DataError(
+                f"data.captions: {path} does not exist; name a file of captions or the folder of a captioning model"
+            )
+        self.path = path
+        self.plain = _object_of_texts(path)
+        self.table = Metadata(path) if self.plain is not None else _table(path)
+
+    def of(self, item: Item) -> str:
+        """Blank where it says nothing."""
+        if self.plain is not None:
+            names = [item.id, *(self.table.names(item.image) if item.image is not None else ())]
+            return next((self.plain[name] for name in names if name in self.plain), "")
+        rows = self.table.rows.get(item.id) or (self.table.rows_of(item.image) if item.image is not None else None)
+        if not rows:
+            return ""
+        try:
+            return caption_of(Row(item.id, str(self.path), rows[0]))
+        except Unreadable as error:
+            raise DataError(f"{self.path}: the row of {item.id!r} {error}") from error
+
+
+def _table(path: Path) -> Metadata:
+    found = metadata_of(path, path.parent, Source(metadata=str(path.absolute())))
+    assert found is not None, "it was named, so it is taken"
+    if found.bad:
+        raise DataError(str(found.bad[0]))
+    if not found.rows:
+        raise DataError(f"data.captions: {path} is empty; give a table with the columns id and caption")
+    if all(not _caption(rows[0]) for rows in found.rows.values()):
+        raise DataError(f"data.captions: {path} has no column caption; give a table with the columns id and caption")
+    return found
+
+
+def _caption(row: dict[str, object]) -> str:
+    try:
+        return caption_of(Row("", "", row))
+    except Unreadable:
+        return ""
+
+
+def _object_of_texts(path: Path) -> dict[str, str] | None:
+    """{"a.jpg": "a red star"}, which is how captioning programs often write them; None where it is something else."""
+    if path.suffix.lower() != ".json" or path.stat().st_size > _LARGEST:
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None  # the reader of tables says what is wrong
+    if not isinstance(found, dict) or "data" in found or not all(isinstance(text, str) for text in found.values()):
+        return None
+    return {PurePosixPath(name).as_posix(): text for name, text in found.items()}
+
+
+def model_hash(folder: Path) -> str:
+    """Of all that decides what the model says."""
+    files = sorted({path for pattern in _DECIDING for path in folder.glob(pattern) if path.is_file()})
+    if not (folder / "config.json").is_file() or not any(path.match(WEIGHTS) for path in files):
+        raise UsageError(
+            f"data.captions: {folder} is no folder of a captioning model: config.json and *.safetensors are expected"
+        )
+    named = zip((path.name for path in files), content_hashes(files), strict=True)
+    return hashlib.sha256(repr(list(named)).encode()).hexdigest()
+
+
+def described(pictures: dict[str, Path], folder: Path, captioner: Captioner, *, progress: Progress) -> dict[str, str]:
+    """What the model of `folder` says of each picture, by its hash. Those that cannot be decoded are left out."""
+    model = model_hash(folder)
+    with closing(_database()) as database:
+        known = {
+            picture: row[0]
+            for picture in pictures
+            if (
+                row := database.execute(
+                    "SELECT caption FROM captions WHERE model = ? AND picture = ?", (model, picture)
+                ).fetchone()
+            )
+        }
+        left = [picture for picture in pictures if picture not in known]
+        if not left:
+            return known
+        describe = captioner(folder)
+        done = len(known)
+        progress("captions", done, len(pictures))
+        for some in _groups(left):
+            readable = {picture: pixels for picture in some if (pixels := _pixels(pictures[picture])) is not None}
+            said = describe(list(readable.values())) if readable else []
+            for picture, caption in zip(readable, said, strict=True):
+                if not caption.strip():
+                    raise DataError(f"data.captions: the model of {folder} says nothing about {pictures[picture]}")
+                known[picture] = " ".join(caption.split())
+            with database:
+                rows = [(model, picture, known[picture]) for picture in readable]
+                database.executemany("INSERT OR REPLACE INTO captions VALUES (?, ?, ?)", rows)
+            done += len(some)
+            progress("captions", done, len(pictures))
+    return known
+
+
+def _groups(names: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(names), AT_ONCE):
+        yield names[start : start + AT_ONCE]
+
+
+def _pixels(path: Path) -> np.ndarray | None:
+    from bottega.data.image.decode import decode
+
+    try:
+        return decode(path, channels=3)
+    except Unreadable:
+        return None  # damage is told where pictures are prepared, with the record
+
+
+def _database() -> sqlite3.Connection:
+    folder = default_cache()
+    folder.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(folder / "captions.sqlite", timeout=30)
+    try:
+        database.execute(_TABLE)
+    except BaseException:
+        database.close()
+        raise
+    return database

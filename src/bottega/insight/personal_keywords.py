@@ -1,0 +1,69 @@
+"""Whether keywords come from what a language model has learnt: the same questions to the same network with random weights."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bottega.core.errors import UsageError
+from bottega.core.noise import generator
+from bottega.data.personal import Record
+from bottega.insight.personal_truth import Fields, keywords_right
+
+if TYPE_CHECKING:
+    from bottega.branches.personalize import PersonalizeBranch
+
+
+def keywords_by_weights(
+    branch: PersonalizeBranch, records: Sequence[Record], fields: Fields, *, seed: int = 0
+) -> dict[str, dict[str, np.ndarray]]:
+    """learnt and random -> column -> whether the keywords of each person name what they like."""
+    folder = Path(branch.facts.language_model.folder)
+    with tempfile.TemporaryDirectory() as place:
+        random = random_weights(folder, Path(place) / "random", seed=seed)
+        found = {
+            "learnt": asked(branch, folder, records, cache=Path(place)),
+            "random": asked(branch, random, records, cache=Path(place)),
+        }
+    return {name: keywords_right(fields, words, records) for name, words in found.items()}
+
+
+def asked(branch: PersonalizeBranch, folder: Path, records: Sequence[Record], *, cache: Path) -> list[tuple[str, ...]]:
+    """What another language model says of what people like, asked as the run asks its own; decoded, whatever is kept."""
+    from bottega.branches.keywords import Keyworder
+    from bottega.engines.devices import choose_device
+    from bottega.models.frozen_language import load_language_model
+
+    own, device = branch.teller.prompts, choose_device(branch.recipe.device)
+    keyworder = Keyworder(folder, own.options, length=own.length, room=own.room, cache=cache)
+
+    def load() -> Any:
+        return load_language_model(folder, precision=branch.precision, checkpointing=False, device=device).to(device)
+
+    return keyworder.preferences(records, load, device, lambda stage, done, total: None)
+
+
+def random_weights(folder: Path, out: Path, *, seed: int) -> Path:
+    """The model of a folder with every matrix drawn anew, as large as it was; norms and biases as at the beginning."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{folder}: has no *.safetensors to draw anew")
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    for file in files:
+        tensors = {}
+        for name, tensor in load_file(file).items():
+            if tensor.ndim < 2:
+                tensors[name] = torch.zeros_like(tensor) if name.endswith("bias") else torch.ones_like(tensor)
+                continue
+            drawn = generator(seed, name).standard_normal(tuple(tensor.shape), dtype=np.float32)
+            tensors[name] = (torch.from_numpy(drawn) * tensor.float().std()).to(tensor.dtype)
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
+    return out

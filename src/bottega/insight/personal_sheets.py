@@ -1,0 +1,146 @@
+"""Pictures of an evaluation over people: what each liked, wished for and was drawn, arm by arm; and the arms as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.data.image.page import BLUE, FAINT, GRID, INK, ORANGE, SCALE, Sheet
+from bottega.data.present import numbered, writing
+
+ROWS = 8
+"""People on a page."""
+SIDE, SMALL, GAP, MARGIN, TOP = 84.0, 40.0, 10.0, 16.0, 64.0
+LIKED = 6
+"""Of a longer history the last ones, which say most of a person now."""
+WORDS = 150.0
+"""Room for the wish and the keywords."""
+TITLES = {"none": "without", "keywords": "keywords", "soft": "soft tokens", "both": "with", "picked": "picked"}
+TITLES |= {"shuffled": "a stranger's", "target": "taken"}
+COLOURS = {"none": "#8d8b9b", "keywords": "#a8862a", "soft": "#2e8b6f", "both": BLUE, "picked": "#8a4fa3"}
+COLOURS |= {"shuffled": ORANGE, "target": "#c9c8d3"}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One person's row."""
+
+    user: str
+    wish: str
+    keywords: Sequence[str]
+    liked: Sequence[np.ndarray]
+    """`LIKED` at most: uint8 [h, w, 3]."""
+    drawn: Mapping[str, np.ndarray]
+    """Arm -> uint8 [h, w, 3]."""
+
+
+def write_sheets(people: Sequence[Shown], folder: Path) -> list[Path]:
+    """Pages of (history | wish | without | ... | with | a stranger's | taken), numbered."""
+    for old in folder.glob("[0-9]*.png"):  # of an evaluation of more people
+        if old.stem.isdecimal():
+            old.unlink()
+    pages = [people[first : first + ROWS] for first in range(0, len(people), ROWS)]
+    files = numbered(folder, len(pages), ".png")
+    for page, path in zip(pages, files, strict=True):
+        with writing(path):
+            _page(page, path)
+    return files
+
+
+def _page(people: Sequence[Shown], path: Path) -> None:
+    arms = list(people[0].drawn)
+    columns = min(3, max((len(one.liked) for one in people), default=0))
+    wide = MARGIN + max(1, columns) * (SMALL + 4) + GAP
+    left = wide + WORDS
+    page = Sheet(left + len(arms) * (SIDE + GAP) + MARGIN, TOP + len(people) * (SIDE + 2 * GAP))
+    page.text(MARGIN, 22, "what each liked and wished for, and what was drawn", anchor="lm", size=16)
+    page.text(MARGIN, 48, "history", anchor="lm", fill=FAINT)
+    page.text(wide, 48, "wish, and keywords", anchor="lm", fill=FAINT)
+    for number, arm in enumerate(arms):
+        page.text(left + number * (SIDE + GAP), 48, TITLES[arm], anchor="lm", fill=FAINT)
+    for row, one in enumerate(people):
+        top = TOP + row * (SIDE + 2 * GAP)
+        for place, liked in enumerate(one.liked):
+            x, y = MARGIN + place % 3 * (SMALL + 4), top + place // 3 * (SMALL + 4)
+            _paste(page, liked, x, y, SMALL)
+        lines = [one.wish, *_wrapped(page, ", ".join(one.keywords))]
+        for number, line in enumerate(lines[:5]):
+            words = _cut(page, line, WORDS - GAP)
+            page.text(wide, top + 9 + 15 * number, words, anchor="lm", fill=INK if not number else FAINT)
+        page.text(wide, top + SIDE - 6, _cut(page, one.user, WORDS - GAP), anchor="lm", size=10, fill=FAINT)
+        for number, arm in enumerate(arms):
+            _paste(page, one.drawn[arm], left + number * (SIDE + GAP), top, SIDE)
+    page.save(path)
+
+
+def _paste(page: Sheet, pixels: np.ndarray, x: float, y: float, side: float) -> None:
+    """As large as the square allows; small pictures keep their pixels."""
+    from PIL import Image
+
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    longest, room = max(image.size), round(side * SCALE)
+    size = tuple(max(1, round(length * room / longest)) for length in image.size)
+    how = Image.Resampling.NEAREST if longest < room else Image.Resampling.LANCZOS
+    page.image.paste(image.resize((size[0], size[1]), how), (round(x * SCALE), round(y * SCALE)))
+
+
+def _wrapped(page: Sheet, words: str) -> list[str]:
+    lines = [""]
+    for word in words.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if page.width_of(longer, 12) <= WORDS - GAP:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines if words else []
+
+
+def _cut(page: Sheet, words: str, room: float) -> str:
+    while len(words) > 1 and page.width_of(words, 12) > room:
+        words = f"{words[:-2]}…"
+    return words
+
+
+BAR, BAR_GAP, HEIGHT, GROUP = 26.0, 6.0, 240.0, 44.0
+
+
+def write_chart(
+    arms: Mapping[str, Mapping[str, Any]], measures: Sequence[str], chance: Mapping[str, float], path: Path
+) -> None:
+    """Shares as bars from 0 to 1 with their intervals, a group for each measure; a line where guessing would be."""
+    width = len(arms) * (BAR + BAR_GAP)
+    left, top = 56.0, 76.0
+    page = Sheet(max(560, left + len(measures) * (width + GROUP)), top + HEIGHT + 74)
+    page.text(left, 22, "what is right, by what the generator was told", anchor="lm", size=16)
+    page.text(left, 44, "means over people and their 95 % intervals; thick lines: guessing", anchor="lm", fill=FAINT)
+
+    def place(value: float) -> float:
+        return top + HEIGHT * (1 - min(1.0, max(0.0, value)))
+
+    for mark in (0.0, 0.25, 0.5, 0.75, 1.0):
+        end = left + len(measures) * (width + GROUP)
+        page.line(left, place(mark), end, place(mark), fill=GRID)
+        page.text(left - 8, place(mark), f"{mark:g}", anchor="rm", size=11, fill=FAINT)
+    for group, measure in enumerate(measures):
+        start = left + GROUP / 2 + group * (width + GROUP)
+        for number, (arm, values) in enumerate(arms.items()):
+            x = start + number * (BAR + BAR_GAP)
+            if measure in values:
+                found, middle = values[measure], x + BAR / 2
+                page.box(x, place(found["mean"]), x + BAR, place(0), COLOURS[arm])
+                page.line(middle, place(found["low"]), middle, place(found["high"]), thick=1.5)
+                for side in ("low", "high"):
+                    page.line(middle - 4, place(found[side]), middle + 4, place(found[side]), thick=1.5)
+        if measure in chance:
+            page.line(start - 6, place(chance[measure]), start + width, place(chance[measure]), thick=2.5)
+        page.text(start + width / 2, top + HEIGHT + 16, measure.replace("_", " "), size=12)
+    x = left
+    for arm in arms:
+        page.box(x, top + HEIGHT + 44, x + 12, top + HEIGHT + 56, COLOURS[arm])
+        page.text(x + 17, top + HEIGHT + 50, TITLES[arm], anchor="lm", size=11, fill=FAINT)
+        x += 29 + page.width_of(TITLES[arm], 11)
+    page.save(path)

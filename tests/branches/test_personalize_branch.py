@@ -1,0 +1,345 @@
+"""Personalised runs: what they keep, whom they draw for, and between which frozen models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+import small_personal
+from bottega.branches.candidates import LEAST, Scores, best
+from bottega.branches.personal_arms import ARMS, draw_arm, exchanged
+from bottega.branches.publish_personal import read_published
+from bottega.core import checkpoint
+from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageError
+from bottega.data.personal import Record
+from bottega.saved import SavedRun, open_run
+from bottega.schema.load import load_recipe
+from small_run import bottega, environment, tensors
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    return small_personal.train(folder, name="mine", **{"samples.every": 8, "training.learning_rate": 1e-2}).path
+
+
+@pytest.fixture(scope="module")
+def saved(run: Path) -> SavedRun:
+    return open_run(run)
+
+
+def asked(saved: SavedRun, **what: Any) -> Any:
+    return saved.generate(**what)
+
+
+# What a run keeps
+
+
+def test_a_checkpoint_holds_the_soft_prompts_and_nothing_else(run: Path, saved: SavedRun) -> None:
+    folder = checkpoint.follow(run / "checkpoints", "last")
+    assert folder is not None
+    kept = load_file(folder / "model.safetensors")
+    assert set(kept) == {"image_tokens", "prefix", "mapping.weight", "mapping.bias"}
+    assert sum(array.size for array in kept.values()) == saved.branch.task.shape.parameters == 720
+    assert "720 parameters" in (run / "log.txt").read_text(), "and the count is said"
+    frozen = checkpoint.verify(folder).fingerprint["frozen"]
+    parts = ("unet", "vae", "text_encoder", "tokens and schedule")
+    names = {"language model", "language model's tokenizer", *(f"image generator's {part}" for part in parts)}
+    assert set(frozen) == names, "and of the rest hashes alone"
+
+
+def test_the_count_of_the_paper() -> None:
+    from bottega.schema.personalize import SoftPromptShape
+
+    sizes = {"hidden_size": 4096, "num_layers": 32, "num_kv_heads": 32, "head_size": 128, "text_size": 768}
+    assert SoftPromptShape(**sizes, num_image_tokens=2, num_prefix_tokens=2).parameters == 3_678_976
+
+
+@pytest.fixture
+def bases(tmp_path: Path) -> dict[str, Path]:
+    """Copies of the frozen models that a test may damage."""
+    return {name: Path(shutil.copytree(place, tmp_path / name)) for name, place in small_personal.models().items()}
+
+
+def shaken(file: Path) -> None:
+    tensors = {name: np.asarray(array) for name, array in load_file(file).items()}
+    last = sorted(tensors)[-1]
+    save_file({**tensors, last: tensors[last] + 1}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("language_model/model.safetensors", "language model"),
+        ("diffusion/unet/diffusion_pytorch_model.safetensors", "image generator's unet"),
+        ("diffusion/text_encoder/model.safetensors", "image generator's text_encoder"),
+    ],
+)
+def test_another_base_is_refused(tmp_path: Path, bases: dict[str, Path], file: str, named: str) -> None:
+    models = {f"model.{name}": str(place) for name, place in bases.items()}
+    first = small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 4})
+    shaken(tmp_path / file)
+    key = f"model.{file.split('/')[0]}"
+    with pytest.raises(CheckpointError, match=f"{key}: is another {named} than this run began with"):
+        small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
+    with pytest.raises(CheckpointError, match=r"is another .* than this run was trained with; put that one back"):
+        open_run(first.path)
+
+
+def test_a_judge_may_change_and_a_base_may_move(tmp_path: Path, bases: dict[str, Path]) -> None:
+    models = {f"model.{name}": str(place) for name, place in bases.items()}
+    first = small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 4})
+    shutil.move(bases["language_model"], tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"the language model of this run is gone: .*; put it back"):
+        open_run(first.path)
+    (tmp_path / "elsewhere").rename(bases["language_model"])
+    shaken(bases["clip"] / "model.safetensors")
+    again = small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
+    assert again.step == 8, "which of several pictures is taken is no part of what is learnt"
+    assert open_run(first.path).branch.facts.clip is not None
+    shutil.rmtree(bases["clip"])
+    assert open_run(first.path).branch.facts.clip is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model.diffusion": "/nowhere/at/all"}, UsageError, "model.diffusion: /nowhere/at/all is no folder here"),
+        ({"model.language_model": "/nowhere/at/all"}, UsageError, "model.language_model: /nowhere/at/all is no folder"),
+        ({"data.image_size": 30}, UsageError, "data.image_size: 30 is no multiple"),
+        ({"data.sequence_length": 12}, UsageError, "data.sequence_length: 12 tokens do not hold"),
+        ({"model.weights.soft": 0.0}, UsageError, "model.weights.*nothing would learn"),
+        ({"samples.weightings": [{"soft": 0, "keywords": 0, "target": 0}]}, UsageError, "all weights are 0"),
+        ({"samples.steps": 5000}, UsageError, "samples.steps 5000"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    tmp_path: Path, changes: dict[str, Any], error: type[BottegaError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        small_personal.train(tmp_path, **changes)
+
+
+def test_an_export_is_small_and_opens_again(run: Path, saved: SavedRun, tmp_path: Path) -> None:
+    folder = saved.export(tmp_path / "out")
+    assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    soft, config = read_published(folder)
+    for name, tensor in saved.model.state_dict().items():
+        assert np.array_equal(soft.state_dict()[name].numpy(), tensor.numpy()), name
+    assert config.frozen["language_model"].contents == saved.branch.facts.language_model.contents
+    assert config.keywords == saved.recipe.model.keywords
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is no export of a personalised generator"):
+        read_published(folder)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_soft_prompts_of_one(tmp_path: Path) -> None:
+    """All that learns is used inside one call of the wrapped model, so its gradients are joined."""
+    changes: dict[str, Any] = {"training.max_steps": 4, "model.keyword_dropout": 0.5, "name": "mine"}
+    alone = small_personal.train(tmp_path, **changes).path
+    other = tmp_path / "together"
+    shutil.copytree(tmp_path / "people", other / "people")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "bottega"]
+    whole = [*launch, *small_personal.words(other, "--quiet", **changes)]
+    done = subprocess.run(whole, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    a, b = tensors(alone), tensors(other / "mine")
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(b[name], a[name], rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+# For whom
+
+
+def test_the_same_seed_in_a_new_process_gives_the_same_pixels(run: Path, saved: SavedRun, tmp_path: Path) -> None:
+    here = np.asarray(asked(saved, user="v3", wish="a star", count=2, seed=7))
+    words = ["generate", str(run), "--user", "v3", "--wish", "a star", "--count", "2", "--seed", "7", "--json"]
+    there = bottega([*words, "--out", str(tmp_path / "drawn")])
+    assert there.returncode == 0, there.stderr
+    told = json.loads(there.stdout)
+    for number, one in enumerate(told["pictures"]):
+        assert np.array_equal(np.asarray(Image.open(one["file"])), here[number])
+        assert (one["user"], one["wish"]) == ("v3", "a star")
+        assert set(one) == {"file", "user", "wish", "keywords", "weighting", "scores"}
+    assert (tmp_path / "drawn" / "sheet.png").is_file()
+    assert not np.array_equal(here, np.asarray(asked(saved, user="v3", wish="a star", count=2, seed=8)))
+
+
+def test_trained_tokens_are_what_is_drawn_with(saved: SavedRun) -> None:
+    trained = np.asarray(asked(saved, user="v3", count=1))
+    before = {name: tensor.clone() for name, tensor in saved.model.state_dict().items()}
+    try:
+        saved.model.load_state_dict(saved.task.build(saved.recipe.seed)["model"].state_dict())
+        assert not np.array_equal(trained, np.asarray(asked(saved, user="v3", count=1))), "untrained ones draw another"
+    finally:
+        saved.model.load_state_dict(before)
+    assert np.array_equal(trained, np.asarray(asked(saved, user="v3", count=1)))
+
+
+def test_users_and_wishes_are_drawn_in_turn(saved: SavedRun) -> None:
+    made = asked(saved, user=["v3", "t1"], wish=["a star", "a moon"], count=2)
+    assert [(one.user, one.wish) for one in made.choices[::2]] == [
+        ("v3", "a star"),
+        ("v3", "a moon"),
+        ("t1", "a star"),
+        ("t1", "a moon"),
+    ]
+    assert np.asarray(made).shape == (8, small_personal.SIDE, small_personal.SIDE, 3)
+    assert asked(saved, user="v2", count=1).choices[0].wish == "a moon", "their own where none is said"
+    assert [one.user for one in asked(saved).choices] == ["v0", "v1", "v2", "v3"], "and the first who are held out"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"user": "17"}, "user 17: is none of the 32 users of this run, such as v0, v1"),
+        ({"user": "v1", "count": 0}, "count 0: at least one"),
+        ({"user": "v1", "steps": 0}, "steps 0: at least one"),
+        ({"user": "v1", "sampler": "fast"}, "sampler fast: expected euler, heun or dpm"),
+        ({"user": "v1", "guidance": -1.0}, "guidance -1: expected a number from 0"),
+        ({"user": "v1", "prompt": "a star"}, "prompt: this run cannot be told that; it takes user, wish, history"),
+        ({"history": "nowhere.txt"}, "history nowhere.txt: is no file"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(saved: SavedRun, what: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        asked(saved, **what)
+
+
+def test_somebody_new_is_known_by_what_they_liked(saved: SavedRun, tmp_path: Path) -> None:
+    lines, records = tmp_path / "liked.txt", tmp_path / "liked.jsonl"
+    lines.write_text("a red star\n\na red moon\n")
+    liked = [{"id": "a", "caption": "a red star"}, {"id": "b", "caption": "a red moon"}]
+    records.write_text(json.dumps({"user": "new", "history": liked, "wish": "a moon"}) + "\n")
+    by_lines = asked(saved, history=lines, wish="a moon", count=2)
+    by_records = asked(saved, history=records, count=2)
+    assert np.array_equal(np.asarray(by_lines), np.asarray(by_records))
+    assert by_lines.choices[0].user == "liked"
+    assert by_records.choices[0].user == "new"
+    lines.write_text("a blue star\na blue moon\n")
+    assert not np.array_equal(np.asarray(by_lines), np.asarray(asked(saved, history=lines, wish="a moon", count=2)))
+    with pytest.raises(UsageError, match="has no wish; say what the picture should show"):
+        asked(saved, history=lines)
+    with pytest.raises(UsageError, match="is for somebody new"):
+        asked(saved, history=lines, user="v1")
+    records.write_text(json.dumps({"history": [{"id": "a"}], "wish": "a moon"}))
+    with pytest.raises(DataError, match="every item that was liked needs a caption"):
+        asked(saved, history=records)
+    records.write_text("[1")
+    with pytest.raises(DataError, match="is no JSON"):
+        asked(saved, history=records)
+
+
+def test_a_negative_prompt_is_led_away_from(saved: SavedRun) -> None:
+    plain, away = (np.asarray(asked(saved, user="v1", count=1, negative_prompt=text)) for text in ("", "red square"))
+    assert not np.array_equal(plain, away)
+
+
+# Which of several
+
+
+def test_the_best_candidate_has_the_best_of_both() -> None:
+    candidates = [[Scores(0.2, 0.9), Scores(0.5, 0.5)], [Scores(0.6, 0.3), Scores(0.5, 0.5)]]
+    assert best(candidates, 1.0) == [1, 0], "preference alone, and of equal ones the first"
+    assert best(candidates, 0.0) == [0, 0]
+    assert Scores(0.5, 0.25).total(2 / 3) == pytest.approx(2 / 3 * np.log(0.5) + 1 / 3 * np.log(0.25))
+    assert Scores(-0.1, 0.5).total(1.0) == pytest.approx(np.log(LEAST)), "no cosine is below that"
+    assert Scores(None, 0.5).total(1.0) == pytest.approx(np.log(0.5)), "the wish decides where no taste is known"
+
+
+def test_candidates_are_judged_and_the_best_is_taken(saved: SavedRun) -> None:
+    branch: Any = saved.branch
+    records = [branch.people("validation").record(number) for number in range(4)]
+    with saved.engine.sampling() as models:
+        said = branch.keywords(records, models)
+        how: dict[str, Any] = {"device": "cpu", "seed": 0, "say": lambda stage, done, total: None}
+        pictures, chosen, scores = branch.artist.picked(models, records, said, **how)
+        weightings = saved.recipe.samples.weightings
+        every = [branch.artist.pictures(models, records, said, weights=one, **how) for one in weightings]
+    for number, (weights, score) in enumerate(zip(chosen, scores, strict=True)):
+        assert np.array_equal(pictures[number], every[weightings.index(weights)][number])
+        totals = [
+            branch.artist.judge("cpu")
+            .scores(one[number : number + 1], likes=[said[number].texts[0]], wishes=[records[number].asked])[0]
+            .total(2 / 3)
+            for one in every
+        ]
+        assert score.total(2 / 3) == pytest.approx(max(totals), abs=1e-5)
+
+
+def test_without_a_judge_the_first_weighting_is_drawn_and_that_is_said(tmp_path: Path) -> None:
+    run = small_personal.train(tmp_path, **{"model.clip": None, "training.max_steps": 4}).path
+    made = open_run(run).generate(user="v1", count=2)
+    assert {one.weighting for one in made.choices} == {open_run(run).recipe.samples.weightings[0]}
+    told = made.write(tmp_path / "drawn")
+    assert told["pictures"][0]["scores"] is None
+    assert "no CLIP to judge" in told["notes"][0]
+
+
+# With more or less of what is known
+
+
+def test_arms_differ_in_what_they_know_and_in_nothing_else(saved: SavedRun) -> None:
+    branch: Any = saved.branch
+    records = [branch.people("validation").record(number) for number in range(4)]
+    others = [record.model_copy(update={"history": records[(n + 1) % 4].history}) for n, record in enumerate(records)]
+    with saved.engine.sampling() as models:
+        how: dict[str, Any] = {"device": "cpu", "seed": 0}
+        drawn = {arm: draw_arm(branch, models, records, arm=arm, **how)[0] for arm in ARMS}
+        of_others = {arm: draw_arm(branch, models, others, arm=arm, **how)[0] for arm in ("none", "soft")}
+    assert len({array.tobytes() for array in drawn.values()}) == len(ARMS)
+    assert np.array_equal(drawn["none"], of_others["none"]), "which knows no history"
+    assert not np.array_equal(drawn["soft"], of_others["soft"])
+
+
+def test_everybody_is_given_the_history_of_somebody_else() -> None:
+    people = [Record.model_validate(small_personal.record(number, "train")) for number in range(7)]
+    given = exchanged(people, seed=0)
+    assert [one.wish for one in given] == [one.wish for one in people]
+    assert all(one.history != own.history for one, own in zip(given, people, strict=True))
+    histories = {tuple(item.id for item in one.history) for one in given}
+    assert histories == {tuple(item.id for item in one.history) for one in people}, "each is used once"
+    assert exchanged(people, seed=0) == given
+    with pytest.raises(UsageError, match="two people at least"):
+        exchanged(people[:1], seed=0)
+
+
+# What people see
+
+
+def test_a_sheet_of_held_out_people_is_drawn_while_training(run: Path) -> None:
+    sheet = np.asarray(Image.open(run / "samples" / "step-00000008" / "sheet.png"))
+    assert sheet.ndim == 3
+    assert min(sheet.shape[:2]) > 300
+
+
+def test_samples_are_written_as_files_or_as_a_sheet(saved: SavedRun, tmp_path: Path) -> None:
+    made = asked(saved, user=["v1", "v2"], count=2)
+    told = made.write(tmp_path / "drawn")
+    assert [Path(file).name for file in told["files"]] == ["00.png", "01.png", "02.png", "03.png", "sheet.png"]
+    fewer = asked(saved, user="v1", count=1)
+    fewer.write(tmp_path / "drawn")
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == ["00.png", "sheet.png"]
+    fewer.write(tmp_path / "one.png")
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "one.png")), np.asarray(fewer)[0]), "one is itself"
+    made.write(tmp_path / "several.png")
+    assert np.asarray(Image.open(tmp_path / "several.png")).shape[0] > 400, "several are a sheet"
+    with pytest.raises(UsageError, match=r"cannot write \.txt"):
+        saved.branch.check_out(tmp_path / "a.txt")
+
+
+def test_the_recipe_is_offline_and_needs_its_parts() -> None:
+    recipe = load_recipe(["personalize"]).recipe
+    assert set(recipe.needs) == {"clip", "diffusion", "language_model"}
+    assert all(need.own_data for need in recipe.needs.values())

@@ -1,0 +1,123 @@
+"""Autoencoder, CLIP and UNet that were trained here, as the one folder that Stable Diffusion's pipeline opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bottega
+from bottega.branches.publish import open_folder
+from bottega.data.captions import CaptionTokens
+from bottega.schema import needs
+from bottega.schema.load import check_recipe, load_recipe
+
+diffusers = pytest.importorskip("diffusers")
+diffusers.utils.logging.disable_progress_bar()
+
+PROMPTS = ("a red striped star", "blue, plain, moon")
+TRAINING: dict[str, Any] = {
+    "training.max_steps": 2,
+    "training.batch_size": 4,
+    "evaluation.every": None,
+    "evaluation.max_batches": 1,
+    "samples.every": None,
+    "data.limit": 32,
+}
+VAE: dict[str, Any] = {**TRAINING, "model.hidden_size": 8}
+CLIP: dict[str, Any] = {
+    **TRAINING,
+    **dict.fromkeys(("model.hidden_size", "model.text_hidden_size", "model.projection_size"), 16),
+    **dict.fromkeys(("model.num_layers", "model.text_num_layers"), 1),
+    "model.num_heads": 2,
+    "model.negatives": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = {
+        **TRAINING,
+        "model.hidden_size": 16,
+        "model.num_heads": 2,
+        # So that two steps are enough to ask for something: a UNet begins by predicting nothing.
+        "training.learning_rate": 0.05,
+        "training.scheduler.warmup_steps": 0,
+        "training.ema": None,
+        "data.latents": False,
+        "output_dir": str(tmp_path_factory.mktemp("runs")),
+        "needs.vae": {"recipe": "image_vae/stickers", "own_data": True, "settings": VAE},
+        "needs.clip": {"recipe": "align", "own_data": True, "settings": CLIP},
+    }
+    run = bottega.train("image/stickers", settings)
+    return bottega.load(run.path, device="cpu").export()
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder: Path) -> Any:
+    found = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    found.set_progress_bar_config(disable=True)
+    return found
+
+
+def test_the_pipeline_reads_the_same_tokens(folder: Path, pipeline: Any) -> None:
+    length = load_recipe(["image/stickers"]).recipe.model.text.max_tokens
+    told = pipeline.tokenizer(list(PROMPTS), padding="max_length", truncation=True, return_tensors="np").input_ids
+    assert told.shape == (2, length)
+    np.testing.assert_array_equal(told, CaptionTokens(folder / "tokenizer", length).encode(PROMPTS)["input_ids"])
+
+
+def test_the_pipeline_draws_what_we_draw(folder: Path, pipeline: Any) -> None:
+    task, models = open_folder(folder)
+    start = torch.randn(2, 8, 8, 4, generator=torch.Generator().manual_seed(3))
+    made = pipeline(
+        list(PROMPTS),
+        height=32,
+        width=32,
+        guidance_scale=3.0,
+        num_inference_steps=1,
+        latents=start.movedim(-1, 1),
+        output_type="np",
+    ).images
+
+    class Given:
+        def normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return start
+
+    tokens = CaptionTokens(folder / "tokenizer", len(task.empty_text)).encode(PROMPTS)
+    batch = {name: torch.from_numpy(rows) for name, rows in tokens.items()}
+    rng: Any = Given()
+    turned = {name: rows.flip(0) for name, rows in batch.items()}
+    with torch.no_grad():
+        expected, other = (
+            task.draw(models, asked, rng, steps=1, method="euler", guidance=3.0) for asked in (batch, turned)
+        )
+    assert made.shape == (2, 32, 32, 3)
+    assert made.std() > 0.02
+    assert (other - expected).abs().max() > 1e-3
+    np.testing.assert_allclose(made, (expected / 2 + 0.5).clamp(0, 1).numpy(), rtol=0, atol=1e-4)
+
+
+def test_several_texts_one_after_the_other_are_a_condition(pipeline: Any) -> None:
+    """A person's keywords before the wish: places have no order in cross-attention, so only what is said counts."""
+    ids = pipeline.tokenizer(["red, striped", "star"], padding="max_length", return_tensors="pt").input_ids
+    with torch.no_grad():
+        first, second = pipeline.text_encoder(ids).last_hidden_state[:, None]
+        x = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+        both, turned, one = (
+            pipeline.unet(x, 500, encoder_hidden_states=torch.cat(parts, 1)).sample
+            for parts in ((first, second), (second, first), (second,))
+        )
+    torch.testing.assert_close(both, turned, rtol=0, atol=1e-5)
+    assert (both - one).abs().max() > 1e-4
+
+
+def test_one_clip_is_trained_for_the_generator_and_for_who_judges_it() -> None:
+    recipe = check_recipe(["personalize"]).recipe
+    generator = needs.part_recipe(recipe, "diffusion")
+    assert generator.run_name() == load_recipe(["image/stickers"]).recipe.run_name()
+    assert needs.part_run(generator, "clip") == needs.part_run(recipe, "clip")
+    assert needs.part_run(generator, "vae").parent == needs.part_run(recipe, "clip").parent

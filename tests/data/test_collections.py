@@ -1,0 +1,285 @@
+"""Published collections become records that carry a preference: from the same person, in one split, target unseen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.data.collections import collected
+from bottega.data.personal import PersonalRows, Record
+from bottega.data.prepare.item_captions import described
+from bottega.data.prepare.personal import prepare_personal
+from bottega.data.prepare.prepared import Prepared
+from bottega.schema.personalize import PersonalizeData
+from small_collections import captioning_model, flickr, picture, pog, ser
+
+TABLE = "FLICKR-AES_image_labeled_by_each_worker.csv"
+
+
+def data_of(folder: Path, collection: str, **options: Any) -> PersonalizeData:
+    said = {"train": {"path": str(folder)}, "collection": collection, "image_size": 8, "history_length": 3, **options}
+    return PersonalizeData.model_validate(said)
+
+
+def found(folder: Path, collection: str, **options: Any) -> list[Record]:
+    records = [record for _, record in collected(folder, data_of(folder, collection, **options)).records]
+    assert all(isinstance(record, Record) for record in records)
+    return records  # type: ignore[return-value]
+
+
+def prepared(folder: Path, collection: str, **options: Any) -> Prepared:
+    return prepare_personal(data_of(folder, collection, **options))
+
+
+@pytest.fixture
+def flickr_folder(tmp_path: Path) -> Path:
+    return flickr(tmp_path / "flickr")
+
+
+@pytest.fixture(params=["flickr", "pog", "ser"])
+def everything(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, dict[str, Any]]:
+    folder = {"flickr": flickr, "pog": pog, "ser": ser}[request.param](tmp_path / request.param)
+    captions = {} if request.param == "pog" else {"captions": str(folder / "captions.json")}
+    return folder, request.param, captions
+
+
+def test_every_record_of_every_collection(everything: tuple[Path, str, dict[str, Any]]) -> None:
+    folder, collection, captions = everything
+    shares = {"validation": {"split": 0.25}, "test": {"split": 0.25}}
+    whole = prepared(folder, collection, **captions, **shares)
+    users = {}
+    for table in ("train", "validation", "test"):
+        rows = PersonalRows(whole, table)
+        users[table] = set(rows.users)
+        for number in range(len(rows)):
+            record = rows.record(number)
+            ids = [item.id for item in record.history]
+            assert record.target.id not in ids
+            assert len(set(ids)) == len(ids)
+            assert 1 <= len(ids) <= 3
+            assert all(item.caption for item in record.items)
+            assert rows.picture(record.target).shape == (8, 8, 3)
+    assert sum(map(len, users.values())) == len(users["train"] | users["validation"] | users["test"])
+    assert sum(counts["rows"] for counts in whole.tables.values()) == len(found(folder, collection, **captions))
+
+
+def test_what_a_worker_liked(flickr_folder: Path) -> None:
+    lines = (flickr_folder / TABLE).read_text().splitlines()[1:]
+    rated = [[cell.strip() for cell in line.split(",")] for line in lines]
+    liked: dict[str, set[str]] = {}
+    for worker, name, score in rated:
+        if int(score) >= 4:
+            liked.setdefault(worker, set()).add(name.removesuffix(".jpg"))
+    records = found(flickr_folder, "flickr")
+    targets: dict[str, set[str]] = {}
+    for record in records:
+        assert {item.id for item in record.items} <= liked[record.user]
+        assert len(record.history) == 3
+        targets.setdefault(record.user, set()).add(record.target.id)
+    assert {worker: len(names) - 3 for worker, names in liked.items() if len(names) > 3} == {
+        worker: len(names) for worker, names in targets.items()
+    }
+    assert "ALAZY" not in targets
+    [(reason, count)] = collected(flickr_folder, data_of(flickr_folder, "flickr")).left_out.items()
+    assert "workers who liked 3 pictures or fewer" in reason
+    assert count == sum(len(names) for names in liked.values() if len(names) <= 3)
+    assert len(found(flickr_folder, "flickr", min_score=2)) > len(records)
+
+
+def test_the_order_of_the_ratings_decides_nothing(tmp_path: Path) -> None:
+    first = found(flickr(tmp_path / "a"), "flickr")
+    for order in range(3):
+        assert found(flickr(tmp_path / "a", order=order), "flickr") == first
+
+
+@pytest.mark.parametrize("form", ["semicolons", "tabs", "quotes", "bom"])
+def test_ratings_are_read_as_they_come(tmp_path: Path, form: str) -> None:
+    folder = flickr(tmp_path / "a")
+    first = found(folder, "flickr")
+    table = folder / TABLE
+    lines = [[cell.strip() for cell in line.split(",")] for line in table.read_text().splitlines()]
+    delimiter = {"semicolons": ";", "tabs": "\t"}.get(form, ",")
+    if form == "quotes":
+        lines = [[f'"{cell}"' for cell in cells] for cells in lines]
+    text = "\r\n".join(delimiter.join(cells) for cells in lines) + "\r\n\r\n"
+    table.write_bytes(text.encode("utf-8-sig" if form == "bom" else "utf-8"))
+    assert found(folder, "flickr") == first
+
+
+def test_asked_twice_is_the_mean(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    (folder / "40K").mkdir(parents=True)
+    rows = [
+        "worker, imagePair, score",
+        *(f"A, p{number}.jpg, 5" for number in range(4)),
+        "A, p0.jpg, 2",
+        "A, p1.jpg, 4",
+    ]
+    (folder / TABLE).write_text("\n".join(rows))
+    assert {item.id for record in found(folder, "flickr", history_length=2) for item in record.items} == {
+        "p1",
+        "p2",
+        "p3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [("A, p.jpg, good", "the score 'good' is no number"), ("A, , 4", "has no picture"), ("A, p.jpg, nan", "no number")],
+)
+def test_a_rating_that_cannot_be_read(flickr_folder: Path, row: str, message: str) -> None:
+    table = flickr_folder / TABLE
+    table.write_text(table.read_text() + row + "\n")
+    captions = {"captions": str(flickr_folder / "captions.json")}
+    with pytest.raises(DataError, match=message):
+        prepared(flickr_folder, "flickr", **captions)
+    skipped = prepared(flickr_folder, "flickr", **captions, bad_records="skip", max_bad=0.1)
+    assert skipped.meta["bad"] == 1
+    assert message in skipped.notes()[-1]
+
+
+def test_pictures_elsewhere(flickr_folder: Path, tmp_path: Path) -> None:
+    captions = {"captions": str(flickr_folder / "captions.json")}
+    before = prepared(flickr_folder, "flickr", **captions)
+    (flickr_folder / "40K").rename(tmp_path / "photos")
+    with pytest.raises(DataError, match="does not exist"):
+        prepared(flickr_folder, "flickr", **captions)
+    after = prepared(flickr_folder, "flickr", **captions, pictures=str(tmp_path / "photos"))
+    assert after.tables == before.tables
+
+
+def test_clothes_that_were_clicked_on(tmp_path: Path) -> None:
+    folder = pog(tmp_path / "pog")
+    outfits = {
+        line.partition(",")[0]: set(line.partition(",")[2].split(";"))
+        for line in (folder / "outfit_data.txt").read_text().splitlines()
+    }
+    lines = [line.split(",") for line in (folder / "user_data.txt").read_text().splitlines()]
+    whole = collected(folder, data_of(folder, "pog"))
+    for key, record in whole.records:
+        assert isinstance(record, Record)
+        user, clicked, outfit = lines[int(key.rpartition(" ")[2]) - 1]
+        items = clicked.split(";")
+        assert record.user == user
+        assert record.target.id in outfits[outfit]
+        assert record.target.id not in items
+        last = list(dict.fromkeys(items[::-1]))[:3][::-1]
+        assert [item.id for item in record.history] == last, "each once, where it was clicked on last"
+        assert record.target.caption == f"a coat, number {record.target.id[1:]}", "a title may have commas"
+        assert all((item.image is not None) == (int(item.id[1:]) % 2 == 0) for item in record.items)
+    assert whole.left_out["the same as an earlier line"] == 1
+    assert len(whole.records) + sum(whole.left_out.values()) == len(lines)
+    assert len(collected(folder, data_of(folder, "pog"), limit=4).records) == 4
+
+
+def test_what_pog_lacks_is_said(tmp_path: Path) -> None:
+    folder = pog(tmp_path / "pog")
+    users = folder / "user_data.txt"
+    users.write_text(users.read_text() + "p1,t1;t2\n")
+    with pytest.raises(DataError, match=r"user_data.txt, line 26: expected user,item;item;...,outfit"):
+        prepared(folder, "pog")
+    (folder / "item_data.txt").unlink()
+    with pytest.raises(DataError, match=r"has no item_data.txt"):
+        prepared(folder, "pog")
+    for path in (folder / "images").iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match=r"holds no pictures; keep them in .*images"):
+        prepared(folder, "pog")
+
+
+def test_a_sticker_is_of_the_pack_of_its_history(tmp_path: Path) -> None:
+    folder = ser(tmp_path / "ser")
+    records = found(folder, "ser")
+    for record in records:
+        assert {item.id.partition("/")[0] for item in record.items} == {record.user}
+        assert record.style in ("happiness", "anger", None)
+        number = int(record.target.id.rpartition("_")[2].removesuffix(".png"))
+        assert record.style in (("happiness", "anger")[number % 2], None)
+    # Every sticker of a pack that is large enough is a target once.
+    assert len({record.target.id for record in records}) == len(records) == 4 + 5 + 6 + 7
+    assert sum(record.style is None for record in records) == 1, "one has no annotation"
+    assert collected(folder, data_of(folder, "ser")).left_out == {"in 2 packs of 3 stickers or fewer": 5}
+
+
+def test_stickers_without_annotations(tmp_path: Path) -> None:
+    folder = ser(tmp_path / "ser")
+    for path in sorted((folder / "Annotations").rglob("*.json")):
+        path.unlink()
+    assert all(record.style is None for record in found(folder, "ser"))
+    (folder / "Annotations/bad.json").write_text("{")
+    with pytest.raises(DataError, match=r"bad.json: no valid JSON"):
+        found(folder, "ser")
+
+
+@pytest.mark.parametrize("collection", ["flickr", "pog", "ser"])
+def test_a_folder_of_something_else(tmp_path: Path, collection: str) -> None:
+    (tmp_path / "notes").mkdir()
+    picture(tmp_path / "a.png", 0)
+    with pytest.raises(DataError, match=r"has no|no record comes of it"):
+        prepared(tmp_path, collection)
+
+
+def test_captions_by_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bottega.branches.people import prepare_people
+    from bottega.models import captioner
+
+    folder, model = ser(tmp_path / "ser"), captioning_model(tmp_path / "blip")
+    loads: list[Path] = []
+    plain = captioner.load_captioner
+    monkeypatch.setattr(captioner, "load_captioner", lambda folder: loads.append(folder) or plain(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = data_of(folder, "ser", captions=str(model))
+    stages: dict[str, tuple[int, int]] = {}
+    first = PersonalRows(
+        prepare_people(data, progress=lambda stage, done, total: stages.update({stage: (done, total)})), "train"
+    )
+    assert stages["captions"] == (22, 22)
+    assert loads == [model]
+    said = {item.id: item.caption for n in range(len(first)) for item in first.record(n).items}
+    assert all(said.values())
+    assert len(set(said.values())) > 1, "it looks at the pictures"
+    assert not any("[" in text for text in said.values())
+    again = PersonalRows(prepare_people(data_of(folder, "ser", captions=str(model), image_size=16)), "train")
+    assert loads == [model], "what it said is remembered"
+    assert {item.id: item.caption for n in range(len(again)) for item in again.record(n).items} == said
+    captioning_model(model, seed=5)
+    other = PersonalRows(prepare_people(data), "train")
+    assert len(loads) == 2
+    assert {item.id: item.caption for n in range(len(other)) for item in other.record(n).items} != said
+
+
+def test_models_that_cannot_caption(tmp_path: Path) -> None:
+    from bottega.branches.people import prepare_people
+    from bottega.models.captioner import load_captioner
+
+    folder = ser(tmp_path / "ser")
+    model = captioning_model(tmp_path / "blip")
+    config = json.loads((model / "config.json").read_text())
+    for change, message in (
+        ({"auto_map": {"AutoModel": "x.Y"}}, "never run"),
+        ({"model_type": "llama"}, "of the kind llama"),
+    ):
+        (model / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UsageError, match=message):
+            prepare_people(data_of(folder, "ser", captions=str(model)))
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickles are never opened"):
+        load_captioner(model)
+    with pytest.raises(UsageError, match="no folder of a captioning model"):
+        prepare_people(data_of(folder, "ser", captions=str(model)))
+
+
+def test_a_model_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    path = picture(tmp_path / "a.png", 1)
+    with pytest.raises(DataError, match=r"says nothing about .*a.png"):
+        described(
+            {"x": path}, tmp_path, lambda folder: lambda pictures: [" " for _ in pictures], progress=lambda *of: None
+        )
