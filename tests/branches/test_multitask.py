@@ -161,10 +161,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "data.parts.topics.metric: acuracy is not measured; did you mean accuracy?",
     ),
     ({"data.parts.topics.recipe": "multitask"}, "data.parts.topics: a part cannot be of task multitask; it can be"),
-    (
-        {"data.parts.people": {"recipe": "personalize"}},
-        "data.parts.people: a part cannot be of task personalize; it can be",
-    ),
+    ({"data.parts.topics.recipe": "personalize"}, "data.parts.topics: a part cannot be of task personalize; it can be"),
     ({"data.parts.weight": {"recipe": "classify"}}, "data.parts: 'weight' cannot name a part"),
     ({"data.train.path": "x.txt"}, "data.train: is a part's own; say data.parts.NAME.settings.data.train"),
     ({"model.hidden_size": 15}, "model: hidden_size: 15 does not give each of 2 heads"),
