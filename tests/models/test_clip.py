@@ -165,6 +165,27 @@ def test_gradients_of_captions_that_are_encoded_once_add_up(clip: Clip) -> None:
         torch.testing.assert_close(found[1][name], wanted, atol=2e-3, rtol=1e-4, msg=name)
 
 
+def test_two_threads_give_the_same_gradient_every_time() -> None:
+    """With as many captions as a recipe has: smaller sums are left to one thread."""
+    wide = MODEL.model_copy(update={"projection_size": 64, "text_num_layers": 1, "num_layers": 1})
+    model = build_clip(clip_shape(wide, image_size=8, tokens=20, bos=BOS, eos=EOS, padding=EOS), 0, negatives=15)
+    rng = np.random.default_rng(0)
+    numbers = torch.from_numpy(rng.integers(0, 120, (64, 16)))
+    rows = torch.tensor([row([int(n) % 18, int(n) // 18 + 1]) for n in range(120)])
+    pixels = torch.from_numpy(rng.uniform(-1, 1, (64, 8, 8, 3)).astype(np.float32))
+    before, found = torch.get_num_threads(), set()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(12):
+            model.zero_grad()
+            model(pixels, rows[numbers], numbers).scores.square().sum().backward()
+            gradients = [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+            found.add(b"".join(gradients))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
 def test_training_begins_by_expecting_one_of_all_pairs() -> None:
     clip = build_clip(SHAPE, 0, negatives=7)
     assert clip.offset.item() == pytest.approx(-np.log(7))
