@@ -89,6 +89,7 @@ def test_the_images_prompt_may_have_its_wish_elsewhere(place: Path, tmp_path: Pa
     options = SHORT.model_copy(update={"preference_prompt": "{history}; now a {wish}:"})
     by = Keyworder(place, options, cache=tmp_path)
     assert _said(by, by.prompt_for_images(_record(["red"], wish="moon"))) == "red; now a moon:"
+    assert _said(by, by.prompt_for_preference(_record(["red"], wish="moon"))) == "red; now a moon:"
 
 
 @pytest.mark.parametrize("length", [40, 55, 70, 200])

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import small_personal
 from bottega.branches.candidates import LEAST, Scores, best
 from bottega.branches.personal_arms import ARMS, draw_arm, exchanged
+from bottega.branches.personal_asks import read_history
 from bottega.branches.publish_personal import read_published
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageError
@@ -343,3 +344,23 @@ def test_the_recipe_is_offline_and_needs_its_parts() -> None:
     recipe = load_recipe(["personalize"]).recipe
     assert set(recipe.needs) == {"clip", "diffusion", "language_model"}
     assert all(need.own_data for need in recipe.needs.values())
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([], "holds no record"),
+        ([{"history": [{"id": "a", "caption": "red"}], "target": "a star"}], "target is no object"),
+        ([{"history": [{"id": "a", "caption": "red", "image": "../out.png"}], "wish": "a star"}], "lies outside"),
+        ([{"history": [{"id": "a", "caption": "red", "image": "gone.png"}], "wish": "a star"}], "does not exist"),
+        ([{"history": [{"id": "a", "caption": "red", "image": "bad.png"}], "wish": "a star"}], "cannot be read"),
+    ],
+)
+def test_a_history_that_is_wrong_is_told_before_anything_is_drawn(said: Any, reason: str, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    Image.new("RGB", (4, 4)).save(tmp_path / "out.png")
+    (folder / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\nno picture")
+    (folder / "liked.json").write_text(json.dumps(said))
+    with pytest.raises(DataError, match=reason):
+        read_history(folder / "liked.json", wishes=None)

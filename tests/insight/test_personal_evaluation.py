@@ -488,6 +488,13 @@ def made_rows(right_of: dict[str, Sequence[float]], measure: str = "preference_a
     ]
 
 
+def test_who_has_no_keywords_is_left_out_of_the_mean_and_spoils_nobodys() -> None:
+    values = {"p0": 0.5, "p1": math.nan, "p2": None, "p3": 0.7}
+    rows = [{"arm": "both", "user": user, "clip_preference": value} for user, value in values.items()]
+    assert by_person(rows, "both", "clip_preference") == {"p0": 0.5, "p3": 0.7}
+    assert summary(rows)["both"]["clip_preference"]["mean"] == pytest.approx(0.6)
+
+
 def test_pairs_go_by_person_and_not_by_order() -> None:
     rng = random.Random(0)
     values = {"none": [rng.random() for _ in range(12)], "both": []}

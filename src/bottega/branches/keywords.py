@@ -63,7 +63,9 @@ class Keyworder:
 
     def prompt_for_preference(self, record: Record) -> np.ndarray:
         """Token ids, int64."""
-        return self._fitting(record, lambda history: self._fill(self.options.preference_prompt, history=history))
+        wish = self._cut(record.asked)
+        prompt = self.options.preference_prompt
+        return self._fitting(record, lambda history: self._fill(prompt, history=history, wish=wish))
 
     def prompt_for_target(self, wish: str) -> np.ndarray:
         ids = self._encode(self._fill(self.options.target_prompt, wish=self._cut(wish)))

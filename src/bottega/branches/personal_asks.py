@@ -14,6 +14,8 @@ from pydantic import ValidationError
 from bottega.core.errors import DataError, UsageError
 from bottega.data.image.decode import decode
 from bottega.data.personal import Item, PersonalRows, Record
+from bottega.data.prepare.pictures import located
+from bottega.data.record import Bad, Unreadable
 
 NAMED = 5
 """Users that a message names."""
@@ -70,6 +72,8 @@ def read_history(path: Path, *, wishes: Sequence[str] | None) -> list[Person]:
     else:
         captions = [line.strip() for line in text.splitlines() if line.strip()]
         said = [{"user": path.stem, "history": [{"id": str(n), "caption": one} for n, one in enumerate(captions)]}]
+    if not said:
+        raise DataError(f"--history {path}: holds no record; give one, or a text with one caption a line")
     return [_new(path, number, one, has_wish=bool(wishes)) for number, one in enumerate(said)]
 
 
@@ -79,7 +83,7 @@ def _parsed(path: Path, text: str) -> list[Any]:
             whole = json.loads(text)
             return whole if isinstance(whole, list) else [whole]
         return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"--history {path}: is no JSON ({error}); correct it") from None
 
 
@@ -87,6 +91,10 @@ def _new(path: Path, number: int, said: Any, *, has_wish: bool) -> Person:
     where = f"--history {path}, record {number + 1}"
     if not isinstance(said, dict):
         raise DataError(f"{where}: is no object with user and history")
+    if not isinstance(said.get("target") or {}, dict):
+        raise DataError(
+            f"{where}: target is no object with id, caption and image; leave it out, and give the wish as wish"
+        )
     wish = said.get("wish") or (said.get("target") or {}).get("caption")
     if not wish and not has_wish:
         raise UsageError(f'{where}: has no wish; say what the picture should show with --wish, such as --wish "a star"')
@@ -98,8 +106,16 @@ def _new(path: Path, number: int, said: Any, *, has_wish: bool) -> Person:
         raise DataError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if not record.history or any(not item.caption.strip() for item in record.history):
         raise DataError(f"{where}: every item that was liked needs a caption, and there must be one at least")
-    return Person(record, lambda item: _picture(path.parent, item))
+    # All of them now: a picture that cannot be read must not be found out when everything is drawn.
+    shown = {item.id: _picture(path.parent, item, where) for item in record.history if item.image is not None}
+    return Person(record, lambda item: shown.get(item.id))
 
 
-def _picture(folder: Path, item: Item) -> np.ndarray | None:
-    return decode(folder / item.image, channels=3) if item.image is not None else None
+def _picture(folder: Path, item: Item, where: str) -> np.ndarray:
+    found = located(folder, str(item.image))
+    if isinstance(found, Bad):
+        raise DataError(f"{where}: {found.reason}")
+    try:
+        return decode(found, channels=3)
+    except Unreadable as error:
+        raise DataError(f"{where}: the picture {found} cannot be read ({error}); put a good one there") from None

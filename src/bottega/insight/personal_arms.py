@@ -7,6 +7,7 @@ random, and records of one person are no second person.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -46,8 +47,9 @@ def by_person(rows: Rows, arm: str, measure: str) -> dict[str, float]:
     """Person -> the mean over their records of what was measured; those of whom nothing was measured are left out."""
     values: dict[str, list[float]] = {}
     for row in rows:
-        if row["arm"] == arm and row.get(measure) is not None:
-            values.setdefault(str(row["user"]), []).append(float(row[measure]))
+        value = row.get(measure) if row["arm"] == arm else None
+        if value is not None and not math.isnan(value):  # nothing to be near to: no keywords, or no liked pictures
+            values.setdefault(str(row["user"]), []).append(float(value))
     # In one order, whichever the rows had: sums of floats, and so what is drawn again from them, depend on it.
     return {user: float(np.mean(values[user])) for user in sorted(values)}
 

@@ -60,8 +60,9 @@ class Personalize(Task):
         soft = build_soft_prompts(self.shape, seed, token_scale=language.token_scale)
         if self.start_tokens:
             numbers = [self.start_tokens[i % len(self.start_tokens)] for i in range(self.shape.num_image_tokens)]
-            with torch.no_grad():
-                soft.image_tokens.copy_(language.model.get_input_embeddings()(torch.tensor(numbers)))
+            words = language.model.get_input_embeddings()
+            with torch.no_grad():  # quantised weights are where they will be used
+                soft.image_tokens.copy_(words(torch.tensor(numbers, device=words.weight.device)))
         return {
             "model": soft,
             "language_model": language,

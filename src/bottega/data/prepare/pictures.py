@@ -56,7 +56,7 @@ class Pictures:
     def _located(self, root: Path, name: str) -> Path | Bad:
         known = self.found.get((root, name))
         if known is None:
-            known = self.found[root, name] = _located(root, name)
+            known = self.found[root, name] = located(root, name)
         return known
 
     def hash_all(self, people: Iterable[Person], progress: Progress) -> None:
@@ -72,7 +72,7 @@ def _bad(person: Person, reason: str, *, is_refused: bool = False) -> Bad:
     return Bad(person.key, person.where, f"{reason}; {SKIP}" if not is_refused else reason, is_refused)
 
 
-def _located(root: Path, name: str) -> Path | Bad:
+def located(root: Path, name: str) -> Path | Bad:
     """The file, links followed. A record may come from anywhere, and must not have files of this machine read out."""
     try:
         base = root.resolve()
