@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.core.noise import generator
-from bottega.models.encoder_folder import first_line, silent
+from bottega.models.encoder_folder import first_line, own_randomness, silent
 from bottega.models.initial import fill
 from bottega.models.json_object import read_object
 from bottega.schema.align import ClipShape
@@ -220,7 +218,7 @@ def _opened(folder: Path) -> Clip:
         )
     kind = transformers.CLIPModel if shape.values["model_type"] == "clip" else transformers.SiglipModel
     try:
-        with silent(transformers), _own_randomness():
+        with silent(transformers), own_randomness():
             network, seen = kind.from_pretrained(
                 folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
             )
@@ -245,7 +243,7 @@ def _network(shape: ClipShape) -> Any:
     transformers = _transformers()
     values = shape.values
     kind = transformers.CLIPModel if values["model_type"] == "clip" else transformers.SiglipModel
-    with silent(transformers), _own_randomness():
+    with silent(transformers), own_randomness():
         config = transformers.AutoConfig.for_model(**values)
         return kind._from_config(config, dtype=torch.float32)
 
@@ -298,13 +296,6 @@ def _unit(found: Any) -> Tensor:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """transformers draws initial values from torch's global generator; they are all overwritten, so nobody notices."""
-    with torch.random.fork_rng(devices=[]):
-        yield
 
 
 def _transformers() -> Any:

@@ -50,5 +50,14 @@ def silent(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """transformers draws initial values from torch's global generator; they are all overwritten, so nobody notices."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError
+from bottega.models.weights_file import check_weights, read_weights
+
+CONVERT = (
+    "convert a .pth with safetensors.torch.save_file(torch.load(path, weights_only=True), 'inception.safetensors')"
+)
+FITS = "the weights of pytorch-fid (pt_inception-2015-12-05) fit, torchvision's own do not"
 
 FEATURES = 2048
 SIDE = 299
@@ -185,7 +188,7 @@ def load_inception(path: Path | str, *, device: torch.device | str = "cpu") -> I
     with torch.device("meta"):
         model = Inception()
     wanted = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("num_batches_tracked")}
-    _compare(path, found, wanted)
+    check_weights(path, found, wanted, fits=FITS)
     model.to_empty(device=device)
     state = model.state_dict()
     for name in wanted:
@@ -195,34 +198,9 @@ def load_inception(path: Path | str, *, device: torch.device | str = "cpu") -> I
 
 def _read(path: Path) -> dict[str, Tensor]:
     """All but what features do not need: the classifier, and the counters of BatchNorm that only training uses."""
-    if path.suffix != ".safetensors":
-        raise CheckpointError(
-            f"{path}: only safetensors is read, because a pickle can run code; convert a .pth with "
-            "safetensors.torch.save_file(torch.load(path, weights_only=True), 'inception.safetensors')"
-        )
-    try:
-        tensors = load_file(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: is damaged or no safetensors file ({error})") from error
+    tensors = read_weights(path, convert=CONVERT)
     return {
         name: tensor
         for name, tensor in tensors.items()
         if not name.startswith("fc.") and not name.endswith("num_batches_tracked")
     }
-
-
-def _compare(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    if missing or unexpected:
-        name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")
-        raise CheckpointError(
-            f"{path}: {what} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
-            "the weights of pytorch-fid (pt_inception-2015-12-05) fit, torchvision's own do not"
-        )
-    for name, tensor in wanted.items():
-        if found[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(found[name].shape)}, where {list(tensor.shape)} is needed"
-            )

@@ -9,17 +9,19 @@ B batch   C channels   H W size   T places   D width
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.errors import UsageError
+from bottega.models.weights_file import check_weights, read_weights
+
+CONVERT = "docs/verbs/evaluate.md has the three lines that make one file of torchvision's AlexNet and the LPIPS heads"
+FITS = "expected features.* of torchvision's alexnet and lin0..lin4.model.1.weight of LPIPS 0.1 (alex.pth)"
 
 CHANNELS = (64, 192, 384, 256, 256)
 SMALLEST = 31
@@ -121,7 +123,7 @@ def load_lpips(path: Path | str, *, device: Any = "cpu") -> Lpips:
     with torch.device("meta"):
         model = Lpips()
     wanted = model.state_dict()
-    _compare(path, found, wanted)
+    check_weights(path, found, wanted, fits=FITS)
     model.to_empty(device=device)
     model.load_state_dict({name: found[name].float() for name in wanted})
     return model.eval().requires_grad_(False)
@@ -129,30 +131,5 @@ def load_lpips(path: Path | str, *, device: Any = "cpu") -> Lpips:
 
 def _read(path: Path) -> dict[str, Tensor]:
     """All but AlexNet's classifier, which no distance needs."""
-    if path.suffix != ".safetensors":
-        raise CheckpointError(
-            f"{path}: only safetensors is read, because a pickle can run code; docs/verbs/evaluate.md has the three "
-            "lines that make one file of torchvision's AlexNet and the LPIPS heads"
-        )
-    try:
-        tensors = load_file(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: is damaged or no safetensors file ({error})") from error
+    tensors = read_weights(path, convert=CONVERT)
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("classifier.")}
-
-
-def _compare(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    if missing or unexpected:
-        name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")
-        raise CheckpointError(
-            f"{path}: {what} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); expected features.* "
-            "of torchvision's alexnet and lin0..lin4.model.1.weight of LPIPS 0.1 (alex.pth)"
-        )
-    for name, tensor in wanted.items():
-        if found[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {list(found[name].shape)}, where {list(tensor.shape)} is needed"
-            )

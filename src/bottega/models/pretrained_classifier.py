@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
-from bottega.models.encoder_folder import first_line, read_encoder, silent
+from bottega.models.encoder_folder import first_line, own_randomness, read_encoder, silent
 from bottega.models.initial import fill, initial_value
 from bottega.schema.text_classifier import PretrainedShape
 
@@ -139,7 +138,7 @@ def export_pretrained(state: Mapping[str, Tensor], shape: PretrainedShape, folde
 def _loaded(shape: PretrainedShape, folder: Path) -> tuple[Any, set[str]]:
     """The network, and the names of what the folder does not have for it, a head for other classes among them."""
     kind = _transformers().AutoModelForSequenceClassification
-    with _own_randomness():
+    with own_randomness():
         network, seen = read_encoder(kind, folder, config=_config(shape), ignore_mismatched_sizes=True)
     mismatched = {name if isinstance(name, str) else name[0] for name in seen["mismatched_keys"]}
     return network, set(seen["missing_keys"]) | mismatched
@@ -147,7 +146,7 @@ def _loaded(shape: PretrainedShape, folder: Path) -> tuple[Any, set[str]]:
 
 def _network(shape: PretrainedShape) -> Any:
     transformers = _transformers()
-    with silent(transformers), _own_randomness():
+    with silent(transformers), own_randomness():
         return transformers.AutoModelForSequenceClassification.from_config(
             _config(shape), trust_remote_code=False, dtype=torch.float32
         )
@@ -175,13 +174,6 @@ def _ours(name: str, prefix: str, path: str) -> str:
 def _theirs(name: str, prefix: str, path: str) -> str:
     part, _, rest = name.partition(".")
     return {"backbone": f"{prefix}.{rest}", "head": f"{path}.{rest}"}.get(part, rest)
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """transformers draws initial values from torch's global generator; they are all overwritten, so nobody notices."""
-    with torch.random.fork_rng(devices=[]):
-        yield
 
 
 def _transformers() -> Any:
