@@ -59,10 +59,7 @@ class Generation(Task):
         alpha, sigma = (_over(level.float(), clean) for level in self.path.levels(t))
         asked = self._asked(models, batch, drop=rng.uniform("drop") < self.condition_dropout)
         predicted = models["model"](alpha * clean + sigma * noise, self.path.model_time(t), **asked)
-        error = (predicted.float() - self.path.target(clean, noise, alpha, sigma)).square().flatten(1).mean(1)
-        weight = self.path.weight(alpha.flatten(), sigma.flatten())
-        if weight is not None:
-            error = error * weight
+        error = self.path.error(predicted, clean, noise, alpha, sigma)
         if "weight" in batch:
             error = error * (batch["weight"] > 0)
         return Loss(terms={"loss": (error.sum(), 1.0)})

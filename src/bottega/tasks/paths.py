@@ -77,6 +77,12 @@ class Path(BaseModel):
         capped = ratio.clamp(max=self.min_snr)
         return capped / ratio if self.objective == "noise" else capped / (ratio + 1)
 
+    def error(self, predicted: Tensor, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """Of each sample [B]: the mean square of what is wrong, weighted where min_snr asks for it."""
+        found = (predicted.float() - self.target(clean, noise, alpha, sigma)).square().flatten(1).mean(1)
+        weight = self.weight(alpha.flatten(), sigma.flatten())
+        return found if weight is None else found * weight
+
     @property
     def most_steps(self) -> int | None:
         """A sampler can take no more, because two of them would be the same; None is any number."""

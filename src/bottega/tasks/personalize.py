@@ -83,10 +83,7 @@ class Personalize(Task):
         drop = rng.uniform("drop") < self.keyword_dropout
         asked = self.condition(models, batch, self.weights, drop=drop)
         predicted = self._predicted(image, alpha * clean + sigma * noise, self.path.model_time(t), asked)
-        error = (predicted - self.path.target(clean, noise, alpha, sigma)).square().flatten(1).mean(1)
-        weight = self.path.weight(alpha.flatten(), sigma.flatten())
-        if weight is not None:
-            error = error * weight
+        error = self.path.error(predicted, clean, noise, alpha, sigma)
         if "weight" in batch:
             error = error * (batch["weight"] > 0)
         return Loss(terms={"loss": (error.sum(), 1.0)})
