@@ -22,6 +22,7 @@ from bottega.branches.publish_personal import read_published
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageError
 from bottega.data.personal import Record
+from bottega.insight.memory import rows_of
 from bottega.saved import SavedRun, open_run
 from bottega.schema.load import load_recipe
 from small_run import bottega, environment, tensors
@@ -364,3 +365,11 @@ def test_a_history_that_is_wrong_is_told_before_anything_is_drawn(said: Any, rea
     (folder / "liked.json").write_text(json.dumps(said))
     with pytest.raises(DataError, match=reason):
         read_history(folder / "liked.json", wishes=None)
+
+
+def test_memory_is_measured_with_the_longest_histories(saved: SavedRun) -> None:
+    rows = saved.branch.table("train", is_training=True)  # type: ignore[attr-defined]
+    every = rows.rows(np.arange(len(rows)), np.zeros(len(rows), np.int64))["prompt_mask"].sum(1)
+    some = rows_of(rows, 2)["prompt_mask"].sum(1)
+    assert len(set(every)) > 1, "histories of one length show nothing"
+    assert some.min() >= np.sort(every)[-4], (some, every)

@@ -100,6 +100,12 @@ class PromptedRows(Source):
     def filling(self) -> dict[str, int]:
         return {"prompt": 0, "prompt_mask": 0}
 
+    def alike(self, count: int) -> np.ndarray:
+        """By letters, which tell nearly as much as tokens and are there already."""
+        records = map(self.people.record, range(count))
+        lengths = [sum(len(item.caption) for item in record.history) + len(record.asked) for record in records]
+        return np.argsort(lengths, kind="stable")
+
     @cached_property
     def fingerprint(self) -> str:
         parts = (self.people.fingerprint, self.sayings.fingerprint, self.keywords)
