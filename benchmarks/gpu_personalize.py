@@ -235,11 +235,11 @@ class Plain:
 def side_by_side(arguments: argparse.Namespace, sizes: dict[str, Any], device: str) -> dict[str, Any]:
     count = arguments.batch
     batch = batch_of(sizes, count, arguments.prompt)
-    on_device = {name: torch.from_numpy(value).to(device) for name, value in batch.items()}
     engine, plain = engine_of(sizes, device, checkpointing=False), Plain(sizes, device)
+    # A batch comes from the host, as a loader's do, for either.
     contestants: dict[str, Callable[[int], Any]] = {
         "ours": lambda step: engine.fetch(engine.train_step(step, batch)),
-        "plain": lambda step: plain.step(on_device),
+        "plain": lambda step: plain.step({name: torch.from_numpy(value).to(device) for name, value in batch.items()}),
     }
     for contest in contestants.values():
         contest(0)

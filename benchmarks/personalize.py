@@ -4,7 +4,7 @@
     python benchmarks/personalize.py --out runs/trial      # the same again goes on where it was stopped
 
 Trained: the recipe `personalize` with its parts, each timed. Evaluated: validation and test people, whose pairs of colour and
-pattern nobody in training likes. Asked again: the language model with random weights, whose keywords must be chance.
+pattern nobody in training likes; and what the language model says with random weights, which must be chance.
 Printed: tables, each bar with what was found, and one line of JSON; exit code 1 where a bar is missed.
 """
 
@@ -25,7 +25,6 @@ import bottega
 from bottega.data.present import finite
 from bottega.insight import statistics as st
 from bottega.insight.evaluate import show
-from bottega.insight.personal_keywords import keywords_by_weights
 from bottega.insight.personal_truth import fields_of
 from bottega.run import part
 from bottega.schema import needs
@@ -87,21 +86,21 @@ def evaluated(run: Path, split: str, clock: Clock) -> dict[str, Any]:
     return {"metrics": {"loss": fields["loss"]}, **fields, "folder": str(folder)}
 
 
-def keywords(run: Path, split: str) -> dict[str, Any]:
+def keywords(run: Path, split: str, found: dict[str, Any]) -> dict[str, Any]:
     """Share of people whose keywords name the favourite pair, by learnt and by random weights, with intervals."""
     branch: Any = bottega.load(run, device="cpu").branch
     tables = {name: branch.people(name) for name in branch.prepared.tables}
     records = {name: [table.record(i) for i in range(len(table))] for name, table in tables.items()}
     fields = fields_of(records[split], [record for several in records.values() for record in several])
     assert fields is not None
-    found: dict[str, Any] = {"chance": fields.chance["preference"]}
-    for name, columns in keywords_by_weights(branch, records[split], fields).items():
-        right = columns["preference"]
-        interval = st.wilson_interval(int(right.sum()), len(right))
-        found[name] = {"share": float(right.mean()), "low": interval.low, "high": interval.high}
-    liked = [{tuple(r.truth[f] for f in fields.preference) for r in records[name]} for name in ("train", split)]
-    found["new_people"] = sum(tuple(r.truth[f] for f in fields.preference) not in liked[0] for r in records[split])
-    return found
+    words: dict[str, Any] = {"chance": fields.chance["preference"]}
+    for name, shares in found["keywords"].items():
+        count = found["counts"]["records"]
+        interval = st.wilson_interval(round(shares["preference"] * count), count)
+        words[name] = {"share": shares["preference"], "low": interval.low, "high": interval.high}
+    liked = {tuple(r.truth[f] for f in fields.preference) for r in records["train"]}
+    words["new_people"] = sum(tuple(r.truth[f] for f in fields.preference) not in liked for r in records[split])
+    return words
 
 
 def bars(split: str, found: dict[str, Any], words: dict[str, Any], clock: Clock) -> list[tuple[str, str, bool]]:
@@ -134,7 +133,7 @@ def bars(split: str, found: dict[str, Any], words: dict[str, Any], clock: Clock)
         rows.append(
             (f"{preference}: p of both and none below {P:g}", f"{test['p_adjusted']:.2g}", test["p_adjusted"] < P)
         )
-    learnt, random = words["learnt"], words["random"]
+    learnt, random = words["learnt"], words["random weights"]
     said = f"{learnt['share']:.3f} and {random['share']:.3f} ({random['low']:.3f} to {random['high']:.3f})"
     is_chance = random["low"] <= words["chance"]
     rows.append(
@@ -158,7 +157,8 @@ def main() -> int:
     found: dict[str, Any] = {"seconds": clock.seconds}
     checks = [(f"all parts within {MINUTES_TRAINING} minutes", f"{minutes:.1f}", minutes <= MINUTES_TRAINING)]
     for split in ("validation", "test"):
-        result, words = evaluated(run, split, clock), keywords(run, split)
+        result = evaluated(run, split, clock)
+        words = keywords(run, split, result)
         print(f"\n{split}\n{show(result)}\n")
         checks += bars(split, result, words, clock)
         means = {arm: {name: v["mean"] for name, v in values.items()} for arm, values in result["arms"].items()}

@@ -6,6 +6,7 @@ import difflib
 import math
 from bisect import bisect_right
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bottega import branches
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
     from bottega.engines.torch import TorchEngine
 
 
-def prepare(recipe: Recipe, console: Console) -> Branch:
-    """The branch with its data ready, showing a bar while that takes long."""
+def prepare(recipe: Recipe, console: Console, *, codec: Path | None = None) -> Branch:
+    """The branch with its data ready, showing a bar while that takes long. `codec` is of a run that goes on."""
     with bars(console.rich) as say:
-        return branches.prepare(recipe, say=say)
+        return branches.prepare(recipe, say=say, codec=codec)
 
 
 def build_engine(recipe: Recipe, task: Task) -> TorchEngine:

@@ -32,9 +32,12 @@ def describe(device: str, world: int) -> dict[str, Any]:
     }
 
 
-def fingerprint(device: str, world: int, *, data: str, frozen: Mapping[str, str]) -> dict[str, Any]:
+def fingerprint(
+    device: str, world: int, *, data: str, frozen: Mapping[str, str], derived: str | None = None
+) -> dict[str, Any]:
     """What must be equal for a resumed run to be equal bit for bit."""
-    return {"packages": versions(), "device": device, "world": world, "data": data, "frozen": dict(frozen)}
+    found = {"packages": versions(), "device": device, "world": world, "data": data, "frozen": dict(frozen)}
+    return found if derived is None else {**found, "derived": derived}
 
 
 def versions() -> dict[str, str]:

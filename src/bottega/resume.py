@@ -126,6 +126,11 @@ def check_data_unchanged(
         if not allow:
             raise DataError(f"{text}; undo the change, start over with --fresh, or say --allow-data-change")
         say(f"{text}; going on as asked")
+    elif before.get("derived") != now.get("derived"):
+        text = "a model says something else of the same data than when this run began (other keywords)"
+        if not allow:
+            raise DataError(f"{text}; go on where it began, start over with --fresh, or say --allow-data-change")
+        say(f"{text}; going on as asked")
     other = [key for key in ("packages", "device", "world") if before.get(key) != now.get(key)]
     if other:
         changes = "; ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in other)

@@ -80,9 +80,10 @@ class Session:
         is_main = int(os.environ.get("RANK", 0)) == 0  # the others might look before --fresh has set the old run aside
         changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
         self._placed = needs.placed(recipe)
-        if resume.has_begun(directory):
+        has_begun = resume.has_begun(directory)
+        if has_begun:
             self._placed = based(self._placed, directory.codec)
-        self.branch = branch = prepare(self._placed, console)
+        self.branch = branch = prepare(self._placed, console, codec=directory.codec if has_begun else None)
         console.unit, console.headline = branch.unit, branch.headline
         engine: TorchEngine | None = None
         try:
@@ -111,11 +112,16 @@ class Session:
         total = total_steps(recipe, loader)
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
         fingerprint = environment.fingerprint(
-            str(engine.device), engine.world, data=branch.fingerprint, frozen=dict(lesson.frozen)
+            str(engine.device),
+            engine.world,
+            data=branch.fingerprint,
+            derived=branch.derived,
+            frozen=dict(lesson.frozen),
         )
         found, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
         rate = recipe.training.learning_rate
-        if not engine.same(f"{progress.step} {rate} {branch.fingerprint} {sorted(lesson.frozen.items())}"):
+        seen = f"{branch.fingerprint} {branch.derived}"
+        if not engine.same(f"{progress.step} {rate} {seen} {sorted(lesson.frozen.items())}"):
             raise CheckpointError(
                 f"rank {engine.rank} would go on from step {progress.step}, and another rank from elsewhere or with other "
                 f"data or parts; {directory.path}, the data and the parts must be the same files for all ranks"

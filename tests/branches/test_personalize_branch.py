@@ -16,15 +16,17 @@ from safetensors.numpy import load_file, save_file
 
 import small_personal
 from bottega.branches.candidates import LEAST, Scores, best
-from bottega.branches.personal_arms import ARMS, draw_arm, exchanged
+from bottega.branches.keywords import Keyworder, tokenizer_content
+from bottega.branches.personal_arms import ARMS, draw_arm
 from bottega.branches.personal_asks import read_history
-from bottega.branches.publish_personal import read_published
+from bottega.branches.publish_personal import Published
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageError
-from bottega.data.personal import Record
 from bottega.insight.memory import rows_of
+from bottega.models.soft_prompts import SoftPrompts
 from bottega.saved import SavedRun, open_run
 from bottega.schema.load import load_recipe
+from bottega.schema.personalize import Keywords
 from small_run import bottega, environment, tensors
 
 
@@ -131,17 +133,76 @@ def test_what_does_not_fit_is_one_line(
         small_personal.train(tmp_path, **changes)
 
 
+def test_a_judge_that_cannot_judge_is_told_at_once(tmp_path: Path) -> None:
+    """And not when the first sheet is drawn."""
+    judge = Path(shutil.copytree(small_personal.models()["clip"], tmp_path / "clip"))
+    (judge / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"model\.clip: .* has no tokenizer\.json"):
+        small_personal.train(tmp_path, **{"model.clip": str(judge)})
+    with pytest.raises(UsageError, match="holds a llama; a CLIP or SigLIP"):
+        small_personal.train(tmp_path, **{"model.clip": str(small_personal.models()["language_model"])})
+
+
+# Keywords, which training goes by
+
+
+@pytest.fixture
+def half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, Any]]:
+    """A run of four steps, and what to say to go on to eight; nothing is known outside of it any more."""
+    how: dict[str, Any] = {"name": "mine", "checkpoint.every": 2}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small_personal.train(tmp_path, **{**how, "training.max_steps": 4})
+    shutil.rmtree(tmp_path / "cache" / "bottega" / "keywords")
+    return tmp_path / "mine", {**how, "training.max_steps": 8}
+
+
+def test_a_run_goes_on_with_the_keywords_it_began_with(
+    half: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, how = half
+    monkeypatch.setattr(Keyworder, "_decode", lambda *asked: pytest.fail("all answers are the run's own"))
+    assert small_personal.train(run.parent, **how).step == 8
+
+
+def test_other_keywords_of_the_same_data_are_refused(
+    half: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, how = half
+    (run / "codec" / "keywords.jsonl").unlink()
+    monkeypatch.setattr(Keyworder, "_decode", lambda self, wanted, *asked: dict.fromkeys(wanted, ("blue",)))
+    with pytest.raises(DataError, match="says something else of the same data"):
+        small_personal.train(run.parent, **how)
+
+
+def test_answers_are_those_of_one_precision_and_kind_of_device(tmp_path: Path) -> None:
+    folder = small_personal.models()["language_model"]
+    several = [Keyworder(folder, Keywords(), precision=one, cache=tmp_path) for one in ("fp32", "bf16", "fp32")]
+    files = [one._file("cpu") for one in several]
+    assert files[0] == files[2] != files[1]
+    assert several[0]._file("cuda:0") == several[0]._file("cuda:1") != files[0]
+
+
+def test_how_a_conversation_is_written_is_a_part_of_the_language_model(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(small_personal.models()["language_model"], tmp_path / "llama"))
+    before = tokenizer_content(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert tokenizer_content(folder) != before
+
+
 def test_an_export_is_small_and_opens_again(run: Path, saved: SavedRun, tmp_path: Path) -> None:
     folder = saved.export(tmp_path / "out")
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
-    soft, config = read_published(folder)
+    config = Published.model_validate_json((folder / "config.json").read_bytes())
+    published = load_file(folder / "model.safetensors")
+    assert set(published) == set(SoftPrompts(config.shape).state_dict())
     for name, tensor in saved.model.state_dict().items():
-        assert np.array_equal(soft.state_dict()[name].numpy(), tensor.numpy()), name
-    assert config.frozen["language_model"].contents == saved.branch.facts.language_model.contents
-    assert config.keywords == saved.recipe.model.keywords
-    (folder / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is no export of a personalised generator"):
-        read_published(folder)
+        assert np.array_equal(published[name], tensor.numpy()), name
+    recipe: Any = saved.recipe
+    assert config.frozen["language_model"].contents == saved.branch.facts.language_model.contents  # type: ignore[attr-defined]
+    assert config.keywords == recipe.model.keywords
+    assert config.samples == recipe.samples
+    for place in small_personal.models().values():
+        assert str(place) not in (folder / "config.json").read_text(), "where things lie is nobody else's business"
 
 
 @pytest.mark.slow
@@ -271,12 +332,9 @@ def test_candidates_are_judged_and_the_best_is_taken(saved: SavedRun) -> None:
         every = [branch.artist.pictures(models, records, said, weights=one, **how) for one in weightings]
     for number, (weights, score) in enumerate(zip(chosen, scores, strict=True)):
         assert np.array_equal(pictures[number], every[weightings.index(weights)][number])
-        totals = [
-            branch.artist.judge("cpu")
-            .scores(one[number : number + 1], likes=[said[number].texts[0]], wishes=[records[number].asked])[0]
-            .total(2 / 3)
-            for one in every
-        ]
+        asked_of = {"likes": [said[number].texts[0]], "wishes": [records[number].asked]}
+        seen = branch.artist.judge("cpu").scores([one[number : number + 1] for one in every], **asked_of)
+        totals = [one.total(2 / 3) for (one,) in seen]
         assert score.total(2 / 3) == pytest.approx(max(totals), abs=1e-5)
 
 
@@ -303,18 +361,6 @@ def test_arms_differ_in_what_they_know_and_in_nothing_else(saved: SavedRun) -> N
     assert len({array.tobytes() for array in drawn.values()}) == len(ARMS)
     assert np.array_equal(drawn["none"], of_others["none"]), "which knows no history"
     assert not np.array_equal(drawn["soft"], of_others["soft"])
-
-
-def test_everybody_is_given_the_history_of_somebody_else() -> None:
-    people = [Record.model_validate(small_personal.record(number, "train")) for number in range(7)]
-    given = exchanged(people, seed=0)
-    assert [one.wish for one in given] == [one.wish for one in people]
-    assert all(one.history != own.history for one, own in zip(given, people, strict=True))
-    histories = {tuple(item.id for item in one.history) for one in given}
-    assert histories == {tuple(item.id for item in one.history) for one in people}, "each is used once"
-    assert exchanged(people, seed=0) == given
-    with pytest.raises(UsageError, match="two people at least"):
-        exchanged(people[:1], seed=0)
 
 
 # What people see

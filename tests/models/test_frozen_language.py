@@ -18,6 +18,7 @@ from torch import Tensor
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.allowed_words import AllowedWords
 from bottega.models.frozen_language import FrozenLanguage, language_facts, load_language_model
+from bottega.models.prefix_attention import causal
 from bottega.models.soft_prompts import SoftPrompts, build_soft_prompts
 from bottega.schema.personalize import SoftPromptShape
 from tiny_pipelines import llama, llama_tokenizer, t5_tokenizer
@@ -201,7 +202,17 @@ def test_any_model_can_be_read_without_prefixes(folder: Callable[[str], Path], k
         _same(found[row : row + 1], _plain(lm, ids[row : row + 1, :length], soft))
     assert _gradients(soft, found)["image_tokens"].abs().min() > 0
     with pytest.raises(UsageError, match=r"model\.num_prefix_tokens: .*; set it to 0"):
-        lm.states(ids, mask, _soft(folder(kind), 1))
+        language_facts(folder(kind)).require_prefixes(1)
+
+
+def test_a_causal_kernel_is_the_mask_that_it_stands_for() -> None:
+    """What a GPU computes; the mask itself is what transformers is held against above."""
+    rng = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, size, 8, generator=rng) for heads, size in ((4, 5), (2, 8), (2, 8)))
+    mask = torch.ones(5, 8, dtype=torch.bool).tril(3)
+    several = (one.repeat_interleave(2, 1) for one in (key, value))
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, *several, attn_mask=mask, scale=0.3)
+    assert torch.allclose(causal(query, key, value, scale=0.3), wanted.transpose(1, 2), atol=1e-6)
 
 
 def test_a_model_that_loses_the_prefixes_on_the_way_is_refused(
@@ -326,7 +337,7 @@ def test_it_runs_in_the_precision_of_an_engine(folder: Callable[[str], Path], pr
 
 def test_facts_are_read_without_weights(folder: Callable[[str], Path]) -> None:
     facts = language_facts(folder("qwen3"))
-    assert facts[:] == (32, 2, 2, 16, WORDS, 64, "qwen3")
+    assert facts[:] == (32, 2, 2, 16, WORDS, 64, "qwen3", True)
     assert language_facts(folder("gpt2"))[:4] == (32, 2, 4, 8)
     assert language_facts(folder("mamba")).max_positions is None
 
@@ -353,7 +364,7 @@ def test_bad_folders_are_one_line_with_a_remedy(folder: Callable[[str], Path], t
     (code / "evil.py").write_text("raise SystemExit('ran')")
     refused(code, "code of its own .* never run")
     (code / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
-    refused(code, "is no model that transformers knows")
+    refused(code, "is no language model that transformers knows")
     refused(folder("bert"), "which says nothing")
     (code / "config.json").write_text(json.dumps({**config, "vocab_size": WORDS + 1}))
     refused(code, r"has another shape of .*embed_tokens|cannot be loaded", CheckpointError)

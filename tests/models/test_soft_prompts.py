@@ -57,9 +57,9 @@ def test_only_seed_and_name_decide_a_value() -> None:
 @pytest.mark.parametrize("projection", [None, 200])
 def test_it_begins_at_the_size_of_what_it_stands_among(projection: int | None) -> None:
     shape = TINY.model_copy(update={"projection": projection, "num_prefix_tokens": 50, "head_size": 32})
-    soft = build_soft_prompts(shape, 0, token_scale=0.3, text_scale=2.0)
+    soft = build_soft_prompts(shape, 0, token_scale=0.3)
     normed = torch.randn(512, 2, 256, generator=torch.Generator().manual_seed(0))
-    assert soft(lambda _: normed).std().item() == pytest.approx(2.0, rel=0.1)
+    assert soft(lambda _: normed).std().item() == pytest.approx(1.0, rel=0.1)
     assert soft.image_tokens.std().item() == pytest.approx(0.3, rel=0.1)
     keys, values = zip(*soft.prefixes(), strict=True)
     for part in (*keys, *values):

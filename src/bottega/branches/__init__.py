@@ -29,9 +29,15 @@ MODULES = {
 }
 
 
-def prepare(recipe: Recipe, *, say: Any) -> Branch:
-    """Everything that happens before an engine exists: data read, tokenised and cached, the task known."""
-    branch: Branch = _module(recipe).prepare(recipe, say=say)
+def prepare(recipe: Recipe, *, say: Any, codec: Path | None = None) -> Branch:
+    """Everything that happens before an engine exists: data read, tokenised and cached, the task known.
+
+    `codec` is of a run that goes on; a branch that keeps in it what could be found out otherwise today has `remember`.
+    """
+    module = _module(recipe)
+    if codec is not None and hasattr(module, "remember"):
+        module.remember(recipe, codec)
+    branch: Branch = module.prepare(recipe, say=say)
     return branch
 
 

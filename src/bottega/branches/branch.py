@@ -36,6 +36,12 @@ class Branch(ABC):
         """A hash of the prepared data; a resumed run must find the same."""
 
     @property
+    def derived(self) -> str | None:
+        """A hash of what models said of the data, where training goes by that; the same data can be told otherwise on
+        another machine, and a resumed run must not be."""
+        return None
+
+    @property
     def frozen(self) -> dict[str, str]:
         """Name -> hash of the models it is built on and does not train; a resumed run must find the same."""
         return {}

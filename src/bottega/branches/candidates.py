@@ -70,13 +70,19 @@ class Judge:
         ]
         return torch.cat(parts).float().cpu().numpy()
 
-    def scores(self, pictures: np.ndarray, *, likes: Sequence[str], wishes: Sequence[str]) -> list[Scores]:
-        """Of each picture. `likes` are keywords as text, empty where there are none."""
-        seen = self.pictures(pictures)
-        both = [np.einsum("np,np->n", seen, self.texts(texts)).tolist() for texts in (likes, wishes)]
-        return [
-            Scores(preference if said else None, target) for said, preference, target in zip(likes, *both, strict=True)
-        ]
+    def scores(
+        self, candidates: Sequence[np.ndarray], *, likes: Sequence[str], wishes: Sequence[str]
+    ) -> list[list[Scores]]:
+        """Of each picture of several candidates for the same people. `likes` are keywords as text, empty where there are
+        none."""
+        texts = [self.texts(several) for several in (likes, wishes)]
+        found = []
+        for pictures in candidates:
+            seen = self.pictures(pictures)
+            both = [np.einsum("np,np->n", seen, one).tolist() for one in texts]
+            rows = zip(likes, *both, strict=True)
+            found.append([Scores(preference if said else None, target) for said, preference, target in rows])
+        return found
 
 
 def best(candidates: Sequence[Sequence[Scores]], preference_weight: float) -> list[int]:

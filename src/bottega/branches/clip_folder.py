@@ -8,6 +8,7 @@ from bottega.core.errors import UsageError
 from bottega.data.captions import CaptionTokens
 from bottega.models.clip import read_clip_shape
 from bottega.models.pretrained import fetch_folder
+from bottega.models.untrusted import require_safetensors
 
 TOKENIZER = "tokenizer.json"
 
@@ -20,6 +21,13 @@ def clip_folder(name: str | Path, *, key: str = "model.clip") -> Path:
             raise UsageError(f"{key}: {name} is a run that was not exported; say bottega export {name} first")
         return (folder / "final").absolute()
     return fetch_folder(str(name), key=key).absolute()
+
+
+def check_clip(folder: Path, *, key: str = "model.clip") -> None:
+    """What would keep it from being opened, as far as that is seen without opening it."""
+    read_clip_shape(folder)
+    require_safetensors(folder, key=key)
+    clip_tokens(folder, key=key)
 
 
 def clip_tokens(folder: Path, *, key: str = "model.clip") -> CaptionTokens:

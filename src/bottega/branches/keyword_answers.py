@@ -8,7 +8,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,6 +85,8 @@ def add_answers(path: Path, answers: Mapping[str, tuple[str, ...]]) -> None:
         with path.open("a", encoding="utf-8") as stream:
             # A line break first: what is before may have been cut.
             stream.write("\n" + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            stream.flush()
+            os.fsync(stream.fileno())
     except OSError as error:
         raise _unkept(path, error) from error
 
@@ -93,14 +97,18 @@ def _check(prompt: str, words: tuple[str, ...]) -> str:
 
 @contextmanager
 def answering(path: Path) -> Iterator[None]:
-    """One process answers at a time: ranks of a run all want the same answers."""
+    """One process answers at a time: ranks of a run all want the same answers. Who waits says so."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_suffix(".lock").open("w")
     except OSError as error:
         raise _unkept(path, error) from error
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.stderr.write("bottega: another process asks this language model for keywords; waiting for it\n")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

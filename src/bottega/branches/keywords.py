@@ -6,29 +6,27 @@ Answers are kept on disk under all that decides them, so each is decoded once.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from bottega.branches.frozen import content_of
+from bottega.branches.frozen import content_of, hash_of_files
 from bottega.branches.keyword_answers import add_answers, answering, read_answers, read_keywords
-from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.errors import EnvironmentProblem, UsageError, first_line
 from bottega.data.cache import default_cache
 from bottega.data.personal import Record
-from bottega.data.readers.fingerprint import content_hashes
 from bottega.models.allowed_words import AllowedWords
-from bottega.models.encoder_folder import first_line
 from bottega.models.frozen_language import KEY, FrozenLanguage, language_facts
+from bottega.models.json_object import read_object
 from bottega.models.pretrained import fetch_folder
 from bottega.schema.personalize import Keywords
 
 # Raised when the same answer would be read in another way, so that old ones are left alone.
-FORMAT = 1
+FORMAT = 2
 ROWS, TOKENS = 128, 16384
 """Prompts that are answered together, and how many tokens these may have with their padding."""
 TOKENIZER_FILES = (
@@ -38,7 +36,13 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
 )
+"""All that decides how a prompt is written and where an answer ends."""
 Say = Callable[[str, int, int], None]
 
 
@@ -47,9 +51,17 @@ class Keyworder:
     """`length` is the most tokens of a prompt; older items of a history are left out until it fits."""
 
     def __init__(
-        self, folder: Path | str, options: Keywords, *, length: int = 600, room: int = 0, cache: Path | None = None
+        self,
+        folder: Path | str,
+        options: Keywords,
+        *,
+        length: int = 600,
+        room: int = 0,
+        precision: str = "fp32",
+        cache: Path | None = None,
     ) -> None:
-        """`room` is how many positions are taken after or before a prompt besides, by image tokens and prefixes."""
+        """`room` is how many positions are taken after or before a prompt besides, by image tokens and prefixes.
+        `precision` is of the model that answers, whose likeliest word may hang on it."""
         self.folder, self.options = fetch_folder(str(folder), key=KEY), options
         self.facts = language_facts(self.folder)
         most, taken = self.facts.max_positions, max(room, options.max_tokens)
@@ -57,7 +69,10 @@ class Keyworder:
         self.cache = (default_cache() if cache is None else cache) / "keywords"
         self.without: dict[str, int] = {}
         """How many answers held no keyword, by what was asked."""
+        self.answered: dict[str, tuple[str, ...]] = {}
+        """All answers that were asked for, by prompt."""
         self._asked: dict[str, int] = {}
+        self._precision = precision
 
     # What is asked
 
@@ -177,7 +192,7 @@ class Keyworder:
         found = {self.tokenizer.eos_token_id}
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
-            said = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+            said = read_object(path).get("eos_token_id") if path.is_file() else None
             found |= set(said) if isinstance(said, list) else {said}
         return found - {None}
 
@@ -204,14 +219,16 @@ class Keyworder:
     ) -> list[tuple[str, ...]]:
         keys = [hashlib.sha256(ids.tobytes()).hexdigest() for ids in prompts]
         wanted = dict(zip(keys, prompts, strict=True))
-        known = read_answers(self._file)
+        file = self._file(device)
+        known = read_answers(file)
         if wanted.keys() - known.keys():
-            with answering(self._file):
-                known = read_answers(self._file)  # another process may have answered them by now
+            with answering(file):
+                known = read_answers(file)  # another process may have answered them by now
                 missing = {key: ids for key, ids in wanted.items() if key not in known}
                 if missing:
                     known |= self._decode(missing, model if hasattr(model, "decode") else model(), device, say)
         found = [known[key] for key in keys]
+        self.answered |= zip(keys, found, strict=True)
         self.without[what] = self.without.get(what, 0) + sum(not words for words in found)
         self._asked[what] = self._asked.get(what, 0) + len(found)
         return found
@@ -240,7 +257,7 @@ class Keyworder:
                 ends=[*self._breaks, *self._ends],
             )
             new = {key: self._words(tokens) for key, tokens in zip(part, said, strict=True)}
-            add_answers(self._file, new)
+            add_answers(self._file(device), new)
             found |= new
             say("keywords", len(found), len(keys))
         return found
@@ -271,13 +288,29 @@ class Keyworder:
             if token and ("Ċ" in token or "\n" in token or token == "<0x0A>")
         ]
 
-    @cached_property
-    def _file(self) -> Path:
-        """Answers of one model to one way of asking; prompts are hashed as tokens, so they need not be in the name."""
-        files = [path for name in TOKENIZER_FILES if (path := self.folder / name).is_file()]
-        options = self.options.model_dump(mode="json", include={"count", "max_tokens", "allowed"})
-        decides = (FORMAT, content_of(self.folder), content_hashes(files), sorted(self._ends), options)
+    def remember(self, answers: Mapping[str, tuple[str, ...]], device: Any) -> None:
+        """Answers of an earlier time, which are not asked for again."""
+        file = self._file(device)
+        missing = {key: words for key, words in answers.items() if key not in read_answers(file)}
+        if missing:
+            with answering(file):
+                add_answers(file, missing)
+
+    def _file(self, device: Any) -> Path:
+        """Answers of one model, as it computes there, to one way of asking; prompts are hashed as tokens, so they need not
+        be in the name."""
+        decides = (*self._decides, self._precision, str(device).partition(":")[0])
         return self.cache / f"{hashlib.sha256(repr(decides).encode()).hexdigest()[:32]}.jsonl"
+
+    @cached_property
+    def _decides(self) -> tuple[Any, ...]:
+        options = self.options.model_dump(mode="json", include={"count", "max_tokens", "allowed"})
+        return FORMAT, content_of(self.folder), tokenizer_content(self.folder), sorted(self._ends), options
+
+
+def tokenizer_content(folder: Path) -> str:
+    """A hash of all that decides which tokens are said to the language model of a folder."""
+    return hash_of_files(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
 
 
 def _batch(keys: list[str], prompts: dict[str, np.ndarray]) -> list[str]:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from bottega.core.errors import UsageError
-from bottega.core.noise import generator
 from bottega.core.types import Models
 from bottega.data.personal import Record
 from bottega.data.prompted import Said
@@ -17,10 +15,9 @@ from bottega.schema.personalize import ConditionWeights
 if TYPE_CHECKING:
     from bottega.branches.personalize import PersonalizeBranch
 
-Arm = Literal["none", "keywords", "soft", "both", "shuffled"]
+Arm = Literal["none", "keywords", "soft", "both"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
-"""Keywords of the wish alone; with those of what a person likes; with the trained tokens in their place; with both; and
-both of somebody else."""
+"""Keywords of the wish alone; with those of what a person likes; with the trained tokens in their place; with both."""
 
 
 def draw_arm(
@@ -40,13 +37,11 @@ def draw_arm(
     """uint8 [n, h, w, 3] and the keywords that were used; picture n begins with the same noise in every arm.
 
     `weighting` is of all parts, and the recipe's first where nobody says; of it an arm takes its own parts. With `pick` the
-    arms of both draw all weightings and take the best of each person. `keywords` are those of the records, where known.
+    arm of both draws all weightings and takes the best of each person. `keywords` are those of the records, where known.
     """
-    if arm == "shuffled":
-        records, keywords = exchanged(records, seed=seed), None
     said = list(keywords) if keywords is not None else branch.keywords(records, models, say)
     common: dict[str, Any] = {"device": device, "seed": seed, "say": say, **how}
-    if pick and arm in ("both", "shuffled"):
+    if pick and arm == "both":
         return branch.artist.picked(models, records, said, **common)[0], said
     whole = weighting if weighting is not None else branch.recipe.samples.weightings[0]
     left_out = {"none": ("soft", "keywords"), "keywords": ("soft",)}.get(arm, ())
@@ -54,17 +49,3 @@ def draw_arm(
     # As training does it: the empty text stands where keywords would, which the trained tokens are used to.
     drop = arm == "soft"
     return branch.artist.pictures(models, records, said, weights=weights, drop_keywords=drop, **common), said
-
-
-def exchanged(records: Sequence[Record], *, seed: int) -> list[Record]:
-    """Everybody with the history of somebody else, and their own wish."""
-    users = {record.user for record in records}
-    if len(users) < 2:
-        raise UsageError("histories of one person cannot be exchanged; give two people at least")
-    order = generator(seed, "exchanged").permutation(len(records)).tolist()
-    for shift in range(1, len(records)):
-        pairs = list(zip(order, order[shift:] + order[:shift], strict=True))
-        if all(records[one].user != records[other].user for one, other in pairs):
-            break
-    given = {one: records[other].history for one, other in pairs}
-    return [record.model_copy(update={"history": given[number]}) for number, record in enumerate(records)]

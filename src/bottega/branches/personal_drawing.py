@@ -170,7 +170,7 @@ class Artist:
         if judge is None:
             return drawn[0], [asked[0]] * len(records), [None] * len(records)
         words = {"likes": [one.texts[0] for one in said], "wishes": [record.asked for record in records]}
-        scores = [judge.scores(candidates, **words) for candidates in drawn]
+        scores = judge.scores(drawn, **words)
         taken = best(scores, self.recipe.samples.preference_weight)
         pictures = np.stack([drawn[choice][row] for row, choice in enumerate(taken)])
         return pictures, [asked[choice] for choice in taken], [scores[choice][row] for row, choice in enumerate(taken)]

@@ -13,11 +13,10 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from bottega.branches.clip_folder import clip_folder
-from bottega.branches.frozen import check_same, content_of, found_again
-from bottega.branches.keywords import TOKENIZER_FILES
-from bottega.core.errors import BottegaError, UsageError
-from bottega.data.readers.fingerprint import content_hashes
+from bottega.branches.clip_folder import check_clip, clip_folder
+from bottega.branches.frozen import check_same, content_of, found_again, hash_of_files
+from bottega.branches.keywords import tokenizer_content
+from bottega.core.errors import BottegaError, CheckpointError, UsageError
 from bottega.models.frozen_language import language_facts
 from bottega.models.pipeline_folder import ImageFacts, image_facts
 from bottega.models.pipeline_parts import INDEX, find_pipeline
@@ -86,12 +85,15 @@ def find_parts(recipe: PersonalizeRecipe) -> PersonalFacts:
     """Of a run that begins. All are read from their configurations alone, so that what does not fit costs no loading."""
     language, generator = (_base(recipe, key) for key in (LANGUAGE, GENERATOR))
     clip = _base(recipe, JUDGE) if recipe.model.clip is not None else None
+    if clip is not None:
+        check_clip(Path(clip.folder))
     shape = _shape(recipe, Path(language.folder), image_facts(generator.folder))
     return PersonalFacts(shape=shape, language_model=language, diffusion=generator, clip=clip)
 
 
 def _shape(recipe: PersonalizeRecipe, folder: Path, image: ImageFacts) -> SoftPromptShape:
     model, facts = recipe.model, language_facts(folder)
+    facts.require_prefixes(model.num_prefix_tokens)
     image.check_side(recipe.data.image_size)
     return SoftPromptShape(
         hidden_size=facts.hidden_size,
@@ -129,11 +131,19 @@ def folder_of(recipe: PersonalizeRecipe, key: str, *, beside: Path | None = None
 
 def _places(base: Base, key: str, recipe: PersonalizeRecipe, codec: Path) -> list[Callable[[], Path]]:
     runs = codec.absolute().parent.parent
+    # Where it was comes before what the recipe says: of a name of the hub that would ask the network.
     return [
+        lambda: _still_there(base),
         lambda: folder_of(recipe, key),
-        lambda: Path(base.folder),
         lambda: folder_of(recipe, key, beside=runs),
     ]
+
+
+def _still_there(base: Base) -> Path:
+    folder = Path(base.folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: is not there any more")
+    return folder
 
 
 def _again(base: Base, key: str, recipe: PersonalizeRecipe, codec: Path) -> Base:
@@ -164,10 +174,7 @@ def _judge_again(base: Base, recipe: PersonalizeRecipe, codec: Path) -> Base | N
 
 
 def _language_contents(folder: Path) -> dict[str, str]:
-    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    named = [(file.name, hashed) for file, hashed in zip(files, content_hashes(files), strict=True)]
-    tokenizer = hashlib.sha256(repr(named).encode()).hexdigest()
-    return {"language model": content_of(folder), "language model's tokenizer": tokenizer}
+    return {"language model": content_of(folder), "language model's tokenizer": tokenizer_content(folder)}
 
 
 def _generator_contents(folder: Path) -> dict[str, str]:
@@ -175,10 +182,10 @@ def _generator_contents(folder: Path) -> dict[str, str]:
     facts = image_facts(folder)
     parts = [facts.denoiser, facts.vae, *facts.encoders]
     found = {Path(part).name: content_of(Path(part)) for part in parts}
-    files = [file for one in facts.tokenizers for file in sorted(Path(one).glob("*")) if file.is_file()]
-    files += sorted((folder / "scheduler").glob("*.json"))
-    named = [(file.parent.name, file.name, hashed) for file, hashed in zip(files, content_hashes(files), strict=True)]
-    found["tokens and schedule"] = hashlib.sha256(repr(named).encode()).hexdigest()
+    folders = [*map(Path, facts.tokenizers), folder / "scheduler"]
+    files = [[file for file in sorted(one.glob("*")) if file.is_file()] for one in folders]
+    hashes = [hash_of_files(several) for several in files]
+    found["tokens and schedule"] = hashlib.sha256(repr(hashes).encode()).hexdigest()
     return {f"image generator's {name}": content for name, content in found.items()}
 
 

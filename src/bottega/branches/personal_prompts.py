@@ -14,7 +14,7 @@ from bottega.branches.keywords import Keyworder, Say
 from bottega.branches.personal_parts import GeneratorTokens, PersonalFacts, generator_tokens
 from bottega.data.personal import Record
 from bottega.data.prompted import Said, Sayings
-from bottega.schema.personalize import Keywords, PersonalizeRecipe
+from bottega.schema.personalize import FrozenPrecision, Keywords, PersonalizeRecipe
 
 
 @final
@@ -28,13 +28,15 @@ class LanguagePrompts:
     room: int
     """Positions of the language model that learned tokens take."""
     content: str
+    precision: str = "fp32"
+    """In which keywords are decoded; prompts are the same in any."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "keyworder"}
 
     @cached_property
     def keyworder(self) -> Keyworder:
-        return Keyworder(self.folder, self.options, length=self.length, room=self.room)
+        return Keyworder(self.folder, self.options, length=self.length, room=self.room, precision=self.precision)
 
     @property
     def fingerprint(self) -> str:
@@ -54,13 +56,14 @@ class LanguagePrompts:
 class Teller:
     """Of a run, all that is said to its frozen models."""
 
-    def __init__(self, recipe: PersonalizeRecipe, facts: PersonalFacts) -> None:
+    def __init__(self, recipe: PersonalizeRecipe, facts: PersonalFacts, *, precision: FrozenPrecision) -> None:
         self.prompts = LanguagePrompts(
             folder=facts.language_model.folder,
             options=recipe.model.keywords,
             length=recipe.data.sequence_length,
             room=facts.shape.num_image_tokens + facts.shape.num_prefix_tokens,
             content=facts.language_model.content,
+            precision=precision,
         )
         self.texts: GeneratorTokens = generator_tokens(facts.diffusion)
         self.sayings = Sayings(self.prompts, self.texts)

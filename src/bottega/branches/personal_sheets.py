@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from bottega.data.image.caption import captions_in
-from bottega.data.image.decode import pillow
-from bottega.data.image.page import BLUE, FAINT, GRID, SCALE, Sheet
+from bottega.data.image.page import BLUE, FAINT, GRID, Sheet
 from bottega.data.present import whole
 
 MARGIN, GAP = 24.0, 6.0
@@ -80,8 +79,8 @@ def compare_sheet(people: Sequence[Compared], path: Path) -> None:
             width=known,
         )
         _centred(sheet, wish + WISH / 2, top + PICTURE / 2, one.known.wish, width=WISH)
-        _picture(sheet, without, top, one.without, PICTURE)
-        _picture(sheet, personal, top, one.personal, PICTURE)
+        sheet.paste(without, top, one.without, PICTURE)
+        sheet.paste(personal, top, one.personal, PICTURE)
     _save(sheet, path)
 
 
@@ -102,7 +101,7 @@ def answer_sheet(answers: Sequence[Answer], path: Path, *, columns: int = 6) -> 
         for number, (picture, caption) in enumerate(zip(one.pictures, one.captions, strict=True)):
             row, column = divmod(number, most)
             x, y = MARGIN + column * (PICTURE + GAP), top + head + row * line
-            _picture(sheet, x, y, picture, PICTURE)
+            sheet.paste(x, y, picture, PICTURE)
             sheet.text(x + PICTURE / 2, y + PICTURE + LINE / 2, caption, size=TEXT - 2, fill=FAINT)
         top += height + 3 * GAP
         if one is not answers[-1]:
@@ -117,24 +116,10 @@ def _history_width(people: Sequence[Known]) -> float:
 
 def _history(sheet: Sheet, x: float, y: float, pictures: Sequence[np.ndarray], earlier: int) -> None:
     for number, picture in enumerate(pictures):
-        _picture(sheet, x + number * (THUMB + GAP), y, picture, THUMB)
+        sheet.paste(x + number * (THUMB + GAP), y, picture, THUMB)
     if earlier:
         end = x + len(pictures) * (THUMB + GAP)
         sheet.text(end, y + THUMB / 2, f"+{earlier}", anchor="lm", size=TEXT - 2, fill=FAINT)
-
-
-def _picture(sheet: Sheet, x: float, y: float, pixels: np.ndarray, side: float) -> None:
-    """Small pictures are enlarged so that each pixel stays a square; large ones are made smaller smoothly."""
-    Image = pillow()
-    target = round(side * SCALE)
-    height, width = pixels.shape[:2]
-    factor = target / max(height, width)
-    size = (max(1, round(width * factor)), max(1, round(height * factor)))
-    how = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS
-    shown = Image.fromarray(np.ascontiguousarray(pixels)).resize(size, how)
-    at = (round(x * SCALE) + (target - size[0]) // 2, round(y * SCALE) + (target - size[1]) // 2)
-    sheet.image.paste(shown, at)
-    sheet.pen.rectangle([at[0] - 1, at[1] - 1, at[0] + size[0], at[1] + size[1]], outline=GRID)
 
 
 def _lines(sheet: Sheet, x: float, y: float, words: str, *, width: float) -> None:

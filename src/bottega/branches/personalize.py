@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import shlex
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, final
 from bottega.branches.drawing import check_steps
 from bottega.branches.from_tables import TableBranch
 from bottega.branches.kept import keep_once, read_kept
+from bottega.branches.keyword_answers import add_answers, read_answers
 from bottega.branches.keywords import Say
 from bottega.branches.people import prepare_people
 from bottega.branches.personal_arms import draw_arm
@@ -21,9 +24,9 @@ from bottega.branches.personal_sheets import Compared, compare_sheet
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
 from bottega.data.image.write import FORMATS
-from bottega.data.personal import PersonalRows, Record
+from bottega.data.personal import PersonalRows, Record, evenly
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.present import ending, is_folder
+from bottega.data.present import ending, is_folder, whole
 from bottega.data.prompted import PromptedRows, Said
 from bottega.data.source import Source
 from bottega.engines.devices import choose_device
@@ -35,6 +38,7 @@ from bottega.tasks.personalize import Personalize
 
 __all__ = ["PersonalizeBranch", "draw_arm", "prepare", "reopen"]
 
+ANSWERS = "keywords.jsonl"
 COUNT, PEOPLE = 4, 4
 """Pictures for each wish, and how many people, where nobody says."""
 
@@ -55,6 +59,22 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> PersonalizeBranch:
     return PersonalizeBranch(recipe, facts, None, expected=fingerprint)
 
 
+def remember(recipe: Recipe, codec: Path) -> None:
+    """A run goes on with the keywords it began with, on whichever machine."""
+    assert isinstance(recipe, PersonalizeRecipe)
+    if (codec / ANSWERS).is_file():
+        teller = Teller(recipe, find_parts(recipe), precision=precision_of(recipe))
+        teller.prompts.keyworder.remember(read_answers(codec / ANSWERS), choose_device(recipe.device))
+
+
+def precision_of(recipe: PersonalizeRecipe) -> FrozenPrecision:
+    """Of the frozen models, as the device of the recipe has it."""
+    asked = recipe.model.frozen_precision
+    if asked != "auto":
+        return asked
+    return "bf16" if choose_device(recipe.device).type == "cuda" else "fp32"
+
+
 @final
 class PersonalizeBranch(TableBranch):
     recipe: PersonalizeRecipe
@@ -72,7 +92,7 @@ class PersonalizeBranch(TableBranch):
     ) -> None:
         """Either with prepared data, or again for a finished run, whose data is prepared when asked for."""
         self.recipe, self.facts, self._prepared, self._expected = recipe, facts, prepared, expected
-        self.teller = Teller(recipe, facts)
+        self.teller = Teller(recipe, facts, precision=precision_of(recipe))
         self.task = self._task()
         self._said: dict[str, list[Said]] = {}
         samples = recipe.samples
@@ -95,7 +115,7 @@ class PersonalizeBranch(TableBranch):
             ),
             language_model=self.facts.language_model.folder,
             image_model=self.facts.diffusion.folder,
-            precision=self.precision,
+            precision=precision_of(self.recipe),
             checkpointing=self.recipe.training.gradient_checkpointing,
             image_size=self.recipe.data.image_size,
             latent=(side, side, image.latent_channels),
@@ -106,16 +126,13 @@ class PersonalizeBranch(TableBranch):
         )
 
     @property
-    def precision(self) -> FrozenPrecision:
-        """Of the frozen models, as the device of the recipe has it."""
-        asked = self.recipe.model.frozen_precision
-        if asked != "auto":
-            return asked
-        return "bf16" if choose_device(self.recipe.device).type == "cuda" else "fp32"
-
-    @property
     def frozen(self) -> dict[str, str]:
         return self.facts.frozen
+
+    @property
+    def derived(self) -> str | None:
+        said = sorted((name, keywords) for name, keywords in self._said.items())
+        return hashlib.sha256(repr(said).encode()).hexdigest()
 
     # Data
 
@@ -149,7 +166,9 @@ class PersonalizeBranch(TableBranch):
         def load() -> Any:
             folder = self.facts.language_model.folder
             if not loaded:
-                opened = load_language_model(folder, precision=self.precision, checkpointing=False, device=device)
+                opened = load_language_model(
+                    folder, precision=precision_of(self.recipe), checkpointing=False, device=device
+                )
                 loaded.append(opened.to(device))
             return loaded[0]
 
@@ -177,6 +196,8 @@ class PersonalizeBranch(TableBranch):
             is_same=self.facts.check,
             otherwise="the frozen models have other sizes than this run began with; start over with --fresh",
         )
+        with whole(folder / ANSWERS) as temporary:
+            add_answers(temporary, self.teller.prompts.keyworder.answered)
 
     # Pictures
 
@@ -190,7 +211,7 @@ class PersonalizeBranch(TableBranch):
             (one for one in ("validation", "test") if one in self.prepared.tables), self.prepared.training_tables[0]
         )
         rows = self.people(name)
-        people = [person_of(rows, number) for number in _spread(len(rows), self.recipe.samples.count)]
+        people = [person_of(rows, number) for number in evenly(len(rows), self.recipe.samples.count)]
         records = [person.record for person in people]
         said = self.keywords(records, models)
         seed = self.recipe.seed
@@ -232,14 +253,14 @@ class PersonalizeBranch(TableBranch):
         else:
             held_out_first = sorted(self.prepared.tables, key=lambda name: name.startswith("train"))
             tables = [self.people(name) for name in held_out_first]
-            shown = tables[0].users[: 1 if wishes else PEOPLE]
-            people = found_users(users or list(dict.fromkeys(shown)), tables)
+            shown = list(dict.fromkeys(tables[0].users))[: 1 if wishes else PEOPLE]
+            people = found_users(users or shown, tables)
         return [person.wishing(one) for person in people for one in wishes] if wishes else people
 
     def example(self) -> str:
         held_out = sorted(self.prepared.tables, key=lambda name: name.startswith("train"))
         record = self.people(held_out[0]).record(0)
-        return f' --user {record.user} --wish "{record.asked}"'
+        return f" --user {shlex.quote(record.user)} --wish {shlex.quote(record.asked)}"
 
     def check_out(self, path: Path) -> None:
         if not is_folder(path):
@@ -262,9 +283,3 @@ def _several(value: Any) -> list[str]:
     if value is None:
         return []
     return [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
-
-
-def _spread(total: int, count: int) -> list[int]:
-    """So many numbers below `total`, evenly apart: neighbours are often alike."""
-    count = min(total, count)
-    return [number * total // count for number in range(count)]

@@ -2,7 +2,8 @@
 
     model.safetensors   image_tokens [L, H]; prefix [layers, 2 (keys, values), S, kv heads * head size], or where a projection
                         makes it: prefix_embedding [S, H], prefix_inner and prefix_outer; mapping [W, H] with its bias
-    config.json         the shape, the frozen models by name and hash, the prompts, and how much each condition weighs
+    config.json         the shape, the frozen models by name and hash, the prompts, how much each condition weighs, and how
+                        pictures are drawn
 
 The frozen models are not copied: they are large, and most come with a licence of their own.
 """
@@ -13,20 +14,34 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.personal_parts import GENERATOR, JUDGE, LANGUAGE, Base
-from bottega.core.errors import CheckpointError
 from bottega.core.types import Models
-from bottega.engines.tensors import compare, read_tensors
-from bottega.models.soft_prompts import SoftPrompts
-from bottega.schema.personalize import ConditionWeights, Keywords, SoftPromptShape
+from bottega.schema import needs
+from bottega.schema.personalize import ConditionWeights, Keywords, PersonalizeSamples, SoftPromptShape
 
 if TYPE_CHECKING:
     from bottega.branches.personalize import PersonalizeBranch
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KIND = "bottega-soft-prompts"
+
+
+class Frozen(BaseModel):
+    """A model that it was trained between."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    named: str
+    """A name of the hub, or the last part of a path: where things lie on a computer is nobody else's business."""
+    contents: dict[str, str]
+    """Hashes of all that decides what it computes, by part."""
+
+    @classmethod
+    def of(cls, base: Base) -> Frozen:
+        is_hub = not Path(base.named).expanduser().exists() and not base.named.startswith((needs.PREFIX, "/", ".", "~"))
+        return cls(named=base.named if is_hub else Path(base.named).name, contents=base.contents)
 
 
 class Published(BaseModel):
@@ -36,14 +51,13 @@ class Published(BaseModel):
 
     kind: str = KIND
     shape: SoftPromptShape
-    frozen: dict[str, Base]
+    frozen: dict[str, Frozen]
     keywords: Keywords
     weights: ConditionWeights
-    weightings: tuple[ConditionWeights, ...]
-    preference_weight: float
-    guidance: float
     image_size: int
     sequence_length: int
+    samples: PersonalizeSamples
+    """How it draws: weightings, which of them is picked, guidance, steps, sampler, what to avoid."""
 
 
 def publish_personal(branch: PersonalizeBranch, models: Models, folder: Path) -> dict[str, Any]:
@@ -54,35 +68,15 @@ def publish_personal(branch: PersonalizeBranch, models: Models, folder: Path) ->
     frozen = {LANGUAGE: facts.language_model, GENERATOR: facts.diffusion, JUDGE: facts.clip}
     config = Published(
         shape=facts.shape,
-        frozen={key: base for key, base in frozen.items() if base is not None},
+        frozen={key: Frozen.of(base) for key, base in frozen.items() if base is not None},
         keywords=recipe.model.keywords,
         weights=recipe.model.weights,
-        weightings=recipe.samples.weightings,
-        preference_weight=recipe.samples.preference_weight,
-        guidance=recipe.samples.guidance,
         image_size=recipe.data.image_size,
         sequence_length=recipe.data.sequence_length,
+        samples=recipe.samples,
     )
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
     return {"library_name": "bottega", "pipeline_tag": "text-to-image"}
-
-
-def read_published(folder: Path | str) -> tuple[SoftPrompts, Published]:
-    """The trained part of an export, and what it was trained between."""
-    folder = Path(folder)
-    try:
-        config = Published.model_validate_json((folder / CONFIG).read_bytes())
-    except (OSError, ValidationError):
-        raise CheckpointError(
-            f"{folder / CONFIG}: is no export of a personalised generator; export the run again"
-        ) from None
-    if config.kind != KIND:
-        raise CheckpointError(f"{folder / CONFIG}: is a {config.kind}, not a {KIND}")
-    soft = SoftPrompts(config.shape)
-    tensors = read_tensors(folder / WEIGHTS)
-    compare(tensors, soft.state_dict(), folder / WEIGHTS)
-    soft.load_state_dict(tensors)
-    return soft, config

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.frozen import check_same, content_of, found_again
 from bottega.branches.kept import read_kept
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.data.cache import cached, default_cache
 from bottega.data.captions import CaptionTokens, first_captions, learn_tokens
 from bottega.data.prepare.prepared import Prepared
@@ -188,7 +188,7 @@ def _convert(folder: Path, target: Path) -> None:
 
         AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).save_pretrained(target)
     except (ImportError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise EnvironmentProblem(f"model.text.from: the tokenizer of {folder} cannot be read: {reason}") from error
 
 

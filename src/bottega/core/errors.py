@@ -66,3 +66,8 @@ class Interrupted(BottegaError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+
+def first_line(error: BaseException) -> str:
+    """What another library says went wrong, short enough for a line of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

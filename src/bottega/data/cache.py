@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,20 @@ MANIFEST = "MANIFEST.json"
 
 def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bottega"
+
+
+def database(name: str, table: str, *, timeout: float) -> sqlite3.Connection:
+    """A file of rows that many processes add to; `table` is the statement that makes it where it is missing. Raises OSError
+    and sqlite3.Error."""
+    folder = default_cache()
+    folder.mkdir(parents=True, exist_ok=True)
+    opened = sqlite3.connect(folder / name, timeout=timeout)
+    try:
+        opened.execute(table)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def cached(cache: Path, key: str, build: Callable[[Path], None]) -> Path:

@@ -62,6 +62,12 @@ class Record(_Part):
         return (*self.history, self.target)
 
 
+def evenly(total: int, count: int) -> list[int]:
+    """So many numbers below `total`, evenly apart: neighbours in a sorted file are often alike."""
+    count = min(total, count)
+    return [number * total // count for number in range(count)]
+
+
 @final
 class PersonalRows(Source):
     """image [b, h, w, 3], float32 from -1 to 1: the target; and person [b], int64: the number of the record."""

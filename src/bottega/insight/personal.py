@@ -16,11 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bottega.data.personal import Item, Record
+from bottega.branches.personal_arms import ARMS
+from bottega.branches.personal_sheets import SHOWN
+from bottega.data.personal import Item, Record, evenly
 from bottega.data.present import finite, whole, writing
 from bottega.insight.personal_arms import FEW, REAL, compared_arms, measures_of, strangers, summary
 from bottega.insight.personal_rows import DRAWN, Instruments, People
-from bottega.insight.personal_sheets import LIKED, Shown, write_chart, write_sheets
+from bottega.insight.personal_sheets import Shown, write_chart, write_sheets
 from bottega.insight.personal_table import headline
 from bottega.insight.personal_truth import (
     TRUSTED,
@@ -34,6 +36,8 @@ from bottega.insight.personal_truth import (
 )
 
 PEOPLE, SHEETS, CHART = "people.jsonl", "sheets", "arms.png"
+MOST_DRAWN = 256
+"""Records that are drawn for where nobody says: each takes eight drawings, and the pictures of an arm are held at once."""
 MOST_SHOWN = 64
 """People on sheets; nobody turns more pages, and the pictures of all arms of all people would not fit."""
 ENOUGH_CAPTIONS = 2000
@@ -66,6 +70,8 @@ class Studio:
     judge: Any = None
     """A CLIP with its words; None where the recipe names none."""
     device: Any = "cpu"
+    at_random: Callable[[Sequence[Record]], list[tuple[str, ...]]] | None = None
+    """Keywords of the same language model with random weights; None where it is too large for a trial."""
 
 
 def evaluate_people(
@@ -73,7 +79,7 @@ def evaluate_people(
 ) -> dict[str, Any]:
     """Draws and measures all arms for `count` people, writes all of it to `out`, and gives what stands in metrics.json."""
     notes: list[str] = []
-    numbers = _chosen(len(studio.table), count)
+    numbers = _chosen(studio.table, count, notes)
     records = [studio.table.record(number) for number in numbers]
     people = _people(studio, numbers, records)
     fields = fields_of(records, _every(studio)) if any(record.truth for record in records) else None
@@ -84,16 +90,27 @@ def evaluate_people(
         drawn = "both" if arm == "shuffled" else arm
         made = studio.draw(drawn, asked, lambda stage, done, total, arm=arm: say(arm, done, total))  # type: ignore[misc]
         rows += tools.rows(arm, made, **beside)
-        pictures[arm] = made[:MOST_SHOWN]
+        pictures[arm] = made[:MOST_SHOWN].copy()  # a part of it would keep the whole
     found = _found(rows, people, fields, notes)
+    if fields is not None and studio.at_random is not None:
+        found["keywords"]["random weights"] = _named(fields, studio.at_random(records), records)
     _write(out, rows, people, pictures, found)
     return found
 
 
-def _chosen(available: int, count: int | None) -> list[int]:
-    """All, or an even choice: the first of a sorted file would all like the same."""
-    count = available if count is None else min(count, available)
-    return [number * available // count for number in range(count)]
+def _chosen(table: Table, count: int | None, notes: list[str]) -> list[int]:
+    """Records of different people as long as there are such, and an even choice of them; in the order of the table."""
+    available = len(table)
+    if count is None and available > MOST_DRAWN:
+        notes.append(f"{MOST_DRAWN} of {available:,} records are drawn for, each by all arms; --count takes more")
+    count = min(available, MOST_DRAWN if count is None else count)
+    if count == available:
+        return list(range(available))
+    last = list({table.record(number).user: number for number in range(available)}.values())
+    if count <= len(last):
+        return sorted(last[place] for place in evenly(len(last), count))
+    others = sorted(set(range(available)) - set(last))
+    return sorted(last + [others[place] for place in evenly(len(others), count - len(last))])
 
 
 def _people(studio: Studio, numbers: list[int], records: list[Record]) -> People:
@@ -114,7 +131,7 @@ def _every(studio: Studio) -> Iterable[Record]:
 
 def _captions(studio: Studio) -> Iterable[str]:
     for table in studio.every:
-        for number in _chosen(len(table), ENOUGH_CAPTIONS):
+        for number in evenly(len(table), ENOUGH_CAPTIONS):
             yield from (item.caption for item in table.record(number).items)
 
 
@@ -164,7 +181,7 @@ def _arms(
     studio: Studio, records: list[Record], fields: Fields | None, notes: list[str], *, seed: int
 ) -> Iterable[tuple[str, list[Record], dict[str, list[Any]]]]:
     """Arm, what it is asked, and what else its rows say."""
-    for arm in ("none", "keywords", "soft", "both"):
+    for arm in ARMS:
         yield arm, records, {}
     if studio.judge is not None:
         yield "picked", records, {}
@@ -174,7 +191,8 @@ def _arms(
         return
     others = [records[i] for i in given]
     swapped = [r.model_copy(update={"history": o.history}) for r, o in zip(records, others, strict=True)]
-    yield "shuffled", swapped, {"history_of": [other.user for other in others]}
+    words = [list(one) for one in studio.keywords(swapped)]
+    yield "shuffled", swapped, {"history_of": [other.user for other in others], "keywords": words}
 
 
 def _found(rows: list[dict[str, Any]], people: People, fields: Fields | None, notes: list[str]) -> dict[str, Any]:
@@ -186,10 +204,14 @@ def _found(rows: list[dict[str, Any]], people: People, fields: Fields | None, no
         measured = measures_of(rows)
         chance = {f"{p}{name}_accuracy": value for p in ("", DRAWN) for name, value in fields.chance.items()}
         found["chance"] = {name: value for name, value in chance.items() if name in measured}
-        named = keywords_right(fields, people.keywords, people.records)
-        found["keywords"] = {name: float(values.mean()) for name, values in named.items()}
+        found["keywords"] = {"learnt": _named(fields, people.keywords, people.records)}
     counts = {"people": num_people, "records": len(people)}
     return {**found, "counts": counts, "notes": notes}
+
+
+def _named(fields: Fields, keywords: Sequence[Sequence[str]], records: Sequence[Record]) -> dict[str, float]:
+    """The share of people whose keywords name what they like."""
+    return {name: float(values.mean()) for name, values in keywords_right(fields, keywords, records).items()}
 
 
 def _write(
@@ -202,7 +224,7 @@ def _write(
     columns = [*pictures, REAL]
     drawn = {**pictures, REAL: people.targets}
     shown = [
-        Shown(r.user, r.asked, people.keywords[i], people.liked(i)[-LIKED:], {arm: drawn[arm][i] for arm in columns})
+        Shown(r.user, r.asked, people.keywords[i], people.liked(i)[-SHOWN:], {arm: drawn[arm][i] for arm in columns})
         for i, r in enumerate(people.records[:MOST_SHOWN])
     ]
     files = [file, *write_sheets(shown, out / SHEETS)]

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from bottega.branches.personal_arms import ARMS
 from bottega.core.noise import generator
 from bottega.insight import statistics as st
 
-ARMS = ("none", "keywords", "soft", "both", "picked", "shuffled")
+ALL_ARMS = (*ARMS, "picked", "shuffled")
 REAL = "target"
 """Not drawn: the picture that the person did take, and so what the instruments read at their best."""
 PAIRS = (("none", "both"), ("keywords", "both"), ("shuffled", "both"), ("none", "keywords"), ("none", "soft"))
@@ -57,7 +58,7 @@ def by_person(rows: Rows, arm: str, measure: str) -> dict[str, float]:
 def summary(rows: Rows, *, level: float = 0.95) -> dict[str, dict[str, dict[str, float]]]:
     """Arm -> measure -> mean, low, high over people."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for arm in (*ARMS, REAL):
+    for arm in (*ALL_ARMS, REAL):
         for measure in measures_of(rows):
             values = np.array(list(by_person(rows, arm, measure).values()))
             if len(values):

@@ -13,37 +13,40 @@ import numpy as np
 from bottega.core.errors import UsageError
 from bottega.core.noise import generator
 from bottega.data.personal import Record
-from bottega.insight.personal_truth import Fields, keywords_right
 
 if TYPE_CHECKING:
     from bottega.branches.personalize import PersonalizeBranch
 
 
-def keywords_by_weights(
-    branch: PersonalizeBranch, records: Sequence[Record], fields: Fields, *, seed: int = 0
-) -> dict[str, dict[str, np.ndarray]]:
-    """learnt and random -> column -> whether the keywords of each person name what they like."""
-    folder = Path(branch.facts.language_model.folder)
+SMALL = 2**28
+"""Bytes of weights that may be drawn anew for a trial."""
+
+
+def keywords_at_random(branch: PersonalizeBranch, records: Sequence[Record], *, seed: int = 0) -> list[tuple[str, ...]]:
+    """What the run's language model says of what people like if it has learnt nothing."""
     with tempfile.TemporaryDirectory() as place:
-        random = random_weights(folder, Path(place) / "random", seed=seed)
-        found = {
-            "learnt": asked(branch, folder, records, cache=Path(place)),
-            "random": asked(branch, random, records, cache=Path(place)),
-        }
-    return {name: keywords_right(fields, words, records) for name, words in found.items()}
+        random = random_weights(Path(branch.facts.language_model.folder), Path(place) / "random", seed=seed)
+        return asked(branch, random, records, cache=Path(place))
+
+
+def is_small(folder: Path) -> bool:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= SMALL
 
 
 def asked(branch: PersonalizeBranch, folder: Path, records: Sequence[Record], *, cache: Path) -> list[tuple[str, ...]]:
     """What another language model says of what people like, asked as the run asks its own; decoded, whatever is kept."""
     from bottega.branches.keywords import Keyworder
+    from bottega.branches.personalize import precision_of
     from bottega.engines.devices import choose_device
     from bottega.models.frozen_language import load_language_model
 
     own, device = branch.teller.prompts, choose_device(branch.recipe.device)
-    keyworder = Keyworder(folder, own.options, length=own.length, room=own.room, cache=cache)
+    keyworder = Keyworder(folder, own.options, length=own.length, room=own.room, precision=own.precision, cache=cache)
 
     def load() -> Any:
-        return load_language_model(folder, precision=branch.precision, checkpointing=False, device=device).to(device)
+        return load_language_model(
+            folder, precision=precision_of(branch.recipe), checkpointing=False, device=device
+        ).to(device)
 
     return keyworder.preferences(records, load, device, lambda stage, done, total: None)
 

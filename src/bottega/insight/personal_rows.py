@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
 
@@ -54,7 +54,6 @@ class Instruments:
     fields: Fields | None = None
     words: JudgeWords | None = None
     ruler: Callable[[np.ndarray], Told] | None = None
-    notes: list[str] = field(default_factory=list)
 
     def rows(self, arm: str, pictures: np.ndarray, **beside: Sequence[Any]) -> list[dict[str, Any]]:
         """Of uint8 [n, h, w, 3], one a person, in their order; `beside` are fields that only this arm has."""

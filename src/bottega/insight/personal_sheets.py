@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.image.page import BLUE, FAINT, GRID, INK, ORANGE, SCALE, Sheet
+from bottega.data.image.caption import captions_in
+from bottega.data.image.page import BLUE, FAINT, GRID, INK, ORANGE, Sheet
 from bottega.data.present import numbered, writing
 
 ROWS = 8
 """People on a page."""
 SIDE, SMALL, GAP, MARGIN, TOP = 84.0, 40.0, 10.0, 16.0, 64.0
-LIKED = 6
-"""Of a longer history the last ones, which say most of a person now."""
 WORDS = 150.0
 """Room for the wish and the keywords."""
 TITLES = {"none": "without", "keywords": "keywords", "soft": "soft tokens", "both": "with", "picked": "picked"}
@@ -33,7 +32,7 @@ class Shown:
     wish: str
     keywords: Sequence[str]
     liked: Sequence[np.ndarray]
-    """`LIKED` at most: uint8 [h, w, 3]."""
+    """`SHOWN` at most: uint8 [h, w, 3]."""
     drawn: Mapping[str, np.ndarray]
     """Arm -> uint8 [h, w, 3]."""
 
@@ -66,43 +65,18 @@ def _page(people: Sequence[Shown], path: Path) -> None:
         top = TOP + row * (SIDE + 2 * GAP)
         for place, liked in enumerate(one.liked):
             x, y = MARGIN + place % 3 * (SMALL + 4), top + place // 3 * (SMALL + 4)
-            _paste(page, liked, x, y, SMALL)
-        lines = [one.wish, *_wrapped(page, ", ".join(one.keywords))]
-        for number, line in enumerate(lines[:5]):
-            words = _cut(page, line, WORDS - GAP)
-            page.text(wide, top + 9 + 15 * number, words, anchor="lm", fill=INK if not number else FAINT)
-        page.text(wide, top + SIDE - 6, _cut(page, one.user, WORDS - GAP), anchor="lm", size=10, fill=FAINT)
+            page.paste(x, y, liked, SMALL)
+        wish = _lines(page, one.wish)
+        for number, line in enumerate([*wish, *_lines(page, ", ".join(one.keywords))]):
+            page.text(wide, top + 9 + 15 * number, line, anchor="lm", fill=INK if number < len(wish) else FAINT)
+        page.text(wide, top + SIDE - 6, _lines(page, one.user)[0], anchor="lm", size=10, fill=FAINT)
         for number, arm in enumerate(arms):
-            _paste(page, one.drawn[arm], left + number * (SIDE + GAP), top, SIDE)
+            page.paste(left + number * (SIDE + GAP), top, one.drawn[arm], SIDE)
     page.save(path)
 
 
-def _paste(page: Sheet, pixels: np.ndarray, x: float, y: float, side: float) -> None:
-    """As large as the square allows; small pictures keep their pixels."""
-    from PIL import Image
-
-    image = Image.fromarray(np.ascontiguousarray(pixels))
-    longest, room = max(image.size), round(side * SCALE)
-    size = tuple(max(1, round(length * room / longest)) for length in image.size)
-    how = Image.Resampling.NEAREST if longest < room else Image.Resampling.LANCZOS
-    page.image.paste(image.resize((size[0], size[1]), how), (round(x * SCALE), round(y * SCALE)))
-
-
-def _wrapped(page: Sheet, words: str) -> list[str]:
-    lines = [""]
-    for word in words.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if page.width_of(longer, 12) <= WORDS - GAP:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return lines if words else []
-
-
-def _cut(page: Sheet, words: str, room: float) -> str:
-    while len(words) > 1 and page.width_of(words, 12) > room:
-        words = f"{words[:-2]}…"
-    return words
+def _lines(page: Sheet, words: str) -> list[str]:
+    return captions_in([words], WORDS - GAP, lambda text: page.width_of(text, 12))[0]
 
 
 BAR, BAR_GAP, HEIGHT, GROUP = 26.0, 6.0, 240.0, 44.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from bottega.core.errors import UsageError
 from bottega.data.personal import PersonalRows, Record
 from bottega.data.prompted import PromptedRows
 from bottega.insight.personal import Say, Studio
+from bottega.insight.personal_keywords import is_small, keywords_at_random
 from bottega.saved import SavedRun
 
 if TYPE_CHECKING:
@@ -37,7 +39,12 @@ def studio_of(saved: SavedRun, source: Source, *, is_own: bool, seed: int = 0) -
             how |= {"arm": "both", "pick": True} if arm == "picked" else {"arm": arm}
             return draw_arm(branch, models, records, **how)[0]
 
-        yield Studio(table, tables, keywords, draw, judge=branch.artist.judge(device), device=device)
+        def at_random(records: Sequence[Record]) -> list[tuple[str, ...]]:
+            return keywords_at_random(branch, records, seed=seed)
+
+        judge, folder = branch.artist.judge(device), Path(branch.facts.language_model.folder)
+        extra = at_random if is_small(folder) else None
+        yield Studio(table, tables, keywords, draw, judge=judge, device=device, at_random=extra)
 
 
 def people_in(source: Any) -> PersonalRows:

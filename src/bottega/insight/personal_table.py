@@ -15,21 +15,14 @@ def show(found: Mapping[str, Any]) -> list[str]:
     """The table of arms, what the keywords are worth, and the tests that matter most."""
     arms = found["arms"]
     measures = list(dict.fromkeys(measure for values in arms.values() for measure in values))
-    named = {f"keywords: {name}": share for name, share in found.get("keywords", {}).items()}
-    width = max(map(len, [*measures, *named])) + 2
+    width = max(map(len, measures)) + 2
     lines = ["", " " * width + "".join(f"{arm:>11}" for arm in arms) + (f"{'chance':>11}" if "chance" in found else "")]
     for measure in measures:
         cells = [f"{arms[arm][measure]['mean']:>11.4f}" if measure in arms[arm] else " " * 11 for arm in arms]
         chance = found.get("chance", {}).get(measure)
         lines.append((f"{measure:<{width}}" + "".join(cells) + (f"{chance:>11.4f}" if chance else "")).rstrip())
     lines.append(f"{'people':<{width}}{found['counts']['people']:>11,}")
-    if named:
-        lines += [
-            "",
-            "people whose keywords name what they like",
-            *(f"{n:<{width}}{v:>11.4f}" for n, v in named.items()),
-        ]
-    return [*lines, *_tests_shown(found.get("tests", []))]
+    return [*lines, *_keywords(found, width), *_tests_shown(found.get("tests", []))]
 
 
 def headline(measures: Iterable[str]) -> list[str]:
@@ -37,6 +30,20 @@ def headline(measures: Iterable[str]) -> list[str]:
     names = list(measures)
     whole = [name for name in names if name.removeprefix("drawn_") in ("preference_accuracy", "wish_accuracy")]
     return whole or [name for name in names if name in NEARNESS]
+
+
+def _keywords(found: Mapping[str, Any], width: int) -> list[str]:
+    """By what the language model has learnt, and by the same network with random weights."""
+    said, chance = found.get("keywords", {}), found.get("chance", {})
+    if not said.get("learnt"):
+        return []
+    lines = ["", "people whose keywords name what they like", " " * width + "".join(f"{name:>16}" for name in said)]
+    lines[-1] += f"{'chance':>16}"
+    for name in said["learnt"]:
+        cells = "".join(f"{shares[name]:>16.4f}" for shares in said.values())
+        guessed = chance.get(f"{name}_accuracy", chance.get(f"drawn_{name}_accuracy"))
+        lines.append(f"{name:<{width}}{cells}" + (f"{guessed:>16.4f}" if guessed is not None else ""))
+    return lines
 
 
 def _tests_shown(found: Sequence[Mapping[str, Any]]) -> list[str]:

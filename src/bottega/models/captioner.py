@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
-from bottega.models.encoder_folder import first_line, silent
-from bottega.models.json_object import read_object
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.models.encoder_folder import silent
+from bottega.models.untrusted import read_plain, require_safetensors
 
 KEY = "data.captions"
 KINDS = ("blip", "blip-2", "git", "vision-encoder-decoder")
@@ -59,17 +59,7 @@ def load_captioner(folder: Path) -> Callable[[Sequence[np.ndarray]], list[str]]:
 
 
 def _check(folder: Path) -> None:
-    config = read_object(folder / "config.json")
-    if "auto_map" in config:
-        raise UsageError(
-            f"{KEY}: {folder / 'config.json'} asks for code of its own (auto_map, trust_remote_code), which is never run; take "
-            "a model that transformers has a class for"
-        )
-    kind = config.get("model_type")
+    kind = read_plain(folder / "config.json", key=KEY).get("model_type")
     if kind not in KINDS:
         raise UsageError(f"{KEY}: {folder} is of the kind {kind}; captions come from {', '.join(KINDS)}")
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{KEY}: {folder}: no *.safetensors in it, and pickles are never opened; convert the model with transformers: "
-            "model.save_pretrained(folder)"
-        )
+    require_safetensors(folder, key=KEY)

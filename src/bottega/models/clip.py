@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.core.noise import generator
-from bottega.models.encoder_folder import first_line, own_randomness, silent
+from bottega.models.encoder_folder import own_randomness, silent
 from bottega.models.initial import fill
 from bottega.models.json_object import read_object
+from bottega.models.untrusted import read_plain, require_safetensors
 from bottega.schema.align import ClipShape
 
 CONFIG, PREPROCESSOR, PAIRS = "config.json", "preprocessor_config.json", "pairs.json"
@@ -156,12 +157,7 @@ def read_clip_shape(folder: Path | str) -> ClipShape:
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder}: has no {CONFIG}; give the folder of a saved CLIP")
-    config = read_object(folder / CONFIG)
-    if "auto_map" in config:
-        raise UsageError(
-            f"{folder / CONFIG}: auto_map names code of the folder's own (trust_remote_code), which is never run; give a "
-            "CLIP of transformers"
-        )
+    config = read_plain(folder / CONFIG)
     if config.get("model_type") not in KINDS or not {"text_config", "vision_config"} <= config.keys():
         held = config.get("model_type") or "model of no known type"
         raise UsageError(f"{folder}: holds a {held}; a CLIP or SigLIP of both towers is needed")
@@ -211,11 +207,7 @@ def export_clip(clip: Clip, folder: Path) -> None:
 def _opened(folder: Path) -> Clip:
     shape = read_clip_shape(folder)
     transformers = _transformers()
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder}: no *.safetensors in it, and pickles are never opened; convert the model with transformers: "
-            "model.save_pretrained(folder)"
-        )
+    require_safetensors(folder)
     kind = transformers.CLIPModel if shape.values["model_type"] == "clip" else transformers.SiglipModel
     try:
         with silent(transformers), own_randomness():

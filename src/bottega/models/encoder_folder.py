@@ -7,16 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bottega.core.errors import CheckpointError
+from bottega.core.errors import CheckpointError, first_line
+from bottega.models.untrusted import require_safetensors
 
 
 def read_encoder(kind: Any, folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
     """The model in float32 by a class of transformers, and what transformers says of missing and mismatched weights."""
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder}: no *.safetensors in it, and pickles are never opened; convert the encoder with transformers: "
-            "model.save_pretrained(folder)"
-        )
+    require_safetensors(folder)
     import torch
     import transformers
 
@@ -57,7 +54,3 @@ def own_randomness() -> Iterator[None]:
 
     with torch.random.fork_rng(devices=[]):
         yield
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

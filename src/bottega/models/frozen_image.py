@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem
-from bottega.models.encoder_folder import first_line, silent
+from bottega.core.errors import CheckpointError, EnvironmentProblem, first_line
+from bottega.models.encoder_folder import silent
 from bottega.models.frozen_precision import frozen_dtype, quantization, usual_device
 from bottega.models.pipeline_folder import T5_TOKENS, ImageFacts, image_facts
 from bottega.models.pipeline_parts import TRANSFORMER, UNET, VAE, variant_of

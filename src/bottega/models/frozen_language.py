@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.core.errors import CheckpointError, UsageError, first_line
 from bottega.models.allowed_words import AllowedWords
-from bottega.models.encoder_folder import first_line, silent
+from bottega.models.encoder_folder import silent
 from bottega.models.frozen_precision import frozen_dtype, quantization, usual_device
-from bottega.models.json_object import read_object
 from bottega.models.prefix_attention import Prefixes, can_take_prefixes, register
 from bottega.models.pretrained import fetch_folder
 from bottega.models.soft_prompts import SoftPrompts
+from bottega.models.untrusted import read_plain, require_safetensors, transformers_config
 from bottega.schema.personalize import FrozenPrecision
 
 KEY = "model.language_model"
@@ -40,6 +40,15 @@ class LanguageFacts(NamedTuple):
     max_positions: int | None
     """The most tokens it can read; None where there is no such number."""
     model_type: str
+    takes_prefixes: bool
+    """Whether learned keys and values can be put before each layer's own."""
+
+    def require_prefixes(self, count: int) -> None:
+        if count and not self.takes_prefixes:
+            raise UsageError(
+                f"model.num_prefix_tokens: a {self.model_type} has an attention of its own, where no prefix can be put; "
+                f"set it to 0, or take another {KEY}"
+            )
 
 
 def language_facts(folder: Path | str) -> LanguageFacts:
@@ -61,6 +70,7 @@ def language_facts(folder: Path | str) -> LanguageFacts:
         vocab_size=vocab_size,
         max_positions=positions if isinstance(positions, int) else None,
         model_type=config.model_type,
+        takes_prefixes=_takes_prefixes(config),
     )
 
 
@@ -76,12 +86,11 @@ def load_language_model(
     config = _config(folder)
     import transformers
 
-    kinds = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) not in kinds:
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UsageError(
             f"{KEY}: {folder} holds a {config.model_type}, which says nothing; give a causal language model"
         )
-    takes_prefixes = can_take_prefixes(kinds[type(config)], config)
+    takes_prefixes = _takes_prefixes(config)
     options: dict[str, Any] = {"dtype": frozen_dtype(precision, usual_device() if device is None else device)}
     if takes_prefixes:
         options["attn_implementation"] = register()
@@ -132,8 +141,7 @@ class FrozenLanguage(nn.Module):
         lengths = mask.sum(1)
         longest = int(lengths.max())  # batches are filled up to the longest prompt of all
         prefixes = soft.prefixes()
-        if prefixes:
-            self.require_prefixes()
+        assert not prefixes or self.takes_prefixes, "it was asked before it was loaded (LanguageFacts.require_prefixes)"
         if prefixes or not self.takes_prefixes:
             ids = ids.gather(1, mask.long().argsort(dim=1, descending=True, stable=True))[:, :longest]
             hidden = self._at_once(ids, lengths, soft.image_tokens, prefixes)
@@ -141,13 +149,6 @@ class FrozenLanguage(nn.Module):
             order = mask.long().argsort(dim=1, stable=True)[:, -longest:]
             hidden = self._after_prompt(ids.gather(1, order), mask.gather(1, order), soft.image_tokens)
         return hidden.to(soft.image_tokens.dtype)
-
-    def require_prefixes(self) -> None:
-        if not self.takes_prefixes:
-            raise UsageError(
-                f"model.num_prefix_tokens: a {self.model.config.model_type} has an attention of its own, where no prefix can "
-                "be put; set it to 0, or take another model.language_model"
-            )
 
     def _at_once(self, ids: Tensor, lengths: Tensor, tokens: Tensor, prefixes: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Image tokens stand right after each prompt, and padding comes last, where a causal model never looks.
@@ -274,31 +275,25 @@ def _ends(model: Any) -> tuple[int, ...]:
 
 
 def _config(folder: Path) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise EnvironmentProblem(f"{KEY}: a language model needs transformers; pip install 'bottega[hub]'") from error
     path = folder / "config.json"
     if not path.is_file():
         raise UsageError(f"{KEY}: {folder} has no config.json; give the folder of a saved language model")
-    if "auto_map" in read_object(path):
-        raise UsageError(
-            f"{KEY}: {path} asks for code of its own (auto_map, trust_remote_code), which is never run; take a model that "
-            "transformers has a class for, or remove auto_map if it has one for this"
-        )
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{KEY}: {folder} is no model that transformers knows: {first_line(error)}") from error
+    for file in (path, folder / "tokenizer_config.json"):
+        if file.is_file():
+            read_plain(file, key=KEY)
+    return transformers_config(folder, key=KEY, what="language model")
+
+
+def _takes_prefixes(config: Any) -> bool:
+    import transformers
+
+    kinds = transformers.AutoModelForCausalLM._model_mapping
+    return type(config) in kinds and can_take_prefixes(kinds[type(config)], config)
 
 
 def _read(transformers: Any, folder: Path, options: dict[str, Any]) -> Any:
     """A weight that is not there is an error, because transformers would draw it at random."""
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder}: no *.safetensors in it, and pickles are never opened; convert it with transformers: "
-            "model.save_pretrained(folder)"
-        )
+    require_safetensors(folder, key=KEY)
     try:
         with silent(transformers):
             model, seen = transformers.AutoModelForCausalLM.from_pretrained(

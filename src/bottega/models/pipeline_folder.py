@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.errors import UsageError, first_line
 from bottega.models.component import read_config
-from bottega.models.encoder_folder import first_line
 from bottega.models.json_object import read_object
 from bottega.models.pipeline_parts import INDEX, KEY, T5, TRANSFORMER, Parts, find_pipeline, read_parts
 from bottega.models.pipeline_schedule import Objective, Schedule, read_schedule
 from bottega.models.pretrained_vae import DEFAULTS as VAE_DEFAULTS
+from bottega.models.untrusted import transformers_config
 
 __all__ = ["INDEX", "T5_TOKENS", "ImageFacts", "find_pipeline", "image_facts"]
 
@@ -77,13 +77,6 @@ class ImageFacts(BaseModel):
         if self.max_side is not None and side > self.max_side:
             raise UsageError(f"{key}: {side} is more than the {self.max_side} that {self.folder} can draw")
 
-    @property
-    def files(self) -> list[Path]:
-        """All that decide what it computes, for a hash of its content."""
-        places = [self.denoiser, *self.encoders, *self.tokenizers, self.vae, str(Path(self.folder) / "scheduler")]
-        kept = (".json", ".txt", ".model", ".safetensors")
-        return sorted(file for place in places for file in Path(place).iterdir() if file.suffix in kept)
-
 
 class _Texts(NamedTuple):
     """What the encoders of a pipeline give."""
@@ -97,6 +90,16 @@ class _Texts(NamedTuple):
 def image_facts(folder: Path | str) -> ImageFacts:
     """Of a local folder, from its configurations alone; refused where parts do not fit each other or could run code."""
     parts = read_parts(Path(folder))
+    try:
+        return _facts(parts)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # words in place of numbers, and the like
+        raise UsageError(
+            f"{KEY}: a configuration in {parts.folder} holds what no pipeline has ({first_line(error)}); save or download it "
+            "again"
+        ) from error
+
+
+def _facts(parts: Parts) -> ImageFacts:
     config, texts, scheduler = read_config(parts.denoiser), _read_texts(parts), parts.folder / "scheduler"
     path = read_schedule(scheduler / "scheduler_config.json")
     vae = _read_vae(parts, config)
@@ -217,7 +220,7 @@ def _read_vae(parts: Parts, denoiser: dict[str, Any]) -> dict[str, Any]:
 def _read_texts(parts: Parts) -> _Texts:
     found = []
     for encoder, words, kind in zip(parts.encoders, parts.tokenizers, parts.encoder_classes, strict=True):
-        config = _transformers_config(encoder)
+        config = transformers_config(encoder, key=KEY, what="text encoder")
         if getattr(config, "use_attention_mask", None):
             raise UsageError(f"{KEY}: {encoder} has use_attention_mask, which is not supported")
         most = T5_TOKENS if kind == T5 else config.max_position_embeddings
@@ -228,18 +231,6 @@ def _read_texts(parts: Parts) -> _Texts:
         found.append((config.hidden_size, projection, length, config.vocab_size))
     widths, projections, lengths, sizes = zip(*found, strict=True)
     return _Texts(widths, projections, lengths, sizes)
-
-
-def _transformers_config(folder: Path) -> Any:
-    """Read by transformers itself, because its files leave out what is as usual."""
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise EnvironmentProblem(f"{KEY}: a pipeline needs transformers; pip install 'bottega[hub]'") from error
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{KEY}: {folder} is no text encoder that transformers knows: {first_line(error)}") from error
 
 
 def _misfit(takes: str, parts: Parts, given: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from bottega.core.errors import UsageError
 from bottega.models.json_object import read_object
 from bottega.models.pretrained import fetch_folder
+from bottega.models.untrusted import read_plain
 
 KEY, INDEX = "model.diffusion", "model_index.json"
 UNET, TRANSFORMER, VAE = "UNet2DConditionModel", "SD3Transformer2DModel", "AutoencoderKL"
@@ -126,9 +127,14 @@ def _weights(folder: Path, variant: str = "") -> list[Path]:
 
 def _entry(index: dict[str, Any], name: str, file: Path) -> str | None:
     """The class of a part; None where the pipeline has no such part."""
-    library, kind = index.get(name) or (None, None)
-    if kind is None:
+    said = index.get(name)
+    if said is None or said == [None, None]:
         return None
+    if not isinstance(said, list) or len(said) != 2:
+        raise UsageError(
+            f"{KEY}: {file} names no library and class for {name} ({said!r}); save or download the pipeline again"
+        )
+    library, kind = said
     if library not in LIBRARIES:
         raise UsageError(
             f"{KEY}: {file} takes {name} from {library!r}, code of its own, which is never run; {SUPPORTED}"
@@ -138,11 +144,8 @@ def _entry(index: dict[str, Any], name: str, file: Path) -> str | None:
 
 def _check_no_code(place: Path) -> None:
     for name in CONFIGS:
-        file = place / name
-        if file.is_file() and read_object(file).get("auto_map"):
-            raise UsageError(
-                f"{KEY}: {file} has auto_map, code of its own that trust_remote_code would run; it is never run"
-            )
+        if (place / name).is_file():
+            read_plain(place / name, key=KEY)
 
 
 def _check_projects(named: dict[str, str | None], encoders: list[str], file: Path) -> None:

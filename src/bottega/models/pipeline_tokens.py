@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.errors import EnvironmentProblem, UsageError, first_line
 from bottega.models.json_object import read_object
 from bottega.models.pipeline_folder import ImageFacts
 
@@ -62,7 +62,7 @@ def _of_older_files(folder: Path, length: int) -> Encode:
 
         words: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ImportError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise EnvironmentProblem(f"{folder}: the tokenizer cannot be read: {reason}") from error
     return lambda texts: words(texts, padding="max_length", max_length=length, truncation=True)["input_ids"]
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.models.decoder_layout import OWN, ROUTER_STATE, config_for, layout_for, named, shape_from
 from bottega.models.json_object import read_object
 from bottega.schema.transformer import TransformerShape
@@ -120,7 +120,7 @@ def fetch_folder(
             f"{key}: {name} is no folder here, and the hub could not be reached; correct the path, or try again online"
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise EnvironmentProblem(
             f"{key}: {name} is no folder here, and could not be downloaded ({reason}); try again"
         ) from error

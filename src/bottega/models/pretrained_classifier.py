@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
-from bottega.models.encoder_folder import first_line, own_randomness, read_encoder, silent
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.models.encoder_folder import own_randomness, read_encoder, silent
 from bottega.models.initial import fill, initial_value
 from bottega.schema.text_classifier import PretrainedShape
 

@@ -65,14 +65,12 @@ class SoftPrompts(nn.Module):
         """Nothing here is worth it: one small product. What takes the time is frozen and called by its own name."""
 
 
-def build_soft_prompts(
-    shape: SoftPromptShape, seed: int, *, token_scale: float = TOKEN_SCALE, text_scale: float = 1.0
-) -> SoftPrompts:
+def build_soft_prompts(shape: SoftPromptShape, seed: int, *, token_scale: float = TOKEN_SCALE) -> SoftPrompts:
     """With memory, and initial weights that only the seed and each one's name decide.
 
-    `token_scale` is the deviation of the language model's embeddings, among which image tokens stand. `text_scale` is that
-    of the generator's text tokens: CLIP ends in a LayerNorm, so theirs is about 1, and so is that of the hidden states,
-    which come out of a norm too. A mapping of deviation 1 / sqrt(H) keeps it.
+    `token_scale` is the deviation of the language model's embeddings, among which image tokens stand. Text tokens of
+    the generator are of about 1, since CLIP ends in a LayerNorm, and so are the hidden states, which come out of a norm
+    too; a mapping of deviation 1 / sqrt(H) keeps it.
     """
     module = SoftPrompts(shape)
     counted = sum(parameter.numel() for parameter in module.parameters())
@@ -83,7 +81,7 @@ def build_soft_prompts(
         "prefix_embedding": 1.0,
         "prefix_inner.weight": 1 / math.sqrt(shape.hidden_size),
         "prefix_outer.weight": PREFIX_SCALE / math.sqrt(shape.projection or 1),
-        "mapping.weight": text_scale / math.sqrt(shape.hidden_size),
+        "mapping.weight": 1 / math.sqrt(shape.hidden_size),
     }
 
     def value(name: str, size: tuple[int, ...]) -> np.ndarray:

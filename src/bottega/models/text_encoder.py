@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.models.dit import Attention, normed
-from bottega.models.encoder_folder import first_line, read_encoder
+from bottega.models.encoder_folder import read_encoder
 from bottega.schema.generator import ConditionShape
 
 HEAD_SIZE = 32

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.models.component import CONFIG, on_host, read_config
 
 CLASS = "SpeechT5HifiGan"
@@ -103,7 +103,7 @@ def _network(folder: Path) -> Any:
             folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:  # a damaged config or file reaches most of the library, which raises what happens there
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise CheckpointError(f"{folder}: cannot be loaded as a {CLASS}: {reason}") from error
     finally:
         logging.set_verbosity(level)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.image.caption import legible
+from bottega.data.image.decode import pillow
 
 PAPER, INK, FAINT, GRID, BLUE, ORANGE = "#ffffff", "#1c1b29", "#6d6b7b", "#ececf1", "#2a5db0", "#d1602f"
 SCALE = 2
@@ -35,6 +38,19 @@ class Sheet:
 
     def line(self, *ends: float, fill: str = INK, thick: float = 1) -> None:
         self.pen.line([round(value * SCALE) for value in ends], fill=fill, width=round(thick * SCALE))
+
+    def paste(self, x: float, y: float, pixels: np.ndarray, side: float) -> None:
+        """uint8 [h, w, 3] in the middle of a square, with a hair line around it. Small pictures are enlarged so that each
+        pixel stays a square; large ones are made smaller smoothly."""
+        Image, target = pillow(), round(side * SCALE)
+        height, width = pixels.shape[:2]
+        factor = target / max(height, width)
+        size = (max(1, round(width * factor)), max(1, round(height * factor)))
+        how = Image.Resampling.NEAREST if factor >= 1 else Image.Resampling.LANCZOS
+        shown = Image.fromarray(np.ascontiguousarray(pixels)).resize(size, how)
+        at = (round(x * SCALE) + (target - size[0]) // 2, round(y * SCALE) + (target - size[1]) // 2)
+        self.image.paste(shown, at)
+        self.pen.rectangle([at[0] - 1, at[1] - 1, at[0] + size[0], at[1] + size[1]], outline=GRID)
 
     def width_of(self, words: str, size: float) -> float:
         return self.pen.textlength(legible(words), font=self._font(size * SCALE)) / SCALE

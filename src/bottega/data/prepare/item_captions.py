@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from bottega.core.errors import DataError, UsageError
-from bottega.data.cache import default_cache
+from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.data.cache import database, default_cache
 from bottega.data.fields import caption_of
 from bottega.data.personal import Item
 from bottega.data.prepare.jobs import Progress
@@ -116,34 +116,49 @@ def model_hash(folder: Path) -> str:
 def described(pictures: dict[str, Path], folder: Path, captioner: Captioner, *, progress: Progress) -> dict[str, str]:
     """What the model of `folder` says of each picture, by its hash. Those that cannot be decoded are left out."""
     model = model_hash(folder)
-    with closing(_database()) as database:
-        known = {
-            picture: row[0]
-            for picture in pictures
-            if (
-                row := database.execute(
-                    "SELECT caption FROM captions WHERE model = ? AND picture = ?", (model, picture)
-                ).fetchone()
-            )
-        }
-        left = [picture for picture in pictures if picture not in known]
-        if not left:
-            return known
-        describe = captioner(folder)
-        done = len(known)
+    try:
+        with closing(_database()) as kept:
+            return _described(pictures, folder, captioner, progress=progress, model=model, kept=kept)
+    except (sqlite3.Error, OSError) as error:
+        raise EnvironmentProblem(
+            f"captions cannot be kept in {default_cache()}: {error}; free some space, or set XDG_CACHE_HOME to a folder that "
+            "can be written"
+        ) from error
+
+
+def _described(
+    pictures: dict[str, Path],
+    folder: Path,
+    captioner: Captioner,
+    *,
+    progress: Progress,
+    model: str,
+    kept: sqlite3.Connection,
+) -> dict[str, str]:
+    known = {}
+    for picture in pictures:
+        asked = (model, picture)
+        row = kept.execute("SELECT caption FROM captions WHERE model = ? AND picture = ?", asked).fetchone()
+        if row is not None:
+            known[picture] = row[0]
+    left = [picture for picture in pictures if picture not in known]
+    if not left:
+        return known
+    describe = captioner(folder)
+    done = len(known)
+    progress("captions", done, len(pictures))
+    for some in _groups(left):
+        readable = {picture: pixels for picture in some if (pixels := _pixels(pictures[picture])) is not None}
+        said = describe(list(readable.values())) if readable else []
+        for picture, caption in zip(readable, said, strict=True):
+            if not caption.strip():
+                raise DataError(f"data.captions: the model of {folder} says nothing about {pictures[picture]}")
+            known[picture] = " ".join(caption.split())
+        with kept:
+            rows = [(model, picture, known[picture]) for picture in readable]
+            kept.executemany("INSERT OR REPLACE INTO captions VALUES (?, ?, ?)", rows)
+        done += len(some)
         progress("captions", done, len(pictures))
-        for some in _groups(left):
-            readable = {picture: pixels for picture in some if (pixels := _pixels(pictures[picture])) is not None}
-            said = describe(list(readable.values())) if readable else []
-            for picture, caption in zip(readable, said, strict=True):
-                if not caption.strip():
-                    raise DataError(f"data.captions: the model of {folder} says nothing about {pictures[picture]}")
-                known[picture] = " ".join(caption.split())
-            with database:
-                rows = [(model, picture, known[picture]) for picture in readable]
-                database.executemany("INSERT OR REPLACE INTO captions VALUES (?, ?, ?)", rows)
-            done += len(some)
-            progress("captions", done, len(pictures))
     return known
 
 
@@ -162,12 +177,4 @@ def _pixels(path: Path) -> np.ndarray | None:
 
 
 def _database() -> sqlite3.Connection:
-    folder = default_cache()
-    folder.mkdir(parents=True, exist_ok=True)
-    database = sqlite3.connect(folder / "captions.sqlite", timeout=30)
-    try:
-        database.execute(_TABLE)
-    except BaseException:
-        database.close()
-        raise
-    return database
+    return database("captions.sqlite", _TABLE, timeout=30)

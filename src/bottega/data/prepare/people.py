@@ -190,9 +190,9 @@ def _persons(place: _Place, data: PersonalizeData, tally: Tally, *, stop: bool) 
             tally.note(Bad(key, where, reason), stop=stop)
             continue
         given += 1
-        if place.source.limit is not None and given > place.source.limit:
-            break
         yield Person(_shortened(record, data.history_length), key, where, root)
+        if given == place.source.limit:
+            break
     if not given:
         raise DataError(f"{place.path} holds no records; one is such as {EXAMPLE}")
 

@@ -80,6 +80,19 @@ class Plan:
     def everybody(self) -> list[Person]:
         return [person for table in self.people.tables.values() for person in table]
 
+    @property
+    def _named(self) -> list[str]:
+        """What is said of bad records, without the folders they lie in."""
+        parts = (self.data.train, self.data.validation, self.data.test)
+        places = [part.path for part in parts if part is not None and part.path is not None]
+        roots = sorted(
+            {str(Path(place).expanduser()) for place in (*places, self.data.pictures or "")} - {"."}, key=len
+        )
+        named = list(self.people.tally.named)
+        for root in reversed(roots):  # the longest first: one may lie in another
+            named = [text.replace(root, "") for text in named]
+        return named
+
     @cached_property
     def key(self) -> str:
         """Of what the records say and their pictures show, wherever they lie."""
@@ -89,7 +102,7 @@ class Plan:
             self.data.image_size,
             self.stop,
             self.data.max_bad,
-            (tally.bad, tally.named, sorted(tally.dropped.items())),
+            (tally.bad, self._named, sorted(tally.dropped.items())),
         )
         digest = hashlib.sha256(repr(policy).encode())
         for name, people in self.people.tables.items():

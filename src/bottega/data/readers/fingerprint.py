@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bottega.core.errors import DataError
-from bottega.data.cache import default_cache
+from bottega.data.cache import database
 from bottega.data.readers.compressed import opened
 
 # Git's rule: a file changed so recently may change again within the resolution of its times, which is up to two
@@ -75,9 +75,9 @@ def _state(path: Path) -> State:
 def _remembered(states: dict[str, State]) -> dict[str, str]:
     known = {}
     try:
-        with closing(_database()) as database:
+        with closing(_database()) as kept:
             for name, state in states.items():
-                row = database.execute("SELECT state, hash FROM hashes WHERE path = ?", (name,)).fetchone()
+                row = kept.execute("SELECT state, hash FROM hashes WHERE path = ?", (name,)).fetchone()
                 if row is not None and row[0] == str(state):
                     known[name] = row[1]
     except (sqlite3.Error, OSError, UnicodeError):
@@ -87,19 +87,11 @@ def _remembered(states: dict[str, State]) -> dict[str, str]:
 
 def _remember(rows: Iterable[tuple[str, str, str]]) -> None:
     try:
-        with closing(_database()) as database, database:
-            database.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", rows)
+        with closing(_database()) as kept, kept:
+            kept.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", rows)
     except (sqlite3.Error, OSError, UnicodeError):
         return
 
 
 def _database() -> sqlite3.Connection:
-    folder = default_cache()
-    folder.mkdir(parents=True, exist_ok=True)
-    database = sqlite3.connect(folder / "hashes.sqlite", timeout=5)
-    try:
-        database.execute(_TABLE)
-    except BaseException:
-        database.close()
-        raise
-    return database
+    return database("hashes.sqlite", _TABLE, timeout=5)
