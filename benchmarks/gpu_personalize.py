@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -158,7 +159,7 @@ def soft_shape(sizes: dict[str, Any]) -> SoftPromptShape:
     )
 
 
-def engine_of(sizes: dict[str, Any], device: str, *, checkpointing: bool) -> TorchEngine:
+def engine_of(sizes: dict[str, Any], device: str, *, checkpointing: bool, compile: bool = False) -> TorchEngine:
     side = sizes["image"] // DOWNSAMPLE
     task = Unpretrained(
         shape=soft_shape(sizes),
@@ -172,7 +173,7 @@ def engine_of(sizes: dict[str, Any], device: str, *, checkpointing: bool) -> Tor
         sizes=sizes,
         device=device,
     )
-    training = Training(learning_rate=5e-6, compile=False, max_steps=1)
+    training = Training(learning_rate=5e-6, compile=compile, max_steps=1)
     return TorchEngine(task, training, rate=lambda step: 5e-6, device=device)
 
 
@@ -199,6 +200,13 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self.soft.parameters(), lr=5e-6)
         betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64).square()
         self.kept = torch.cumprod(1 - betas, 0).float().to(device)
+
+    def compiled(self) -> Plain:
+        """With one line for each model."""
+        self.language.model.compile()
+        self.unet.compile()
+        self.vae.encoder.compile()
+        return self
 
     def hidden(self, ids: Tensor) -> Tensor:
         from transformers import DynamicCache
@@ -235,15 +243,25 @@ class Plain:
 def side_by_side(arguments: argparse.Namespace, sizes: dict[str, Any], device: str) -> dict[str, Any]:
     count = arguments.batch
     batch = batch_of(sizes, count, arguments.prompt)
-    engine, plain = engine_of(sizes, device, checkpointing=False), Plain(sizes, device)
-    # A batch comes from the host, as a loader's do, for either.
-    contestants: dict[str, Callable[[int], Any]] = {
-        "ours": lambda step: engine.fetch(engine.train_step(step, batch)),
-        "plain": lambda step: plain.step({name: torch.from_numpy(value).to(device) for name, value in batch.items()}),
+    engines = {
+        name: engine_of(sizes, device, checkpointing=False, compile=name == "ours") for name in ("ours", "ours, eager")
     }
-    for contest in contestants.values():
+    plains = {"plain": Plain(sizes, device), "plain, compiled": Plain(sizes, device).compiled()}
+
+    def ours(name: str, step: int) -> Any:
+        return engines[name].fetch(engines[name].train_step(step, batch))
+
+    def plain(name: str, step: int) -> float:
+        # A batch comes from the host, as a loader's do, for either.
+        return plains[name].step({field: torch.from_numpy(value).to(device) for field, value in batch.items()})
+
+    contestants: dict[str, Callable[[int], Any]] = {name: partial(ours, name) for name in engines}
+    contestants |= {name: partial(plain, name) for name in plains}
+    for name, contest in contestants.items():
+        begun = time.perf_counter()
         contest(0)
         contest(1)
+        print(f"{name}: ready after {time.perf_counter() - begun:.0f} s", flush=True)
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(arguments.rounds):
         for name, contest in contestants.items():
@@ -252,7 +270,8 @@ def side_by_side(arguments: argparse.Namespace, sizes: dict[str, Any], device: s
                 contest(2 + number * arguments.steps + step)
             rates[name].append(count * arguments.steps / (time.perf_counter() - begun))
     found = {name: median(values) for name, values in rates.items()}
-    return {"micro_batch": count, "samples_per_second": found, "ratio": found["ours"] / found["plain"]}
+    ratios = {name: found["ours"] / value for name, value in found.items() if name != "ours"}
+    return {"micro_batch": count, "samples_per_second": found, "ours_to": ratios}
 
 
 def main() -> None:

@@ -172,12 +172,14 @@ class SavedRun:
         measured = (
             f"- best {self.recipe.evaluation.metric} {best:.4f} at step {progress['best_step']}\n" if best else ""
         )
-        head = "".join(f"{name}: {value}\n" for name, value in facts.items())
+        needed = f"- needs {facts['needs']}\n" if "needs" in facts else ""
+        head = "".join(f"{name}: {value}\n" for name, value in facts.items() if name != "needs")
         return (
             f"---\n{head}{TAG}\n---\n\n"
             f"# {self.directory.path.name}\n\n"
             f"Trained with Bottega, task `{self.recipe.task}`.\n\n"
-            f"- {parameters}, checkpoint at step {progress['step']}\n{measured}{self._about_base()}{self._about_data()}"
+            f"- {parameters}, checkpoint at step {progress['step']}\n{measured}"
+            f"{self._about_base()}{needed}{self._about_data()}"
         )
 
 

@@ -169,7 +169,7 @@ class Session:
         fit.run()
         if lesson.finish is not None and engine.rank == 0:
             lesson.finish(directory, console)
-        self._farewell(progress, time.monotonic() - began)
+        self._farewell(progress, time.monotonic() - began, is_held_out=validation is not None)
         return Run(directory.path, progress.step, last.metrics or _last_metrics(directory))
 
     def _start(
@@ -251,7 +251,7 @@ class Session:
             warn=self.console.warn,
         )
 
-    def _farewell(self, progress: Progress, seconds: float) -> None:
+    def _farewell(self, progress: Progress, seconds: float, *, is_held_out: bool) -> None:
         """The end of the story: a sample to look at, where everything is, and what to try next."""
         console, path = self.console, self.directory.path
         if progress.stop:
@@ -266,7 +266,7 @@ class Session:
         )
         console.say(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
         verbs = [f"generate {path}{example}"] if (example := self.branch.example()) is not None else []
-        verbs += [f"evaluate {path}", f"export {path}"]
+        verbs += [f"evaluate {path}{'' if is_held_out else ' --data PATH'}", f"export {path}"]
         for number, verb in enumerate(verbs):
             console.say(f"{'next:' if not number else '':<7}bottega {verb}")
 

@@ -207,6 +207,9 @@ def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path
     plain.mkdir()
     for number in range(8):
         Image.fromarray(np.full((8, 8), 10 * number, np.uint8)).save(plain / f"{number}.png")
+    with pytest.raises(DataError, match="there are no captions"):
+        train(tmp_path, plain)
+    (plain / "metadata.jsonl").write_text("".join(f'{{"file_name": "{n}.png", "text": "a"}}\n' for n in range(8)))
     with pytest.raises(DataError, match="all captions are alike"):
         train(tmp_path, plain)
     rows = [json.dumps({"file_name": f"{n}.png", "text": f"number {n}"}) for n in range(7)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,11 @@ from bottega.branches.candidates import LEAST, Scores, best
 from bottega.branches.keywords import Keyworder, tokenizer_content
 from bottega.branches.personal_arms import ARMS, draw_arm
 from bottega.branches.personal_asks import read_history
+from bottega.branches.personal_sheets import Answer, Known, answer_sheet
 from bottega.branches.publish_personal import Published
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageError
+from bottega.data.image.page import Sheet
 from bottega.insight.memory import rows_of
 from bottega.models.soft_prompts import SoftPrompts
 from bottega.saved import SavedRun, open_run
@@ -99,19 +102,30 @@ def test_another_base_is_refused(tmp_path: Path, bases: dict[str, Path], file: s
         open_run(first.path)
 
 
-def test_a_judge_may_change_and_a_base_may_move(tmp_path: Path, bases: dict[str, Path]) -> None:
+def test_a_judge_may_be_gone_but_not_another_and_a_base_may_move(tmp_path: Path, bases: dict[str, Path]) -> None:
     models = {f"model.{name}": str(place) for name, place in bases.items()}
     first = small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 4})
     shutil.move(bases["language_model"], tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"the language model of this run is gone: .*; put it back"):
         open_run(first.path)
     (tmp_path / "elsewhere").rename(bases["language_model"])
+    facts: Any = open_run(first.path).branch.facts  # type: ignore[attr-defined]
+    assert facts.clip is not None
     shaken(bases["clip"] / "model.safetensors")
-    again = small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
-    assert again.step == 8, "which of several pictures is taken is no part of what is learnt"
-    assert open_run(first.path).branch.facts.clip is not None
+    with pytest.raises(CheckpointError, match=r"is another CLIP than this run was trained with"):
+        open_run(first.path)  # which would pick and measure otherwise without a word
+    with pytest.raises(CheckpointError, match=r"model\.clip: is another CLIP than this run began with"):
+        small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
     shutil.rmtree(bases["clip"])
-    assert open_run(first.path).branch.facts.clip is None
+    facts = open_run(first.path).branch.facts  # type: ignore[attr-defined]
+    assert facts.clip is None
+
+
+def test_weights_of_a_judge_that_were_cut_are_told_at_once(tmp_path: Path, bases: dict[str, Path]) -> None:
+    file = bases["clip"] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"model\.clip: .*model\.safetensors is damaged"):
+        small_personal.train(tmp_path, **{"model.clip": str(bases["clip"])})
 
 
 @pytest.mark.parametrize(
@@ -124,6 +138,10 @@ def test_a_judge_may_change_and_a_base_may_move(tmp_path: Path, bases: dict[str,
         ({"model.weights.soft": 0.0}, UsageError, "model.weights.*nothing would learn"),
         ({"samples.weightings": [{"soft": 0, "keywords": 0, "target": 0}]}, UsageError, "all weights are 0"),
         ({"samples.steps": 5000}, UsageError, "samples.steps 5000"),
+        ({"model.start_words": [""]}, UsageError, "model.start_words: '' is no token"),
+        ({"model.num_image_tokens": 100_000}, UsageError, "num_image_tokens .* lower these"),
+        ({"data.min_score": 4}, UsageError, "data.min_score: points are given in the collection flickr"),
+        ({"data.pictures": "nowhere"}, UsageError, "data.pictures: nowhere is no folder"),
     ],
 )
 def test_what_does_not_fit_is_one_line(
@@ -139,7 +157,7 @@ def test_a_judge_that_cannot_judge_is_told_at_once(tmp_path: Path) -> None:
     (judge / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"model\.clip: .* has no tokenizer\.json"):
         small_personal.train(tmp_path, **{"model.clip": str(judge)})
-    with pytest.raises(UsageError, match="holds a llama; a CLIP or SigLIP"):
+    with pytest.raises(UsageError, match=r"model\.clip: .* holds a llama; a CLIP or SigLIP"):
         small_personal.train(tmp_path, **{"model.clip": str(small_personal.models()["language_model"])})
 
 
@@ -201,6 +219,10 @@ def test_an_export_is_small_and_opens_again(run: Path, saved: SavedRun, tmp_path
     assert config.frozen["language_model"].contents == saved.branch.facts.language_model.contents  # type: ignore[attr-defined]
     assert config.keywords == recipe.model.keywords
     assert config.samples == recipe.samples
+    card = (folder / "README.md").read_text()
+    for name, frozen in config.frozen.items():
+        assert f"`{frozen.named}`" in card, f"who has the folder alone must know the {name}"
+    assert card.count("needs") == 1
     for place in small_personal.models().values():
         assert str(place) not in (folder / "config.json").read_text(), "where things lie is nobody else's business"
 
@@ -258,7 +280,11 @@ def test_users_and_wishes_are_drawn_in_turn(saved: SavedRun) -> None:
         ("t1", "a star"),
         ("t1", "a moon"),
     ]
-    assert np.asarray(made).shape == (8, small_personal.SIDE, small_personal.SIDE, 3)
+    assert np.asarray(made).shape == made.shape == (8, small_personal.SIDE, small_personal.SIDE, 3)
+    assert made.dtype == np.uint8
+    assert repr(made) == "8 pictures of 32 x 32 for 2 people"
+    assert np.array_equal(made[1:3], made.pictures[1:3])
+    assert np.array_equal(np.stack(list(made)), made.pictures)
     assert asked(saved, user="v2", count=1).choices[0].wish == "a moon", "their own where none is said"
     assert [one.user for one in asked(saved).choices] == ["v0", "v1", "v2", "v3"], "and the first who are held out"
 
@@ -363,6 +389,42 @@ def test_arms_differ_in_what_they_know_and_in_nothing_else(saved: SavedRun) -> N
     assert not np.array_equal(drawn["soft"], of_others["soft"])
 
 
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"wish": ""}, "wish '': is blank"),
+        ({"wish": ["a star", "  "]}, "is blank"),
+        ({"wish": "x" * 2000}, "2,000 letters"),
+        ({"count": 10**9, "user": "v1"}, "1,000,000,000 pictures are asked for at once"),
+    ],
+)
+def test_wishes_that_cannot_be_drawn(saved: SavedRun, what: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        asked(saved, **what)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("anna.txt", "\n  \n", "is empty"),
+        ("anna.txt", '{"user": "a"}', "name it .json or .jsonl"),
+        ("anna.json", '{"history": ["a star"]}', "history.0 must be an item such as"),
+        ("anna.json", '{"user": "a"}', "history is missing"),
+        ("anna.json", '{"wish": " ", "history": [{"caption": "a star"}]}', "its wish is blank"),
+    ],
+)
+def test_histories_that_cannot_be_read(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=re.escape(message)):
+        read_history(tmp_path / name, wishes=["a star"])
+
+
+def test_items_of_somebody_new_need_no_names(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"history": [{"caption": "a red star"}, {"caption": "a blue star"}]}')
+    (person,) = read_history(tmp_path / "a.json", wishes=["a moon"])
+    assert [item.caption for item in person.record.history] == ["a red star", "a blue star"]
+
+
 # What people see
 
 
@@ -385,6 +447,40 @@ def test_samples_are_written_as_files_or_as_a_sheet(saved: SavedRun, tmp_path: P
     assert np.asarray(Image.open(tmp_path / "several.png")).shape[0] > 400, "several are a sheet"
     with pytest.raises(UsageError, match=r"cannot write \.txt"):
         saved.branch.check_out(tmp_path / "a.txt")
+
+
+def answers(count: int, *, wish: str = "a star", user: str = "somebody", pictures: int = 1) -> list[Answer]:
+    picture = np.zeros((8, 8, 3), np.uint8)
+    known = Known(user=user, history=[picture] * 2, earlier=0, likes="red", wish=wish)
+    return [Answer(known, [picture] * pictures, ["1 / 1 / 1"] * pictures)] * count
+
+
+@pytest.mark.parametrize(("count", "pictures"), [(1, 4), (60, 4), (400, 4), (2, 300)])
+def test_a_sheet_of_many_people_is_a_page(tmp_path: Path, count: int, pictures: int) -> None:
+    answer_sheet(answers(count, pictures=pictures), tmp_path / "sheet.png")
+    with Image.open(tmp_path / "sheet.png") as opened:
+        width, height = opened.size
+    assert height <= 4000
+    assert width <= 9000
+
+
+def test_long_wishes_stay_on_the_sheet_and_take_nobody_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    plain = Sheet.text
+
+    def noted(self: Any, x: float, y: float, words: str, **how: Any) -> None:
+        said.append(words)
+        assert how.get("anchor") != "lm" or (x + self.width_of(words, how["size"])) * 2 <= self.image.width
+        plain(self, x, y, words, **how)
+
+    monkeypatch.setattr(Sheet, "text", noted)
+    answer_sheet(answers(1, wish="a star that shines " * 20), tmp_path / "sheet.png")
+    assert any(words.startswith("for user somebody") for words in said)
+    answer_sheet(answers(400, pictures=4), tmp_path / "sheet.png")
+    shown = sum(words == "a star" for words in said)
+    assert f"{400 - shown} more are not shown" in said[-1]
 
 
 def test_the_recipe_is_offline_and_needs_its_parts() -> None:

@@ -38,6 +38,7 @@ from bottega.insight.personal_truth import (
     prompts_of,
     right,
     ruler_of,
+    tastes_of,
 )
 from bottega.tasks.measures.clip_scores import similarity, to_history, zero_shot
 
@@ -254,6 +255,28 @@ def test_there_is_something_to_look_at(measured: tuple[Path, dict[str, Any]]) ->
             assert len(opened.getcolors(maxcolors=1 << 20)) > 8
 
 
+def test_pictures_name_the_arms_as_the_table_does(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bottega.data.image.page import Sheet
+
+    said: list[str] = []
+    plain = Sheet.text
+
+    def noted(self: Any, x: float, y: float, words: str, **how: Any) -> None:
+        said.append(words)
+        width = self.width_of(words, how.get("size", 12))
+        assert how.get("anchor") != "lm" or (x + width) * 2 <= self.image.width, f"{words} runs off the page"
+        plain(self, x, y, words, **how)
+
+    monkeypatch.setattr(Sheet, "text", noted)
+    found = world.evaluated(tmp_path, judge=Oracle(), count=6)
+    for arm in found["arms"]:
+        assert said.count(arm) == 2, "one head on the sheet, one bar in the chart"
+    explained = [words for words in said if "shuffled: with a stranger's history" in words]
+    assert len(explained) == 2
+
+
 def test_fewer_people_leave_no_pages_of_more(world: World, tmp_path: Path) -> None:
     world.evaluated(tmp_path, judge=Oracle(), count=9)
     assert len(list((tmp_path / "sheets").iterdir())) == 2
@@ -287,6 +310,28 @@ def test_without_truth_nothing_is_claimed_of_it(tmp_path: Path) -> None:
     assert not (tmp_path / "arms.png").exists()
     measures = {test["measure"] for test in found["tests"]}
     assert "clip_history" in measures
+
+
+def test_without_truth_a_stranger_has_other_keywords(tmp_path: Path) -> None:
+    """Two tastes: by name alone, half of the strangers would like the same."""
+    people = [
+        person(number, colour=WORDS["colour"][number % 2], pattern="plain").model_copy(update={"truth": {}})
+        for number in range(12)
+    ]
+    World(people).evaluated(tmp_path, judge=Oracle())
+    own = {record.user: favourites(record) for record in people}
+    rows = [row for row in rows_of(tmp_path) if row["arm"] == "shuffled"]
+    assert len(rows) == 12
+    assert all(own[row["user"]] != own[row["history_of"]] for row in rows)
+
+
+def test_what_people_like_is_true_or_said_or_their_own() -> None:
+    people = [person(0), person(1), person(2), person(3, user="p0")]
+    fields = fields_of(people, people)
+    assert tastes_of(people, [()] * 4, fields)[:2] == [("amber", "lined"), ("jade", "plain")]
+    said = tastes_of(people, [("red", "Big"), ("big", "red", "red"), (), ("old",)], None)
+    assert said == [("big", "old", "red"), ("big", "red"), ("", "p2"), ("big", "old", "red")]
+    assert len(set(tastes_of(people, [()] * 4, None))) == 3
 
 
 def test_the_table_has_all_arms_and_the_tests(measured: tuple[Path, dict[str, Any]]) -> None:
@@ -570,6 +615,50 @@ def test_two_arms_of_one_run_are_compared_by_person(make: Any) -> None:
     draw(report, Path("compared.png"))
 
 
+def test_every_arm_that_was_evaluated_can_be_compared(measured: tuple[Path, dict[str, Any]], make: Any) -> None:
+    out, found = measured
+    run = make("a", rows_of(out))
+    report = compare([f"{run}:{arm}" for arm in found["arms"]])
+    assert [group["mean"] for group in report["groups"]] == [
+        values["preference_accuracy"]["mean"] for values in found["arms"].values()
+    ]
+    assert len(report["pairs"]) == 7 * 6 / 2
+
+
+def test_the_picture_of_people_says_what_it_shows(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import ImageDraw
+
+    said: list[str] = []
+    plain = ImageDraw.ImageDraw.text
+
+    def noted(self: Any, at: Any, words: str, **how: Any) -> None:
+        said.append(words)
+        plain(self, at, words, **how)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
+    monkeypatch.setattr(ImageDraw.ImageDraw, "ellipse", lambda *asked, **how: pytest.fail("an arm is no run"))
+    run = make("a", made_rows(ARMS))
+    draw(compare([f"{run}:none", f"{run}:both"]), Path("compared.png"))
+    assert "mean over 12 people, and its 95 % interval" in said
+    assert not any("each dot" in words for words in said)
+    assert "n = 10 of 12 people where just one is right" in said[-1]
+
+
+def test_a_measure_has_one_test_for_all_pairs(make: Any) -> None:
+    """Somebody with two records is half right in one arm; with McNemar for the others the larger effect has the larger p."""
+    arms = {"none": [0] * 8, "keywords": [0] * 2 + [1] * 6, "both": [1] * 8, "shuffled": [0] * 8}
+    rows = made_rows(arms)
+    again = [row if row["arm"] != "keywords" else {**row, "preference_accuracy": 1} for row in rows[::8]]
+    halves = [*rows, *again]
+    assert by_person(halves, "keywords", "preference_accuracy")["p0"] == 0.5
+    assert {test["test"].split()[0] for test in compared_arms(rows)} == {"McNemar's"}
+    assert not {test["test"] for test in compared_arms(halves) if "McNemar" in test["test"]}
+    run = make("a", halves)
+    tests = {pair["test"] for pair in compare([f"{run}:{arm}" for arm in arms])["pairs"]}
+    assert not any("McNemar" in test for test in tests)
+    assert compare([f"{run}:none", f"{run}:both"])["pairs"][0]["test"].startswith("McNemar")
+
+
 def test_two_runs_are_compared_by_the_whole_method(make: Any) -> None:
     rows = made_rows(ARMS)
     other = made_rows({**ARMS, "both": [0] * 12})
@@ -614,6 +703,8 @@ def test_what_cannot_be_compared_is_refused(make: Any, tmp_path: Path) -> None:
     bare = make("bare", made_rows(ARMS), split="test")
     assert "given twice" in refused(run, run)
     assert "given twice" in refused(run, f"{run}:both")
+    twice = refused(f"{run}:none", f"{run}:none")
+    assert twice == f"the arm none of {run} is given twice; name two, such as {run}:none {run}:both"
     assert "different people" in refused(run, others)
     assert "different people or wishes" in refused(run, wishes)
     assert "fewer than 5" in refused(f"{few}:none", f"{few}:both")
@@ -623,6 +714,8 @@ def test_what_cannot_be_compared_is_refused(make: Any, tmp_path: Path) -> None:
     assert "it can be preference_accuracy" in refused(run, f"{run}:none", metric="fid")
     (tmp_path / "runs/wishes/evaluation/validation/people.jsonl").write_text('{"user": "p"}\n')
     assert "people.jsonl:1" in refused(run, wishes, kind=DataError)
+    words = make("words", [*made_rows(ARMS)[:-1], {**made_rows(ARMS)[-1], "preference_accuracy": "x"}])
+    assert 'people.jsonl:36: preference_accuracy is "x" and no number' in refused(words, run, kind=DataError)
     assert compare([f"{bare}:none", bare], split="test")["read_from"] == "evaluation/test/people.jsonl"
 
 

@@ -35,6 +35,20 @@ def test_weights_are_counted_to_the_byte_and_activations_grow_with_the_micro_bat
     assert "8" in show(report)
 
 
+@pytest.mark.parametrize(("batch", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3])])
+def test_no_more_examples_are_tried_than_a_step_has(tmp_path: Path, batch: int, sizes: list[int]) -> None:
+    report = plan_memory(words(tmp_path, **{"training.batch_size": batch}), quiet=True)
+    assert [row["micro_batch"] for row in report["rows"]] == sizes
+    assert report["batch"] == batch
+
+
+def test_a_check_is_not_forgotten_beside_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    from bottega import cli
+
+    assert cli.main(["plan", "language", "--memory", "--check"]) == 2
+    assert "--check and --memory are two questions" in capsys.readouterr().err
+
+
 def test_checkpointing_keeps_less(tmp_path: Path) -> None:
     plain = plan_memory(words(tmp_path, **{"model.num_layers": 4}), quiet=True)
     again = plan_memory(words(tmp_path, **{"model.num_layers": 4, "training.gradient_checkpointing": True}), quiet=True)

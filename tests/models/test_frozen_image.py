@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,34 @@ def test_with_diffusers_steps_our_predictions_draw_what_its_pipeline_draws(
     pixels = pipe(texts, output_type="pt", **run, **options).images
     ours = (model.decode(x.movedim(1, -1)) / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(ours.movedim(-1, 1), pixels, atol=1e-4, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what the compiler says to itself
+@pytest.mark.parametrize("name", ["sd", "flow"])
+def test_compiled_in_training_it_says_the_same(
+    name: str, models: dict[str, FrozenImage], copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model, plain = load_image_model(copy(name), device="cpu"), models[name]
+    model.compile_parts(always=True)
+    text, x, pixels = encoded(model, TEXTS[:2]), drawn(2, 4, 4, 4), drawn(2, SIDE, SIDE, 3)
+    asked: dict[str, Any] = {"pooled": text.pooled, "image_size": SIDE}
+    time = torch.tensor([10.0, 700.0])
+    with torch.no_grad():
+        expected = plain.predict(x, time, text.tokens, **asked), plain.encode(pixels)
+        found = model.predict(x, time, text.tokens, **asked), model.encode(pixels)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not graphs, "what is drawn comes in many shapes"
+    found = model.predict(x, time, text.tokens, **asked), model.encode(pixels)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert graphs
 
 
 @EULER
@@ -371,7 +400,7 @@ def test_missing_and_damaged_weights_are_errors(part: str, copy: Callable[[str],
         load_image_model(folder, device="cpu")
     assert "\n" not in str(caught.value)
     save_file({**tensors, gone: torch.zeros(99)}, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match=f"has another shape of {gone}"):
         load_image_model(folder, device="cpu")
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="cannot be loaded"):

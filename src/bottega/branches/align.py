@@ -54,11 +54,14 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> AlignBra
     prepared = prepare_media(checked, progress=say)
     start = folder_of(checked)
     tables = [prepared.table(name) for name in prepared.training_tables]
-    if len({text for table in tables for text in captions_of(table)}) < 2:
+    texts = {text.strip() for table in tables for text in captions_of(table)}
+    if not any(texts):
+        raise DataError("data.train: there are no captions; give each picture its own, such as a.txt beside a.png")
+    if len(texts) < 2:
         raise DataError("data.train: all captions are alike, so there is nothing to tell apart; give each its own")
     frame = image_encoder(prepared).shape(0)
     if start is not None:
-        shape, tokens = read_clip_shape(start), clip_tokens(start, key="model.from")
+        shape, tokens = read_clip_shape(start, key="model.from"), clip_tokens(start, key="model.from")
     else:
         model = checked.model
         learnt = learn_clip_tokens(tables, content=prepared.fingerprint, vocab_size=model.vocab_size)

@@ -96,7 +96,8 @@ class Branch(ABC):
 
     @abstractmethod
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """The model in the layout of the ecosystem. Gives what its card says: library, pipeline tag."""
+        """The model in the layout of the ecosystem. Gives what its card says: library, pipeline tag, and
+        under `needs` which models are not in it."""
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics

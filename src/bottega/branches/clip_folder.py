@@ -25,7 +25,7 @@ def clip_folder(name: str | Path, *, key: str = "model.clip") -> Path:
 
 def check_clip(folder: Path, *, key: str = "model.clip") -> None:
     """What would keep it from being opened, as far as that is seen without opening it."""
-    read_clip_shape(folder)
+    read_clip_shape(folder, key=key)
     require_safetensors(folder, key=key)
     clip_tokens(folder, key=key)
 
@@ -37,4 +37,4 @@ def clip_tokens(folder: Path, *, key: str = "model.clip") -> CaptionTokens:
             f"{key}: {folder} has no {TOKENIZER}; AutoTokenizer.from_pretrained(...).save_pretrained(folder) of "
             "transformers writes one"
         )
-    return CaptionTokens(folder, read_clip_shape(folder).max_tokens)
+    return CaptionTokens(folder, read_clip_shape(folder, key=key).max_tokens)

@@ -63,6 +63,10 @@ def contents_of(*, latents: Any, codes: Any, text: Any) -> dict[str, str]:
     return {name: content for name, content in found.items() if content is not None}
 
 
+class Gone(CheckpointError):
+    """No place has the model, nor another one."""
+
+
 def check_same(what: str, *, now: str | None, before: str | None, named: str, was: str) -> None:
     """A run goes on with the model it began with, or not at all."""
     if now != before:
@@ -106,7 +110,7 @@ def found_again(
     if other is not None:
         raise CheckpointError(f"{other}: is another {what} than this run was trained with; put that one back")
     remedy = f"bottega train {part_of / 'recipe.yaml'} makes it again" if part_of is not None else "put it back"
-    raise CheckpointError(f"the {what} of this run is gone: {known}; {remedy}")
+    raise Gone(f"the {what} of this run is gone: {known}; {remedy}")
 
 
 def _set_aside(folder: Path) -> list[Path]:

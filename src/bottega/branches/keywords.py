@@ -16,7 +16,7 @@ import numpy as np
 
 from bottega.branches.frozen import content_of, hash_of_files
 from bottega.branches.keyword_answers import add_answers, answering, read_answers, read_keywords
-from bottega.core.errors import EnvironmentProblem, UsageError, first_line
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.data.cache import default_cache
 from bottega.data.personal import Record
 from bottega.models.allowed_words import AllowedWords
@@ -66,6 +66,11 @@ class Keyworder:
         self.facts = language_facts(self.folder)
         most, taken = self.facts.max_positions, max(room, options.max_tokens)
         self.length = length if most is None else min(length, most - taken)
+        if self.length < 1:
+            raise UsageError(
+                f"{KEY}: {self.folder} can read {most} tokens, and {taken} are taken by model.num_image_tokens with "
+                "num_prefix_tokens, or by model.keywords.max_tokens; lower these"
+            )
         self.cache = (default_cache() if cache is None else cache) / "keywords"
         self.without: dict[str, int] = {}
         """How many answers held no keyword, by what was asked."""
@@ -106,7 +111,8 @@ class Keyworder:
     def _fitting(self, record: Record, prompt: Callable[[str], str]) -> np.ndarray:
         """With as many of the newest items as fit. What comes after the last one is for the prompt to say, so its line
         break is left out."""
-        items = [self._fill(self.options.item, caption=self._cut(item.caption)) for item in record.history]
+        history = record.history[-self.length :]  # each takes a token at least
+        items = [self._fill(self.options.item, caption=self._cut(item.caption)) for item in history]
 
         def without(oldest: int) -> np.ndarray:
             return self._encode(prompt("".join(items[oldest:]).rstrip("\n")))
@@ -170,9 +176,11 @@ class Keyworder:
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (ImportError, OSError, ValueError, KeyError) as error:
-            raise EnvironmentProblem(
-                f"{KEY}: the tokenizer of {self.folder} cannot be read: {first_line(error)}"
+        except ImportError as error:
+            raise EnvironmentProblem(f"{KEY}: its tokenizer needs a package: {first_line(error)}") from error
+        except Exception as error:  # libraries raise classes of their own where a file is damaged
+            raise CheckpointError(
+                f"{KEY}: the tokenizer of {self.folder} cannot be read ({first_line(error)}); download or export it again"
             ) from error
 
     @cached_property

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from bottega.core.errors import DataError, UsageError
 from bottega.data.image.decode import decode
 from bottega.data.personal import Item, PersonalRows, Record
+from bottega.data.prepare.people import in_words
 from bottega.data.prepare.pictures import located
 from bottega.data.record import Bad, Unreadable
 
@@ -71,6 +72,10 @@ def read_history(path: Path, *, wishes: Sequence[str] | None) -> list[Person]:
         said = _parsed(path, text)
     else:
         captions = [line.strip() for line in text.splitlines() if line.strip()]
+        if not captions:
+            raise DataError(f"--history {path}: is empty; give one liked caption a line")
+        if captions[0].startswith(("{", "[")):
+            raise DataError(f"--history {path}: looks like records in a text; name it .json or .jsonl")
         said = [{"user": path.stem, "history": [{"id": str(n), "caption": one} for n, one in enumerate(captions)]}]
     if not said:
         raise DataError(f"--history {path}: holds no record; give one, or a text with one caption a line")
@@ -96,14 +101,18 @@ def _new(path: Path, number: int, said: Any, *, has_wish: bool) -> Person:
             f"{where}: target is no object with id, caption and image; leave it out, and give the wish as wish"
         )
     wish = said.get("wish") or (said.get("target") or {}).get("caption")
+    if isinstance(wish, str) and wish.isspace():
+        raise DataError(f"{where}: its wish is blank; leave it out, or say what the picture should show")
     if not wish and not has_wish:
         raise UsageError(f'{where}: has no wish; say what the picture should show with --wish, such as --wish "a star"')
     target = said.get("target") or {"id": "wish", "caption": wish or ""}
+    named = {"user": f"{path.stem}-{number + 1}", **said, "wish": wish, "target": target}
+    if isinstance(history := said.get("history"), list):  # of somebody new items need no names
+        named["history"] = [{"id": str(n), **one} if isinstance(one, dict) else one for n, one in enumerate(history)]
     try:
-        record = Record.model_validate({"user": f"{path.stem}-{number + 1}", **said, "wish": wish, "target": target})
+        record = Record.model_validate(named)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise DataError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise DataError(f"{where}: {in_words(error.errors()[0])}") from None
     if not record.history or any(not item.caption.strip() for item in record.history):
         raise DataError(f"{where}: every item that was liked needs a caption, and there must be one at least")
     # All of them now: a picture that cannot be read must not be found out when everything is drawn.

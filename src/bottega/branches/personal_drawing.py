@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,9 +56,10 @@ class Choice:
         return {**shown, "weighting": self.weighting.model_dump(), "scores": scores}
 
 
-@dataclass(frozen=True)
+@final
+@dataclass(frozen=True, repr=False, eq=False)
 class Drawn:
-    """Pictures uint8 [n, h, w, 3], which numpy takes it for; and of each, why it is as it is."""
+    """Pictures uint8 [n, h, w, 3], which it can be used as; and of each, why it is as it is."""
 
     pictures: np.ndarray
     choices: tuple[Choice, ...]
@@ -66,6 +67,26 @@ class Drawn:
     """Whom they are for, each with `each` pictures in turn."""
     each: int
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        height, width = self.pictures.shape[1:3]
+        num_people = len({known.user for known in self.known})
+        pictures = "1 picture" if len(self) == 1 else f"{len(self):,} pictures"
+        return f"{pictures} of {width} x {height} for {f'{num_people:,} people' if num_people > 1 else '1 person'}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.pictures.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.pictures.dtype
+
+    def __getitem__(self, which: Any) -> np.ndarray:
+        return self.pictures[which]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self.pictures)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.pictures, dtype=dtype, copy=True if copy is None else copy)

@@ -14,9 +14,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.clip_folder import check_clip, clip_folder
-from bottega.branches.frozen import check_same, content_of, found_again, hash_of_files
+from bottega.branches.frozen import Gone, check_same, content_of, found_again, hash_of_files
 from bottega.branches.keywords import tokenizer_content
-from bottega.core.errors import BottegaError, CheckpointError, UsageError
+from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.frozen_language import language_facts
 from bottega.models.pipeline_folder import ImageFacts, image_facts
 from bottega.models.pipeline_parts import INDEX, find_pipeline
@@ -28,7 +28,7 @@ from bottega.schema.personalize import PersonalizeRecipe, SoftPromptShape
 FACTS = "personal.json"
 LANGUAGE, GENERATOR, JUDGE = "language_model", "diffusion", "clip"
 """Keys of the recipe's model."""
-WHAT = {LANGUAGE: "language model", GENERATOR: "image generator"}
+WHAT = {LANGUAGE: "language model", GENERATOR: "image generator", JUDGE: "CLIP"}
 
 
 class Base(BaseModel):
@@ -40,7 +40,7 @@ class Base(BaseModel):
     """As the recipe has it: a folder, a hub name, or a part."""
     folder: str
     contents: dict[str, str]
-    """Hashes of all that decides what it computes, by part. Of the judge too, which nothing that is learnt depends on."""
+    """Hashes of all that decides what it computes, by part."""
 
     @property
     def content(self) -> str:
@@ -64,8 +64,10 @@ class PersonalFacts(BaseModel):
 
     def check(self, before: PersonalFacts) -> bool:
         """A run goes on between the models it began with, or not at all."""
-        for key in (LANGUAGE, GENERATOR):
+        for key in (LANGUAGE, GENERATOR, JUDGE):
             now, then = getattr(self, key), getattr(before, key)
+            if now is None or then is None:  # a run may have no judge, or lose it
+                continue
             for name in sorted({*now.contents, *then.contents}):
                 contents = now.contents.get(name), then.contents.get(name)
                 check_same(name, now=contents[0], before=contents[1], named=f"model.{key}", was=then.folder)
@@ -85,8 +87,6 @@ def find_parts(recipe: PersonalizeRecipe) -> PersonalFacts:
     """Of a run that begins. All are read from their configurations alone, so that what does not fit costs no loading."""
     language, generator = (_base(recipe, key) for key in (LANGUAGE, GENERATOR))
     clip = _base(recipe, JUDGE) if recipe.model.clip is not None else None
-    if clip is not None:
-        check_clip(Path(clip.folder))
     shape = _shape(recipe, Path(language.folder), image_facts(generator.folder))
     return PersonalFacts(shape=shape, language_model=language, diffusion=generator, clip=clip)
 
@@ -110,6 +110,7 @@ def _shape(recipe: PersonalizeRecipe, folder: Path, image: ImageFacts) -> SoftPr
 def _base(recipe: PersonalizeRecipe, key: str) -> Base:
     name: str = getattr(recipe.model, key)
     folder = folder_of(recipe, key)
+    CHECKS[key](folder)  # what it is, before its gigabytes are hashed
     return Base(named=name, folder=str(folder), contents=CONTENTS[key](folder))
 
 
@@ -160,14 +161,11 @@ def _again(base: Base, key: str, recipe: PersonalizeRecipe, codec: Path) -> Base
 
 
 def _judge_again(base: Base, recipe: PersonalizeRecipe, codec: Path) -> Base | None:
-    """Another one judges otherwise, and nothing that was learnt is wrong by that; without any, nothing is picked."""
-    for place in _places(base, JUDGE, recipe, codec):
-        try:
-            folder = place()
-            return base.model_copy(update={"folder": str(folder), "contents": _judge_contents(folder)})
-        except BottegaError:
-            continue
-    return None
+    """Another one would pick and measure otherwise, without a word; without any, nothing is picked, and that is said."""
+    try:
+        return _again(base, JUDGE, recipe, codec)
+    except Gone:
+        return None
 
 
 # What decides what a model computes
@@ -193,6 +191,7 @@ def _judge_contents(folder: Path) -> dict[str, str]:
     return {"CLIP": content_of(folder)}
 
 
+CHECKS: dict[str, Callable[[Path], object]] = {LANGUAGE: language_facts, GENERATOR: image_facts, JUDGE: check_clip}
 CONTENTS: dict[str, Callable[[Path], dict[str, str]]] = {
     LANGUAGE: _language_contents,
     GENERATOR: _generator_contents,

@@ -12,6 +12,7 @@ import numpy as np
 
 from bottega.branches.keywords import Keyworder, Say
 from bottega.branches.personal_parts import GeneratorTokens, PersonalFacts, generator_tokens
+from bottega.core.errors import UsageError
 from bottega.data.personal import Record
 from bottega.data.prompted import Said, Sayings
 from bottega.schema.personalize import FrozenPrecision, Keywords, PersonalizeRecipe
@@ -49,6 +50,9 @@ class LanguagePrompts:
     def tokens_of(self, words: Sequence[str]) -> tuple[int, ...]:
         """Each by itself, without what a tokenizer puts around a text."""
         found = [self.keyworder.tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
+        if not all(found):
+            word = words[found.index([])]
+            raise UsageError(f"model.start_words: {word!r} is no token of the language model; give such as ':'")
         return tuple(number for tokens in found for number in tokens)
 
 

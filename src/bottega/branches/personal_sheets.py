@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ SHOWN = 6
 WISH = 96.0
 HEAD, TEXT, LINE = 13.0, 11.0, 15.0
 TITLE = 34.0
+PAGE, COLUMNS = 1900.0, 12
+"""How high a column of blocks may be, which is nearly 4,000 pixels, and how many there are: more is not looked at."""
+ACROSS = 6
+"""Pictures beside each other for one wish; of very many, as many as make a square."""
 LEGEND = "below each: weights of soft tokens / keywords / wish"
 
 
@@ -84,30 +89,77 @@ def compare_sheet(people: Sequence[Compared], path: Path) -> None:
     _save(sheet, path)
 
 
-def answer_sheet(answers: Sequence[Answer], path: Path, *, columns: int = 6) -> None:
-    """A block for each person and wish: what is known, what was liked, and below it what was drawn."""
-    most = min(columns, max(len(one.pictures) for one in answers))
-    width = max(most * (PICTURE + GAP) - GAP, _history_width([one.known for one in answers]), 4 * PICTURE)
-    line = PICTURE + LINE + GAP
-    heads = [2 * LINE + 2 * GAP + (THUMB + 2 * GAP if one.known.history else 0) for one in answers]
-    heights = [head + -(-len(one.pictures) // most) * line for head, one in zip(heads, answers, strict=True)]
-    sheet = Sheet(width + 2 * MARGIN, MARGIN + sum(heights) + (len(answers) - 1) * 3 * GAP + LINE + MARGIN)
-    top = MARGIN
-    for one, head, height in zip(answers, heads, heights, strict=True):
-        sheet.text(MARGIN, top + HEAD / 2, f"{one.known.wish}, for user {one.known.user}", anchor="lm", size=HEAD)
-        liked = f"likes {one.known.likes}" if one.known.likes else "(no keywords)"
-        _lines(sheet, MARGIN, top + HEAD / 2 + LINE + 2, liked, width=width)
-        _history(sheet, MARGIN, top + 2 * LINE + GAP, one.known.history, one.known.earlier)
-        for number, (picture, caption) in enumerate(zip(one.pictures, one.captions, strict=True)):
-            row, column = divmod(number, most)
-            x, y = MARGIN + column * (PICTURE + GAP), top + head + row * line
-            sheet.paste(x, y, picture, PICTURE)
-            sheet.text(x + PICTURE / 2, y + PICTURE + LINE / 2, caption, size=TEXT - 2, fill=FAINT)
-        top += height + 3 * GAP
-        if one is not answers[-1]:
-            sheet.line(MARGIN, top - 2 * GAP, MARGIN + width, top - 2 * GAP, fill=GRID)
-    sheet.text(MARGIN, top - GAP, LEGEND, anchor="lm", size=TEXT - 2, fill=FAINT)
+def answer_sheet(answers: Sequence[Answer], path: Path) -> None:
+    """A block for each person and wish: what is known, what was liked, and below it what was drawn. Blocks stand below each
+    other as far as a page goes, and then beside each other."""
+    num_pictures = max(len(one.pictures) for one in answers)
+    across = min(num_pictures, max(ACROSS, math.ceil(math.sqrt(num_pictures))))
+    width = max(across * (PICTURE + GAP) - GAP, _history_width([one.known for one in answers]), 4 * PICTURE)
+    blocks = [_block(one, across=across, width=width) for one in answers]
+    columns = _columns([block.height for block in blocks])
+    shown, high = sum(map(len, columns)), max(sum(blocks[i].height for i in column) for column in columns)
+    sheet = Sheet(MARGIN + len(columns) * (width + MARGIN), MARGIN + high + MARGIN)
+    for number, column in enumerate(columns):
+        x, top = MARGIN + number * (width + MARGIN), MARGIN
+        for place in column:
+            if place != column[0]:
+                sheet.line(x, top - 2 * GAP, x + width, top - 2 * GAP, fill=GRID)
+            _draw_block(sheet, blocks[place], x, top, across=across)
+            top += blocks[place].height
+    legend = f"{LEGEND}; {len(answers) - shown:,} more are not shown" if shown < len(answers) else LEGEND
+    sheet.text(MARGIN, MARGIN + high, legend, anchor="lm", size=TEXT - 2, fill=FAINT)
     _save(sheet, path)
+
+
+@dataclass(frozen=True)
+class _Block:
+    answer: Answer
+    wish: list[str]
+    known: list[str]
+    """What is said of the person, line by line."""
+    head: float
+    height: float
+    """With the room below it."""
+
+
+def _block(one: Answer, *, across: int, width: float) -> _Block:
+    likes = f", who likes {one.known.likes}" if one.known.likes else " (no keywords)"
+    wish = _broken(one.known.wish, width, HEAD)
+    known = _broken(f"for user {one.known.user}{likes}", width, TEXT)
+    head = (len(wish) + len(known)) * LINE + 2 * GAP + (THUMB + 2 * GAP if one.known.history else 0)
+    rows = math.ceil(len(one.pictures) / across)
+    return _Block(one, wish, known, head, head + rows * (PICTURE + LINE + GAP) + 3 * GAP)
+
+
+def _draw_block(sheet: Sheet, block: _Block, x: float, top: float, *, across: int) -> None:
+    one, y = block.answer, top + HEAD / 2
+    for line in block.wish:
+        sheet.text(x, y, line, anchor="lm", size=HEAD)
+        y += LINE
+    for line in block.known:
+        sheet.text(x, y, line, anchor="lm", size=TEXT, fill=FAINT)
+        y += LINE
+    _history(sheet, x, y - HEAD / 2 + GAP, one.known.history, one.known.earlier)
+    for number, (picture, caption) in enumerate(zip(one.pictures, one.captions, strict=True)):
+        row, column = divmod(number, across)
+        left, y = x + column * (PICTURE + GAP), top + block.head + row * (PICTURE + LINE + GAP)
+        sheet.paste(left, y, picture, PICTURE)
+        sheet.text(left + PICTURE / 2, y + PICTURE + LINE / 2, caption, size=TEXT - 2, fill=FAINT)
+
+
+def _columns(heights: Sequence[float]) -> list[list[int]]:
+    """The places of the blocks, column by column; those beyond `COLUMNS` are left out."""
+    columns: list[list[int]] = [[]]
+    used = 0.0
+    for place, height in enumerate(heights):
+        if columns[-1] and used + height > PAGE:
+            if len(columns) == COLUMNS:
+                break
+            columns.append([])
+            used = 0.0
+        columns[-1].append(place)
+        used += height
+    return columns
 
 
 def _history_width(people: Sequence[Known]) -> float:
@@ -123,12 +175,17 @@ def _history(sheet: Sheet, x: float, y: float, pictures: Sequence[np.ndarray], e
 
 
 def _lines(sheet: Sheet, x: float, y: float, words: str, *, width: float) -> None:
-    for number, line in enumerate(captions_in([words], width, lambda text: sheet.width_of(text, TEXT))[0]):
+    for number, line in enumerate(_broken(words, width, TEXT)):
         sheet.text(x, y + number * LINE, line, anchor="lm", size=TEXT, fill=FAINT)
 
 
+def _broken(words: str, width: float, size: float) -> list[str]:
+    page = Sheet(1, 1)  # to measure with: how large the real one is depends on the lines
+    return captions_in([words], width, lambda text: page.width_of(text, size))[0]
+
+
 def _centred(sheet: Sheet, x: float, y: float, words: str, *, width: float) -> None:
-    lines = captions_in([words], width, lambda text: sheet.width_of(text, HEAD))[0]
+    lines = _broken(words, width, HEAD)
     for number, line in enumerate(lines):
         sheet.text(x, y + (number - (len(lines) - 1) / 2) * (LINE + 2), line, size=HEAD, fill=BLUE)
 

@@ -39,6 +39,7 @@ from bottega.tasks.personalize import Personalize
 __all__ = ["PersonalizeBranch", "draw_arm", "prepare", "reopen"]
 
 ANSWERS = "keywords.jsonl"
+MOST_PICTURES, MOST_LETTERS = 10_000, 1000
 COUNT, PEOPLE = 4, 4
 """Pictures for each wish, and how many people, where nobody says."""
 
@@ -237,9 +238,15 @@ class PersonalizeBranch(TableBranch):
         """For each user and each wish `count` pictures; a picture is a function of its number and the seed alone."""
         if count is not None and count < 1:
             raise UsageError(f"--count {count}: at least one picture is asked for")
+        _check_wishes(_several(wish))
         people = self._asked_for(_several(user), _several(wish), history)
         is_plain = user is None and wish is None and history is None
         each = count if count is not None else 1 if is_plain else COUNT
+        if len(people) * each > MOST_PICTURES:
+            raise UsageError(
+                f"--count {each}: {len(people) * each:,} pictures are asked for at once; {MOST_PICTURES:,} are the most, so "
+                "ask several times, with another --seed"
+            )
         said = self.keywords([person.record for person in people], models)
         return self.artist.draw(models, people, said, each=each, device=device, seed=seed, say=say, **how)
 
@@ -277,6 +284,14 @@ class PersonalizeBranch(TableBranch):
 
 def _records(rows: PersonalRows) -> list[Record]:
     return [rows.record(number) for number in range(len(rows))]
+
+
+def _check_wishes(wishes: list[str]) -> None:
+    for wish in wishes:
+        if not wish.strip():
+            raise UsageError(f'--wish {wish!r}: is blank; say what the picture should show, such as --wish "a star"')
+        if len(wish) > MOST_LETTERS:
+            raise UsageError(f"--wish: has {len(wish):,} letters; {MOST_LETTERS:,} are the most")
 
 
 def _several(value: Any) -> list[str]:

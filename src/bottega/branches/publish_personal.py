@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from bottega.branches.personal_parts import GENERATOR, JUDGE, LANGUAGE, Base
+from bottega.branches.personal_parts import GENERATOR, JUDGE, LANGUAGE, WHAT, Base
 from bottega.core.types import Models
 from bottega.schema import needs
 from bottega.schema.personalize import ConditionWeights, Keywords, PersonalizeSamples, SoftPromptShape
@@ -79,4 +79,6 @@ def publish_personal(branch: PersonalizeBranch, models: Models, folder: Path) ->
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-    return {"library_name": "bottega", "pipeline_tag": "text-to-image"}
+    needed = ", ".join(f"{WHAT[key]} `{one.named}`" for key, one in config.frozen.items())
+    needed += f"; they are frozen and not in this folder, `{CONFIG}` has their hashes"
+    return {"library_name": "bottega", "pipeline_tag": "text-to-image", "needs": needed}

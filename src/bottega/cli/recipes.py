@@ -22,6 +22,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.insight.plan import check
 
+    if arguments.check and arguments.memory:
+        raise UsageError("bottega plan: --check and --memory are two questions; say one, and then the other")
     if arguments.memory:
         from bottega.insight.memory import plan_memory, show
 

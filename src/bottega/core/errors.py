@@ -69,5 +69,6 @@ class Interrupted(BottegaError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says went wrong, short enough for a line of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """What another library says went wrong, short enough for a line of ours; with the next one where it only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]

@@ -37,7 +37,7 @@ from bottega.engines.grouping import parameter_settings, thaw
 from bottega.engines.noise import draw
 from bottega.engines.sums import INDEX, Local, add_up, fetched, in_order, reduced, sum_terms
 from bottega.engines.tensors import TorchSnapshot, compare, read_tensors, take
-from bottega.engines.wrapping import compiled, replicated, require
+from bottega.engines.wrapping import compile_frozen, compiled, replicated, require
 from bottega.schema.recipe import Training
 
 EVALUATION = -1
@@ -95,6 +95,7 @@ class TorchEngine(Engine):
             # What is recorded holds one forward and its backward: several in a step would each want a copy.
             whole = self.micro_batch_size is None and training.micro_batch_size is None
             called = compiled(self.model, graphs=self._fused and self.world == 1 and whole)
+            compile_frozen(frozen, always=training.compile is True)
         self._alone, self.frozen = called, frozen
         self._wrap()
         self._eval_models = {**frozen, "model": self.model}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ def compiled(model: torch.nn.Module, *, graphs: bool) -> Any:
         model.compile_blocks()  # type: ignore[operator]
         return model
     return torch.compile(model)
+
+
+def compile_frozen(models: Mapping[str, Any], *, always: bool) -> None:
+    """Those that gradients pass through take most of the time, and offer it."""
+    for model in models.values():
+        if hasattr(model, "compile_parts"):
+            model.compile_parts(always=always)
 
 
 def require(model: torch.nn.Module, attribute: str, key: str) -> None:

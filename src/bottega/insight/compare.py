@@ -35,7 +35,7 @@ PAPER, INK, FAINT, GRID, THREAD = "#ffffff", "#1c1b29", "#6d6b7b", "#ececf1", "#
 # Told apart in grey and by the colour-blind as well; the letters say it again.
 COLOURS = ("#2a5db0", "#d1602f", "#2e8b6f", "#8a4fa3", "#a8862a", "#5d6470")
 LEFT, RIGHT, TOP, HEIGHT, COLUMN = 84, 24, 66, 320, 170
-DOT, LETTER = 4.5, 6.4
+DOT, LETTER, BESIDE = 4.5, 6.4, 30
 SCALE = 2
 """Pixels drawn for each of these, so that letters are sharp on today's screens."""
 MOST_PAIRS = 10
@@ -186,8 +186,16 @@ def _judged(pair: dict[str, Any], p: float, report: dict[str, Any], *, alpha: fl
         better = second if is_higher == (report["mode"] == "max") else first
         outcome = f"{better} is better"
     holm = f" after Holm's correction for {num_pairs} pairs" if num_pairs > 1 else ""
-    verdict = f"{second} - {first}: {outcome} ({pair['test']}, n = {pair['n']}, p = {_p(p)}{holm})"
+    verdict = f"{second} - {first}: {outcome} ({pair['test']}, n = {_counted(pair, report)}, p = {_p(p)}{holm})"
     return {"better": better, "outcome": outcome, "verdict": verdict}
+
+
+def _counted(pair: dict[str, Any], report: dict[str, Any]) -> str:
+    """McNemar's n is not of all who were asked, and alone would look like a mistake."""
+    if not pair["test"].startswith("McNemar"):
+        return str(pair["n"])
+    everybody = report["groups"][0]
+    return f"{pair['n']:,} of {everybody['n']:,} {everybody['kind']} where just one is right"
 
 
 # For people.
@@ -271,7 +279,7 @@ def table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
 def draw(report: dict[str, Any], path: Path) -> None:
     """A PNG: every run is a dot, beside them the group's mean and interval; lines join runs of one seed or fold.
 
-    One group alone is drawn as well, without pairs."""
+    Of single runs the mean over samples or people is all there is. One group alone is drawn as well, without pairs."""
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
@@ -290,25 +298,25 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     reach = [within(group["interval"][end], report["metric"])[0] for group in groups for end in ("low", "high")]
     ticks, place = _axis([*reach, *(run["value"] for group in groups for run in group["runs"])])
-    spots = [_spots(group, LEFT + column * (i + 0.5), place) for i, group in enumerate(groups)]
-    is_joined = groups[0]["kind"] not in ("samples", "people") and len(groups) > 1
-    joined = ", lines join those of one seed or fold" if is_joined else ""
+    is_single = groups[0]["kind"] in ("samples", "people")
+    spots = [_spots(group, LEFT + column * (i + 0.5), place) if not is_single else {} for i, group in enumerate(groups)]
     text(LEFT, 22, f"{report['metric']}{TOWARDS[report['mode']]}", size=16)
-    text(LEFT, 43, f"each dot is a run{joined}; beside it the mean and its {_level(report)}", fill=FAINT)
+    text(LEFT, 43, _about(report), fill=FAINT)
     for value, words in ticks:
         line(LEFT, place(value), width - RIGHT, place(value), fill=GRID)
         text(LEFT - 8, place(value), words, anchor="rm", fill=FAINT)
     for here, there in itertools.pairwise(spots):
-        for key in sorted(here.keys() & there.keys()) if joined else ():
+        for key in sorted(here.keys() & there.keys()):
             line(*here[key], *there[key], fill=THREAD)
     for number, group in enumerate(groups):
         x, colour = LEFT + column * (number + 0.5), COLOURS[number % len(COLOURS)]
+        at = x if is_single else x + BESIDE
         low, high, mean = (place(v) for v in (*reach[2 * number : 2 * number + 2], group["mean"]))
-        for bar in ((x + 30, low, x + 30, high), (x + 24, low, x + 36, low), (x + 24, high, x + 36, high)):
+        for bar in ((at, low, at, high), (at - 6, low, at + 6, low), (at - 6, high, at + 6, high)):
             line(*bar, fill=colour, thick=1.5)
-        line(x + 17, mean, x + 43, mean, fill=colour, thick=3.5)
-        for at, y in spots[number].values():
-            box = [value * SCALE for value in (at - DOT, y - DOT, at + DOT, y + DOT)]
+        line(at - 13, mean, at + 13, mean, fill=colour, thick=3.5)
+        for left, y in spots[number].values():
+            box = [value * SCALE for value in (left - DOT, y - DOT, left + DOT, y + DOT)]
             pen.ellipse(box, fill=colour, outline=PAPER, width=SCALE)
         most = int(column / LETTER)
         name = group["name"] if len(group["name"]) <= most else f"…{group['name'][1 - most :]}"
@@ -320,6 +328,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
         text(LEFT, TOP + HEIGHT + 62 + 19 * number, verdict)
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path, optimize=True)
+
+
+def _about(report: dict[str, Any]) -> str:
+    groups = report["groups"]
+    if groups[0]["kind"] in ("samples", "people"):
+        return f"mean over {groups[0]['n']:,} {groups[0]['kind']}, and its {_level(report)}"
+    joined = ", lines join those of one seed or fold" if len(groups) > 1 else ""
+    return f"each dot is a run{joined}; beside it the mean and its {_level(report)}"
 
 
 def _spots(group: dict[str, Any], x: float, place: Callable[[float], float]) -> dict[int, tuple[float, float]]:

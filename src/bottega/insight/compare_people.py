@@ -19,9 +19,10 @@ from bottega.core.errors import DataError, UsageError
 from bottega.insight.compare_groups import Group, label_of, member_of, one_goal
 from bottega.insight.compare_singles import pair_described, single_described
 from bottega.insight.personal_arms import (
-    ARMS,
+    ALL_ARMS,
     FEW,
     REAL,
+    are_answers,
     by_person,
     compare_people,
     direction,
@@ -77,9 +78,8 @@ def by_people(names: Sequence[str], *, metric: str | None, split: str | None, le
     several = [_evaluated(name, label_of(i), split) for i, name in enumerate(names)]
     for one, other in itertools.combinations(several, 2):
         if one.arm == other.arm and one.file.resolve() == other.file.resolve():
-            raise UsageError(
-                f"{other.group.name} is given twice; leave one out, or name an arm: {other.group.name}:none"
-            )
+            run = arm_of(other.group.name)[0]
+            raise UsageError(f"the arm {one.arm} of {run} is given twice; name two, such as {run}:none {run}:both")
     one_goal([one.group for one in several])
     _check_same_people(several)
     metric = _metric(several, metric)
@@ -90,13 +90,15 @@ def by_people(names: Sequence[str], *, metric: str | None, split: str | None, le
             f"{len(people)} people have {metric} in all of them, and with fewer than {FEW} nothing can be told"
         )
     arrays = [np.array([side[user] for user in people]) for side in values]
+    is_answers = are_answers(arrays)
     rows, pairs = [], []
     for one, numbers in zip(several, arrays, strict=True):
         interval = mean_interval(numbers, level=level)
         rows.append(single_described(one.group, numbers, interval, kind="people"))
     for (one, first), (other, second) in itertools.combinations(zip(several, arrays, strict=True), 2):
-        found = compare_people(second, first, level=level)
+        found = compare_people(second, first, level=level, is_answers=is_answers)
         why = f"both drew for the same {len(people)} people, who are the pairs"
+        why += f"; for {found.n} of them just one is right" if is_answers else ""
         pairs.append(pair_described(one.group, other.group, found, why=why, paired_by="user"))
     notes = ["one run each: this tells what was drawn apart, not two ways of training; for these, give seeds"]
     if len({one.group.members[0].path.resolve() for one in several}) == 1:
@@ -129,8 +131,12 @@ def _evaluated(name: str, label: str, split: str) -> Evaluated:
         except (ValueError, KeyError, TypeError) as error:
             said = f"{type(error).__name__}: expected user, arm and measures; write it again: {again}"
             raise DataError(f"{file}:{number}: {said}") from None
+        wrong = next((name for name in measures_of([row]) if not _is_measured(row[name])), None)
+        if wrong is not None:
+            said = f"{wrong} is {json.dumps(row[wrong])} and no number; write it again: {again}"
+            raise DataError(f"{file}:{number}: {said}")
         rows.append(row)
-    arms = [one for one in (*ARMS, REAL) if any(row["arm"] == one for row in rows)]
+    arms = [one for one in (*ALL_ARMS, REAL) if any(row["arm"] == one for row in rows)]
     if arm not in arms:
         raise UsageError(f"{name}: {file} has no arm {arm!r}; it has {', '.join(arms) or 'none: it is empty'}")
     return Evaluated(Group(label, name, (member_of(run),), None), arm, file, tuple(rows))
@@ -160,6 +166,11 @@ def _metric(several: Sequence[Evaluated], wanted: str | None) -> str:
     if wanted not in known:
         raise UsageError(f"--metric {wanted}: is not in all of them; it can be {', '.join(known) or 'nothing'}")
     return wanted
+
+
+def _is_measured(value: Any) -> bool:
+    """A number, or null where there was nothing to measure."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and not math.isinf(value))
 
 
 def _is_number(value: Any) -> bool:

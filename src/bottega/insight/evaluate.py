@@ -81,6 +81,8 @@ def _measured(
 ) -> dict[str, Any]:
     if count is not None and count < 0:
         raise UsageError(f"--count {count}: expected 0, for the loss alone, or more")
+    if out is not None and Path(out).is_file():
+        raise UsageError(f"--out {out}: is a file; name a folder")
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     is_personal = saved.recipe.task == "personalize"
     _check_judged(saved, {"--count": count, "--inception": inception, "--lpips": lpips})

@@ -47,12 +47,12 @@ def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
     engine = build_engine(recipe.model_copy(update={"training": training}), lesson.task)
     try:
         with bars(console.rich, in_bytes=False) as say:
-            most = max(global_batch(recipe, 1), 8)
+            batch = global_batch(recipe, 1)
             return report(
                 engine,
                 lambda size: rows_of(lesson.training, size),
-                batch=global_batch(recipe, 1),
-                most=min(most, MOST),
+                batch=batch,
+                most=min(batch, MOST),
                 say=lambda done, total: say("memory", done, total),
                 notes=beforehand(recipe),
             )
@@ -140,4 +140,6 @@ def show(report: dict[str, Any]) -> str:
 
 
 def _size(number: int) -> str:
-    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / (1 << 20):.1f} MiB"
+    if number >= GIB / 10:
+        return f"{number / GIB:.2f} GiB"
+    return f"{number / (1 << 20):.1f} MiB" if number >= 1 << 20 else f"{number / (1 << 10):.1f} KiB"

@@ -32,7 +32,7 @@ from bottega.insight.personal_truth import (
     keywords_right,
     right,
     ruler_of,
-    taste_of,
+    tastes_of,
 )
 
 PEOPLE, SHEETS, CHART = "people.jsonl", "sheets", "arms.png"
@@ -86,7 +86,7 @@ def evaluate_people(
     tools = _instruments(studio, people, fields, lpips, notes)
     rows = tools.rows(REAL, people.targets)
     pictures: dict[str, np.ndarray] = {}
-    for arm, asked, beside in _arms(studio, records, fields, notes, seed=seed):
+    for arm, asked, beside in _arms(studio, people, fields, notes, seed=seed):
         drawn = "both" if arm == "shuffled" else arm
         made = studio.draw(drawn, asked, lambda stage, done, total, arm=arm: say(arm, done, total))  # type: ignore[misc]
         rows += tools.rows(arm, made, **beside)
@@ -178,14 +178,15 @@ def _trusted(fields: Fields, people: People) -> Any:
 
 
 def _arms(
-    studio: Studio, records: list[Record], fields: Fields | None, notes: list[str], *, seed: int
-) -> Iterable[tuple[str, list[Record], dict[str, list[Any]]]]:
+    studio: Studio, people: People, fields: Fields | None, notes: list[str], *, seed: int
+) -> Iterable[tuple[str, Sequence[Record], dict[str, list[Any]]]]:
     """Arm, what it is asked, and what else its rows say."""
+    records = people.records
     for arm in ARMS:
         yield arm, records, {}
     if studio.judge is not None:
         yield "picked", records, {}
-    given = strangers([taste_of(record, fields) for record in records], seed=seed)
+    given = strangers(tastes_of(records, people.keywords, fields), seed=seed)
     if given is None:
         notes.append("shuffled is left out: more than half of these people like the same; take more with --count")
         return

@@ -70,7 +70,7 @@ def summary(rows: Rows, *, level: float = 0.95) -> dict[str, dict[str, dict[str,
 
 def mean_interval(values: np.ndarray, *, level: float) -> st.Interval:
     """Of a share Wilson's, since a bootstrap of 48 wrong answers calls 0 certain; else a bootstrap over people."""
-    if _are_answers(values):
+    if are_answers([values]):
         return st.wilson_interval(int(values.sum()), len(values), level=level)
     return st.bootstrap_interval(values, level=level, method="percentile")
 
@@ -80,13 +80,15 @@ def compared_arms(rows: Rows, *, level: float = 0.95, pairs: Sequence[tuple[str,
     found: list[dict[str, Any]] = []
     for measure in measures_of(rows):
         of_this = []
+        arms = {arm: by_person(rows, arm, measure) for arm in dict.fromkeys(arm for pair in pairs for arm in pair)}
+        is_answers = are_answers([np.array(list(values.values())) for values in arms.values()])
         for first, second in pairs:
-            one, other = (by_person(rows, arm, measure) for arm in (first, second))
+            one, other = arms[first], arms[second]
             people = [user for user in one if user in other]
             if len(people) < FEW:
                 continue
             values = [np.array([side[user] for user in people]) for side in (other, one)]
-            result = compare_people(*values, level=level)
+            result = compare_people(*values, level=level, is_answers=is_answers)
             of_this.append(
                 {"measure": measure, "first": first, "second": second, **_plain(result), "people": len(people)}
             )
@@ -95,15 +97,17 @@ def compared_arms(rows: Rows, *, level: float = 0.95, pairs: Sequence[tuple[str,
     return found
 
 
-def compare_people(second: np.ndarray, first: np.ndarray, *, level: float) -> st.Comparison:
+def compare_people(second: np.ndarray, first: np.ndarray, *, level: float, is_answers: bool) -> st.Comparison:
     """Right and wrong answers by McNemar, all else by a paired t with Wilcoxon beside it."""
-    if _are_answers(second) and _are_answers(first):
+    if is_answers:
         return st.compare_answers(second > 0, first > 0, level=level)
     return st.compare_pairs(second, first, level=level)
 
 
-def _are_answers(values: np.ndarray) -> bool:
-    return bool(np.isin(values, (0.0, 1.0)).all())
+def are_answers(several: Iterable[np.ndarray]) -> bool:
+    """Whether all people of all arms are right or wrong. Asked of a measure once: of two tests beside each other, the
+    larger difference may have the larger p."""
+    return all(bool(np.isin(values, (0.0, 1.0)).all()) for values in several)
 
 
 def _plain(found: st.Comparison) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from bottega.data.present import numbered, writing
 
 ROWS = 8
 """People on a page."""
-SIDE, SMALL, GAP, MARGIN, TOP = 84.0, 40.0, 10.0, 16.0, 64.0
+SIDE, SMALL, GAP, MARGIN, TOP = 84.0, 40.0, 10.0, 16.0, 84.0
+LETTER = 5.6
+"""Width of a letter of the line that explains, at most on average."""
 WORDS = 150.0
 """Room for the wish and the keywords."""
-TITLES = {"none": "without", "keywords": "keywords", "soft": "soft tokens", "both": "with", "picked": "picked"}
-TITLES |= {"shuffled": "a stranger's", "target": "taken"}
+MEANING = {"none": "the wish alone", "keywords": "with words", "soft": "with trained tokens", "both": "the method"}
+MEANING |= {"picked": "its best by CLIP", "shuffled": "with a stranger's history", "target": "what the person took"}
 COLOURS = {"none": "#8d8b9b", "keywords": "#a8862a", "soft": "#2e8b6f", "both": BLUE, "picked": "#8a4fa3"}
 COLOURS |= {"shuffled": ORANGE, "target": "#c9c8d3"}
 
@@ -38,7 +40,7 @@ class Shown:
 
 
 def write_sheets(people: Sequence[Shown], folder: Path) -> list[Path]:
-    """Pages of (history | wish | without | ... | with | a stranger's | taken), numbered."""
+    """Pages of (history | wish | none | ... | both | shuffled | target), numbered."""
     for old in folder.glob("[0-9]*.png"):  # of an evaluation of more people
         if old.stem.isdecimal():
             old.unlink()
@@ -55,12 +57,14 @@ def _page(people: Sequence[Shown], path: Path) -> None:
     columns = min(3, max((len(one.liked) for one in people), default=0))
     wide = MARGIN + max(1, columns) * (SMALL + 4) + GAP
     left = wide + WORDS
-    page = Sheet(left + len(arms) * (SIDE + GAP) + MARGIN, TOP + len(people) * (SIDE + 2 * GAP))
-    page.text(MARGIN, 22, "what each liked and wished for, and what was drawn", anchor="lm", size=16)
-    page.text(MARGIN, 48, "history", anchor="lm", fill=FAINT)
-    page.text(wide, 48, "wish, and keywords", anchor="lm", fill=FAINT)
+    width = max(left + len(arms) * (SIDE + GAP), MARGIN + LETTER * len(_explained(arms)))
+    page = Sheet(width + MARGIN, TOP + len(people) * (SIDE + 2 * GAP))
+    page.text(MARGIN, 20, "what each liked and wished for, and what was drawn", anchor="lm", size=16)
+    page.text(MARGIN, 42, _explained(arms), anchor="lm", size=11, fill=FAINT)
+    page.text(MARGIN, 68, "history", anchor="lm", fill=FAINT)
+    page.text(wide, 68, "wish, and keywords", anchor="lm", fill=FAINT)
     for number, arm in enumerate(arms):
-        page.text(left + number * (SIDE + GAP), 48, TITLES[arm], anchor="lm", fill=FAINT)
+        page.text(left + number * (SIDE + GAP), 68, arm, anchor="lm", fill=INK)
     for row, one in enumerate(people):
         top = TOP + row * (SIDE + 2 * GAP)
         for place, liked in enumerate(one.liked):
@@ -75,6 +79,10 @@ def _page(people: Sequence[Shown], path: Path) -> None:
     page.save(path)
 
 
+def _explained(arms: Iterable[str]) -> str:
+    return "; ".join(f"{arm}: {MEANING[arm]}" for arm in arms)
+
+
 def _lines(page: Sheet, words: str) -> list[str]:
     return captions_in([words], WORDS - GAP, lambda text: page.width_of(text, 12))[0]
 
@@ -87,10 +95,12 @@ def write_chart(
 ) -> None:
     """Shares as bars from 0 to 1 with their intervals, a group for each measure; a line where guessing would be."""
     width = len(arms) * (BAR + BAR_GAP)
-    left, top = 56.0, 76.0
-    page = Sheet(max(560, left + len(measures) * (width + GROUP)), top + HEIGHT + 74)
+    left, top = 56.0, 92.0
+    wide = max(left + len(measures) * (width + GROUP), left + LETTER * len(_explained(arms)) + MARGIN)
+    page = Sheet(wide, top + HEIGHT + 74)
     page.text(left, 22, "what is right, by what the generator was told", anchor="lm", size=16)
     page.text(left, 44, "means over people and their 95 % intervals; thick lines: guessing", anchor="lm", fill=FAINT)
+    page.text(left, 62, _explained(arms), anchor="lm", size=11, fill=FAINT)
 
     def place(value: float) -> float:
         return top + HEIGHT * (1 - min(1.0, max(0.0, value)))
@@ -115,6 +125,6 @@ def write_chart(
     x = left
     for arm in arms:
         page.box(x, top + HEIGHT + 44, x + 12, top + HEIGHT + 56, COLOURS[arm])
-        page.text(x + 17, top + HEIGHT + 50, TITLES[arm], anchor="lm", size=11, fill=FAINT)
-        x += 29 + page.width_of(TITLES[arm], 11)
+        page.text(x + 17, top + HEIGHT + 50, arm, anchor="lm", size=11, fill=FAINT)
+        x += 29 + page.width_of(arm, 11)
     page.save(path)

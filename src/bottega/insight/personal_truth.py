@@ -67,11 +67,18 @@ def fields_of(records: Sequence[Record], every: Iterable[Record]) -> Fields | No
     return Fields(preference, wish, {name: tuple(sorted(words[name])) for name in told_apart}) if told_apart else None
 
 
-def taste_of(record: Record, fields: Fields | None) -> tuple[str, ...]:
-    """What makes two people alike; without any truth nobody is like anybody else."""
-    if fields is None or not fields.preference:
-        return (record.user,)
-    return tuple(record.truth[name] for name in fields.preference)
+def tastes_of(
+    records: Sequence[Record], keywords: Sequence[Sequence[str]], fields: Fields | None
+) -> list[tuple[str, ...]]:
+    """What makes two people alike: what is true of them; where nobody knows that, the keywords of all their records; and
+    of whom nothing is said, they are like nobody else."""
+    if fields is not None and fields.preference:
+        return [tuple(record.truth[name] for name in fields.preference) for record in records]
+    said: dict[str, set[str]] = {}
+    for record, words in zip(records, keywords, strict=True):
+        said.setdefault(record.user, set()).update(word.casefold() for word in words)
+    # No keyword is empty, so nobody's name is taken for one.
+    return [tuple(sorted(said[record.user])) or ("", record.user) for record in records]
 
 
 @dataclass(frozen=True)

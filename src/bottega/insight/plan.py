@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from bottega.core.errors import UsageError
+from bottega.schema import needs
 from bottega.schema.load import check_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import BUILT_TASKS, Recipe
 from bottega.schema.techniques import UNBUILT
@@ -19,6 +20,8 @@ def check(words: list[str], *, show: bool) -> dict[str, Any]:
     tasks = list(resolved.task_candidates)
     if len(tasks) == 1 and (gone := absent(resolved.recipe)):
         raise UsageError("\n".join(gone))
+    if len(tasks) == 1:
+        needs.check(resolved.recipe)
     if show:
         for note in resolved.notes:
             sys.stderr.write(f"bottega: {note}\n")

@@ -23,7 +23,7 @@ from bottega.core.noise import generator
 from bottega.models.encoder_folder import own_randomness, silent
 from bottega.models.initial import fill
 from bottega.models.json_object import read_object
-from bottega.models.untrusted import read_plain, require_safetensors
+from bottega.models.untrusted import check_loaded, read_plain, require_safetensors
 from bottega.schema.align import ClipShape
 
 CONFIG, PREPROCESSOR, PAIRS = "config.json", "preprocessor_config.json", "pairs.json"
@@ -152,17 +152,19 @@ def load_clip(folder: Path | str) -> Clip:
     return _opened(Path(folder)).eval().requires_grad_(False)
 
 
-def read_clip_shape(folder: Path | str) -> ClipShape:
-    """What must be known of a folder's model before it is loaded."""
+def read_clip_shape(folder: Path | str, *, key: str = "model.clip") -> ClipShape:
+    """What must be known of a folder's model before it is loaded. `key` is who asks."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise UsageError(f"{folder}: has no {CONFIG}; give the folder of a saved CLIP")
-    config = read_plain(folder / CONFIG)
+        raise UsageError(f"{key}: {folder} has no {CONFIG}; give the folder of a saved CLIP")
+    config = read_plain(folder / CONFIG, key=key)
     if config.get("model_type") not in KINDS or not {"text_config", "vision_config"} <= config.keys():
         held = config.get("model_type") or "model of no known type"
-        raise UsageError(f"{folder}: holds a {held}; a CLIP or SigLIP of both towers is needed")
+        raise UsageError(f"{key}: {folder} holds a {held}; a CLIP or SigLIP of both towers is needed")
     shown = read_object(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     size = shown.get("size", 0)
+    if not isinstance(size, dict | int):
+        raise CheckpointError(f"{folder / PREPROCESSOR}: size is {size!r}, and no number or object; export it again")
     keeps = "shortest_edge" in size if isinstance(size, dict) else True
     known = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
     try:
@@ -212,13 +214,16 @@ def _opened(folder: Path) -> Clip:
     try:
         with silent(transformers), own_randomness():
             network, seen = kind.from_pretrained(
-                folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+                folder,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of transformers and of safetensors, which have classes of their own
         raise CheckpointError(f"{folder}: cannot be loaded as a {kind.__name__}: {first_line(error)}") from error
-    lacking = sorted(seen["missing_keys"])
-    if lacking:
-        raise CheckpointError(f"{folder}: lacks {lacking[0]} ({len(lacking)} missing tensors); it is no whole CLIP")
+    check_loaded(folder, seen)
     return Clip(shape, network, bias=_kept_bias(folder) or 0.0)
 
 

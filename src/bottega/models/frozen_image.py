@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, first_line
 from bottega.models.encoder_folder import silent
-from bottega.models.frozen_precision import frozen_dtype, quantization, usual_device
+from bottega.models.frozen_precision import frozen_dtype, is_large, quantization, usual_device
 from bottega.models.pipeline_folder import T5_TOKENS, ImageFacts, image_facts
 from bottega.models.pipeline_parts import TRANSFORMER, UNET, VAE, variant_of
 from bottega.models.pipeline_tokens import tokenize
+from bottega.models.untrusted import check_loaded
 from bottega.schema.personalize import FrozenPrecision
 
 __all__ = ["Encoded", "FrozenImage", "ImageFacts", "image_facts", "load_image_model", "tokenize"]
@@ -49,6 +50,16 @@ class FrozenImage(nn.Module):
         self.encoders = nn.ModuleList(encoders)
         self.vae: Any = vae
         self.eval().requires_grad_(False)
+        self._fused: dict[str, Callable[..., Any]] = {}
+
+    def compile_parts(self, *, always: bool) -> None:
+        """The denoiser and the way to latents, each as one compiled function, in training alone: what is drawn comes in many
+        shapes, each of which would be compiled anew. `always`, or where it is large enough to be worth the wait."""
+        if self._fused or not (always or is_large(self)):
+            return
+        self._fused["encode"] = torch.compile(self._moments)
+        if not self.denoiser.is_gradient_checkpointing and not getattr(self.denoiser, "is_quantized", False):
+            self._fused["predict"] = torch.compile(self.denoiser.forward)
 
     @torch.no_grad()
     def encode_text(self, ids: Sequence[Tensor]) -> Encoded:
@@ -91,18 +102,25 @@ class FrozenImage(nn.Module):
             sizes = torch.tensor([height, width, 0, 0, height, width], dtype=dtype, device=x.device)
             asked["added_cond_kwargs"] = {"text_embeds": pooled.to(dtype), "time_ids": sizes.expand(len(x), -1)}
         with _plain(x):
-            (found,) = self.denoiser(x.movedim(-1, 1).contiguous().to(dtype), timestep=time, **asked, return_dict=False)
+            denoise = self._called("predict", self.denoiser)
+            (found,) = denoise(x.movedim(-1, 1).contiguous().to(dtype), timestep=time, **asked, return_dict=False)
         return found.movedim(1, -1).to(x.dtype)
 
-    @torch.no_grad()
+    def _called(self, what: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        return self._fused.get(what, otherwise) if torch.is_grad_enabled() else otherwise
+
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
         """Pixels [B, H, W, 3] from -1 to 1 to one draw of their latents [B, h, w, c] by standard normal `noise` of that
         shape; the middle of the draws without it."""
+        moments = self._called("encode", self._moments)
+        with torch.no_grad():
+            return self._drawn(self._in_pieces(moments, pixels, places=pixels[0, ..., 0].numel()), noise)
 
-        def moments(part: Tensor) -> Tensor:
-            return self.vae.encode(part.movedim(-1, 1).contiguous()).latent_dist.parameters.movedim(1, -1).float()
+    def _moments(self, pixels: Tensor) -> Tensor:
+        return self.vae.encode(pixels.movedim(-1, 1).contiguous()).latent_dist.parameters.movedim(1, -1).float()
 
-        mean, log_variance = self._in_pieces(moments, pixels, places=pixels[0, ..., 0].numel()).chunk(2, dim=-1)
+    def _drawn(self, moments: Tensor, noise: Tensor | None) -> Tensor:
+        mean, log_variance = moments.chunk(2, dim=-1)
         drawn = mean
         if noise is not None:
             # diffusers' own bounds: outside of them the exponent of an untrained autoencoder overflows.
@@ -185,6 +203,7 @@ def _read(kind: Any, folder: str, **options: Any) -> Any:
                 local_files_only=True,
                 use_safetensors=True,
                 variant=variant_of(Path(folder)),
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 **options,
             )
@@ -192,11 +211,7 @@ def _read(kind: Any, folder: str, **options: Any) -> Any:
         raise EnvironmentProblem(f"{folder}: cannot be loaded: {first_line(error)}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be loaded as a {kind.__name__}: {first_line(error)}") from error
-    missing = sorted(seen["missing_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{folder}: lacks {missing[0]} ({len(missing)} missing); it is no complete {kind.__name__}"
-        )
+    check_loaded(folder, seen)
     return model
 
 

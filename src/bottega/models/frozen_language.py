@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from bottega.core.errors import CheckpointError, UsageError, first_line
 from bottega.models.allowed_words import AllowedWords
 from bottega.models.encoder_folder import silent
-from bottega.models.frozen_precision import frozen_dtype, quantization, usual_device
+from bottega.models.frozen_precision import frozen_dtype, is_large, quantization, usual_device
 from bottega.models.prefix_attention import Prefixes, can_take_prefixes, register
 from bottega.models.pretrained import fetch_folder
 from bottega.models.soft_prompts import SoftPrompts
-from bottega.models.untrusted import read_plain, require_safetensors, transformers_config
+from bottega.models.untrusted import check_loaded, read_plain, require_safetensors, transformers_config
 from bottega.schema.personalize import FrozenPrecision
 
 KEY = "model.language_model"
@@ -86,10 +86,6 @@ def load_language_model(
     config = _config(folder)
     import transformers
 
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-        raise UsageError(
-            f"{KEY}: {folder} holds a {config.model_type}, which says nothing; give a causal language model"
-        )
     takes_prefixes = _takes_prefixes(config)
     options: dict[str, Any] = {"dtype": frozen_dtype(precision, usual_device() if device is None else device)}
     if takes_prefixes:
@@ -120,9 +116,12 @@ class FrozenLanguage(nn.Module):
         """Tokens that end an answer."""
         # What a folder says about sampling (temperatures, penalties) is not for answers that must come out the same.
         model.generation_config = transformers.GenerationConfig(eos_token_id=list(self.ends), pad_token_id=0)
-        self._computes_twice = False
+        self._computes_twice = self._is_compiled = self._is_proven = False
+        self._recomputes = checkpointing
+        self._forwards: dict[int, Callable[..., Any]] = {}
+        """Of each layer, as it came."""
         if checkpointing:
-            self._recompute_layers()
+            self._arrange()
 
     def train(self, mode: bool = True) -> FrozenLanguage:
         return super().train(False)
@@ -163,20 +162,26 @@ class FrozenLanguage(nn.Module):
         rows = torch.cat([words, room], 1).scatter(1, at, tokens.to(words.dtype).expand(batch, -1, -1))
         # Prefixes take the first positions, as in a cache of transformers, though learned keys are not rotated.
         positions = num_prefix + torch.arange(rows.shape[1], device=ids.device)[None]
-        added = {"prefixes": Prefixes(prefixes)} if prefixes else {}
+        if self._is_compiled and prefixes and not self._is_proven:
+            with torch.no_grad():  # as it is: a compiled layer could not tell whether it used its prefix
+                self._hidden(rows[:1, :1].detach(), positions[:, :1], prefixes)
+            self._is_proven = True
         self._computes_twice = torch.is_grad_enabled()
         try:
-            hidden = self.model.base_model(
-                inputs_embeds=rows, use_cache=False, **self._positions(positions), **added
-            ).last_hidden_state
+            return self._hidden(rows, positions, prefixes).gather(1, at)
         finally:
             self._computes_twice = False
-        if prefixes and len(added["prefixes"].used) != len(prefixes):
+
+    def _hidden(self, rows: Tensor, positions: Tensor, prefixes: list[tuple[Tensor, Tensor]]) -> Tensor:
+        given = Prefixes(prefixes)
+        added = {"prefixes": given} if prefixes else {}
+        found = self.model.base_model(inputs_embeds=rows, use_cache=False, **self._positions(positions), **added)
+        if len(given.used) != len(prefixes):
             raise UsageError(
-                f"model.num_prefix_tokens: {len(added['prefixes'].used)} of the {len(prefixes)} layers of this "
+                f"model.num_prefix_tokens: {len(given.used)} of the {len(prefixes)} layers of this "
                 f"{self.model.config.model_type} take a prefix; set it to 0, or take another {KEY}"
             )
-        return hidden.gather(1, at)
+        return found.last_hidden_state
 
     def _after_prompt(self, ids: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
         """Nothing that learns comes before the prompt's end, so only image tokens keep what a gradient needs. Prompts end
@@ -235,22 +240,51 @@ class FrozenLanguage(nn.Module):
         found = self.model.generate(input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, **options)
         return [_until(row, stops) for row in found[:, start:].tolist()]
 
-    def _recompute_layers(self) -> None:
-        """Keep only what enters each layer, and compute the layer again when its gradient is asked for.
+    def compile_parts(self, *, always: bool) -> None:
+        """Layers as one compiled function, where gradients pass: what else is asked comes in many shapes, each of which
+        would be compiled anew. `always`, or where it is large enough to be worth the wait."""
+        if self._is_compiled or getattr(self.model, "is_quantized", False) or not (always or is_large(self)):
+            return
+        self._is_compiled = True
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """How layers are called: compiled or as they are, and twice where activations are not kept.
 
         Not by transformers' own switch: that works in training mode only, which would let frozen models drop out.
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        layers = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        if not layers:
+        layers: list[Any] = [one for one in self.model.modules() if isinstance(one, GradientCheckpointingLayer)]
+        if not layers and self._recomputes:
             raise UsageError(
                 f"training.gradient_checkpointing: a {self.model.config.model_type} does not offer it; switch it off"
             )
         for layer in layers:
-            layer.forward = self._recomputed(layer.forward)
+            forward = self._forwards.setdefault(id(layer), layer.forward)
+            forward = self._compiled(layer, forward) if self._is_compiled else forward
+            layer.forward = self._recomputed(forward) if self._recomputes else forward
+
+    def _compiled(self, layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        numbers = {one.layer_idx for one in layer.modules() if isinstance(getattr(one, "layer_idx", None), int)}
+        if len(numbers) != 1:
+            return forward
+        (number,), fused = numbers, torch.compile(forward)
+
+        @wraps(forward)
+        def faster(*inputs: Any, prefixes: Prefixes | None = None, **options: Any) -> Any:
+            if prefixes is None:
+                return forward(*inputs, **options)
+            if not torch.is_grad_enabled():
+                return forward(*inputs, prefixes=prefixes, **options)
+            prefixes.used.add(number)
+            return fused(*inputs, prefix=prefixes.of_layers[number], **options)
+
+        return faster
 
     def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep only what enters the layer, and compute it again when its gradient is asked for."""
+
         @wraps(forward)
         def twice(*inputs: Any, **options: Any) -> Any:
             if not self._computes_twice:  # with a cache, which a second time would fill twice
@@ -281,14 +315,20 @@ def _config(folder: Path) -> Any:
     for file in (path, folder / "tokenizer_config.json"):
         if file.is_file():
             read_plain(file, key=KEY)
-    return transformers_config(folder, key=KEY, what="language model")
+    import transformers
+
+    config = transformers_config(folder, key=KEY, what="language model")
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise UsageError(
+            f"{KEY}: {folder} holds a {config.model_type}, which says nothing; give a causal language model"
+        )
+    return config
 
 
 def _takes_prefixes(config: Any) -> bool:
     import transformers
 
-    kinds = transformers.AutoModelForCausalLM._model_mapping
-    return type(config) in kinds and can_take_prefixes(kinds[type(config)], config)
+    return can_take_prefixes(transformers.AutoModelForCausalLM._model_mapping[type(config)], config)
 
 
 def _read(transformers: Any, folder: Path, options: dict[str, Any]) -> Any:
@@ -301,12 +341,11 @@ def _read(transformers: Any, folder: Path, options: dict[str, Any]) -> Any:
                 local_files_only=True,
                 use_safetensors=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 **options,
             )
     except Exception as error:  # OSError, ValueError, RuntimeError, and SafetensorError of the library that reads
         raise CheckpointError(f"{folder}: cannot be loaded as a language model: {first_line(error)}") from error
-    for what, names in (("lacks", seen["missing_keys"]), ("has another shape of", seen["mismatched_keys"])):
-        if names:
-            raise CheckpointError(f"{folder}: {what} {sorted(map(str, names))[0]}; download or export it again")
+    check_loaded(folder, seen)
     return model

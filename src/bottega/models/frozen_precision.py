@@ -15,11 +15,18 @@ from bottega.schema.personalize import FrozenPrecision
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTISED = ("8bit", "4bit")
 KEY = "model.frozen_precision"
+LARGE = 10**8
+"""Parameters of a frozen model below which it runs as it is: on a GPU a small one is done before it would be compiled."""
 
 
 def usual_device() -> torch.device:
     """Where frozen models go if nobody says: a GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_large(model: torch.nn.Module) -> bool:
+    """Whether compiling it is worth the minutes that it takes, where nobody says."""
+    return sum(parameter.numel() for parameter in model.parameters()) >= LARGE
 
 
 def frozen_dtype(precision: FrozenPrecision, device: torch.device | str) -> torch.dtype:

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from bottega.core.errors import UsageError
 
 NAME = "bottega_prefix"
+HALF, WIDEST = (torch.bfloat16, torch.float16), 256
+"""What flash attention takes. The kernel that torch falls back to cannot be compiled in training (torch 2.11)."""
+_has_flash = False
+"""Found out once, because a compiled layer cannot ask."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ def register() -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    global _has_flash
+    _has_flash = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
     AttentionInterface.register(NAME, attend)
     # Without a maker of masks under the same name transformers would make none, and padding would be read.
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -58,18 +63,25 @@ def attend(
     attention_mask: Tensor | None,
     *,
     prefixes: Prefixes | None = None,
+    prefix: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """torch's scaled dot-product attention as transformers calls it, over the prefix and the layer's own keys."""
+    """torch's scaled dot-product attention as transformers calls it, over the prefix and the layer's own keys. `prefix` is
+    this layer's alone: layers that share one compiled function may not ask for their number."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if prefixes is not None:
-        added = [_as_heads(one, key) for one in prefixes.of_layers[module.layer_idx]]
+        prefix = prefixes.of_layers[module.layer_idx]
         prefixes.used.add(module.layer_idx)
-        if attention_mask is not None or not key.is_cuda:
+    if prefix is not None:
+        added = [_as_heads(one, key) for one in prefix]
+        is_fast = (
+            attention_mask is None and key.is_cuda and key.dtype in HALF and key.shape[-1] <= WIDEST and _has_flash
+        )
+        if not is_fast:
             attention_mask = _seeing_all(added[0].shape[2], query, key, attention_mask)
         key, value = torch.cat([added[0], key], 2), torch.cat([added[1], value], 2)
-        if attention_mask is None:
+        if is_fast:
             return causal(query, key, value, scale=options.get("scaling")), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
@@ -77,6 +89,8 @@ def attend(
 def causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
     """The last query sees all keys, the one before it all but one: a prefix is seen by everybody. Said so, and not as a mask,
     a GPU takes its fastest kernel. Gives [B, Q, heads, head size], as transformers wants it."""
+    from torch.nn.attention.bias import causal_lower_right  # a second of imports, for a GPU alone
+
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (one.repeat_interleave(groups, 1) for one in (key, value))

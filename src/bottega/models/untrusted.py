@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,37 @@ def transformers_config(folder: Path, *, key: str, what: str) -> Any:
 
 
 def require_safetensors(folder: Path, *, key: str | None = None) -> None:
-    if not any(folder.glob("*.safetensors")):
+    """That there are weights, and none of them cut: their headers tell how long they must be."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise CheckpointError(
             f"{_asked(key)}{folder}: no *.safetensors in it, and pickles are never opened; convert the model with "
             "transformers: model.save_pretrained(folder)"
         )
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{_asked(key)}{file} is damaged ({first_line(error)}); download or export it again"
+            ) from error
+
+
+def check_loaded(folder: Path | str, seen: Mapping[str, Any]) -> None:
+    """What `from_pretrained` tells of its loading: a weight that is not there, or of another shape, is an error, because it
+    would be drawn at random."""
+    for what, names in (("lacks", seen["missing_keys"]), ("has another shape of", seen["mismatched_keys"])):
+        if names:
+            first = sorted(names, key=str)[0]
+            named = f"{first[0]} ({list(first[1])}, not {list(first[2])})" if isinstance(first, tuple) else str(first)
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{folder}: {what} {named}{others}; weights and config.json do not belong together: download or export it "
+                "again"
+            )
 
 
 def _asked(key: str | None) -> str:

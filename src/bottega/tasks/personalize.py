@@ -80,8 +80,7 @@ class Personalize(Task):
         noise = rng.normal("noise", self.latent)
         t = self.path.draw_times(rng)
         alpha, sigma = (level.float().view(-1, 1, 1, 1) for level in self.path.levels(t))
-        # What is measured are pictures as they are drawn, with all that is known.
-        drop = rng.uniform("drop") < self.keyword_dropout if models["model"].training else None
+        drop = rng.uniform("drop") < self.keyword_dropout
         asked = self.condition(models, batch, self.weights, drop=drop)
         predicted = self._predicted(image, alpha * clean + sigma * noise, self.path.model_time(t), asked)
         error = self.path.error(predicted, clean, noise, alpha, sigma)

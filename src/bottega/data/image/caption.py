@@ -8,7 +8,10 @@ from itertools import takewhile
 
 Measure = Callable[[str], float]
 LINES = 2
-# Pillow's own font has the letters of ASCII alone, and draws a box for any other. These have no simpler form in Unicode.
+# Pillow's own font has the letters of ASCII and these signs, and draws a box for any other.
+SIGNS = frozenset("©«»°±·‹›⁄")
+UNKNOWN = "?"
+# These have no simpler form in Unicode.
 PLAIN = str.maketrans(
     {"ß": "ss", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "æ": "ae", "Æ": "AE", "œ": "oe", "Œ": "OE", "đ": "d", "ð": "d"}
     | {"þ": "th", "ı": "i", "–": "-", "—": "-", "„": '"', "‚": "'", "‘": "'", "’": "'", "“": '"', "”": '"', "×": "x"}
@@ -16,10 +19,11 @@ PLAIN = str.maketrans(
 
 
 def legible(text: str) -> str:
-    """In one line, with accents taken off; marks that are not seen, such as those of writing direction, are gone."""
-    text = " ".join(text.translate(PLAIN).split())
-    shown = unicodedata.normalize("NFKD", text)
-    return "".join(letter for letter in shown if unicodedata.category(letter) not in ("Mn", "Cc", "Cf"))
+    """In one line, with accents taken off, and without what the font cannot show; ? where that leaves nothing."""
+    text = " ".join(text.split())
+    plain = unicodedata.normalize("NFKD", text.translate(PLAIN))
+    shown = "".join(letter for letter in plain if letter in SIGNS or " " <= letter <= "~")
+    return " ".join(shown.split()) or (UNKNOWN if text else "")
 
 
 def captions_in(texts: Sequence[str], width: float, measure: Measure) -> list[list[str]]:

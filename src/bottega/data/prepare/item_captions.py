@@ -95,10 +95,17 @@ def _object_of_texts(path: Path) -> dict[str, str] | None:
         return None
     try:
         found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return None  # the reader of tables says what is wrong
-    if not isinstance(found, dict) or "data" in found or not all(isinstance(text, str) for text in found.values()):
+    except (ValueError, RecursionError) as error:
+        if path.read_bytes().lstrip()[:1] == b"{" and b"\n{" in path.read_bytes():
+            return None  # lines of objects, by another name
+        raise DataError(f"data.captions: {path} is no JSON ({error}); correct it") from None
+    if not isinstance(found, dict) or "data" in found:
         return None
+    wrong = next((name for name, text in found.items() if not isinstance(text, str)), None)
+    if wrong is not None:
+        raise DataError(
+            f'data.captions: {path}: {wrong!r} has {found[wrong]!r} where a caption was expected, as in {{"a.jpg": "a star"}}'
+        )
     return {PurePosixPath(name).as_posix(): text for name, text in found.items()}
 
 

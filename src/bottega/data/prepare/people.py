@@ -104,6 +104,16 @@ def _check_options(data: PersonalizeData) -> None:
             raise UsageError(f"data.{key}: records of people come from one source (data.train); leave it out")
     if data.split is not None and data.split.by not in ("fraction", "hash", "group"):
         raise UsageError(f"data.split.by={data.split.by}: people are always split by user; say fraction or hash")
+    if data.train.kind == "embedded":
+        for key in ("collection", "pictures", "captions", "min_score"):
+            if getattr(data, key) is not None:
+                raise UsageError(
+                    f"data.{key}: is of data that is given with --data, and this is embedded; leave it out"
+                )
+    if data.min_score is not None and data.collection != "flickr":
+        raise UsageError("data.min_score: points are given in the collection flickr alone; leave it out")
+    if data.pictures is not None and not Path(data.pictures).expanduser().is_dir():
+        raise UsageError(f"data.pictures: {data.pictures} is no folder here; correct it")
     for name in ("train", "validation", "test"):
         part = getattr(data, name)
         if part is not None and part.kind not in KINDS:
@@ -225,7 +235,7 @@ def _record(fields: dict[str, object], where: str) -> Record | Bad:
         return Record.model_validate(_respelt(fields))
     except ValidationError as error:
         first = error.errors()[0]
-        return Bad(where, where, f"is no record: {_in_words(first)}")
+        return Bad(where, where, f"is no record: {in_words(first)}")
 
 
 def _respelt(fields: dict[str, object]) -> dict[str, object]:
@@ -243,7 +253,7 @@ def _respelt(fields: dict[str, object]) -> dict[str, object]:
     return record
 
 
-def _in_words(error: object) -> str:
+def in_words(error: object) -> str:
     """One problem that pydantic found, as we say it."""
     assert isinstance(error, dict)
     key = ".".join(map(str, error["loc"]))
