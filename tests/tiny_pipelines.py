@@ -261,11 +261,13 @@ def _drawn(model: Any, seed: int) -> Any:
     """Weights large enough that every part of the input shows in the answer."""
     import torch
 
-    draw = torch.Generator().manual_seed(seed)
+    draw, others = (torch.Generator().manual_seed(one) for one in (seed, seed + 1000))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.copy_(parameter[0].numel() ** -0.5 * torch.randn(parameter.shape, generator=draw))
+            elif parameter.numel() > 1 and parameter.std() > 0:  # which the libraries draw otherwise in every process
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=others))
     return model.eval()
 
 

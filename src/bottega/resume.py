@@ -126,7 +126,7 @@ def check_data_unchanged(
         if not allow:
             raise DataError(f"{text}; undo the change, start over with --fresh, or say --allow-data-change")
         say(f"{text}; going on as asked")
-    elif before.get("derived") != now.get("derived"):
+    elif "derived" in before and before["derived"] != now.get("derived"):
         text = "a model says something else of the same data than when this run began (other keywords)"
         if not allow:
             raise DataError(f"{text}; go on where it began, start over with --fresh, or say --allow-data-change")

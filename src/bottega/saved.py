@@ -190,7 +190,8 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     directory = RunDirectory(path).must_exist()
     folder, manifest, progress, state = _read(directory, str(checkpoint))
     recipe = load_recipe([directory.recipe]).recipe
-    branch = branches.reopen(recipe, directory.codec, str(manifest.fingerprint.get("data")))
+    here = recipe if device == "auto" else recipe.model_copy(update={"device": device})
+    branch = branches.reopen(here, directory.codec, str(manifest.fingerprint.get("data")))
     # Trained in fp16 on a GPU, it can still be read where there is none.
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})

@@ -83,7 +83,10 @@ class Session:
         has_begun = resume.has_begun(directory)
         if has_begun:
             self._placed = based(self._placed, directory.codec)
-        self.branch = branch = prepare(self._placed, console, codec=directory.codec if has_begun else None)
+        codec = directory.codec if has_begun else None
+        if codec is None and self.resume_from is not None:
+            codec = RunDirectory(resume.named(self.resume_from).parent.parent).codec
+        self.branch = branch = prepare(self._placed, console, codec=codec)
         console.unit, console.headline = branch.unit, branch.headline
         engine: TorchEngine | None = None
         try:

@@ -60,7 +60,7 @@ def test_a_checkpoint_holds_the_soft_prompts_and_nothing_else(run: Path, saved: 
     assert "720 parameters" in (run / "log.txt").read_text(), "and the count is said"
     frozen = checkpoint.verify(folder).fingerprint["frozen"]
     parts = ("unet", "vae", "text_encoder", "tokens and schedule")
-    names = {"language model", "language model's tokenizer", *(f"image generator's {part}" for part in parts)}
+    names = {"language model", "language model's tokenizer", "CLIP", *(f"image generator's {part}" for part in parts)}
     assert set(frozen) == names, "and of the rest hashes alone"
 
 
@@ -180,6 +180,21 @@ def test_a_run_goes_on_with_the_keywords_it_began_with(
     run, how = half
     monkeypatch.setattr(Keyworder, "_decode", lambda *asked: pytest.fail("all answers are the run's own"))
     assert small_personal.train(run.parent, **how).step == 8
+
+
+def test_what_the_run_began_with_counts_more_than_the_cache(
+    half: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run on this machine may have been told otherwise; and a finished run draws by its own keywords too."""
+    run, how = half
+    other = lambda self, wanted, *asked: dict.fromkeys(wanted, ("blue", "moon"))  # noqa: E731
+    monkeypatch.setattr(Keyworder, "_decode", other)
+    small_personal.train(run.parent, **{**how, "name": "other"})
+    monkeypatch.setattr(Keyworder, "_decode", lambda *asked: pytest.fail("all answers are the run's own"))
+    assert small_personal.train(run.parent, **how).step == 8
+    branch: Any = open_run(run).branch
+    records = [branch.people("train").record(number) for number in range(24)]
+    assert {said.preference for said in branch.keywords(records)} != {("blue", "moon")}
 
 
 def test_other_keywords_of_the_same_data_are_refused(

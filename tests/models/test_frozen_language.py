@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.models import prefix_attention
 from bottega.models.allowed_words import AllowedWords
 from bottega.models.frozen_language import FrozenLanguage, language_facts, load_language_model
-from bottega.models.prefix_attention import causal
 from bottega.models.soft_prompts import SoftPrompts, build_soft_prompts
 from bottega.schema.personalize import SoftPromptShape
 from tiny_pipelines import llama, llama_tokenizer, t5_tokenizer
@@ -205,14 +205,22 @@ def test_any_model_can_be_read_without_prefixes(folder: Callable[[str], Path], k
         language_facts(folder(kind)).require_prefixes(1)
 
 
-def test_a_causal_kernel_is_the_mask_that_it_stands_for() -> None:
-    """What a GPU computes; the mask itself is what transformers is held against above."""
+def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, *, scale: float) -> list[Tensor]:
+    """What a GPU's kernel computes: causal, counted from the last key."""
+    assert (dropout, is_causal) == (0.0, True)
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    return [torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)]
+
+
+def test_a_causal_kernel_is_the_mask_that_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask itself is what transformers is held against above."""
+    monkeypatch.setattr(prefix_attention, "flash", _flash)
     rng = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, heads, size, 8, generator=rng) for heads, size in ((4, 5), (2, 8), (2, 8)))
     mask = torch.ones(5, 8, dtype=torch.bool).tril(3)
     several = (one.repeat_interleave(2, 1) for one in (key, value))
     wanted = torch.nn.functional.scaled_dot_product_attention(query, *several, attn_mask=mask, scale=0.3)
-    assert torch.allclose(causal(query, key, value, scale=0.3), wanted.transpose(1, 2), atol=1e-6)
+    assert torch.allclose(prefix_attention.causal(query, key, value, scale=0.3), wanted.transpose(1, 2), atol=1e-6)
 
 
 def test_a_model_that_loses_the_prefixes_on_the_way_is_refused(
@@ -227,11 +235,15 @@ def test_a_model_that_loses_the_prefixes_on_the_way_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # what the compiler says to itself
+@pytest.mark.parametrize("is_fast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_share_one_function_and_say_the_same(
-    folder: Callable[[str], Path], checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Callable[[str], Path], checkpointing: bool, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: list[Any] = []
+    if is_fast:  # the way of a GPU
+        monkeypatch.setattr(prefix_attention, "flash", _flash)
+        monkeypatch.setattr(prefix_attention, "_fits", lambda key: True)
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -239,6 +251,7 @@ def test_compiled_layers_share_one_function_and_say_the_same(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plain, lm = _load(folder("llama")), _load(folder("llama"), checkpointing=checkpointing)
+    monkeypatch.setattr(prefix_attention, "_has_flash", is_fast)
     soft, (ids, mask) = _soft(folder("llama"), 2), _prompts()
     lm.compile_parts(always=False)
     lm.states(ids, mask, soft)

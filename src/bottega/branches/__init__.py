@@ -32,12 +32,11 @@ MODULES = {
 def prepare(recipe: Recipe, *, say: Any, codec: Path | None = None) -> Branch:
     """Everything that happens before an engine exists: data read, tokenised and cached, the task known.
 
-    `codec` is of a run that goes on; a branch that keeps in it what could be found out otherwise today has `remember`.
+    `codec` is of a run that goes on; a branch that keeps in it what models could say otherwise today `REMEMBERS`.
     """
     module = _module(recipe)
-    if codec is not None and hasattr(module, "remember"):
-        module.remember(recipe, codec)
-    branch: Branch = module.prepare(recipe, say=say)
+    more = {"codec": codec} if codec is not None and getattr(module, "REMEMBERS", False) else {}
+    branch: Branch = module.prepare(recipe, say=say, **more)
     return branch
 
 

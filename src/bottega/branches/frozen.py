@@ -22,6 +22,7 @@ KEYS = {
     "caption tokenizer": "model.text.from",
     "language model": "model.language_model",
     "language model's tokenizer": "model.language_model",
+    "CLIP": "model.clip",
     **{
         f"image generator's {part}": "model.diffusion"
         for part in (

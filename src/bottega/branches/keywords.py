@@ -29,7 +29,7 @@ from bottega.schema.personalize import Keywords
 FORMAT = 2
 ROWS, TOKENS = 128, 16384
 """Prompts that are answered together, and how many tokens these may have with their padding."""
-TOKENIZER_FILES = (
+PROMPT_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "vocab.json",
@@ -74,6 +74,8 @@ class Keyworder:
         self.cache = (default_cache() if cache is None else cache) / "keywords"
         self.without: dict[str, int] = {}
         """How many answers held no keyword, by what was asked."""
+        self.remembered: Mapping[str, tuple[str, ...]] = {}
+        """Answers of an earlier time, which are not asked for again, whatever the cache has."""
         self.answered: dict[str, tuple[str, ...]] = {}
         """All answers that were asked for, by prompt."""
         self._asked: dict[str, int] = {}
@@ -227,11 +229,13 @@ class Keyworder:
     ) -> list[tuple[str, ...]]:
         keys = [hashlib.sha256(ids.tobytes()).hexdigest() for ids in prompts]
         wanted = dict(zip(keys, prompts, strict=True))
-        file = self._file(device)
-        known = read_answers(file)
+        known = dict(self.remembered)
         if wanted.keys() - known.keys():
-            with answering(file):
-                known = read_answers(file)  # another process may have answered them by now
+            known = {**read_answers(self._file(device)), **known}
+        if wanted.keys() - known.keys():
+            with answering(self._file(device)):
+                # Another process may have answered them by now.
+                known = {**read_answers(self._file(device)), **self.remembered}
                 missing = {key: ids for key, ids in wanted.items() if key not in known}
                 if missing:
                     known |= self._decode(missing, model if hasattr(model, "decode") else model(), device, say)
@@ -296,14 +300,6 @@ class Keyworder:
             if token and ("Ċ" in token or "\n" in token or token == "<0x0A>")
         ]
 
-    def remember(self, answers: Mapping[str, tuple[str, ...]], device: Any) -> None:
-        """Answers of an earlier time, which are not asked for again."""
-        file = self._file(device)
-        missing = {key: words for key, words in answers.items() if key not in read_answers(file)}
-        if missing:
-            with answering(file):
-                add_answers(file, missing)
-
     def _file(self, device: Any) -> Path:
         """Answers of one model, as it computes there, to one way of asking; prompts are hashed as tokens, so they need not
         be in the name."""
@@ -318,7 +314,7 @@ class Keyworder:
 
 def tokenizer_content(folder: Path) -> str:
     """A hash of all that decides which tokens are said to the language model of a folder."""
-    return hash_of_files(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+    return hash_of_files(folder / name for name in PROMPT_FILES if (folder / name).is_file())
 
 
 def _batch(keys: list[str], prompts: dict[str, np.ndarray]) -> list[str]:

@@ -74,12 +74,19 @@ def read_history(path: Path, *, wishes: Sequence[str] | None) -> list[Person]:
         captions = [line.strip() for line in text.splitlines() if line.strip()]
         if not captions:
             raise DataError(f"--history {path}: is empty; give one liked caption a line")
-        if captions[0].startswith(("{", "[")):
+        if _is_json(captions[0]):
             raise DataError(f"--history {path}: looks like records in a text; name it .json or .jsonl")
         said = [{"user": path.stem, "history": [{"id": str(n), "caption": one} for n, one in enumerate(captions)]}]
     if not said:
         raise DataError(f"--history {path}: holds no record; give one, or a text with one caption a line")
     return [_new(path, number, one, has_wish=bool(wishes)) for number, one in enumerate(said)]
+
+
+def _is_json(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict | list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _parsed(path: Path, text: str) -> list[Any]:

@@ -59,8 +59,8 @@ class PersonalFacts(BaseModel):
 
     @property
     def frozen(self) -> dict[str, str]:
-        """Name -> hash of what the trained tokens understand, and nothing else."""
-        return {**self.language_model.contents, **self.diffusion.contents}
+        """Name -> hash of what the trained tokens stand between, and of who judges them."""
+        return {**self.language_model.contents, **self.diffusion.contents, **(self.clip.contents if self.clip else {})}
 
     def check(self, before: PersonalFacts) -> bool:
         """A run goes on between the models it began with, or not at all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -29,7 +29,7 @@ class LanguagePrompts:
     room: int
     """Positions of the language model that learned tokens take."""
     content: str
-    precision: str = "fp32"
+    precision: FrozenPrecision = "fp32"
     """In which keywords are decoded; prompts are the same in any."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -60,7 +60,14 @@ class LanguagePrompts:
 class Teller:
     """Of a run, all that is said to its frozen models."""
 
-    def __init__(self, recipe: PersonalizeRecipe, facts: PersonalFacts, *, precision: FrozenPrecision) -> None:
+    def __init__(
+        self,
+        recipe: PersonalizeRecipe,
+        facts: PersonalFacts,
+        *,
+        precision: FrozenPrecision,
+        remembered: Mapping[str, tuple[str, ...]],
+    ) -> None:
         self.prompts = LanguagePrompts(
             folder=facts.language_model.folder,
             options=recipe.model.keywords,
@@ -69,6 +76,7 @@ class Teller:
             content=facts.language_model.content,
             precision=precision,
         )
+        self.prompts.keyworder.remembered = remembered
         self.texts: GeneratorTokens = generator_tokens(facts.diffusion)
         self.sayings = Sayings(self.prompts, self.texts)
 

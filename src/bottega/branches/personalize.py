@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -39,6 +39,8 @@ from bottega.tasks.personalize import Personalize
 __all__ = ["PersonalizeBranch", "draw_arm", "prepare", "reopen"]
 
 ANSWERS = "keywords.jsonl"
+REMEMBERS = True
+"""See `branches.prepare`."""
 MOST_PICTURES, MOST_LETTERS = 10_000, 1000
 COUNT, PEOPLE = 4, 4
 """Pictures for each wish, and how many people, where nobody says."""
@@ -48,24 +50,18 @@ def _silent(stage: str, done: int, total: int) -> None:
     pass
 
 
-def prepare(recipe: Recipe, *, say: Say) -> PersonalizeBranch:
+def prepare(recipe: Recipe, *, say: Say, codec: Path | None = None) -> PersonalizeBranch:
+    """With `codec`, a run that goes on with the keywords it began with, on whichever machine."""
     assert isinstance(recipe, PersonalizeRecipe)
     facts = find_parts(recipe)  # before the data, which may take long
-    return PersonalizeBranch(recipe, facts, prepare_people(recipe.data, progress=say)).ask_all(say)
+    said = read_answers(codec / ANSWERS) if codec is not None else {}
+    return PersonalizeBranch(recipe, facts, prepare_people(recipe.data, progress=say), remembered=said).ask_all(say)
 
 
 def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> PersonalizeBranch:
     assert isinstance(recipe, PersonalizeRecipe)
     facts = read_kept(codec / FACTS, PersonalFacts.model_validate_json).again(recipe, codec)
-    return PersonalizeBranch(recipe, facts, None, expected=fingerprint)
-
-
-def remember(recipe: Recipe, codec: Path) -> None:
-    """A run goes on with the keywords it began with, on whichever machine."""
-    assert isinstance(recipe, PersonalizeRecipe)
-    if (codec / ANSWERS).is_file():
-        teller = Teller(recipe, find_parts(recipe), precision=precision_of(recipe))
-        teller.prompts.keyworder.remember(read_answers(codec / ANSWERS), choose_device(recipe.device))
+    return PersonalizeBranch(recipe, facts, None, expected=fingerprint, remembered=read_answers(codec / ANSWERS))
 
 
 def precision_of(recipe: PersonalizeRecipe) -> FrozenPrecision:
@@ -90,10 +86,12 @@ class PersonalizeBranch(TableBranch):
         prepared: Prepared | None,
         *,
         expected: str | None = None,
+        remembered: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
-        """Either with prepared data, or again for a finished run, whose data is prepared when asked for."""
+        """Either with prepared data, or again for a finished run, whose data is prepared when asked for. `remembered` is what
+        the language model has said in this run."""
         self.recipe, self.facts, self._prepared, self._expected = recipe, facts, prepared, expected
-        self.teller = Teller(recipe, facts, precision=precision_of(recipe))
+        self.teller = Teller(recipe, facts, precision=precision_of(recipe), remembered=remembered or {})
         self.task = self._task()
         self._said: dict[str, list[Said]] = {}
         samples = recipe.samples

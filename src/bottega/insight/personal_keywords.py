@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bottega.branches.personalize import PersonalizeBranch
 
 
+DESCRIBING = (".json", ".txt", ".model", ".jinja")
 SMALL = 2**28
 """Bytes of weights that may be drawn anew for a trial."""
 
@@ -36,7 +37,6 @@ def is_small(folder: Path) -> bool:
 def asked(branch: PersonalizeBranch, folder: Path, records: Sequence[Record], *, cache: Path) -> list[tuple[str, ...]]:
     """What another language model says of what people like, asked as the run asks its own; decoded, whatever is kept."""
     from bottega.branches.keywords import Keyworder
-    from bottega.branches.personalize import precision_of
     from bottega.engines.devices import choose_device
     from bottega.models.frozen_language import load_language_model
 
@@ -44,9 +44,7 @@ def asked(branch: PersonalizeBranch, folder: Path, records: Sequence[Record], *,
     keyworder = Keyworder(folder, own.options, length=own.length, room=own.room, precision=own.precision, cache=cache)
 
     def load() -> Any:
-        return load_language_model(
-            folder, precision=precision_of(branch.recipe), checkpointing=False, device=device
-        ).to(device)
+        return load_language_model(folder, precision=own.precision, checkpointing=False, device=device).to(device)
 
     return keyworder.preferences(records, load, device, lambda stage, done, total: None)
 
@@ -59,7 +57,10 @@ def random_weights(folder: Path, out: Path, *, seed: int) -> Path:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{folder}: has no *.safetensors to draw anew")
-    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    out.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix in DESCRIBING:
+            shutil.copy(file, out)
     for file in files:
         tensors = {}
         for name, tensor in load_file(file).items():

@@ -16,8 +16,6 @@ from bottega.data.present import numbered, writing
 ROWS = 8
 """People on a page."""
 SIDE, SMALL, GAP, MARGIN, TOP = 84.0, 40.0, 10.0, 16.0, 84.0
-LETTER = 5.6
-"""Width of a letter of the line that explains, at most on average."""
 WORDS = 150.0
 """Room for the wish and the keywords."""
 MEANING = {"none": "the wish alone", "keywords": "with words", "soft": "with trained tokens", "both": "the method"}
@@ -57,7 +55,7 @@ def _page(people: Sequence[Shown], path: Path) -> None:
     columns = min(3, max((len(one.liked) for one in people), default=0))
     wide = MARGIN + max(1, columns) * (SMALL + 4) + GAP
     left = wide + WORDS
-    width = max(left + len(arms) * (SIDE + GAP), MARGIN + LETTER * len(_explained(arms)))
+    width = max(left + len(arms) * (SIDE + GAP), MARGIN + _width(_explained(arms)))
     page = Sheet(width + MARGIN, TOP + len(people) * (SIDE + 2 * GAP))
     page.text(MARGIN, 20, "what each liked and wished for, and what was drawn", anchor="lm", size=16)
     page.text(MARGIN, 42, _explained(arms), anchor="lm", size=11, fill=FAINT)
@@ -83,6 +81,10 @@ def _explained(arms: Iterable[str]) -> str:
     return "; ".join(f"{arm}: {MEANING[arm]}" for arm in arms)
 
 
+def _width(line: str) -> float:
+    return Sheet(1, 1).width_of(line, 11)  # a page to measure with: how wide the real one is depends on this
+
+
 def _lines(page: Sheet, words: str) -> list[str]:
     return captions_in([words], WORDS - GAP, lambda text: page.width_of(text, 12))[0]
 
@@ -96,7 +98,7 @@ def write_chart(
     """Shares as bars from 0 to 1 with their intervals, a group for each measure; a line where guessing would be."""
     width = len(arms) * (BAR + BAR_GAP)
     left, top = 56.0, 92.0
-    wide = max(left + len(measures) * (width + GROUP), left + LETTER * len(_explained(arms)) + MARGIN)
+    wide = max(left + len(measures) * (width + GROUP), left + _width(_explained(arms)) + MARGIN)
     page = Sheet(wide, top + HEIGHT + 74)
     page.text(left, 22, "what is right, by what the generator was told", anchor="lm", size=16)
     page.text(left, 44, "means over people and their 95 % intervals; thick lines: guessing", anchor="lm", fill=FAINT)

@@ -241,8 +241,8 @@ class FrozenLanguage(nn.Module):
         return [_until(row, stops) for row in found[:, start:].tolist()]
 
     def compile_parts(self, *, always: bool) -> None:
-        """Layers as one compiled function, where gradients pass: what else is asked comes in many shapes, each of which
-        would be compiled anew. `always`, or where it is large enough to be worth the wait."""
+        """Layers as one compiled function, where prefixes learn and so gradients pass: what else is asked comes in many
+        shapes, each of which would be compiled anew. `always`, or where it is large enough to be worth the wait."""
         if self._is_compiled or getattr(self.model, "is_quantized", False) or not (always or is_large(self)):
             return
         self._is_compiled = True
@@ -269,7 +269,8 @@ class FrozenLanguage(nn.Module):
         numbers = {one.layer_idx for one in layer.modules() if isinstance(getattr(one, "layer_idx", None), int)}
         if len(numbers) != 1:
             return forward
-        (number,), fused = numbers, torch.compile(forward)
+        # For any length at once: prompts differ, and what a batch gives must not depend on which came first.
+        (number,), fused = numbers, torch.compile(forward, dynamic=True)
 
         @wraps(forward)
         def faster(*inputs: Any, prefixes: Prefixes | None = None, **options: Any) -> Any:
@@ -315,9 +316,9 @@ def _config(folder: Path) -> Any:
     for file in (path, folder / "tokenizer_config.json"):
         if file.is_file():
             read_plain(file, key=KEY)
+    config = transformers_config(folder, key=KEY, what="language model")
     import transformers
 
-    config = transformers_config(folder, key=KEY, what="language model")
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UsageError(
             f"{KEY}: {folder} holds a {config.model_type}, which says nothing; give a causal language model"

@@ -8,19 +8,19 @@ B batch   G heads of keys   S prefix tokens   Q queries   K keys
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from bottega.core.errors import UsageError
 
 NAME = "bottega_prefix"
 HALF, WIDEST = (torch.bfloat16, torch.float16), 256
 """What flash attention takes. The kernel that torch falls back to cannot be compiled in training (torch 2.11)."""
+flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
 _has_flash = False
 """Found out once, because a compiled layer cannot ask."""
 
@@ -75,9 +75,7 @@ def attend(
         prefixes.used.add(module.layer_idx)
     if prefix is not None:
         added = [_as_heads(one, key) for one in prefix]
-        is_fast = (
-            attention_mask is None and key.is_cuda and key.dtype in HALF and key.shape[-1] <= WIDEST and _has_flash
-        )
+        is_fast = attention_mask is None and _has_flash and _fits(key)
         if not is_fast:
             attention_mask = _seeing_all(added[0].shape[2], query, key, attention_mask)
         key, value = torch.cat([added[0], key], 2), torch.cat([added[1], value], 2)
@@ -86,16 +84,18 @@ def attend(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
+def _fits(key: Tensor) -> bool:
+    return key.is_cuda and key.dtype in HALF and key.shape[-1] <= WIDEST and key.shape[-1] % 8 == 0
+
+
 def causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
     """The last query sees all keys, the one before it all but one: a prefix is seen by everybody. Said so, and not as a mask,
     a GPU takes its fastest kernel. Gives [B, Q, heads, head size], as transformers wants it."""
-    from torch.nn.attention.bias import causal_lower_right  # a second of imports, for a GPU alone
-
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
-    mask = causal_lower_right(query.shape[2], key.shape[2])
-    found = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    # The operation itself, which counts from the last key: torch's name for that mask (CausalBias) cannot be compiled.
+    found = flash(query, key, value, 0.0, True, scale=scale)[0]
     return found.transpose(1, 2).contiguous()
 
 
