@@ -207,6 +207,22 @@ def test_other_keywords_of_the_same_data_are_refused(
         small_personal.train(run.parent, **how)
 
 
+def test_only_what_is_not_remembered_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+
+    def decode(self: Keyworder, wanted: dict[str, Any], *more: Any) -> dict[str, tuple[str, ...]]:
+        numbers.append(len(wanted))
+        return dict.fromkeys(wanted, ("new",))
+
+    monkeypatch.setattr(Keyworder, "_decode", decode)
+    by = Keyworder(small_personal.models()["language_model"], Keywords(), cache=tmp_path)
+    how: tuple[Any, ...] = (lambda: None, "cpu", lambda stage, done, total: None)
+    by.targets(["a star"], *how)
+    by.remembered = dict.fromkeys(by.answered, ("old",))
+    assert by.targets(["a star", "a moon"], *how) == [("old",), ("new",)]
+    assert numbers == [1, 1]
+
+
 def test_answers_are_those_of_one_precision_and_kind_of_device(tmp_path: Path) -> None:
     folder = small_personal.models()["language_model"]
     several = [Keyworder(folder, Keywords(), precision=one, cache=tmp_path) for one in ("fp32", "bf16", "fp32")]

@@ -114,6 +114,11 @@ def test_the_name_is_of_content(tmp_path: Path) -> None:
     assert prepared(b).fingerprint == first.fingerprint, "where it lies does not matter"
     assert prepared(a, image_size=SIZE * 2).fingerprint != first.fingerprint
     assert prepared(a, history_length=2).fingerprint != first.fingerprint
+    bad = [*records(), record(99, [], 3)]
+    skipped = [people(tmp_path / name, bad, "bad.jsonl") for name in ("a", "b")]
+    one, other = (prepared(path, bad_records="skip", max_bad=0.1) for path in skipped)
+    assert one.meta["bad"] == 1
+    assert one.fingerprint == other.fingerprint, "of what is left out neither"
     picture(tmp_path / "b/pictures/3.png", 99)
     assert prepared(b).fingerprint != first.fingerprint, "another picture under the same name is other data"
 

@@ -230,6 +230,19 @@ def test_shuffled_is_of_somebody_else_for_everybody(measured: tuple[Path, dict[s
     rows = [row for row in rows_of(measured[0]) if row["arm"] == "shuffled"]
     assert all(row["history_of"] != row["user"] for row in rows)
     assert sorted(row["history_of"] for row in rows) == sorted(row["user"] for row in rows)
+    own = {row["user"]: row["keywords"] for row in rows_of(measured[0]) if row["arm"] == "both"}
+    assert all(row["keywords"] == own[row["history_of"]] for row in rows), "the words that were drawn by"
+
+
+def test_as_many_people_as_can_be_are_drawn_for(tmp_path: Path) -> None:
+    """Somebody with many records must not take the place of others."""
+    people = [person(number, user=f"p{number // 4 if number < 16 else number}") for number in range(20)]
+    World(people).evaluated(tmp_path / "few", judge=Oracle(), count=8)
+    rows = [row for row in rows_of(tmp_path / "few") if row["arm"] == "none"]
+    assert len({row["user"] for row in rows}) == len(rows) == 8
+    World(people).evaluated(tmp_path / "more", judge=Oracle(), count=12)
+    rows = [row for row in rows_of(tmp_path / "more") if row["arm"] == "none"]
+    assert (len(rows), len({row["user"] for row in rows})) == (12, 8)
 
 
 def test_what_differs_is_found_and_what_does_not_is_not(measured: tuple[Path, dict[str, Any]]) -> None:

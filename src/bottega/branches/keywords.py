@@ -229,13 +229,10 @@ class Keyworder:
     ) -> list[tuple[str, ...]]:
         keys = [hashlib.sha256(ids.tobytes()).hexdigest() for ids in prompts]
         wanted = dict(zip(keys, prompts, strict=True))
-        known = dict(self.remembered)
-        if wanted.keys() - known.keys():
-            known = {**read_answers(self._file(device)), **known}
+        known = dict(self.remembered) if wanted.keys() <= self.remembered.keys() else self._known(device)
         if wanted.keys() - known.keys():
             with answering(self._file(device)):
-                # Another process may have answered them by now.
-                known = {**read_answers(self._file(device)), **self.remembered}
+                known = self._known(device)  # another process may have answered them by now
                 missing = {key: ids for key, ids in wanted.items() if key not in known}
                 if missing:
                     known |= self._decode(missing, model if hasattr(model, "decode") else model(), device, say)
@@ -299,6 +296,9 @@ class Keyworder:
             for number, token in enumerate(tokens)
             if token and ("Ċ" in token or "\n" in token or token == "<0x0A>")
         ]
+
+    def _known(self, device: Any) -> dict[str, tuple[str, ...]]:
+        return {**read_answers(self._file(device)), **self.remembered}
 
     def _file(self, device: Any) -> Path:
         """Answers of one model, as it computes there, to one way of asking; prompts are hashed as tokens, so they need not

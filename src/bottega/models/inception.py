@@ -23,7 +23,6 @@ CONVERT = (
 )
 FITS = "the weights of pytorch-fid (pt_inception-2015-12-05) fit, torchvision's own do not"
 
-FEATURES = 2048
 SIDE = 299
 
 average = partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1, count_include_pad=False)
