@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bottega import __version__
+from bottega.schema.addresses import strip_text
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "triton")
 
@@ -27,7 +28,7 @@ def describe(device: str, world: int) -> dict[str, Any]:
         "device": device,
         "world": world,
         "git": _git(),
-        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+        "command": [os.path.basename(sys.argv[0]), *map(strip_text, sys.argv[1:])],
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 

@@ -27,6 +27,7 @@ from bottega.data.source import Source
 from bottega.engines.tensors import compare, read_tensors
 from bottega.engines.torch import TorchEngine
 from bottega.models.decoder_layout import OWN, shape_from, why_own
+from bottega.schema.addresses import strip_values
 from bottega.schema.data import source_names
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe
@@ -73,7 +74,7 @@ class SavedRun:
     def examined(self, data: str | Path | None = None, *, split: str) -> tuple[dict[str, float], Rows, Source]:
         """The same, with what was found for each example, and the examples."""
         if data is not None:
-            source: Source | None = self.branch.other(str(data))
+            source: Source | None = self.branch.other(strip_values(str(data)))
         else:
             source = self.branch.test() if split == "test" else self.branch.validation()
         if source is None:

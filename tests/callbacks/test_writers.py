@@ -215,6 +215,8 @@ class Fake:
     def init(self, **options: Any) -> Fake:
         if self.broken == "init":
             raise ConnectionError("offline")
+        if self.broken == "login":
+            raise RuntimeError("No API key configured. Use `wandb login` to log in.")
         self.asked = options
         return self
 
@@ -263,6 +265,16 @@ def test_a_tracker_that_is_down_stops_nothing(monkeypatch: pytest.MonkeyPatch, b
     assert len(said) == 1
     assert "ConnectionError" in said[0]
     assert "training goes on" in said[0]
+
+
+def test_a_tracker_without_a_login_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    watcher = tracker(monkeypatch, Fake(broken="login"), said)
+    watcher.start(Progress())
+    watcher.after_step(Progress(step=1), {"loss": 1.0})
+    (line,) = said
+    assert all(remedy in line for remedy in ("wandb login", "WANDB_API_KEY", "logging.wandb.offline=true"))
+    assert "training goes on" in line
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

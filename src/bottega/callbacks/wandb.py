@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 from bottega.callbacks.tensorboard import media
 from bottega.core.callback import Callback, Progress
 from bottega.core.errors import EnvironmentProblem
+from bottega.schema.addresses import strip_text
 
 
 class WandB(Callback):
@@ -42,6 +44,8 @@ class WandB(Callback):
             import wandb
         except ImportError:
             raise EnvironmentProblem("logging.wandb needs the wandb package: pip install 'bottega[wandb]'") from None
+        typed = sys.argv
+        sys.argv = [strip_text(word) for word in typed]  # which wandb writes down
         try:
             self._run = wandb.init(
                 project=self.project,
@@ -58,7 +62,9 @@ class WandB(Callback):
             )
             self._id = self._run.id
         except Exception as error:
-            self.warn(f"wandb could not start ({type(error).__name__}); training goes on without it")
+            self.warn(f"wandb could not start ({_reason(error)}); training goes on without it")
+        finally:
+            sys.argv = typed
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
         self._log("train", progress, metrics)
@@ -97,3 +103,10 @@ class WandB(Callback):
         except Exception as error:
             self.warn(f"wandb stopped answering ({type(error).__name__}); training goes on without it")
             self._run = None
+
+
+def _reason(error: Exception) -> str:
+    """What to do where nobody is logged in; else the kind of the error alone, whose text may hold an address."""
+    if "api key" in str(error).lower() or "log in" in str(error).lower():
+        return "no login: run `wandb login`, set WANDB_API_KEY, or set logging.wandb.offline=true and sync later"
+    return type(error).__name__

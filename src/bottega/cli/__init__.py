@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from bottega import __version__
 from bottega.cli import data, insights, recipes, runs
 from bottega.core.errors import BottegaError, EnvironmentProblem, OutOfMemory, UsageError
 from bottega.data.present import finite
+from bottega.schema.addresses import strip_text
 
 HELP = """\
 usage: bottega VERB [...]            one recipe, one command; `bottega VERB --help` says more
@@ -48,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words[0], [w for w in words[1:] if w != "--debug"])
     except Exception as error:
-        if debug:
-            raise
+        if debug:  # libraries quote the address that they could not read
+            sys.stderr.write(strip_text(traceback.format_exc()))
         return _explain(error)
     except KeyboardInterrupt:
         return 130
@@ -110,5 +112,5 @@ def _explain(error: Exception) -> int:
         said = " ".join(str(error).split())
         code, text = 1, f"a bug in bottega: {type(error).__name__}: {said} (--debug shows where)"
     rank = f"rank {os.environ.get('RANK', '0')}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    sys.stderr.write(f"bottega: {rank}{text}\n")  # one write, so that ranks do not tear each other's lines
+    sys.stderr.write(strip_text(f"bottega: {rank}{text}\n"))  # one write, so that ranks do not tear each other's lines
     return code

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from bottega.core.errors import UsageError
 from bottega.schema import accelerate, bundled
+from bottega.schema.addresses import find_ambiguous, strip_text
 from bottega.schema.aliases import Bare, canonical, spell
 from bottega.schema.describe import commented_recipe, json_schema
 from bottega.schema.fields import has_key
@@ -181,6 +182,7 @@ def _command_line(overrides: Sequence[tuple[str, str, str]]) -> Layer:
 def _resolve(total: Layer, *, task: str | None, partial: bool, alone: bool = True) -> Resolved:
     flat, problems, notes = dict(total.entries), list(total.problems), list(total.notes)
     problems += _interpolations(flat)
+    problems += _ambiguous(flat)
     notes += _settle(flat)
     said = flat.pop("task", None)
     names, wrong = _task_names(said, task)
@@ -201,7 +203,7 @@ def _resolve(total: Layer, *, task: str | None, partial: bool, alone: bool = Tru
             Problem(None, "task", f"missing; the rest fits {', '.join(trial.task for trial in fitting)}", "task")
         )
     if problems:
-        raise UsageError("\n".join(dict.fromkeys(str(problem) for problem in _in_order(problems))))
+        raise UsageError(strip_text("\n".join(dict.fromkeys(str(problem) for problem in _in_order(problems)))))
     assert best.recipe is not None
     notes += _batch_note(best.recipe)
     where = {key: str(entry.where) for key, entry in flat.items()}
@@ -292,6 +294,15 @@ def _interpolations(flat: Flat) -> list[Problem]:
         for key, entry in flat.items()
         if re.search(r"\$\{[^}]*\}", str(entry.value))
     ]
+
+
+def _ambiguous(flat: Flat) -> list[Problem]:
+    """Two addresses that only a possible credential tells apart would be read as one."""
+    address = find_ambiguous({key: entry.value for key, entry in flat.items() if key.startswith("data.")})
+    if address is None:
+        return []
+    text = f"{address} is given twice, with queries that differ only in what may be a credential; copy the files first"
+    return [Problem(None, "data", text, "data")]
 
 
 def _settle(flat: Flat) -> list[str]:

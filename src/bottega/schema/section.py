@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
+
+from bottega.schema.addresses import strip_values
 
 
 class Section(BaseModel):
@@ -15,6 +17,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", populate_by_name=True, coerce_numbers_to_str=True, defer_build=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strip_credentials(cls, values: Any) -> Any:
+        """No recipe holds the credentials of an address, so nothing that is written from one does."""
+        return strip_values(values) if isinstance(values, dict) else values
 
 
 def _precision(value: Any) -> Any:

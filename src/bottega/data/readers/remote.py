@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
 from bottega.data.cache import cached, default_cache
 from bottega.data.readers.files import expanded
+from bottega.schema.addresses import strip_credentials, with_credentials
 
 # Packages, by scheme; there is no other scheme, because some of fsspec's run commands or unpack archives.
 SCHEMES = {
@@ -49,17 +50,14 @@ MAX_FILES = 1_000_000
 DATA = "data"
 
 
-def shown(address: str) -> str:
-    """An address without user, password and query, for messages and keys."""
-    parts = urlsplit(address)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
 def fetched(address: str) -> Path:
     """The copy: a file, or the folder that holds those of a folder or a pattern."""
+    address = with_credentials(address)
     scheme = address.partition("://")[0].lower()
     if scheme not in SCHEMES:
-        raise UsageError(f"{shown(address)}: addresses begin with {', '.join(f'{name}://' for name in SCHEMES)}")
+        raise UsageError(
+            f"{strip_credentials(address)}: addresses begin with {', '.join(f'{name}://' for name in SCHEMES)}"
+        )
     if scheme == "file":
         return Path(unquote(urlsplit(address).path))
     store, path = _store(address, scheme)
@@ -69,7 +67,7 @@ def fetched(address: str) -> Path:
     except BottegaError:
         raise
     except FileNotFoundError as error:
-        raise DataError(f"{shown(address)} does not exist") from error
+        raise DataError(f"{strip_credentials(address)} does not exist") from error
     except Exception as error:
         _unreachable(address, error)
     return entry if is_folder else entry / next(iter(files))
@@ -82,7 +80,7 @@ def _store(address: str, scheme: str) -> tuple[Any, str]:
         store, path = fsspec.core.url_to_fs(address)
     except ImportError as error:
         raise EnvironmentProblem(
-            f"{shown(address)}: reading {scheme}:// needs {SCHEMES[scheme]}; pip install 'bottega[cloud]'"
+            f"{strip_credentials(address)}: reading {scheme}:// needs {SCHEMES[scheme]}; pip install 'bottega[cloud]'"
         ) from error
     except Exception as error:
         _unreachable(address, error)
@@ -91,8 +89,12 @@ def _store(address: str, scheme: str) -> tuple[Any, str]:
 
 def _unreachable(address: str, error: Exception) -> NoReturn:
     # The kind of the error alone: its text may hold a signed address or a key.
+    public = strip_credentials(address)
+    # A run that goes on, or is evaluated, knows its addresses without them.
+    again = "; a signature or password is never written down, so give it again in data.train.path or --data"
     raise EnvironmentProblem(
-        f"{shown(address)} cannot be reached ({type(error).__name__}); check the network and your credentials for it"
+        f"{public} cannot be reached ({type(error).__name__}); check the network and your credentials for it"
+        f"{again if public == address and address.startswith('http') else ''}"
     ) from error
 
 
@@ -112,9 +114,11 @@ def _listed(store: Any, path: str, address: str, *, is_http: bool) -> tuple[dict
         root = path.rpartition("/")[0]
         found = {path: store.info(path)}
     if not found:
-        raise DataError(f"{shown(address)} is empty")
+        raise DataError(f"{strip_credentials(address)} is empty")
     if len(found) > MAX_FILES:
-        raise DataError(f"{shown(address)} holds {len(found):,} files, more than {MAX_FILES:,}; pack them as shards")
+        raise DataError(
+            f"{strip_credentials(address)} holds {len(found):,} files, more than {MAX_FILES:,}; pack them as shards"
+        )
     named = {_safe(name[len(root) :].removeprefix("/"), address): info for name, info in sorted(found.items())}
     return named, is_pattern or is_folder
 
@@ -123,9 +127,11 @@ def _matches(store: Any, pattern: str, address: str) -> list[tuple[str, dict[str
     try:
         matches = [(name, info) for name, info in store.glob(pattern, detail=True).items() if info["type"] == "file"]
     except ValueError as error:
-        raise UsageError(f"{shown(address)} is no valid pattern; ** stands alone between slashes") from error
+        raise UsageError(
+            f"{strip_credentials(address)} is no valid pattern; ** stands alone between slashes"
+        ) from error
     if not matches:
-        raise DataError(f"no file matches {shown(address)}")
+        raise DataError(f"no file matches {strip_credentials(address)}")
     return matches
 
 
@@ -140,13 +146,13 @@ def _common(names: list[str]) -> str:
 def _safe(name: str, address: str) -> str:
     """A name that stays below the folder it is joined to; stores take any text for a name."""
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-        raise DataError(f"{shown(address)} holds a file named {name!r}, which cannot be copied to a folder")
+        raise DataError(f"{strip_credentials(address)} holds a file named {name!r}, which cannot be copied to a folder")
     return name
 
 
 def _copied(store: Any, files: dict[str, dict[str, Any]], address: str) -> Path:
     versions = {name: _version(store, info, address) for name, info in files.items()}
-    key = hashlib.sha256(json.dumps([shown(address), versions], sort_keys=True).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps([strip_credentials(address), versions], sort_keys=True).encode()).hexdigest()[:32]
     # In a folder of its own: what the cache writes down about the entry is no data.
     return cached(default_cache() / "remote", key, lambda folder: _copy(store, files, folder / DATA, address)) / DATA
 
@@ -170,14 +176,16 @@ def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: s
         try:
             store.get_file(info["name"], str(file))
         except FileNotFoundError as error:
-            raise DataError(f"{shown(address)}: {name} does not exist any more; try again") from error
+            raise DataError(f"{strip_credentials(address)}: {name} does not exist any more; try again") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise EnvironmentProblem(
-                    f"{shown(address)} cannot be copied to {default_cache() / 'remote'}: {error.strerror}; free some "
+                    f"{strip_credentials(address)} cannot be copied to {default_cache() / 'remote'}: {error.strerror}; free some "
                     "space, or set XDG_CACHE_HOME to a folder that can be written"
                 ) from error
             _unreachable(address, error)
         size, copied = info.get("size"), file.stat().st_size
         if size is not None and copied != size:
-            raise DataError(f"{shown(address)}: {name} has {copied:,} of {size:,} bytes after copying; try again")
+            raise DataError(
+                f"{strip_credentials(address)}: {name} has {copied:,} of {size:,} bytes after copying; try again"
+            )
