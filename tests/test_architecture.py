@@ -78,3 +78,15 @@ def test_core_stays_small() -> None:
 def test_there_is_no_drawer_for_odds_and_ends() -> None:
     drawers = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
     assert not [relative(path) for path in FILES if path.name in drawers]
+
+
+def test_only_one_module_writes_to_the_terminal() -> None:
+    """It escapes what comes from outside, and outlives a console that is gone; a rich console of one's own does neither."""
+    writers = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            imported = node.module if isinstance(node, ast.ImportFrom) else ""
+            if called in ("print", "sys.stderr.write", "sys.stdout.write") or imported == "rich.console":
+                writers.append(relative(path))
+    assert set(writers) <= {"terminal.py"}, "use bottega.terminal"

@@ -18,6 +18,7 @@ from bottega.core.signals import StopSignals
 from bottega.schema import needs
 from bottega.schema.load import to_yaml
 from bottega.schema.recipe import Recipe
+from bottega.terminal import print_notice
 
 POLL, PATIENT = 0.5, 5.0
 """Seconds between two looks at a part that somebody else makes, and until the first word about it."""
@@ -42,7 +43,7 @@ def turn(run: Path, *, quiet: bool) -> Iterator[None]:
             except DirectoryInUse:
                 waited = time.monotonic() - begun
                 if waited >= due and not quiet:
-                    sys.stderr.write(f"bottega: another process is making {run}; waiting for it since {waited:.0f} s\n")
+                    print_notice(f"bottega: another process is making {run}; waiting for it since {waited:.0f} s")
                     due = waited + 60
                 time.sleep(POLL)
         yield
@@ -56,7 +57,7 @@ def _work_place(run: Path) -> RunDirectory:
 def wait_for(run: Path, is_ready: Callable[[], bool], *, name: str, quiet: bool) -> None:
     """Until rank 0 has made a part. A launcher ends everybody if it fails; if it hangs, nobody else would notice."""
     if not quiet:
-        sys.stderr.write(f"bottega: rank {os.environ['RANK']} waits for rank 0 to make needs.{name}: {run}\n")
+        print_notice(f"bottega: rank {os.environ['RANK']} waits for rank 0 to make needs.{name}: {run}")
     newest, since = 0.0, time.monotonic()
     while not is_ready():
         found = _newest(run)

@@ -23,6 +23,7 @@ from bottega.schema.media import MediaRecipe
 from bottega.schema.personalize import PersonalizeRecipe
 from bottega.schema.recipe import Recipe
 from bottega.schema.routing import RoutingRecipe
+from bottega.terminal import open_console
 
 Progress = Callable[[str, int, int], None]
 FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
@@ -96,8 +97,6 @@ def _complete(sources: list[Any], overrides: Any) -> Recipe:
 
 def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, str]]) -> dict[str, Any]:
     """What `--json` prints."""
-    from rich.console import Console
-
     from bottega.callbacks.bars import bars
 
     for kind, _ in to:
@@ -107,7 +106,7 @@ def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, s
     if out is not None:
         _check_out(out)
     begun = time.monotonic()
-    with bars(Console(stderr=True)) as say:
+    with bars(open_console()) as say:
         prepared = prepare_recipe(recipe, say)
         if out is not None:
             _copy(prepared, out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from bottega.schema.load import Resolved, check_recipe, global_batch, load_recip
 from bottega.schema.recipe import BUILT_TASKS, Recipe
 from bottega.schema.techniques import UNBUILT
 from bottega.session import Run, Session
+from bottega.terminal import open_console, print_notice
 
 if TYPE_CHECKING:
     from bottega.data.prepare.prepared import Prepared
@@ -172,7 +172,7 @@ def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool
     if data is not None and is_begun and _data_of(run) != data:
         set_aside(run, why=f"needs.{name} has learnt from other data than there is now, and is trained anew; ")
     if not quiet:
-        sys.stderr.write(f"bottega: needs.{name} is trained first: {run}\n")
+        print_notice(f"bottega: needs.{name} is trained first: {run}")
     recipe = _fitted(recipe, run, name=name, quiet=quiet)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         train_apart(recipe, run, name=name, quiet=quiet, allow_data_change=allow_data_change)
@@ -193,9 +193,9 @@ def _fitted(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Recipe:
         return recipe
     size = 1 << (there // passes).bit_length() - 1
     if not quiet:
-        sys.stderr.write(
+        print_notice(
             f"bottega: needs.{name}: training.batch_size is {size} instead of {recipe.training.batch_size}: "
-            f"there are {there:,} samples to learn from\n"
+            f"there are {there:,} samples to learn from"
         )
     training = recipe.training.model_copy(update={"batch_size": size})
     return recipe.model_copy(update={"training": training, "name": run.name})
@@ -227,15 +227,13 @@ def _prepared_now(recipe: Recipe, *, quiet: bool) -> Prepared | None:
 
     None where its tokens are those of a part that may not be there yet.
     """
-    from rich.console import Console
-
     from bottega.callbacks.bars import bars
 
     if str(getattr(recipe.model, "from_", None)).startswith(needs.PREFIX):
         return None
     if getattr(recipe.data, "latents", False):  # which an autoencoder computes
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"latents": False})})
-    with bars(Console(stderr=True, quiet=quiet)) as say:
+    with bars(open_console(quiet=quiet)) as say:
         return prepare_recipe(recipe, say)
 
 
@@ -266,4 +264,4 @@ def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
         number += 1
     with Lock(RunDirectory(path)):
         os.rename(path, other)
-    sys.stderr.write(f"bottega: {why}the old {what} kept as {other}\n")
+    print_notice(f"bottega: {why}the old {what} kept as {other}")

@@ -10,12 +10,12 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from bottega.core.errors import EnvironmentProblem
+from bottega.terminal import print_notice
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.S)
 _BULLET = re.compile(r"^\s*(?:[-*+•·–—>]+\s|[•·]|\(?\d{1,2}[.)]\s)\s*")
@@ -107,7 +107,7 @@ def answering(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            sys.stderr.write("bottega: another process asks this language model for keywords; waiting for it\n")
+            print_notice("bottega: another process asks this language model for keywords; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -6,20 +6,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from bottega.core.callback import Callback, Progress
+from bottega.terminal import ConsoleStream, escape_controls, open_console
 
 DROPPED = 0.1
 """The share of choices without room in their expert from which on a person is warned."""
 
 
 class Console(Callback):
-    """Speaks on standard error, so that standard output stays free for results and --json."""
+    """Speaks on standard error, so that standard output stays free for results and --json.
+
+    A terminal that is gone, a closed pipe or a full disk must not end a training: log.txt says so once, and the run goes on.
+    """
 
     name = "console"
 
@@ -29,25 +32,33 @@ class Console(Callback):
         self.unit, self.log = unit, log
         self.headline: tuple[str, ...] | None = None
         """Of an evaluation, the measures that are shown; None is all."""
-        self.rich = RichConsole(stderr=True, highlight=False, quiet=quiet)
+        self.rich = open_console(quiet=quiet)
         # Where only warnings are wanted they need a console of their own; elsewhere they share one, for the live line.
-        self._loud = RichConsole(stderr=True, highlight=False) if quiet and warnings else self.rich
+        self._loud = open_console() if quiet and warnings else self.rich
         self._live: Live | None = None
         self._seconds: float | None = None
         self._has_warned = False
+        self._is_unwritable = False
 
     def say(self, text: str, *, style: str = "") -> None:
-        self.rich.print(Text(text, style=style), soft_wrap=True)
+        self._print(self.rich, text, style=style)
         self._keep(text)
 
     def warn(self, text: str) -> None:
         line = f"warning: {text}"
-        self._loud.print(Text(line, style="yellow"), soft_wrap=True)
+        self._print(self._loud, line, style="yellow")
         self._keep(line)
+
+    def _print(self, console: Any, text: str, *, style: str = "") -> None:
+        console.print(Text(escape_controls(text), style=style), soft_wrap=True)
+        stream = console.file
+        if isinstance(stream, ConsoleStream) and stream.error is not None and not self._is_unwritable:
+            self._is_unwritable = True
+            self._keep(f"warning: standard error cannot be written ({stream.error.strerror}); training goes on")
 
     def start(self, progress: Progress) -> None:
         if self.rich.is_terminal and not self.rich.quiet:
-            self._live = Live(console=self.rich, refresh_per_second=4, transient=True)
+            self._live = Live(console=self.rich, refresh_per_second=4, transient=True, redirect_stdout=False)
             self._live.start()
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
@@ -59,7 +70,7 @@ class Console(Callback):
         if self._live is not None:
             self._live.update(self._line(progress, parts))
         else:
-            self.rich.print(Text("  ".join(parts)), soft_wrap=True)
+            self._print(self.rich, "  ".join(parts))
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in self.chosen(metrics).items())
@@ -123,7 +134,7 @@ class Console(Callback):
             return
         try:
             with open(self.log, "a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {escape_controls(text)}\n")
         except OSError:
             self.log = None
 

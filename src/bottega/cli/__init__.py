@@ -15,6 +15,7 @@ from bottega.cli import data, insights, recipes, runs
 from bottega.core.errors import BottegaError, EnvironmentProblem, OutOfMemory, UsageError
 from bottega.data.present import finite
 from bottega.schema.addresses import strip_text
+from bottega.terminal import ReaderGone, drop_unwritable_output, print_notice, print_result, reserve_standard_files
 
 HELP = """\
 usage: bottega VERB [...]            one recipe, one command; `bottega VERB --help` says more
@@ -38,23 +39,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    reserve_standard_files()
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        table = "\n".join(f"  {name:<15}{verb.says}" for name, verb in VERBS.items())
-        print(HELP.format(verbs=table))
-        return 0
-    if words[0] in ("-V", "--version"):
-        print(f"bottega {__version__}")
-        return 0
-    debug = "--debug" in words
     try:
-        return _dispatch(words[0], [w for w in words[1:] if w != "--debug"])
+        return _answer(words)
+    except ReaderGone:
+        return 0
     except Exception as error:
-        if debug:  # libraries quote the address that they could not read
-            sys.stderr.write(strip_text(traceback.format_exc()))
+        if "--debug" in words:  # libraries quote the address that they could not read
+            print_notice(strip_text(traceback.format_exc()))
         return _explain(error)
     except KeyboardInterrupt:
         return 130
+    finally:
+        drop_unwritable_output()
+
+
+def _answer(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        table = "\n".join(f"  {name:<15}{verb.says}" for name, verb in VERBS.items())
+        print_result(HELP.format(verbs=table))
+        return 0
+    if words[0] in ("-V", "--version"):
+        print_result(f"bottega {__version__}")
+        return 0
+    return _dispatch(words[0], [w for w in words[1:] if w != "--debug"])
 
 
 def _dispatch(name: str, words: list[str]) -> int:
@@ -70,7 +79,8 @@ def _dispatch(name: str, words: list[str]) -> int:
     arguments, rest = parser.parse_known_args(_joined(parser, words))
     result = verb.run(arguments, rest)
     if arguments.json and int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps(finite(result if result is not None else {}), default=str))
+        text = json.dumps(finite(result if result is not None else {}), default=str)
+        print_result(text.replace("\x7f", "\\u007f"))  # the one control that JSON leaves as it is
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
 
 
@@ -99,9 +109,6 @@ def _explain(error: Exception) -> int:
         code, text = error.code, str(error)
     elif isinstance(error, MemoryError):
         code, text = OutOfMemory.code, "out of memory on the host; lower training.batch_size or use a smaller model"
-    elif isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
     elif isinstance(error, OSError) and error.errno is not None:
         where = f"{error.filename}: " if error.filename is not None else ""
         code, text = EnvironmentProblem.code, f"{where}{error.strerror}"
@@ -112,5 +119,5 @@ def _explain(error: Exception) -> int:
         said = " ".join(str(error).split())
         code, text = 1, f"a bug in bottega: {type(error).__name__}: {said} (--debug shows where)"
     rank = f"rank {os.environ.get('RANK', '0')}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    sys.stderr.write(strip_text(f"bottega: {rank}{text}\n"))  # one write, so that ranks do not tear each other's lines
+    print_notice(strip_text(f"bottega: {rank}{text}"))
     return code

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.cli.verb import Verb
+from bottega.terminal import print_result
 
 
 def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def _prepare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     to = [(kind, folder) for kind, folder in arguments.to]
     result = prepare_command(rest, out=Path(arguments.out) if arguments.out else None, to=to)
     if not arguments.json:
-        print(show(result))
+        print_result(show(result))
     return result
 
 
@@ -43,7 +44,7 @@ def _data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
     report = data_command(rest, examples=arguments.examples, out=Path(arguments.out or "data-report"))
     if not arguments.json:
-        print(show(report))
+        print_result(show(report))
     return report
 
 

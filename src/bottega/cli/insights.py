@@ -8,6 +8,7 @@ from typing import Any
 
 from bottega.cli.verb import Verb, no_arguments, no_more, words_of
 from bottega.core.errors import UsageError
+from bottega.terminal import print_result
 
 
 def _doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def _doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     no_more(rest)
     report = examine()
     if not arguments.json:
-        print(show(report))
+        print_result(show(report))
     return report
 
 
@@ -30,7 +31,7 @@ def _inspect(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
     report = inspect(arguments.what, rest)
     if not arguments.json:
-        print(show(report))
+        print_result(show(report))
     return report
 
 
@@ -46,7 +47,7 @@ def _ledger(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     no_more(rest)
     report = ledger(Path(arguments.run), step=arguments.step, replay=arguments.replay)
     if not arguments.json:
-        print(show(report))
+        print_result(show(report))
     return report
 
 
@@ -85,7 +86,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         draw(report, out)
         report["picture"] = str(out)
     if not arguments.json:
-        print(show(report))
+        print_result(show(report))
     return report
 
 
@@ -124,7 +125,7 @@ def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         quiet=arguments.quiet,
     )
     if not arguments.json:
-        print(show(report))
+        print_result(show(report))
     return report
 
 
@@ -154,7 +155,7 @@ def _lr_find(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         quiet=arguments.json,
     )
     if not arguments.json and "picture" in report:
-        print(show(report))
+        print_result(show(report))
     return report
 
 

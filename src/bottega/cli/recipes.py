@@ -9,6 +9,7 @@ from typing import Any
 
 from bottega.cli.verb import Verb, no_arguments, no_more
 from bottega.core.errors import UsageError
+from bottega.terminal import print_result
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
         report = plan_memory(rest, quiet=arguments.json)
         if not arguments.json:
-            print(show(report))
+            print_result(show(report))
         return report
     if not arguments.check:
         raise UsageError("bottega plan: say --check, which validates and prints what would run, or --memory")
@@ -43,7 +44,7 @@ def _recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     rows = [{"name": name, "task": task, "about": about} for name, task, about in bundled_recipes()]
     if not arguments.json:
         for row in rows:
-            print(f"{row['name']:<28}{row['about']}")
+            print_result(f"{row['name']:<28}{row['about']}")
     return {"recipes": rows}
 
 
@@ -53,7 +54,7 @@ def _schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     no_more(rest)
     schema = json_schema()
     if not arguments.json:
-        print(json.dumps(schema, indent=2))
+        print_result(json.dumps(schema, indent=2))
     return schema
 
 
@@ -67,7 +68,7 @@ def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     no_more(rest)
     text = commented_recipe(arguments.task)
     if not arguments.json:
-        print(text, end="")
+        print_result(text, end="")
     return {"recipe": text}
 
 
@@ -92,7 +93,7 @@ def _import(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     out = Path(arguments.out) if arguments.out else None
     found = import_file(Path(arguments.file), out=out, kind=arguments.kind)
     if not arguments.json:
-        print(show(found))
+        print_result(show(found))
     return found
 
 

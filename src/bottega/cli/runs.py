@@ -10,6 +10,7 @@ from typing import Any
 
 from bottega.cli.verb import Verb, no_more, words_of
 from bottega.core.errors import UsageError
+from bottega.terminal import ResultStream, open_console, print_notice, print_result
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def _say_what_predicts(run: Path) -> None:
 
     command = example(run)
     if command is not None:
-        sys.stderr.write(f"{'':<7}{command}\n")
+        print_notice(f"{'':<7}{command}")
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +97,7 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         out=Path(arguments.output_dir) if arguments.output_dir else None,
     )
     if not arguments.json:
-        print(show(result))
+        print_result(show(result))
     return result
 
 
@@ -154,8 +155,6 @@ ASKED = (
 
 
 def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from rich.console import Console
-
     from bottega.callbacks.bars import bars
     from bottega.saved import open_run
 
@@ -167,12 +166,12 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         saved.branch.check_out(out)
     # A text is read while it is written, and a bar would write over it.
     quiet = arguments.json or "max_tokens" in saved.branch.requests
-    with bars(Console(stderr=True, quiet=quiet), in_bytes=False) as say:
-        made = saved.answer(asked, stream=None if arguments.json else sys.stdout, say=say)
+    with bars(open_console(quiet=quiet), in_bytes=False) as say:
+        made = saved.answer(asked, stream=None if arguments.json else ResultStream(), say=say)
     result = saved.branch.present(made, out, run=saved.directory.path, **asked)
     if not arguments.json:
         for line in (*result.get("files", ()), *result.get("notes", ())):
-            print(line)
+            print_result(line)
     return result
 
 
@@ -189,9 +188,9 @@ def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     folder = saved.export(arguments.out or None)
     notes = notes_on(folder)
     if not arguments.json:
-        print(f"exported {saved.checkpoint.name} to {folder}")
+        print_result(f"exported {saved.checkpoint.name} to {folder}")
         for note in notes:
-            print(note)
+            print_result(note)
     return {"folder": str(folder), **({"notes": notes} if notes else {})}
 
 
@@ -219,7 +218,7 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if arguments.out:
         write(rows, Path(arguments.out))
     if not arguments.json:
-        print(
+        print_result(
             show(rows) if not arguments.out else f"{len(rows)} {'rows' if arguments.data else 'texts'}: {arguments.out}"
         )
     return {"predictions": rows}

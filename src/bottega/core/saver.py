@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
 from bottega.core.errors import BottegaError, EnvironmentProblem
+from bottega.terminal import print_notice
 
 PATIENCE = 3
 """Failed saves in a row before the run gives up: a full disk is often emptied by somebody, but not for ever."""
@@ -135,6 +135,6 @@ def preflight(folder: Path, *, size: int, keep: int) -> None:
             f"cannot write {folder}: a checkpoint needs {size:,} bytes twice while it is replaced, {free:,} bytes free"
         )
     if size * (keep + 1) > free + held:
-        sys.stderr.write(
-            f"bottega: {keep} checkpoints of {size:,} bytes will not fit in the {free:,} bytes free; lower checkpoint.keep\n"
+        print_notice(
+            f"bottega: {keep} checkpoints of {size:,} bytes will not fit in the {free:,} bytes free; lower checkpoint.keep"
         )

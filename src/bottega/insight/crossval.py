@@ -30,6 +30,7 @@ from bottega.run import refuse_unbuilt, set_aside
 from bottega.schema.data import Splitting
 from bottega.schema.load import load_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import Recipe
+from bottega.terminal import escape_controls, open_console
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,7 +90,6 @@ def cross_validate(
     fresh: bool,
     quiet: bool,
 ) -> dict[str, Any]:
-    from rich.console import Console
 
     from bottega.callbacks.bars import bars
 
@@ -107,10 +107,10 @@ def cross_validate(
     if fresh and root.path.exists():
         set_aside(root.path, what="folds are")
     root.create()
-    console = Console(stderr=True, quiet=quiet, highlight=False)
+    console = open_console(quiet=quiet)
 
     def say(text: str) -> None:
-        console.print(text, soft_wrap=True, markup=False)
+        console.print(escape_controls(text), soft_wrap=True, markup=False)
 
     with Lock(root):
         check_same_recipe(root, planned)

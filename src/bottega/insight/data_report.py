@@ -20,6 +20,7 @@ from bottega.data.samples import picture
 from bottega.data.shards import Table
 from bottega.preparation import counted, prepare_recipe, read_recipe, rules_shown, summary, train_first
 from bottega.schema.data import Source
+from bottega.terminal import open_console
 
 # What a sample is and how long it is, by task: the column, and its unit.
 CONTENT = {
@@ -42,12 +43,10 @@ TASK_OF_KIND = {"images": "image", "audio": "audio", "video": "video", "idx": "i
 
 
 def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any]:
-    from rich.console import Console
-
     from bottega.callbacks.bars import bars
 
     recipe = read_recipe(_with_task(words), verb="data")
-    with bars(Console(stderr=True)) as say:
+    with bars(open_console()) as say:
         prepared = prepare_recipe(recipe, say)
         report = describe(prepared)
         report["examples"] = _examples(prepared, examples)

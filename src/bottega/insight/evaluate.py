@@ -11,6 +11,7 @@ from bottega.core.errors import UsageError
 from bottega.data.present import finite, whole, writing
 from bottega.data.source import Source
 from bottega.saved import SavedRun, open_run, without_dashes
+from bottega.terminal import open_console
 
 UNDEFINED = {
     "nearest_ratio": "is left out: half or more of the held-out samples are training samples, at a distance of 0",
@@ -122,13 +123,11 @@ def _beside_real(
     saved: SavedRun, result: dict[str, Any], *, inception: str | Path | None, quiet: bool, **options: Any
 ) -> dict[str, Any]:
     """What a generator draws, beside real data."""
-    from rich.console import Console
-
     from bottega.callbacks.bars import bars
     from bottega.insight.scores import score
 
     weights = Path(inception) if inception is not None else None
-    with bars(Console(stderr=True, quiet=quiet), in_bytes=False) as say:
+    with bars(open_console(quiet=quiet), in_bytes=False) as say:
         scores = score(saved, **options, inception=weights, say=say, quiet=quiet)
     result["metrics"] = {**result["metrics"], **scores.generated}
     result["real"] = scores.real
@@ -145,14 +144,12 @@ def _over_people(
     saved: SavedRun, source: Source, result: dict[str, Any], *, is_own: bool, out: Path, quiet: bool, **options: Any
 ) -> dict[str, Any]:
     """The arms; the metrics of the run are those of the whole method."""
-    from rich.console import Console
-
     from bottega.callbacks.bars import bars
     from bottega.insight.personal import evaluate_people
     from bottega.insight.personal_studio import studio_of
 
     with (
-        bars(Console(stderr=True, quiet=quiet), in_bytes=False) as say,
+        bars(open_console(quiet=quiet), in_bytes=False) as say,
         studio_of(saved, source, is_own=is_own) as studio,
     ):
         found = evaluate_people(studio, **options, out=out, say=say)

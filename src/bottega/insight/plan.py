@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from bottega.core.errors import UsageError
@@ -11,6 +10,7 @@ from bottega.schema.load import check_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import BUILT_TASKS, Recipe
 from bottega.schema.techniques import UNBUILT
 from bottega.schema.together import absent
+from bottega.terminal import print_notice, print_result
 
 
 def check(words: list[str], *, show: bool) -> dict[str, Any]:
@@ -24,13 +24,11 @@ def check(words: list[str], *, show: bool) -> dict[str, Any]:
         needs.check(resolved.recipe)
     if show:
         for note in resolved.notes:
-            sys.stderr.write(f"bottega: {note}\n")
-        sys.stdout.write(to_yaml(resolved.recipe))
-        sys.stderr.write(
-            f"bottega: {_story(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}\n"
-        )
+            print_notice(f"bottega: {note}")
+        print_result(to_yaml(resolved.recipe), end="")
+        print_notice(f"bottega: {_story(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}")
         for line in _methods(resolved.recipe):
-            sys.stderr.write(f"bottega: {line}\n")
+            print_notice(f"bottega: {line}")
     return {"valid": True, "tasks": tasks, "notes": list(resolved.notes), "recipe": resolved.recipe.plain()}
 
 

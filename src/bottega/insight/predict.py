@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +24,7 @@ from bottega.schema.load import load_recipe
 from bottega.schema.multitask import MultitaskRecipe
 from bottega.schema.routing import RoutingRecipe
 from bottega.tasks.multitask import whole as whole_part
+from bottega.terminal import print_notice
 
 THRESHOLD = 0.5
 """Where a text may have several classes: those that are more likely than not."""
@@ -65,7 +65,7 @@ def predict(
         chances = branch.predict(own, texts, device=saved.engine.device)
     cut, limit = branch.num_cut(texts)
     if cut:
-        sys.stderr.write(f"{cut:,} of {len(texts):,} texts are cut at {limit} tokens, which is what the run reads\n")
+        print_notice(f"{cut:,} of {len(texts):,} texts are cut at {limit} tokens, which is what the run reads")
     names = branch.classes.names
     rows: list[dict[str, Any]] = []
     for text, row in zip(texts, chances.tolist(), strict=True):

@@ -17,6 +17,7 @@ from typing import Any
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError
 from bottega.core.rundir import RunDirectory, read_metrics
+from bottega.terminal import print_notice
 
 SPEED = ("samples_per_second", "units_per_second", "data_wait", "step_seconds")
 MACHINE = ("cpu_percent", "ram_gib", "disk_free_gib", "gpu_memory_gib", "gpu_percent")
@@ -29,7 +30,7 @@ def verify(words: list[str], *, steps: int, kills: int, show: bool) -> dict[str,
 
     def say(text: str) -> None:
         if show:
-            sys.stderr.write(f"bottega: {text}\n")
+            print_notice(f"bottega: {text}")
 
     with tempfile.TemporaryDirectory(prefix="bottega-verify-") as folder:
         every = max(1, steps // 6)

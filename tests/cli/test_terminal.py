@@ -1,0 +1,129 @@
+"""Every verb on a pseudo-terminal: a person sees its answer, and nothing that comes from outside is obeyed by the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bottega
+import small_run
+import small_texts
+from bottega import cli
+from pseudo_terminal import run_on_terminal
+
+TITLE = "\x1b]0;owned\x07"
+"""Sets the title of a window; with 52 in place of 0 it would be the clipboard."""
+HOSTILE = f"{TITLE}\x9b31m\u202e"
+
+
+class Place:
+    """Runs, data and recipes for all verbs, whose names and contents hold escape codes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / f"in{TITLE}out"
+        self.folder.mkdir()
+        self.text = self.folder / f"text{TITLE}.txt"
+        line = f"alpha beta {HOSTILE} gamma delta\n"
+        self.text.write_text(line * 120, encoding="utf-8")
+        self.language = small_run.train(self.folder, self.text, name="language").path
+        rows = [{**row, "label": row["label"] + TITLE, "text": row["text"] + TITLE} for row in small_texts.rows()]
+        self.table = self.folder / f"table{TITLE}.jsonl"
+        self.table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.classify = self._classify("one")
+        self.other = self._classify("two", seed=1)
+
+    def classify_settings(self, **changes: Any) -> dict[str, Any]:
+        own = small_texts.settings(self.folder, **{"data.train.path": str(self.table), "data.train.label": "label"})
+        return {**own, **changes}
+
+    def _classify(self, name: str, **changes: Any) -> Path:
+        run = bottega.train("classify", self.classify_settings(name=name, **changes)).path
+        bottega.evaluate(run, out=run / "results")
+        return run
+
+    def keys(self, settings: dict[str, Any]) -> list[str]:
+        return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+
+    def crossval(self) -> list[str]:
+        few = {"training.max_steps": 2, "evaluation.every": 2, "data.validation": None, "name": "folds"}
+        return ["crossval", "classify", *self.keys(self.classify_settings(**few)), "--folds", "2"]
+
+    def foreign(self) -> str:
+        path = self.folder / "axolotl.yml"
+        path.write_text("base_model: gpt2\nsequence_len: 64\nlearning_rate: 0.001\nmicro_batch_size: 2\nmax_steps: 3\n")
+        return str(path)
+
+    def train(self) -> list[str]:
+        return small_run.words(self.folder, self.text, name="again", **{"samples.every": 8})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("terminal"))
+
+
+FEW = ("training.max_steps=2", "checkpoint.every=1", "evaluation.every=1")
+CASES: dict[str, Any] = {
+    "train": (lambda p: p.train(), ["step 8  validation", "next:  bottega generate"]),
+    "evaluate": (lambda p: ["evaluate", p.classify], ["accuracy", "loss"]),
+    "generate": (
+        lambda p: ["generate", p.language, "--prompt", f"alpha{HOSTILE}", "--max_tokens=8"],
+        ["alpha\\x1b]0;owned"],
+    ),
+    "predict": (lambda p: ["predict", p.classify, f"salt and onion{HOSTILE}"], ["salt and onion"]),
+    "export": (lambda p: ["export", p.language, "--out", p.folder / f"export{TITLE}"], ["exported step-00000008 to"]),
+    "prepare": (lambda p: ["prepare", "language", f"data.train.path={p.text}"], ["train", "shards"]),
+    "data": (lambda p: ["data", p.table, "--out", p.folder / "report"], ["rows", "cook"]),
+    "plan": (
+        lambda p: ["plan", "language", f"data.train.path={p.text}", "--check"],
+        ["valid; language"],
+    ),
+    "recipes": (lambda p: ["recipes"], ["language/shakespeare"]),
+    "schema": (lambda p: ["schema"], ['"$defs"']),
+    "init": (lambda p: ["init"], ["task: language"]),
+    "import": (lambda p: ["import", p.foreign(), "--out", p.folder / f"recipe{TITLE}.yaml"], ["learning_rate"]),
+    "doctor": (lambda p: ["doctor"], ["torch"]),
+    "inspect": (lambda p: ["inspect", p.language], ["parameters"]),
+    "ledger": (lambda p: ["ledger", p.language, "--step", "1"], ["step 1: samples"]),
+    "verify-resume": (
+        lambda p: ["verify-resume", *small_run.words(p.folder, p.text)[1:], "--steps", "4", "--kills", "1"],
+        ["equal bit for bit"],
+    ),
+    "crossval": (lambda p: p.crossval(), ["fold-0", "accuracy"]),
+    "compare": (lambda p: ["compare", p.classify, p.other], ["A", "B"]),
+    "lr-find": (
+        lambda p: ["lr-find", *small_run.words(p.folder, p.text)[1:], "--steps", "10", "--out", p.folder / "found"],
+        ["lr-find.png"],
+    ),
+}
+"""For each verb its arguments, and what of its answer must be on the screen at the end."""
+
+
+def test_every_verb_has_a_case() -> None:
+    assert set(CASES) == set(cli.VERBS), "a new verb needs a look at what a person sees of it"
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_a_person_sees_the_answer(place: Place, verb: str) -> None:
+    words, expected = CASES[verb]
+    shown = run_on_terminal([str(word) for word in words(place)], cwd=place.folder)
+    assert shown.code == 0, shown.raw
+    for text in expected:
+        assert text in shown.screen, shown.raw
+    assert shown.commands == [], shown.raw
+
+
+@pytest.mark.parametrize("word", [HOSTILE, f"--{HOSTILE}=1", f"{HOSTILE}=1", f"training.{HOSTILE}=2"])
+@pytest.mark.parametrize("verb", [*cli.VERBS, f"no{HOSTILE}verb"])
+def test_what_is_refused_is_named_without_its_escape_codes(
+    verb: str, word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = cli.main([verb, word])
+    found = capsys.readouterr()
+    assert code == 2, found
+    for sign in HOSTILE:
+        assert sign.isprintable() or sign not in found.out + found.err
