@@ -85,7 +85,7 @@ def bottega(
         env=environment(**(env or {})),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=False,
         **options,
     )
@@ -126,14 +126,14 @@ class Running:
         return self.metrics.exists() and self.metrics.read_text().count("\n") >= steps
 
     def until(self, steps: int) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not self.has(steps):
             assert time.monotonic() < deadline, "it does not begin"
             time.sleep(0.02)
 
     def end(self) -> tuple[int, str]:
         try:
-            _, err = self.process.communicate(timeout=30)
+            _, err = self.process.communicate(timeout=200)
         finally:
             self.process.kill()
         return self.process.returncode, err

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -312,26 +314,43 @@ def test_a_real_part_in_a_group(tmp_path: Path, group: pytest.MonkeyPatch, capfd
     assert (part / "final" / "README.md").is_file()
 
 
+class Clock:
+    """In place of the module `time`: its hours pass at once, and something may happen in them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.on_sleep: Callable[[float], None] = lambda now: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.on_sleep(self.now)
+
+
 def test_the_other_ranks_say_what_they_wait_for_and_give_up(
     folder: Path, group: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group.setenv("RANK", "1")
-    group.setattr(parts, "POLL", 0.05)
-    group.setattr(parts, "STALLED", 0.4)
+    clock = Clock()
+    group.setattr(parts, "time", clock)
     part = the_part(folder)
     hidden = part / "hidden"
     (part / "final").rename(hidden)
 
-    def later() -> None:
-        for count in range(12):  # longer than anybody waits for nothing
-            (part / f"log-{count}").write_text("")
-            time.sleep(0.1)
-        hidden.rename(part / "final")
+    def work(now: float) -> None:
+        """What rank 0 does: a file every quarter of the time that nobody waits for nothing, and then the part."""
+        if now % (parts.STALLED / 4) == 0:
+            log = part / f"log-{now}"
+            log.write_text("")
+            os.utime(log, (log.stat().st_mtime + now,) * 2)
+        if now == 3 * parts.STALLED:
+            hidden.rename(part / "final")
 
-    other = threading.Thread(target=later)
-    other.start()
+    clock.on_sleep = work
     assert run.part(recipe(folder), "vae", quiet=False) == part
-    other.join()
+    clock.on_sleep = lambda now: None
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"rank 1 waits for rank 0 to make needs.vae: {part}" in said
@@ -347,8 +366,16 @@ def test_the_other_ranks_say_what_they_wait_for_and_give_up(
 def test_the_second_waits_for_the_first_and_takes_what_it_made(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(parts, "POLL", 0.05)
-    monkeypatch.setattr(parts, "PATIENT", 0.2)
+    clock, has_waited = Clock(), threading.Event()
+
+    def wait(now: float) -> None:
+        if now > 50:
+            has_waited.set()
+            clock.now = now - parts.POLL  # and there the clock stands still
+            time.sleep(0.01)
+
+    clock.on_sleep = wait
+    monkeypatch.setattr(parts, "time", clock)
     part = the_part(folder)
     (part / "final").rename(part / "hidden")
 
@@ -360,10 +387,10 @@ def test_the_second_waits_for_the_first_and_takes_what_it_made(
     with parts.turn(part, quiet=True):
         second = threading.Thread(target=lambda: found.append(run.part(recipe(folder), "vae", quiet=False)))
         second.start()
-        time.sleep(0.6)
+        assert has_waited.wait(100)
         assert second.is_alive()
         (part / "hidden").rename(part / "final")
-    second.join(10)
+    second.join(100)
     assert found == [part]
     said = capsys.readouterr().err
     assert said.count(f"another process is making {part}") == 1, "once a minute"

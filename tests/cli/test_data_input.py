@@ -17,7 +17,7 @@ import tarfile
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -645,6 +645,26 @@ def prepared(folder: Path) -> dict[str, bytes | None]:
     return {name: raw for name, raw in listing(entry).items() if name != "MANIFEST.json"}
 
 
+# Python runs this at the start of the command and of its workers: the jobs that are named wait to be stopped.
+HOLD = """
+import os, threading
+from bottega.data.prepare import jobs
+call = jobs.Jobs.__call__
+def hold(self, number):
+    if str(number) in os.environ["HOLD_JOBS"].split():
+        threading.Event().wait()
+    return call(self, number)
+jobs.Jobs.__call__ = hold
+"""
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 200  # ends a test that hangs
+    while not is_so():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.01)
+
+
 def test_an_interrupted_and_a_killed_preparation_go_on(
     say: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -653,20 +673,26 @@ def test_an_interrupted_and_a_killed_preparation_go_on(
     path = put(tmp_path / "rows.jsonl", line * (26_000_000 // len(line)))
     words = command(["prepare", "language", "--data", str(path), BYTES, "data.validation=null"])
     cache = tmp_path / "cache"
+    put(tmp_path / "hold" / "sitecustomize.py", HOLD)
     env = environment(XDG_CACHE_HOME=str(cache))
-    for number, code, parts in ((signal.SIGINT, 130, 1), (signal.SIGKILL, -9, 2)):
-        process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, process_group=0)
-        deadline = time.monotonic() + 60
-        while len(list(cache.glob("bottega/*.tmp/parts/[0-9]*"))) < parts:
-            assert process.poll() is None, "it was done before it could be stopped"
-            assert time.monotonic() < deadline, "it does not begin"
-            time.sleep(0.002)
+    env["PYTHONPATH"] = f"{tmp_path / 'hold'}{os.pathsep}{env['PYTHONPATH']}"
+
+    def parts() -> list[str]:
+        return sorted(part.name for part in cache.glob("bottega/*.tmp/parts/[0-9]*"))
+
+    for number, code, held, done in (
+        (signal.SIGINT, 130, "1 2 3", ["000000"]),
+        (signal.SIGKILL, -9, "3", ["000000", "000001", "000002"]),
+    ):
+        process = subprocess.Popen(
+            words, env={**env, "HOLD_JOBS": held}, stderr=subprocess.PIPE, text=True, process_group=0
+        )
+        until(lambda done=done, process=process: parts() == done or process.poll() is not None)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=200)
         assert (process.returncode, err) == (code, "")
-        time.sleep(0.5)
-        assert [child for child in children if is_running(child)] == []
+        until(lambda children=children: not any(map(is_running, children)))
     done = bottega(words[3:], env={"XDG_CACHE_HOME": str(cache)})
     assert (done.returncode, done.stderr) == (0, "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))

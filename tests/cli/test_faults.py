@@ -45,7 +45,7 @@ def kill_at(moment: str, process: subprocess.Popen[str], run: Path, rng: random.
             or (moment == "rotate" and any(name.startswith(".trash-") for name in names))
         ):
             break
-        assert time.monotonic() - began < 60, f"the moment {moment!r} does not come"
+        assert time.monotonic() - began < 200, f"the moment {moment!r} does not come"
     lived = process.poll() is None
     process.kill()
     process.communicate()
@@ -164,7 +164,7 @@ def test_a_full_disk_ends_the_run_with_code_5_and_the_older_checkpoint_stands(
     while process.poll() is None and steps_logged(run)[-1] < 4:
         time.sleep(0.01)
     fill(small_disk / "somebody else's")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 5, err
     assert f"bottega: cannot write {run / 'checkpoints'}: the disk is full: needs 5" in err
     assert re.search(r"needs [\d,]+ bytes, [\d,]+ bytes free", err)
@@ -192,7 +192,7 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path, text_file: Path) -> Non
             for child in psutil.Process(process.pid).children():
                 child.kill()
                 killed += 1
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert killed == 2
     assert different(tensors(straight), tensors(tmp_path / "w")) == []

@@ -89,7 +89,7 @@ def test_no_worker_outlives_the_run(stopped: dict[str, tuple[int, str, Path]], t
     assert len(children) == 2
     run.process.send_signal(signal.SIGINT)
     assert run.end()[0] == 130
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=100)
     assert alive == []
 
 

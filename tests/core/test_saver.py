@@ -26,7 +26,7 @@ class Fixed(Snapshot):
 
     def files(self) -> Mapping[str, Tensors]:
         if self.go is not None:
-            assert self.go.wait(10)
+            assert self.go.wait(100)
         return {"model.safetensors": {"w": np.full(8, self.value, np.float32)}}
 
 

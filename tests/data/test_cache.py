@@ -135,7 +135,7 @@ def start(tmp_path: Path, end: str) -> subprocess.Popen[str]:
 
 
 def test_processes_at_once_make_it_once_and_all_have_it(tmp_path: Path) -> None:
-    outputs = [process.communicate(timeout=20)[0] for process in [start(tmp_path, "live") for _ in range(3)]]
+    outputs = [process.communicate(timeout=100)[0] for process in [start(tmp_path, "live") for _ in range(3)]]
     assert outputs == ["0123456789\n"] * 3
     assert (tmp_path / "log").read_text() == "built\n"
 
@@ -145,7 +145,7 @@ def test_a_builder_that_is_killed_is_followed_by_the_next(tmp_path: Path) -> Non
     while not (tmp_path / "log").exists():  # it holds the lock now
         time.sleep(0.01)
     second = start(tmp_path, "live")
-    first.communicate(timeout=20)
-    out, _ = second.communicate(timeout=20)
+    first.communicate(timeout=100)
+    out, _ = second.communicate(timeout=100)
     assert out == "0123456789\n"
     assert first.returncode == -9

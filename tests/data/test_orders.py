@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import Counter
 from itertools import islice
 from typing import Any
@@ -23,6 +22,7 @@ from bottega.data.orders import EXACT, Mixture, Order, Pace, Shuffled, Stage, St
 from bottega.data.prefetch import prefetch
 from bottega.data.source import ArraySource, Source
 from bottega.schema.data import Curriculum
+from operations import count_operations
 
 SIZES = (70, 33, 17)
 HARDER = np.random.default_rng(0).permutation(120)
@@ -90,14 +90,12 @@ def test_no_sample_is_seen_twice_in_one_epoch_and_epochs_are_counted(name: str) 
 
 @orders
 @pytest.mark.parametrize("step", [10**6, 10**9])
-def test_a_far_step_is_found_at_once(name: str, step: int) -> None:
-    late = loader(name)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        late.indices(step)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.01
+def test_a_far_step_costs_no_more_than_a_near_one(name: str, step: int) -> None:
+    stream = loader(name)
+    stream.indices(0)
+    # The walk of a permutation back into its range is longer for one place than for another, by a few rounds.
+    near = max(count_operations(lambda place=place: stream.indices(place)) for place in range(20))
+    assert count_operations(lambda: stream.indices(step)) <= 2 * near
 
 
 @orders

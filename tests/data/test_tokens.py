@@ -210,7 +210,7 @@ def test_two_processes_preparing_at_once_do_the_work_once(tmp_path: Path) -> Non
     """
     command = [sys.executable, "-c", script, tmp_path]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    answers = [process.communicate(timeout=20)[0].split() for process in processes]
+    answers = [process.communicate(timeout=100)[0].split() for process in processes]
     assert len({fingerprint for fingerprint, _ in answers}) == 1
     assert sorted(built for _, built in answers) == ["False", "False", "True"]
 

@@ -250,7 +250,7 @@ def test_two_ranks_change_weights_as_one_does(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]
     for one in both:
-        _, err = one.communicate(timeout=60)
+        _, err = one.communicate(timeout=200)
         assert one.returncode == 0, err
     for name, options in RANKS.items():
         alone = after(3, task(**options))

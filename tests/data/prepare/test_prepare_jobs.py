@@ -125,7 +125,7 @@ def test_bad_rows_stop_or_are_skipped_counted_and_named(tmp_path: Path) -> None:
 
 
 SLOW = """
-    import sys, time
+    import sys, threading
     from pathlib import Path
     from bottega.data.prepare import inputs, jobs
     from bottega.data.prepare.encode import Encode
@@ -138,7 +138,8 @@ SLOW = """
     def noted(self, number, out):
         with open(sys.argv[3], "a") as log:
             log.write(f"{number}\\n")
-        time.sleep(float(sys.argv[4]))
+        if number == int(sys.argv[4]):
+            threading.Event().wait()  # for the kill
         return work(self, number, out)
     Encode.work = noted
     data = TextData(train=Source(path=sys.argv[1]), validation=HeldOut(split=0.2))
@@ -150,13 +151,13 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     path, log = write_rows(tmp_path / "rows.jsonl", 200), tmp_path / "log"
     arguments = [str(path), str(tmp_path / "cache"), str(log)]
     command = [sys.executable, "-c", textwrap.dedent(SLOW), *arguments]
-    process = subprocess.Popen([*command, "0.05"])
+    process = subprocess.Popen([*command, "4"])
     while not log.exists() or len(log.read_text().split()) < 5:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     first = log.read_text().split()
-    subprocess.run([*command, "0"], check=True, timeout=60)
+    subprocess.run([*command, "-1"], check=True, timeout=200)
     again = log.read_text().split()[len(first) :]
     # Only the job that the kill interrupted is done twice.
     assert again[0] == first[-1]

@@ -91,7 +91,7 @@ def test_workers_read_without_the_library(saved: Path, tmp_path: Path) -> None:
         "found, pieces = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
         "print([r.fields['label'] for p in pieces for r in found.read(p)])"
     )
-    done = subprocess.run([sys.executable, "-c", script, tmp_path / "job"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "job"], capture_output=True, text=True, timeout=200)
     assert done.stdout == f"{[row['label'] for row in ROWS]}\n", done.stderr
 
 

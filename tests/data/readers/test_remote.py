@@ -210,7 +210,7 @@ def test_those_who_come_second_wait(store: Any, copies: list[str]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=100)
     assert len(found) == 4
     assert len(copies) == 3
 

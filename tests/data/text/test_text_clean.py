@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import unicodedata
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from bottega.data.text.clean import clean
 from bottega.schema.data import Cleaning
+from operations import count_operations
 
 ALL = Cleaning()
 # Characters that mean trouble, among letters they may compose or join with.
@@ -131,19 +131,14 @@ def test_html_and_boilerplate_are_done_when_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [" " * 200_000 + "x", "a" + " " * 200_000, "a\t" * 100_000, "\n \n" * 70_000, "\u200d" * 200_000]
+    "text", [" " * 2_000_000 + "x", "a" + " " * 2_000_000, "a\t" * 1_000_000, "\n \n" * 700_000, "\u200d" * 2_000_000]
 )
-def test_hostile_white_space_takes_no_time(text: str) -> None:
-    started = time.process_time()
+def test_hostile_white_space_ends(text: str) -> None:
+    """Two seconds of work, and hours where a pattern begins anew at every character: then the suite's limit ends it."""
     clean(text, Cleaning(unicode="NFKC"))
-    assert time.process_time() - started < 1
 
 
-def test_clean_text_is_read_at_50_megabytes_a_second() -> None:
-    text = "It was a dark night, and the rain fell in torrents except at occasional intervals.\n" * 25_000
-    best = 1e9
-    for _ in range(5):
-        started = time.process_time()
-        assert clean(text, ALL) is not None
-        best = min(best, time.process_time() - started)
-    assert len(text) / best > 50e6
+def test_no_line_of_a_clean_text_is_visited_by_python_itself() -> None:
+    line = "It was a dark night, and the rain fell in torrents except at occasional intervals.\n"
+    short, long = (count_operations(lambda n=n: clean(line * n, ALL)) for n in (10, 1000))
+    assert long == short < 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -127,10 +126,9 @@ def test_any_page_survives_and_never_grows(page: str) -> None:
         "<a ='<a' ",
     ],
 )
-def test_hostile_pages_take_no_time(part: str) -> None:
-    started = time.process_time()
-    strip_html("<p>" + part * (300_000 // len(part)))
-    assert time.process_time() - started < 1
+def test_hostile_pages_end(part: str) -> None:
+    """A second of work, and hours where each part is searched to the end of the page: then the suite's limit ends it."""
+    strip_html("<p>" + part * (3_000_000 // len(part)))
 
 
 ARTICLE = """Our garden in March
