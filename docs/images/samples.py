@@ -37,6 +37,10 @@ def make(folder: Path) -> None:
     (folder / "pages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
     with (folder / "reviews.csv").open("w", newline="", encoding="utf-8") as out:
         csv.writer(out).writerows((int(row["label"] == "good"), row["text"]) for row in rows)
+    with (folder / "titled.csv").open("w", newline="", encoding="utf-8") as out:
+        parts = [(*str(row["text"]).split(" ", 3), row["label"]) for row in rows]
+        cells = [(" ".join(words[:-2]), words[-2], words[-1]) for words in parts]
+        csv.writer(out).writerows([("title", "description", "topic"), *cells])
     for digit in range(10):
         for number in range(12):
             path = folder / "digits" / str(digit) / f"{number:02}.png"

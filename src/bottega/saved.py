@@ -14,12 +14,14 @@ from typing import Any
 
 from bottega import branches
 from bottega.branches.branch import Branch
+from bottega.branches.evaluation_data import DataRequest, EvaluationData, choose_data
 from bottega.branches.frozen import BASE
+from bottega.branches.located import DataGone
 from bottega.branches.start import injected, injection
 from bottega.core import checkpoint as checkpoints
-from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.loop import evaluated
-from bottega.core.rundir import RunDirectory
+from bottega.core.rundir import RunDirectory, split_checkpoint
 from bottega.core.types import Models, Rows
 from bottega.data.loader import evaluate_batches
 from bottega.data.present import writing
@@ -27,7 +29,6 @@ from bottega.data.source import Source
 from bottega.engines.tensors import compare, read_tensors
 from bottega.engines.torch import TorchEngine
 from bottega.models.decoder_layout import OWN, shape_from, why_own
-from bottega.schema.addresses import strip_values
 from bottega.schema.data import source_names
 from bottega.schema.load import load_recipe
 from bottega.schema.recipe import Recipe
@@ -67,18 +68,27 @@ class SavedRun:
     def model(self) -> Any:
         return self.engine.model
 
-    def evaluate(self, data: str | Path | None = None, *, split: str = "validation") -> dict[str, float]:
+    def evaluate(self, data: str | Path | None = None, *, split: str | None = None) -> dict[str, float]:
         """Means over the run's own validation or test part, or over other data."""
-        return self.examined(data, split=split)[0]
+        path = str(data) if data is not None else None
+        try:
+            return self.examined(self.chosen(DataRequest(path, split=split)))[0]
+        except UsageError as error:
+            raise without_dashes(error) from None
 
-    def examined(self, data: str | Path | None = None, *, split: str) -> tuple[dict[str, float], Rows, Source]:
-        """The same, with what was found for each example, and the examples."""
-        if data is not None:
-            source: Source | None = self.branch.other(strip_values(str(data)))
-        else:
-            source = self.branch.test() if split == "test" else self.branch.validation()
-        if source is None:
-            raise UsageError(f"this run has no {split} data; give some with --data")
+    def chosen(self, request: DataRequest) -> EvaluationData:
+        """What of the run's own data, or of other data, a request means."""
+        try:
+            return choose_data(self.branch, self.recipe, request)
+        except DataGone as error:
+            raise DataError(f"{error}, or name data that it has not seen") from None
+
+    def examined(self, chosen: EvaluationData) -> tuple[dict[str, float], Rows, Source]:
+        """The metrics over some data, with what was found for each example, and the examples."""
+        try:
+            source = chosen.source(self.branch)
+        except DataGone as error:
+            raise DataError(f"{error}, or measure other data with --data") from None
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
         means, rows = evaluated(self.engine, evaluate_batches(source, size))
         return self.branch.summarise({**means, **(self.task.score(rows) if rows else {})}), rows, source
@@ -185,7 +195,9 @@ class SavedRun:
 
 
 def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto") -> SavedRun:
-    """Verify, rebuild and load. Averaged weights replace the others where the run kept them."""
+    """Verify, rebuild and load a run, or one of its checkpoints by its path. Averaged weights replace the others where the
+    run kept them."""
+    path, checkpoint = named_checkpoint(path, checkpoint)
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the run's directory. Pickled checkpoints are never read")
     directory = RunDirectory(path).must_exist()
@@ -218,6 +230,14 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
         compare(tensors, wanted[file], folder / file)
         engine.model.load_state_dict(tensors, strict=False)  # the rest is as it was built
     return SavedRun(directory, folder, recipe, branch, engine, progress, parts, base)
+
+
+def named_checkpoint(path: Path, checkpoint: str | int = "best") -> tuple[Path, str]:
+    """A run directory and which checkpoint of it, where the path may name both."""
+    run, named = split_checkpoint(path)
+    if named is not None and str(checkpoint) not in ("best", named):
+        raise UsageError(f"--checkpoint {checkpoint}: {path} is a checkpoint already; leave one of them out")
+    return run, named or str(checkpoint)
 
 
 def _read(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bottega import environment, resume
 from bottega.branches.branch import Branch
+from bottega.branches.located import STARTED_IN, UPWARDS
 from bottega.branches.start import PLACE, based, local_start
 from bottega.callbacks.console import Console
 from bottega.compose import (
@@ -205,6 +206,7 @@ class Session:
         facts = environment.describe(str(engine.device), engine.world)
         if (start := local_start(self._placed)) is not None:
             facts[PLACE] = start
+        facts |= {STARTED_IN: os.getcwd(), UPWARDS: os.path.relpath(os.getcwd(), directory.path)}
         directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)
         try:

@@ -13,6 +13,8 @@ import small_media
 from bottega import branches
 from bottega.branches.media import MediaBranch
 from bottega.core.errors import CheckpointError, DataError
+from bottega.data.given import GivenData
+from bottega.schema.data import Source as SourceOptions
 from bottega.schema.load import load_recipe
 
 SPECTRUM = {"data.num_mels": 8, "data.fft_size": 256, "data.hop_size": 64}
@@ -90,9 +92,9 @@ def test_pictures_that_are_no_squares_must_be_of_the_same_sides(which: str, tmp_
         image = draw.integers(0, 256, (36, height, width), np.uint8)
         np.savez(tmp_path / f"{height}.npz", image=image, label=np.array(small_media.NAMES)[np.arange(36) % 3])
     branch = opened(which, tmp_path, **{"data.train.path": str(tmp_path / "8.npz")})
-    assert len(branch.other(str(tmp_path / "8.npz"))) == 36
+    assert len(branch.other(GivenData(SourceOptions(path=str(tmp_path / "8.npz"))))) == 36
     with pytest.raises(DataError, match=r"16\.npz: is of 16 x 8 x 1, and this run has learnt from 8 x 16 x 1"):
-        branch.other(str(tmp_path / "16.npz"))
+        branch.other(GivenData(SourceOptions(path=str(tmp_path / "16.npz"))))
 
 
 def test_clips_of_other_sides_are_brought_to_those_of_the_run(tmp_path: Path) -> None:
@@ -100,5 +102,5 @@ def test_clips_of_other_sides_are_brought_to_those_of_the_run(tmp_path: Path) ->
     branch = branches.prepare(load_recipe([settings]).recipe, say=lambda *_: None)
     video = np.zeros((4, 4, 16, 12), np.uint8)
     np.savez(tmp_path / "large.npz", video=video, label=np.array(["dark"] * 4), fps=np.full(4, 8, np.uint8))
-    rows = branch.other(str(tmp_path / "large.npz")).rows(np.arange(4), np.zeros(4, int))
+    rows = branch.other(GivenData(SourceOptions(path=str(tmp_path / "large.npz")))).rows(np.arange(4), np.zeros(4, int))
     assert rows["video"].shape == (4, 4, 8, 8, 3)

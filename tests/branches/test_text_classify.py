@@ -13,6 +13,7 @@ import torch
 import bottega
 import small_texts
 from bottega import branches
+from bottega.branches.evaluation_data import DataRequest
 from bottega.branches.text_classify import TextClassifyBranch
 from bottega.core.errors import DataError, UsageError
 from bottega.data.loader import evaluate_batches
@@ -151,7 +152,7 @@ def test_texts_of_like_length_are_measured_together_and_told_in_their_order(run:
     assert list(order) != sorted(order), "these texts come in the order of their lengths by themselves"
     sizes = [len(batch["input_ids"]) for batch in evaluate_batches(source, 8)]
     assert sum(sizes) == len(source)
-    _, rows, _ = saved.examined(split="validation")
+    _, rows, _ = saved.examined(saved.chosen(DataRequest()))
     assert "index" not in rows
     np.testing.assert_array_equal(rows["label"], source.labels)
     texts = [source.table.row("text", row) for row in range(len(source))]

@@ -16,6 +16,8 @@ from bottega import cli
 from bottega.cli.verb import Verb
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.signals import StopSignals
+from bottega.data.given import GivenData
+from bottega.schema.data import Source as SourceOptions
 from bottega.schema.load import load_recipe
 from small_run import settings, train, write_text
 
@@ -68,7 +70,7 @@ def test_other_data_under_the_same_name_is_noticed(tmp_path: Path) -> None:
 
 def test_a_characters_text_has_no_end_in_it_however_it_is_read(finished_run: Path, text_file: Path) -> None:
     branch = bottega.load(finished_run).branch
-    windows = branch.other(str(text_file))
+    windows = branch.other(GivenData(SourceOptions(path=str(text_file))))
     tokens = {int(t) for i in range(len(windows)) for t in windows.rows(*_one(i))["input_ids"][0]}
     assert branch.tokenizer.end_of_text not in tokens  # type: ignore[attr-defined]
 

@@ -59,7 +59,9 @@ def test_evaluate_gives_what_the_training_measured(answer: Any, finished_run: Pa
     measured = [row for row in rows if row["kind"] == "eval"][-1]
     said = answer("evaluate", finished_run, "--checkpoint", "last", "--output_dir", tmp_path / "out")
     assert said["metrics"] == pytest.approx({name: measured[name] for name in said["metrics"]}, rel=1e-6)
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == {**said["metrics"], "split": "validation"}
+    named = {name: said[name] for name in ("split", "samples", "data", "checkpoint")}
+    assert named["split"] == "validation"
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == {**said["metrics"], **named}
     other = answer("evaluate", finished_run, "--data", write_text(tmp_path / "other.txt", seed=5))
     assert other["metrics"]["loss"] != said["metrics"]["loss"]
 

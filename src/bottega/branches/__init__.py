@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.branches.branch import Branch
+from bottega.branches.located import recorded_folders
 from bottega.core.errors import UsageError
 from bottega.schema.recipe import BUILT_TASKS, Recipe
 
@@ -43,6 +44,7 @@ def prepare(recipe: Recipe, *, say: Any, codec: Path | None = None) -> Branch:
 def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
     """The branch of a finished run, from its own codec. Its data is read when asked for, and must be the same still."""
     branch: Branch = _module(recipe).reopen(recipe, codec, fingerprint)
+    branch.started_in = recorded_folders(codec)
     return branch
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from bottega.core.errors import UsageError
 from bottega.core.task import Task
 from bottega.core.types import Models
+from bottega.data.given import GivenData
 from bottega.data.orders import Order
 from bottega.data.source import Source
 
@@ -24,6 +25,9 @@ class Branch(ABC):
     """What a second's work is counted in."""
     requests: tuple[str, ...] = ()
     """What `generate` can be told, by the names of its flags."""
+
+    started_in: tuple[Path, ...] = ()
+    """Of a finished run: the folders that its training may have been started in, the likeliest first."""
 
     @property
     def headline(self) -> tuple[str, ...] | None:
@@ -66,9 +70,19 @@ class Branch(ABC):
     def test(self) -> Source | None:
         """What the recipe sets aside for the end, never looked at while training."""
 
+    def learnt_from(self) -> Source:
+        """The training samples, unchanged and in order, to be measured."""
+        return self.training()
+
+    def part(self, split: str) -> Source | None:
+        """One part of the run's own data: train, validation or test. None where it has none."""
+        if split == "train":
+            return self.learnt_from()
+        return self.test() if split == "test" else self.validation()
+
     @abstractmethod
-    def other(self, path: str) -> Source:
-        """Data given by hand to `evaluate`, seen through this run's codec."""
+    def other(self, given: GivenData) -> Source:
+        """Other data than the run's own, seen through this run's codec."""
 
     @abstractmethod
     def save_codec(self, folder: Path) -> None: ...

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import glob
 from abc import abstractmethod
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from bottega.branches.branch import Branch
+from bottega.branches.located import DataGone, locate
 from bottega.core.errors import DataError
 from bottega.data import combine
 from bottega.data.first import First
 from bottega.data.orders import Order
 from bottega.data.prepare.prepared import Prepared
+from bottega.data.readers.files import RANGE
 from bottega.data.source import Source
 from bottega.data.spread import Spread
 from bottega.schema.data import source_names
@@ -26,8 +30,8 @@ class TableBranch(Branch):
     """The fingerprint that data prepared again must have."""
 
     @abstractmethod
-    def prepare_again(self) -> Prepared:
-        """The data of the recipe, without a word about it."""
+    def prepare_again(self, recipe: Any) -> Prepared:
+        """The data of the run's recipe, whose paths lead to where it is now, without a word about it."""
 
     @abstractmethod
     def table(self, name: str, *, is_training: bool) -> Source:
@@ -36,14 +40,34 @@ class TableBranch(Branch):
     @property
     def prepared(self) -> Prepared:
         if self._prepared is None:
-            self._prepared = self.prepare_again()
-            if self._prepared.fingerprint != self._expected:
-                raise DataError(
-                    f"{self._named()}: has changed since this run learnt from it; restore it, or give --data"
-                )
+            recipe = self.located_recipe()
+            try:
+                prepared = self.prepare_again(recipe)
+            except DataError as error:
+                raise self._gone(recipe) or error from None
+            if prepared.fingerprint != self._expected:
+                raise DataGone(f"{self.named_data()}: has changed since this run learnt from it; restore it")
+            self._prepared = prepared
         return self._prepared
 
-    def _named(self) -> str:
+    def located_recipe(self) -> Any:
+        """The recipe with its relative data paths resolved against the folder that the run was started in."""
+        return self.recipe.model_copy(update={"data": locate(self.recipe.data, self.started_in)})
+
+    def _gone(self, recipe: Any) -> DataGone | None:
+        """What to say where a file or folder of the recipe is not there."""
+        data = recipe.data
+        sources = [*(data.sources or (data.train,)), *filter(None, (data.validation, data.test))]
+        for source in sources:
+            path = source.path
+            if path is None or source.kind == "huggingface" or "://" in path or glob.has_magic(path):
+                continue
+            if not Path(path).expanduser().exists() and not RANGE.search(path):
+                where = f"in {self.started_in[0]}, where the run was started," if self.started_in else "there"
+                return DataGone(f"{path}: the data of this run is not {where} any more; put it back")
+        return None
+
+    def named_data(self) -> str:
         """The run's own data in words, as its recipe names it."""
         data = self.recipe.data
         paths = [one.path for one in data.sources or (data.train,) if one.path is not None]
@@ -87,6 +111,10 @@ class TableBranch(Branch):
 
     def test(self) -> Source | None:
         return self._held_out("test")
+
+    def learnt_from(self) -> Source:
+        tables = [self.table(name, is_training=False) for name in self.prepared.training_tables]
+        return tables[0] if len(tables) == 1 else combine.Concat(tables)
 
     def _held_out(self, name: str) -> Source | None:
         if name not in self.prepared.tables:

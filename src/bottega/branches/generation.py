@@ -26,6 +26,7 @@ from bottega.core.noise import Noise
 from bottega.core.types import Batch, Models
 from bottega.data.captions import CaptionRows
 from bottega.data.classes import Classes
+from bottega.data.given import GivenData
 from bottega.data.latents import LatentRows
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.present import ending, is_folder, renewed, writing
@@ -157,8 +158,8 @@ class GenerationBranch(MediaBranch):
         rows = self._rows(self.recipe, self.prepared, name, is_training=False)
         return self._limited(name, self._captioned(rows, rows))
 
-    def raw_other(self, path: str) -> Source:
-        rows = super().raw_other(path)
+    def raw_other(self, given: GivenData) -> Source:
+        rows = super().raw_other(given)
         return self._captioned(rows, rows)
 
     def _rows(self, recipe: Any, prepared: Prepared, name: str, *, is_training: bool) -> Source:

@@ -16,6 +16,7 @@ from bottega.branches.from_tables import TableBranch
 from bottega.branches.start import folder_of, tokenizer_of
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.types import Models
+from bottega.data.given import GivenData
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.present import writing
@@ -25,7 +26,6 @@ from bottega.data.tokens import TokenDocuments, TokenWindows
 from bottega.data.vocabulary import TokenizerSpec
 from bottega.models.decoder_layout import OWN, layout_for
 from bottega.models.pretrained import export_transformers, read_shape
-from bottega.schema.data import Source as SourceOptions
 from bottega.schema.data import TextData
 from bottega.schema.language import LanguageRecipe
 from bottega.schema.language_kinds import (
@@ -100,22 +100,22 @@ class LanguageBranch(TableBranch):
             else None
         )
 
-    def prepare_again(self) -> Prepared:
-        spec = tokenizer_of(self.recipe, codec=self._codec)
-        return prepare_language(self.recipe.data, spec, progress=lambda stage, done, total: None)
+    def prepare_again(self, recipe: LanguageRecipe) -> Prepared:
+        spec = tokenizer_of(recipe, codec=self._codec)
+        return prepare_language(recipe.data, spec, progress=lambda stage, done, total: None)
 
     def table(self, name: str, *, is_training: bool) -> Source:
         return self._samples(self.prepared, name, seed=self.recipe.seed if is_training else None)
 
-    def other(self, path: str) -> Source:
+    def other(self, given: GivenData) -> Source:
         """Other text through this run's own tokenizer."""
-        fields = self.recipe.data.train.model_dump(include={"field", "columns", "delimiter"})
-        data = TextData(train=SourceOptions(path=path, **fields), clean=self.recipe.data.clean)
+        own = self.recipe.data
+        data = given.section(TextData(train=own.train, sources=own.sources, clean=own.clean))
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
             spec = TokenizerSpec(kind="pretrained", path=folder)
             prepared = prepare_language(data, spec, progress=lambda stage, done, total: None)
-        return self._samples(prepared, "train", seed=None)
+        return self._samples(prepared, given.table, seed=None)
 
     def _samples(self, prepared: Prepared, table: str, *, seed: int | None) -> Source:
         data = self.recipe.data

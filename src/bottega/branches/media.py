@@ -14,6 +14,7 @@ from bottega.branches.from_tables import TableBranch
 from bottega.branches.kept import NotKept
 from bottega.core.errors import CheckpointError, DataError
 from bottega.data.classes import Classes
+from bottega.data.given import GivenData
 from bottega.data.mel import MelCodec, MelRows
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
@@ -75,8 +76,8 @@ class MediaBranch(TableBranch):
         """The samples of the data layer as this branch's batches; of sound, its spectrogram in its place."""
         return rows if self.mel is None else MelRows(rows, self.mel)
 
-    def prepare_again(self) -> Prepared:
-        return prepare_media(self.recipe, progress=lambda stage, done, total: None)
+    def prepare_again(self, recipe: Any) -> Prepared:
+        return prepare_media(recipe, progress=lambda stage, done, total: None)
 
     @property
     def notes(self) -> list[str]:
@@ -94,19 +95,16 @@ class MediaBranch(TableBranch):
         said = f"are shorter than data.num_frames {data.num_frames}{strides} and repeat their last frame"
         return [f"{short:,} of {len(lengths):,} clips {said}"] if short else []
 
-    def other(self, path: str) -> Source:
+    def other(self, given: GivenData) -> Source:
         """Other data in the form and with the classes of this run's own."""
-        recipe, prepared = self.other_prepared(path)
-        return self.served(self._rows(recipe, prepared, "train", is_training=False))
+        recipe, prepared = self.other_prepared(given)
+        return self.served(self._rows(recipe, prepared, given.table, is_training=False))
 
-    def other_prepared(self, path: str) -> tuple[Any, Prepared]:
-        data = self.recipe.data
-        train = data.train.model_copy(update={"path": path, "kind": "auto"})
-        alone = {"train": train, "sources": None, "validation": None, "test": None, "split": None, "replay": None}
+    def other_prepared(self, given: GivenData) -> tuple[Any, Prepared]:
         counted = {name: None for name in ("num_labels", "num_classes") if hasattr(self.recipe.model, name)}
         changes = {
             "model": self.recipe.model.model_copy(update=counted),
-            "data": data.model_copy(update={**alone, **self.form()}),
+            "data": given.section(self.recipe.data).model_copy(update=self.form()),
         }
         recipe = self.recipe.model_copy(update=changes)
         return recipe, prepare_media(recipe, progress=lambda stage, done, total: None)
@@ -118,9 +116,9 @@ class MediaBranch(TableBranch):
         """One table as the data layer gives it, unchanged: sounds are waves."""
         return self._limited(name, self._rows(self.recipe, self.prepared, name, is_training=False))
 
-    def raw_other(self, path: str) -> Source:
-        recipe, prepared = self.other_prepared(path)
-        return self._rows(recipe, prepared, "train", is_training=False)
+    def raw_other(self, given: GivenData) -> Source:
+        recipe, prepared = self.other_prepared(given)
+        return self._rows(recipe, prepared, given.table, is_training=False)
 
     def _rows(self, recipe: Any, prepared: Prepared, name: str, *, is_training: bool) -> Source:
         recipe = recipe if self.mel is None else with_codec(recipe, self.mel)

@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
@@ -15,6 +16,7 @@ from bottega.branches.branch import Branch
 from bottega.branches.kept import NotKept, read_kept
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.types import Models
+from bottega.data.given import GivenData
 from bottega.data.online import stream
 from bottega.data.orders import Order, Shuffled
 from bottega.data.present import whole as written
@@ -259,13 +261,19 @@ class MultitaskBranch(Branch):
     def test(self) -> Source | None:
         return _measured({name: part.test() for name, part in self.parts.items()})
 
-    def other(self, path: str) -> Source:
+    def other(self, given: GivenData) -> Source:
         """Data of one part, as PART=PATH."""
-        name, given, place = path.partition("=")
-        if not given or name not in self.parts:
+        name, path = self.named_part(given.path)
+        source = given.source.model_copy(update={"path": path})
+        return SideBySide({name: self.parts[name].other(replace(given, source=source))})
+
+    def named_part(self, text: str) -> tuple[str, str]:
+        """A part and a path of PART=PATH."""
+        name, is_named, path = text.partition("=")
+        if not is_named or name not in self.parts:
             there = " or ".join(f"{name}=PATH" for name in self.parts)
-            raise UsageError(f"--data {path}: say which part it is of: {there}")
-        return SideBySide({name: self.parts[name].other(place)})
+            raise UsageError(f"--data {text}: say which part it is of: {there}")
+        return name, path
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """The parts' own words for what was measured, and the weighted sum of their losses."""

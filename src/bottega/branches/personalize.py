@@ -23,6 +23,7 @@ from bottega.branches.personal_prompts import Teller
 from bottega.branches.personal_sheets import Compared, compare_sheet
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
+from bottega.data.given import GivenData
 from bottega.data.image.write import FORMATS
 from bottega.data.personal import PersonalRows, Record, evenly
 from bottega.data.prepare.prepared import Prepared
@@ -135,8 +136,8 @@ class PersonalizeBranch(TableBranch):
 
     # Data
 
-    def prepare_again(self) -> Prepared:
-        return prepare_people(self.recipe.data, progress=_silent)
+    def prepare_again(self, recipe: Any) -> Prepared:
+        return prepare_people(recipe.data, progress=_silent)
 
     def people(self, name: str) -> PersonalRows:
         return PersonalRows(self.prepared, name)
@@ -180,11 +181,8 @@ class PersonalizeBranch(TableBranch):
     def notes(self) -> list[str]:
         return [*super().notes, *self.teller.prompts.keyworder.notes]
 
-    def other(self, path: str) -> Source:
-        data = self.recipe.data
-        train = data.train.model_copy(update={"path": path, "kind": "auto"})
-        alone = data.model_copy(update={"train": train, "validation": None, "test": None, "split": None})
-        rows = PersonalRows(prepare_people(alone, progress=_silent), "train")
+    def other(self, given: GivenData) -> Source:
+        rows = PersonalRows(prepare_people(given.section(self.recipe.data), progress=_silent), given.table)
         return PromptedRows(rows, self.keywords(_records(rows)), self.teller.sayings)
 
     def save_codec(self, folder: Path) -> None:

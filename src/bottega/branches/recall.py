@@ -17,6 +17,7 @@ from bottega.branches.branch import Branch
 from bottega.branches.kept import keep_once
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
+from bottega.data.given import GivenData
 from bottega.data.orders import Order
 from bottega.data.recall import IGNORED, Facts, Lasting, Streams, Tokens
 from bottega.data.side_by_side import AsTheyStand
@@ -159,8 +160,10 @@ class RecallBranch(Branch):
         every_key = -(-data.num_lasting // data.num_questions)
         return Lasting(self._facts, min(every_key, getattr(data, name).limit or every_key))
 
-    def other(self, path: str) -> NoReturn:
-        raise UsageError(f"--data {path}: the data of recall is made up; leave it out, and change data.* in a recipe")
+    def other(self, given: GivenData) -> NoReturn:
+        raise UsageError(
+            f"--data {given.path}: the data of recall is made up; leave it out, and change data.* in a recipe"
+        )
 
     # Codec and export
 

@@ -22,6 +22,7 @@ from bottega.branches.teller import Teller
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.types import Models
 from bottega.data.classes import Classes
+from bottega.data.given import GivenData
 from bottega.data.labelled import learnt_classes, rare_classes
 from bottega.data.numbers import numbers_in
 from bottega.data.prepare.media import prepare_vectors
@@ -130,21 +131,19 @@ class RoutingBranch(Teller, TableBranch):
         ]
         return [*super().notes, *left_out, *rare_classes(self.prepared, self.classes)]
 
-    def prepare_again(self) -> Prepared:
-        return prepare_vectors(self.recipe.data, progress=lambda stage, done, total: None)
+    def prepare_again(self, recipe: Any) -> Prepared:
+        return prepare_vectors(recipe.data, progress=lambda stage, done, total: None)
 
     def table(self, name: str, *, is_training: bool) -> Source:
         return self._checked(_rows(self.recipe, self.prepared, name, self.classes, is_training=is_training), name)
 
-    def other(self, path: str) -> Source:
+    def other(self, given: GivenData) -> Source:
         """Other rows with the labels of this run's own."""
-        data = self.recipe.data
-        train = data.train.model_copy(update={"path": path, "kind": "auto"})
-        alone = {"train": train, "sources": None, "validation": None, "test": None, "split": None, "replay": None}
-        recipe = self.recipe.model_copy(update={"data": data.model_copy(update=alone)})
+        path = given.path
+        recipe = self.recipe.model_copy(update={"data": given.section(self.recipe.data)})
         prepared = prepare_vectors(recipe.data, progress=lambda stage, done, total: None)
         self.known.check_columns(_columns_of(prepared), path)
-        return self._checked(_rows(recipe, prepared, "train", self.classes, is_training=False), path)
+        return self._checked(_rows(recipe, prepared, given.table, self.classes, is_training=False), path)
 
     def _checked(self, rows: VectorRows, where: str) -> VectorRows:
         if rows.num_inputs != self.known.shape.num_inputs:

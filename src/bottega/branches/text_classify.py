@@ -23,6 +23,7 @@ from bottega.branches.teller import Teller
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.classes import Classes
+from bottega.data.given import GivenData
 from bottega.data.labelled import LabelledTexts, TextForm, labelled_texts, learnt_classes, rare_classes
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.prepared import Prepared
@@ -131,27 +132,24 @@ class TextClassifyBranch(Teller, TableBranch):
         limits = [n for n in (self.recipe.data.sequence_length, self.shape.max_positions) if n is not None]
         return min(limits, default=None)
 
-    def prepare_again(self) -> Prepared:
-        return _prepared(self.recipe, lambda stage, done, total: None, codec=self._codec)
+    def prepare_again(self, recipe: ClassifyRecipe) -> Prepared:
+        return _prepared(recipe, lambda stage, done, total: None, codec=self._codec)
 
     def table(self, name: str, *, is_training: bool) -> LabelledTexts:
         return self._texts(self.prepared, name)
 
-    def other(self, path: str) -> Source:
+    def other(self, given: GivenData) -> Source:
         """Other texts through this run's own tokenizer, with the classes that it has learnt."""
-        data = self.recipe.data
-        train = data.train.model_copy(update={"path": path, "kind": "auto"})
-        alone = {"train": train, "sources": None, "validation": None, "test": None, "split": None, "replay": None}
-        alone |= {"augmentation": None, "curriculum": None, "limit": None, "deduplicate": None}
+        data = given.section(self.recipe.data)
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
             prepared = prepare_classify(
-                data.model_copy(update=alone),
+                data.model_copy(update={"augmentation": None, "deduplicate": None}),
                 TokenizerSpec(kind="pretrained", path=folder),
                 seed=self.recipe.seed,
                 progress=lambda stage, done, total: None,
             )
-        return self._texts(prepared, "train")
+        return self._texts(prepared, given.table)
 
     def _texts(self, prepared: Prepared, table: str) -> LabelledTexts:
         return labelled_texts(prepared, table, classes=self.classes, sequence_length=self.length)

@@ -10,6 +10,7 @@ from typing import Any
 
 from bottega.cli.verb import Verb, no_more, words_of
 from bottega.core.errors import UsageError
+from bottega.core.rundir import split_checkpoint
 from bottega.terminal import ResultStream, open_console, print_notice, print_result
 
 
@@ -46,7 +47,7 @@ def _say_what_predicts(run: Path) -> None:
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="a run directory")
+    parser.add_argument("run", nargs="?", help="a run directory, or a checkpoint in it: RUN/checkpoints/last")
     parser.add_argument("--model_path", "--model-path", metavar="RUN", help="the same, as other trainers call it")
     parser.add_argument("--checkpoint", default="best", help="best, last or a step number (default: best)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
@@ -61,9 +62,14 @@ def _the_run(arguments: argparse.Namespace) -> Path:
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
-    parser.add_argument("--data", help="other data than the run's own")
+    parser.usage = "bottega evaluate RUN [--data PATH] [data.train.field=NAME]... [options]"
+    parser.add_argument(
+        "--data", help="other data than the run's own; data.train.field=NAME and the like say how to read it"
+    )
     parser.add_argument("--data_config", "--data-config", metavar="FILE", help="a recipe file whose data is meant")
-    parser.add_argument("--split", choices=("validation", "test"), default="validation", help="which of the run's own")
+    parser.add_argument(
+        "--split", choices=("validation", "test", "train"), help="which part of the data (default: validation)"
+    )
     parser.add_argument(
         "--output_dir",
         "--output-dir",
@@ -81,13 +87,19 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.branches.evaluation_data import DataRequest
     from bottega.insight.evaluate import measure, show
+    from bottega.schema.flags import parse_overrides
 
-    no_more(rest)
+    if arguments.model_path and arguments.run and "=" in arguments.run:
+        rest, arguments.run = [arguments.run, *rest], None  # the first word is a setting then
+    if arguments.data and arguments.data_config:
+        raise UsageError(f"--data {arguments.data}: --data_config names data as well; leave one of them out")
+    files, settings = parse_overrides(rest)
+    no_more(files)
     result = measure(
         _the_run(arguments),
-        data=arguments.data or _data_of(arguments.data_config),
-        split=arguments.split,
+        request=DataRequest(arguments.data, arguments.data_config, settings, arguments.split),
         checkpoint=arguments.checkpoint,
         device=arguments.device,
         count=arguments.count,
@@ -99,19 +111,6 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if not arguments.json:
         print_result(show(result))
     return result
-
-
-def _data_of(recipe: str | None) -> str | None:
-    """The data a recipe file names: its test part where it has one, else its training part."""
-    if recipe is None:
-        return None
-    from bottega.schema.load import check_recipe
-
-    data = check_recipe([recipe]).recipe.data
-    path = (data.test.path if data.test else None) or data.train.path
-    if path is None:
-        raise UsageError(f"{recipe} names no data: data.test.path or data.train.path")
-    return path
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +210,7 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     run = _the_run(arguments)
     if arguments.data and words:
         raise UsageError(f"--data {arguments.data}: texts are given as well; leave one of them out")
-    is_asked = bool(arguments.data or words) or reads_numbers(run, arguments.part)
+    is_asked = bool(arguments.data or words) or reads_numbers(split_checkpoint(run)[0], arguments.part)
     texts = words if is_asked else lines_of(sys.stdin)
     chosen = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
     rows = predict(run, texts, data=arguments.data, **chosen)

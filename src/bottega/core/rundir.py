@@ -73,6 +73,16 @@ class RunDirectory:
         self.write(self.metrics, "".join(line + "\n" for line in kept))
 
 
+def split_checkpoint(path: Path) -> tuple[Path, str | None]:
+    """The run directory that a path names, and its checkpoint where it is RUN/checkpoints/best, last or step-00000500."""
+    whole = Path(os.path.abspath(path))
+    if whole.parent.name != "checkpoints" or not (whole.parent.parent / "recipe.yaml").is_file():
+        return path, None
+    run = path.parent.parent if len(path.parts) > 2 else whole.parent.parent
+    number = whole.name.removeprefix("step-")
+    return run, str(int(number)) if number.isdigit() else whole.name
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a metrics.jsonl."""
     rows = []

@@ -179,6 +179,7 @@ def _results(
     fold: Fold, chosen: Path, checkpoint: str, split: str, folder: Path, notes: list[str]
 ) -> dict[str, float | None]:
     """As `bottega evaluate --out` writes them; read where the same checkpoint was measured before."""
+    from bottega.branches.evaluation_data import DataRequest
     from bottega.insight.evaluate import measure
 
     file = folder / "metrics.json"
@@ -189,7 +190,8 @@ def _results(
         except ValueError:
             fields = {}  # of a process that was killed, or somebody's own
     if (fields.get("checkpoint"), fields.get("split")) != (chosen.name, split):
-        options: dict[str, Any] = {"data": None, "split": split, "checkpoint": checkpoint, "device": fold.recipe.device}
+        request = DataRequest(split=split)
+        options: dict[str, Any] = {"request": request, "checkpoint": checkpoint, "device": fold.recipe.device}
         # Only the loss of a generator: to judge samples takes as long as some trainings.
         options |= {"count": 0, "inception": None, "quiet": True}
         note = {}

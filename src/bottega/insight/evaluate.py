@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bottega.branches.evaluation_data import DataRequest
 from bottega.core.errors import UsageError
 from bottega.data.present import finite, whole, writing
 from bottega.data.source import Source
@@ -28,7 +30,9 @@ def evaluate(
     run: str | Path,
     *,
     data: str | Path | None = None,
-    split: str = "validation",
+    data_config: str | Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    split: str | None = None,
     checkpoint: str | int = "best",
     device: str = "auto",
     count: int | None = None,
@@ -37,31 +41,32 @@ def evaluate(
     out: str | Path | None = None,
     quiet: bool = True,
 ) -> dict[str, Any]:
-    """`bottega.evaluate`: {"metrics": ...} and, of a generator, the same measures of real data beside them.
+    """`bottega.evaluate`: {"metrics", "split", "samples", "checkpoint"}, and of a generator the same measures of real data.
 
+    Measured is the run's own validation part, or `split` of it: test, or train on request. `data` is a path of other data,
+    `data_config` a recipe file whose data is meant, and `settings` say how it is read: {"data.train.field": "review"}.
     `count` samples are drawn for that; 0 measures the loss alone. A classifier's answers are written to `out`. Of a
     personalised run `count` are people, and {"arms": ...} what they were drawn with and without being known.
     """
-    options: dict[str, Any] = {"data": data, "split": split, "checkpoint": checkpoint, "device": device}
+    said = [(key, json.dumps(value), "settings") for key, value in (settings or {}).items()]
+    named = [str(one) if one is not None else None for one in (data, data_config)]
+    request = DataRequest(named[0], named[1], said, split)
+    options: dict[str, Any] = {"checkpoint": checkpoint, "device": device}
     options |= {"count": count, "inception": inception, "lpips": lpips, "quiet": quiet}
     try:
-        return measure(run, **options, out=Path(out) if out is not None else None)
+        return measure(run, request=request, **options, out=Path(out) if out is not None else None)
     except UsageError as error:
         raise without_dashes(error) from None
 
 
-def measure(
-    run: str | Path, *, data: str | Path | None, split: str, out: Path | None = None, **options: Any
-) -> dict[str, Any]:
+def measure(run: str | Path, *, request: DataRequest, out: Path | None = None, **options: Any) -> dict[str, Any]:
     """The same for the command line. To `out` goes metrics.json, and of a classifier its answers and pictures. What is drawn
     for people is for looking at and goes into the run's folder where no other is named."""
-    result = _measured(run, data=data, split=split, out=out, **options)
+    result = _measured(run, request=request, out=out, **options)
     if out is not None or "folder" in result:
         file = (out or Path(result["folder"])) / "metrics.json"
-        beside = {
-            name: value for name, value in result.items() if name not in ("metrics", "checkpoint", "files", "folder")
-        }
-        fields = {**result["metrics"], **beside, "split": None if data is not None else split}
+        beside = {name: value for name, value in result.items() if name not in ("metrics", "files", "folder")}
+        fields = {**result["metrics"], **beside}
         with writing(file), whole(file) as temporary:
             temporary.write_text(json.dumps(finite(fields), indent=1) + "\n")
     return result
@@ -70,8 +75,7 @@ def measure(
 def _measured(
     run: str | Path,
     *,
-    data: str | Path | None,
-    split: str,
+    request: DataRequest,
     checkpoint: str | int,
     device: str,
     count: int | None,
@@ -87,9 +91,16 @@ def _measured(
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     is_personal = saved.recipe.task == "personalize"
     _check_judged(saved, {"--count": count, "--inception": inception, "--lpips": lpips})
-    found, rows, source = saved.examined(data, split=split)
-    metrics = {**found, **_codes_used(saved, data, split)}
-    result: dict[str, Any] = {"metrics": metrics, "checkpoint": str(saved.checkpoint)}
+    chosen = saved.chosen(request)
+    means, rows, source = saved.examined(chosen)
+    result: dict[str, Any] = {
+        "metrics": {**means, **_codes_used(saved, source)},
+        "checkpoint": str(saved.checkpoint),
+        "data": chosen.path,
+        "split": chosen.split,
+        "samples": len(source),
+        **({"notes": chosen.notes} if chosen.notes else {}),
+    }
     if "probability" in rows:
         from bottega.insight.answers import Answers
 
@@ -98,15 +109,13 @@ def _measured(
         if out is not None:
             result["files"] = [str(path) for path in answers.write(out)]
     if is_personal and count != 0:
-        out = out or saved.directory.path / "evaluation" / ("data" if data is not None else split)
+        is_own = chosen.given is None
+        out = out or saved.directory.path / "evaluation" / (str(chosen.split) if is_own else "data")
         weights = Path(lpips) if lpips is not None else None
-        return _over_people(
-            saved, source, result, count=count, lpips=weights, is_own=data is None, out=out, quiet=quiet
-        )
+        return _over_people(saved, source, result, count=count, lpips=weights, is_own=is_own, out=out, quiet=quiet)
     if not _generates(saved) or count == 0:
         return result
-    options = {"data": str(data) if data is not None else None, "split": split, "count": count}
-    return _beside_real(saved, result, **options, inception=inception, quiet=quiet)
+    return _beside_real(saved, result, chosen=chosen, count=count, inception=inception, quiet=quiet)
 
 
 def _check_judged(saved: SavedRun, given: dict[str, Any]) -> None:
@@ -134,7 +143,11 @@ def _beside_real(
     if scores.through_codec:
         result["through_codec"] = scores.through_codec
     result["counts"] = scores.counts
-    notes = scores.notes + [f"{name}: {UNDEFINED.get(name, 'is no number here')}" for name in _undefined(result)]
+    notes = (
+        result.get("notes", [])
+        + scores.notes
+        + [f"{name}: {UNDEFINED.get(name, 'is no number here')}" for name in _undefined(result)]
+    )
     if notes:
         result["notes"] = notes
     return result
@@ -164,10 +177,11 @@ def _undefined(result: dict[str, Any]) -> list[str]:
 
 
 def show(result: dict[str, Any]) -> str:
-    """The loss, and a table of what was drawn beside what is real, or of what people were drawn with and without."""
+    """What was measured, the loss, and a table of what was drawn beside what is real, or of people drawn for."""
     compared = result["arms"]["both"] if "arms" in result else result.get("real", {})
     width = max(20, *(len(name) + 2 for name in result["metrics"]))
-    lines = [f"{name:<{width}}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
+    lines = [_measured_shown(result), ""]
+    lines += [f"{name:<{width}}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
     if "arms" in result:
         from bottega.insight.personal_table import show as arms_shown
 
@@ -191,6 +205,14 @@ def show(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *result.get("notes", ())])
 
 
+def _measured_shown(result: dict[str, Any]) -> str:
+    """Which data, how many samples, which checkpoint, on one line."""
+    part = f"the {result['split']} part" if result["split"] is not None else "all"
+    of = f" of {result['data']}" if result["data"] is not None else ""
+    samples = f"{result['samples']:,} sample{'s' if result['samples'] != 1 else ''}"
+    return f"measured {part}{of}, {samples}, by checkpoint {Path(result['checkpoint']).name}"
+
+
 def _classes_shown(found: dict[str, dict[str, float]]) -> list[str]:
     width = max(20, max(map(len, found)) + 2)
     lines = ["", " " * width + "".join(f"{name:>12}" for name in ("precision", "recall", "f1", "samples"))]
@@ -200,16 +222,13 @@ def _classes_shown(found: dict[str, dict[str, float]]) -> list[str]:
     return lines
 
 
-def _codes_used(saved: SavedRun, data: str | Path | None, split: str) -> dict[str, float]:
+def _codes_used(saved: SavedRun, source: Source) -> dict[str, float]:
     """Of a tokenizer: how many of its codes the same data uses."""
     from bottega.branches.tokens import TokensBranch
 
     branch = saved.branch
     if not isinstance(branch, TokensBranch):
         return {}
-    own = branch.test if split == "test" else branch.validation
-    source = branch.other(str(data)) if data is not None else own()
-    assert source is not None, "its loss was measured"
     with saved.engine.sampling() as models:
         return branch.measured(models, source, device=saved.engine.device)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bottega.core.noise import Noise
-from bottega.core.rundir import RunDirectory
+from bottega.core.rundir import RunDirectory, split_checkpoint
 from bottega.data.loader import Loader
 from bottega.engines.devices import put
 from bottega.engines.torch import TorchEngine
@@ -32,7 +32,7 @@ def inspect(what: str, words: list[str]) -> dict[str, Any]:
 
 
 def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
-    if RunDirectory(Path(what)).recipe.is_file():
+    if RunDirectory(split_checkpoint(Path(what))[0]).recipe.is_file():
         from bottega.saved import open_run
 
         saved = open_run(Path(what))

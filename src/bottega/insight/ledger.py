@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bottega.branches.located import locate
 from bottega.compose import plain_loader
 from bottega.core.errors import UsageError
 from bottega.engines.devices import batch_length
@@ -18,7 +19,7 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     if step < 1:
         raise UsageError(f"--step {step}: steps are counted from 1, as in the log")
     saved = open_run(path, device="cpu")
-    lesson = applied(needs.placed(saved.recipe), saved.branch)
+    lesson = applied(locate(needs.placed(saved.recipe), saved.branch.started_in), saved.branch)
     source = lesson.training
     world = _world(saved.directory.environment)
     loader = plain_loader(saved.recipe, source, world=world, order=lesson.order)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from bottega import resume
+from bottega.branches.located import locate, recorded_folders
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
 from bottega.compose import prepare
 from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.core.rundir import RunDirectory
+from bottega.core.rundir import RunDirectory, split_checkpoint
 from bottega.data.present import whole, writing
 from bottega.engines.rate_range import check_range
 from bottega.methods.range_picture import draw
@@ -29,12 +30,12 @@ def find(
 ) -> dict[str, Any]:
     """The report of a range test; its curve and its numbers are in `out`."""
     check_range(low, high, steps)
-    run = RunDirectory(Path(what))
+    run = RunDirectory(split_checkpoint(Path(what))[0])
     is_run = run.recipe.is_file()
     if is_run and words:
         raise UsageError(f"{what} is a run and has its own recipe; leave out {' '.join(words)}")
     if is_run:
-        recipe, start = load_recipe([run.recipe]).recipe, _newest(run)
+        recipe, start = load_recipe([run.recipe]).recipe, _chosen(run, Path(what))
     else:
         sources, overrides = parse_overrides([what, *words])
         recipe, start = load_recipe(sources, overrides).recipe, None
@@ -45,7 +46,8 @@ def find(
         part(recipe, name, quiet=quiet)
     is_main = int(os.environ.get("RANK", 0)) == 0
     console = Console(unit="samples", quiet=quiet or not is_main)
-    branch = prepare(needs.placed(recipe), console)
+    folders = recorded_folders(run.path) if is_run else ()
+    branch = prepare(locate(needs.placed(recipe), folders), console)
     if start is not None and start[1] != branch.fingerprint:
         raise DataError(f"{what}: the data has changed since its last checkpoint; undo the change")
     with bars(console.rich, in_bytes=False) as say:
@@ -62,9 +64,9 @@ def find(
     return _written(report, out) if is_main else report
 
 
-def _newest(run: RunDirectory) -> tuple[Path, str]:
-    """The run's newest good checkpoint, and the fingerprint of the data it has learnt from."""
-    found = resume.find(run, None, lambda text: None)
+def _chosen(run: RunDirectory, path: Path) -> tuple[Path, str]:
+    """The checkpoint that `path` names, or the run's newest good one, and the fingerprint of the data it learnt from."""
+    found = resume.find(run, path if path != run.path else None, lambda text: None)
     if found is None:
         raise CheckpointError(f"{run.path} has no checkpoint yet; give its recipe in place of the run")
     return found[0], str(found[1].fingerprint.get("data"))
@@ -75,7 +77,7 @@ def _command(what: str, words: list[str], recipe: Recipe, report: dict[str, Any]
     if not is_run:
         said = [word for word in words if not word.startswith(("training.learning_rate=", "learning_rate=", "lr="))]
         return shlex.join(["bottega", "train", what, *said, rate])
-    run = RunDirectory(Path(what))
+    run = RunDirectory(split_checkpoint(Path(what))[0])
     name, longer = f"name={run.path.resolve().name}-again", []
     if recipe.training.max_steps is not None and report["from_step"] >= recipe.training.max_steps:
         longer = [f"training.max_steps={report['from_step'] + recipe.training.max_steps}"]

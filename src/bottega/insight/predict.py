@@ -17,7 +17,7 @@ from bottega.data.readers import find
 from bottega.data.record import Bad
 from bottega.insight.predict_numbers import part_recipe, predict_numbers, reads_numbers
 from bottega.insight.predict_numbers import show as show_numbers
-from bottega.saved import open_run
+from bottega.saved import named_checkpoint, open_run
 from bottega.schema.classify import ClassifyRecipe
 from bottega.schema.data import Source
 from bottega.schema.load import load_recipe
@@ -42,6 +42,7 @@ def predict(
     """`bottega.predict`: for each text {"text", "predicted", "probability"}; with several labels, "predicted" is a list of
     classes and "probability" a dict of all; both are None of a blank text. `data` is a file of texts, or for a run of the task routing a table of numbers, each row of which has
     {"row", "predicted", "probability", "expert"}. `part` is for a run of several tasks, where more than one can answer."""
+    run, checkpoint = named_checkpoint(Path(run), checkpoint)
     if reads_numbers(Path(run), part):
         if texts:
             raise UsageError(f"{run} tells labels of rows of numbers, not of texts; give a table with --data FILE")

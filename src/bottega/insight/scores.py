@@ -15,6 +15,7 @@ import numpy as np
 
 from bottega.branches.asked import check_count
 from bottega.branches.classify import ClassifyBranch
+from bottega.branches.evaluation_data import EvaluationData
 from bottega.branches.generation import GenerationBranch
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.data.image.augment import normalise
@@ -69,8 +70,7 @@ class Collection:
 def score(
     saved: SavedRun,
     *,
-    split: str = "validation",
-    data: str | None = None,
+    chosen: EvaluationData,
     count: int | None = None,
     inception: Path | None = None,
     seed: int = 0,
@@ -80,16 +80,17 @@ def score(
     """Draw, read and compare. Without a judge among the recipe's needs there is nothing to read with."""
     branch = saved.branch
     assert isinstance(branch, GenerationBranch)
-    if data is None and split not in branch.prepared.tables:
-        raise UsageError(f"this run has no {split} data; give some with --data")
+    given, split = chosen.given, str(chosen.split)
+    if given is None and split not in branch.prepared.tables:
+        raise UsageError(f"this run has no {split} data; name other data with --data")
     if count is not None:  # pixels are kept as bytes
         check_count(count, count, max(1, math.prod(branch.facts.sample) // 8))
     fid = _fid(inception, branch, saved.engine.device) if inception is not None else None
     notes: list[str] = []
-    has_own = data is None or _has_own_data(branch, notes)
+    has_own = given is None or _has_own_data(branch, notes)
     # What is wrong with it is said before anything is drawn.
     judge = Judge.of(saved, branch, notes, has_own=has_own, quiet=quiet)
-    held_out = collected(branch, [branch.raw_other(data) if data is not None else branch.raw(split)])
+    held_out = collected(branch, [branch.raw_other(given) if given is not None else branch.raw(split)])
     own = [branch.raw(table) for table in branch.prepared.training_tables] if has_own else None
     training = collected(branch, own) if own is not None else None
     count = max(COUNTS[branch.medium], len(held_out.samples)) if count is None else count
@@ -102,11 +103,11 @@ def score(
     # More samples are nearer to any distribution, so all columns are compared at the same number of them, and of the
     # same classes: as many as were drawn or are held out, whichever is less.
     compared = min(count, len(held_out.samples))
-    chosen = dict.fromkeys(several, places[:compared]) | {"generated": np.arange(compared)}
-    found = {name: reference.measures(one, chosen[name]) for name, one in several.items()}
+    places_of = dict.fromkeys(several, places[:compared]) | {"generated": np.arange(compared)}
+    found = {name: reference.measures(one, places_of[name]) for name, one in several.items()}
     if fid is not None and training is not None:
         for name, one in several.items():
-            found[name]["fid"] = fid(one.samples[chosen[name]], training.samples)
+            found[name]["fid"] = fid(one.samples[places_of[name]], training.samples)
     counts = {"generated": len(generated.samples), "real": len(held_out.samples), "compared": compared}
     if training is not None:
         counts |= {"training": len(training.samples), "training_available": training.available}

@@ -1,0 +1,167 @@
+"""What an evaluation measures: never training samples unless asked, other data as it is named, from any folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bottega
+import small_texts
+from bottega import cli
+from bottega.core.errors import BottegaError, DataError, UsageError
+
+PARTS = {"data.validation.split": 0.25, "data.test": {"split": 0.125}, "data.split": {"by": "fraction"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was trained on a relative path, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("measured")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        settings = small_texts.settings(folder, **PARTS)
+        bottega.train("classify", {**settings, "data.train.path": "texts.jsonl", "output_dir": "runs", "name": "run"})
+    return folder
+
+
+def measured(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    capsys.readouterr()  # of commands before
+    assert cli.main(["evaluate", *words, "--json"]) == code
+    shown = capsys.readouterr()
+    return json.loads(shown.out) if code == 0 else shown.err
+
+
+def renamed(path: Path, count: int = 30) -> Path:
+    """Texts that the run has not seen, under other names of their fields."""
+    rows = [{"review": row["text"], "stars": row["label"]} for row in small_texts.rows(count, seed=9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_file_that_was_learnt_from_is_measured_by_what_was_held_back(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = str(folder / "runs" / "run"), folder / "texts.jsonl"
+    config = tmp_path / "test.yaml"
+    config.write_text(f"data: {{train: {{path: {data}}}, test: {{split: 0.5}}}}\n")
+    copy = shutil.copy(data, tmp_path / "copy.jsonl")
+    own = {split: measured(capsys, run, "--split", split) for split in ("validation", "test", "train")}
+    assert {split: result["samples"] for split, result in own.items()} == {"validation": 24, "test": 12, "train": 60}
+    for words, split in (
+        (["--data_config", str(config), "--split", "test"], "test"),
+        (["--data_config", str(config)], "test"),
+        (["--data", str(data)], "validation"),
+        (["--data", str(copy), "--split", "test"], "test"),
+        (["--data", str(data), "--split", "train"], "train"),
+    ):
+        result = measured(capsys, run, *words)
+        assert result["metrics"] == own[split]["metrics"], words
+        assert (result["split"], result["samples"]) == (split, own[split]["samples"]), words
+        assert str(Path(words[1]).name if words[0] == "--data" else data.name) in result["notes"][0]
+    assert bottega.load(run).evaluate(data) == own["validation"]["metrics"]
+
+
+def test_some_files_of_training_are_refused_and_nothing_held_back_is_said(tmp_path: Path) -> None:
+    texts = small_texts.texts(tmp_path)
+    settings = {**small_texts.settings(tmp_path), "data.validation": None, "data.split": None, "name": "whole"}
+    run = bottega.train("classify", settings).path
+    with pytest.raises(UsageError, match=r"no validation part of it was held back.*split train"):
+        bottega.evaluate(run, data=texts)
+    assert bottega.evaluate(run, data=texts, split="train")["samples"] == 96
+    more = tmp_path / "more"
+    more.mkdir()
+    shutil.copy(texts, more / "a.jsonl")
+    small_texts.texts(more, "b.jsonl", seed=3)
+    with pytest.raises(UsageError, match=r"a\.jsonl is training data of this run"):
+        bottega.evaluate(run, data=more)
+    assert bottega.evaluate(run, data=more / "b.jsonl")["samples"] == 96
+
+
+def test_fields_are_taken_from_the_file_or_the_command_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = str(folder / "runs" / "run"), renamed(tmp_path / "other.jsonl")
+    config = tmp_path / "other.yaml"
+    config.write_text(f"data:\n  train: {{path: {other}, field: review}}\n  label_field: stars\n")
+    held_out = tmp_path / "held.yaml"
+    held_out.write_text(f"data:\n  train: {{path: gone, field: review, label: stars}}\n  test: {{path: {other}}}\n")
+    found = [
+        measured(capsys, run, "--data", str(other), "data.train.field=review", "data.train.label=stars"),
+        measured(
+            capsys, "--data", str(other), "data.train.field=review", "data.label_field=stars", "--model_path", run
+        ),
+        measured(capsys, run, "--data_config", str(config)),
+        measured(capsys, run, "--data_config", str(held_out), "--split", "test"),
+        bottega.evaluate(run, data=other, settings={"data.train.field": "review", "data.train.label": "stars"}),
+    ]
+    assert all(result["metrics"] == found[0]["metrics"] and result["samples"] == 30 for result in found)
+    assert "no field 'text'" in measured(capsys, run, "--data", str(other), code=3)
+    assert "says how other data is read" in measured(capsys, run, "data.train.field=review", code=2)
+    assert "only keys of the data" in measured(capsys, run, "--data", str(other), "training.max_steps=3", code=2)
+
+
+def test_the_answer_says_what_was_measured(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(folder / "runs" / "run")
+    cli.main(["evaluate", run, "--split", "test", "--out", str(tmp_path)])
+    first = capsys.readouterr().out.splitlines()[0]
+    written = json.loads((tmp_path / "metrics.json").read_text())
+    best = Path(written["checkpoint"]).name
+    assert first == f"measured the test part, 12 samples, by checkpoint {best}"
+    assert (written["split"], written["samples"], written["data"]) == ("test", 12, None)
+    assert best == (folder / "runs" / "run" / "checkpoints" / "best").resolve().name
+
+
+@pytest.mark.parametrize("name", ["best", "last", "step-00000004"])
+def test_a_checkpoint_is_taken_by_its_path(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = folder / "runs" / "run"
+    checkpoint = run / "checkpoints" / name
+    number = name.removeprefix("step-0000000")
+    expected = measured(capsys, str(run), "--checkpoint", number)
+    assert measured(capsys, "--model_path", str(checkpoint)) == expected
+    assert bottega.predict(checkpoint, ["salt"]) == bottega.predict(run, ["salt"], checkpoint=number)
+    assert bottega.load(checkpoint).checkpoint.name == Path(expected["checkpoint"]).name
+    for words in (["predict", str(checkpoint), "salt"], ["ledger", str(checkpoint), "--step", "1"]):
+        assert cli.main(words) == 0, words
+    assert cli.main(["inspect", str(checkpoint)]) == 0
+    assert "leave one of them out" in measured(capsys, str(checkpoint), "--checkpoint", "7", code=2)
+
+
+def test_a_run_is_used_from_another_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = shutil.copytree(folder, tmp_path / "moved", symlinks=True)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "texts.jsonl").write_text('{"text": "another file of that name", "label": "cook"}\n')
+    monkeypatch.chdir(here)
+    expected = measured(capsys, str(folder / "runs" / "run"))
+    assert expected["samples"] == 24
+    for words in (["ledger", "--step", "2", "--replay"], ["inspect"]):
+        assert cli.main([words[0], str(folder / "runs" / "run"), *words[1:]]) == 0
+    facts = moved / "runs" / "run" / "environment.json"
+    facts.write_text(facts.read_text().replace(str(folder), "/nowhere/at/all"))
+    assert measured(capsys, str(moved / "runs" / "run"))["metrics"] == expected["metrics"], "data beside the run"
+    (moved / "texts.jsonl").unlink()
+    (here / "texts.jsonl").unlink()
+    gone = measured(capsys, str(moved / "runs" / "run"), code=3)
+    assert "texts.jsonl: the data of this run is not in /nowhere/at/all, where the run was started" in gone
+    assert "--data" in gone
+    assert cli.main(["ledger", str(moved / "runs" / "run"), "--step", "1"]) == 3
+    assert "--data" not in capsys.readouterr().err, "ledger has no such option"
+
+
+def test_what_cannot_be_told_is_said(folder: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(folder / "runs", tmp_path / "runs", symlinks=True)
+    (moved / "run" / "environment.json").unlink()
+    other = renamed(tmp_path / "other.jsonl")
+    named = {"data.train.field": "review", "data.train.label": "stars"}
+    result = bottega.evaluate(moved / "run", data=other, settings=named)
+    assert "cannot be told" in result["notes"][0]
+    with pytest.raises(DataError, match="not there any more"):
+        bottega.evaluate(moved / "run")
+    with pytest.raises(BottegaError, match="split dev"):
+        bottega.evaluate(moved / "run", split="dev")
