@@ -180,7 +180,7 @@ def show(result: dict[str, Any]) -> str:
     """What was measured, the loss, and a table of what was drawn beside what is real, or of people drawn for."""
     compared = result["arms"]["both"] if "arms" in result else result.get("real", {})
     width = max(20, *(len(name) + 2 for name in result["metrics"]))
-    lines = [_measured_shown(result), ""]
+    lines = [_measured_shown(result), ""] if "samples" in result else []
     lines += [f"{name:<{width}}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
     if "arms" in result:
         from bottega.insight.personal_table import show as arms_shown
