@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from bisect import bisect_right
 from dataclasses import replace
@@ -30,6 +29,7 @@ from bottega.data.loader import Loader, evaluate_batches
 from bottega.data.orders import Order, Staged
 from bottega.data.source import Source
 from bottega.schema.load import global_batch
+from bottega.schema.nearness import near_names
 from bottega.schema.recipe import Recipe
 from bottega.schema.units import Cadence
 
@@ -195,7 +195,7 @@ def check_metrics(recipe: Recipe, measured: tuple[str, ...], *, has_validation: 
         watched["training.early_stopping.metric"] = stopping.metric
     for key, metric in watched.items():
         if metric not in measured:
-            near = difflib.get_close_matches(metric, measured, 1)
+            near = near_names(metric, measured)
             hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(measured)}"
             raise UsageError(f"{key}: {metric} is not measured; {hint}")
 

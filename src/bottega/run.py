@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bottega import resume
+from bottega.checks import find_problems, list_unused, load_checked, parse_words, raise_together
 from bottega.core import checkpoint
 from bottega.core.errors import UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.parts import train_apart, turn, wait_for
 from bottega.preparation import prepare_recipe
 from bottega.schema import needs
-from bottega.schema.generator import Generator
 from bottega.schema.language import LanguageRecipe
-from bottega.schema.load import Resolved, check_recipe, global_batch, load_recipe, parse_overrides
-from bottega.schema.recipe import BUILT_TASKS, Recipe
-from bottega.schema.techniques import UNBUILT
+from bottega.schema.load import Resolved
+from bottega.schema.recipe import Recipe
 from bottega.session import Run, Session
 from bottega.terminal import open_console, print_notice
 
@@ -26,9 +25,7 @@ if TYPE_CHECKING:
     from bottega.data.prepare.prepared import Prepared
     from bottega.saved import SavedRun
 
-__all__ = ["Run", "load", "part", "refuse_unbuilt", "train", "train_command"]
-SMOOTHED = ("classify", "routing")
-"""Tasks that know training.label_smoothing."""
+__all__ = ["Run", "load", "part", "train", "train_command"]
 
 
 def train(
@@ -40,7 +37,7 @@ def train(
 ) -> Run:
     """Train a recipe by name, file or dict; later ones and overrides win. The same call resumes the same run."""
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
-    resolved = load_recipe([*sources, overrides or {}])
+    resolved = load_checked([*sources, overrides or {}])
     return _train(resolved, quiet=quiet, fresh=fresh)
 
 
@@ -55,14 +52,11 @@ def train_command(
     words: list[str], *, fresh: bool, resume_from: Path | None, allow_data_change: bool, quiet: bool
 ) -> dict[str, Any]:
     """`bottega train`: the result as --json prints it."""
-    sources, overrides = parse_overrides(words)
+    sources, overrides = parse_words(words)
     if not sources:
         raise UsageError("say what to train: bottega train RECIPE, such as bottega train language")
-    resolved = check_recipe(sources, overrides)
-    if len(resolved.task_candidates) == 1:
-        refuse_unbuilt(resolved.recipe)  # before asking for what such a task would need
     run = _train(
-        load_recipe(sources, overrides),
+        load_checked(sources, overrides),
         quiet=quiet,
         fresh=fresh,
         resume_from=resume_from,
@@ -80,12 +74,8 @@ def _train(
     allow_data_change: bool = False,
 ) -> Run:
     recipe = resolved.recipe
-    refuse_unbuilt(recipe)
-    global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))  # before anybody waits for the other processes
-    needs.check(recipe)
+    raise_together(find_problems(recipe))  # before anybody waits for the other processes, or for a part
     parts = needs.referenced(recipe)
-    if parts:
-        _check_alone(recipe)
     directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     is_main = int(os.environ.get("RANK", 0)) == 0
 
@@ -104,27 +94,9 @@ def _train(
         if parts:
             _check_start(recipe, directory, resume_from, allow=allow_data_change, quiet=quiet)
         main = session()
-        for note in resolved.notes:
+        for note in (*resolved.notes, *list_unused(recipe)):
             main.console.say(note)
         return main.run()
-
-
-def _check_alone(recipe: Recipe) -> None:
-    """What of a recipe can be wrong without its parts, so that nobody waits hours for them first."""
-    from bottega.engines.devices import choose_device, choose_precision
-
-    for name in needs.referenced(recipe):
-        if recipe.needs[name].run is not None:
-            RunDirectory(needs.part_run(recipe, name)).must_exist()
-    choose_precision(recipe.training.mixed_precision, choose_device(recipe.device))
-    model = recipe.model
-    if isinstance(model, Generator) and model.backbone != "unet":
-        # Positions of the language model over codes turn pairs of numbers.
-        twice, each = ("twice ", 2) if model.backbone == "tokens" else ("", 1)
-        if model.hidden_size % (each * model.num_heads):
-            raise UsageError(
-                f"model.hidden_size: {model.hidden_size} is no multiple of {twice}num_heads {model.num_heads}"
-            )
 
 
 def _check_start(
@@ -184,7 +156,7 @@ def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool
 def _fitted(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Recipe:
     """A part over fewer samples than its recipe was made for takes smaller batches. Its name stays, which is a hash of
     what was asked for; on the same data the same size is found again."""
-    prepared = _prepared_now(recipe, quiet=quiet) if not isinstance(recipe, LanguageRecipe) else None
+    prepared = prepare_data(recipe, quiet=quiet) if not isinstance(recipe, LanguageRecipe) else None
     if prepared is None:
         return recipe
     there = sum(prepared.tables[table]["rows"] for table in prepared.training_tables)
@@ -218,11 +190,11 @@ def _data_of(run: Path) -> str | None:
 
 def _data_now(recipe: Recipe, *, quiet: bool) -> str | None:
     """The fingerprint of a recipe's data as it is now; None where that cannot be known yet."""
-    prepared = _prepared_now(recipe, quiet=quiet)
+    prepared = prepare_data(recipe, quiet=quiet)
     return prepared.fingerprint if prepared is not None else None
 
 
-def _prepared_now(recipe: Recipe, *, quiet: bool) -> Prepared | None:
+def prepare_data(recipe: Recipe, *, quiet: bool) -> Prepared | None:
     """A recipe's data as it is now; prepared if need be, which training would do next.
 
     None where its tokens are those of a part that may not be there yet.
@@ -235,26 +207,6 @@ def _prepared_now(recipe: Recipe, *, quiet: bool) -> Prepared | None:
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"latents": False})})
     with bars(open_console(quiet=quiet)) as say:
         return prepare_recipe(recipe, say)
-
-
-def refuse_unbuilt(recipe: Recipe) -> None:
-    """What has its schema but no code behind it yet is refused by name, before anything heavy is imported."""
-    if recipe.task not in BUILT_TASKS:
-        raise UsageError(f"task: {recipe.task} cannot be trained yet; there is {', '.join(BUILT_TASKS)}")
-    for key, is_asked in {
-        f"engine: {recipe.engine}": recipe.engine != "torch",
-        **{f"techniques: {one.name}": one.name in UNBUILT for one in recipe.techniques},
-        "distributed.backend": recipe.distributed.backend != "auto",
-        "distributed.strategy: fsdp": recipe.distributed.strategy == "fsdp",
-        "distributed.offload": recipe.distributed.offload,
-        "training.label_smoothing": recipe.training.label_smoothing > 0 and recipe.task not in SMOOTHED,
-    }.items():
-        if is_asked:
-            raise UsageError(f"{key} is understood but not built yet; leave it out")
-    wanted, world = recipe.distributed.processes, int(os.environ.get("WORLD_SIZE", 1))
-    if wanted is not None and wanted != world:
-        start = f"torchrun --nproc_per_node {wanted} -m bottega train …"
-        raise UsageError(f"distributed.processes: {wanted} asked for, {world} started; start them with {start}")
 
 
 def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:

@@ -16,11 +16,11 @@ from bottega.branches.branch import Branch
 from bottega.branches.located import STARTED_IN, UPWARDS
 from bottega.branches.start import PLACE, based, local_start
 from bottega.callbacks.console import Console
+from bottega.checks import find_data_problems, raise_together
 from bottega.compose import (
     build_engine,
     build_loader,
     cadences,
-    check_metrics,
     plan_rates,
     prepare,
     total_steps,
@@ -93,6 +93,7 @@ class Session:
         try:
             recipe = settled(recipe, branch, directory, resume_from=self.resume_from, console=console)
             lesson = applied(needs.placed(recipe), branch)
+            raise_together(find_data_problems(recipe, lesson))
             engine = build_engine(recipe, lesson.task)
             return self._run(recipe, branch, lesson, engine, changes)
         except RuntimeError as error:
@@ -111,7 +112,6 @@ class Session:
         """`recipe` has a number where the one that is kept says `learning_rate: auto`."""
         directory, console = self.directory, self.console
         validation = lesson.validation
-        check_metrics(recipe, lesson.metrics, has_validation=validation is not None)
         loader = build_loader(recipe, lesson.training, engine, lesson.order)
         total = total_steps(recipe, loader)
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))

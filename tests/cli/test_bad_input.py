@@ -73,7 +73,7 @@ def recipe(folder: Path, text: str) -> Path:
         ("model: {_target_: os.system}\n", ["_target_"]),
         ("data: {train: {path: '${HOME}/corpus.txt'}}\n", ["data.train.path", "${...}"]),
         ("- a list\n", ["my.yaml", "a block of keys"]),
-        ("device: gpu\n", ["device", "gpu"]),
+        ("device: tpu\n", ["device", "tpu"]),
         ("training: {on_nonfinite: ignore}\n", ["training.on_nonfinite", "ignore"]),
     ],
     ids=["unknown key", "duplicate", "type", "tag", "tab", "alias bomb", "deep", "target", "env", "list", "device", "choice"],
@@ -105,7 +105,7 @@ def test_several_mistakes_are_told_at_once(say: Any, tmp_path: Path) -> None:
         (["generate", "a", "b"], ["unexpected b"]),
         (["evaluate", "a", "--nonsense"], ["--nonsense"]),
         (["generate", "a", "--count", "x"], ["--count", "x"]),
-        (["plan", "language"], ["--check"]),
+        (["plan", "language", "--check", "--memory"], ["--check and --memory"]),
     ],
 )
 def test_a_command_line_that_is_wrong(say: Any, arguments: list[str], parts: list[str]) -> None:
@@ -113,7 +113,7 @@ def test_a_command_line_that_is_wrong(say: Any, arguments: list[str], parts: lis
 
 
 def test_models_that_a_recipe_is_built_on_must_be_named(say: Any, tmp_path: Path) -> None:
-    text = "task: personalize\ntraining: {max_steps: 1}\nmodel: {diffusion: sd}\ndata: {train: {path: people.jsonl}}\n"
+    text = "task: personalize\ntraining: {max_steps: 1}\nmodel: {diffusion: sd}\ndata: {train: {path: .}}\n"
     said = say("train", recipe(tmp_path, text), f"output_dir={tmp_path}/runs")
     said.refused(2, "model.language_model", "give a folder or a hub name")
     assert not (tmp_path / "runs").exists()

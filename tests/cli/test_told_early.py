@@ -105,10 +105,14 @@ def test_a_finished_run_is_opened_although_its_teacher_is_gone() -> None:
 
 
 def test_plan_tells_the_methods_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["techniques=[{name: lora, options: {rank: 4, targets: [q, v]}}]", "lr=auto", "data.split.folds=5"]
+    words = [
+        "techniques=[{name: lora, options: {rank: 4, targets: [q_proj, v_proj]}}]",
+        "lr=auto",
+        "data.split.folds=5",
+    ]
     assert cli.main(["plan", "language", *words, "data.validation={}", "--check"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines[1] == "bottega: techniques: lora (rank 4, dropout 0, targets [q, v])"
+    assert lines[1] == "bottega: techniques: lora (rank 4, dropout 0, targets [q_proj, v_proj])"
     assert lines[2].startswith("bottega: training.learning_rate: auto, found by a range test")
     assert lines[3].startswith("bottega: data.split: fold 0 of 5 is held out; bottega crossval")
     assert cli.main(["plan", "language", "--check"]) == 0

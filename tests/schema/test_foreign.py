@@ -837,4 +837,8 @@ def test_the_verb(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     rows = {row["our_key"]: row["our_value"] for row in found["mapped"]}
     assert rows["training.learning_rate"] == 2e-4
     assert {"their_key", "their_value", "why", "reason"} == set(found["unmapped"][0])
-    assert cli.main(["plan", "b.yaml", "--check", "--json"]) == 0
+    assert check_recipe(["b.yaml"]).task_candidates == ("language",)
+    assert cli.main(["plan", "b.yaml", "--json"]) == 2  # as train would: of the folder and the sharding at once
+    told = capsys.readouterr().err
+    assert "corpus does not exist" in told
+    assert "distributed.strategy: fsdp" in told

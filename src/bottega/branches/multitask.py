@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from bottega.schema.classify import ClassifyRecipe
 from bottega.schema.language import LanguageRecipe
 from bottega.schema.load import check_recipe, load_recipe, to_yaml
 from bottega.schema.multitask import MultitaskRecipe
+from bottega.schema.nearness import near_names
 from bottega.schema.recipe import BUILT_TASKS, Recipe, changed_keys
 from bottega.schema.transformer import WIDENING
 from bottega.tasks.multitask import Multitask, prefixed, under, whole
@@ -180,7 +180,7 @@ class MultitaskBranch(Branch):
         for name, part in self.recipe.data.parts.items():
             there = self.parts[name].metrics
             if part.metric not in there:
-                near = difflib.get_close_matches(part.metric, there, 1)
+                near = near_names(part.metric, there)
                 hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(there)}"
                 raise UsageError(f"data.parts.{name}.metric: {part.metric} is not measured; {hint}")
         assert self.sharing is not None, "a part that shares nothing is refused"

@@ -69,9 +69,9 @@ def _answer(words: list[str]) -> int:
 def _dispatch(name: str, words: list[str]) -> int:
     verb = VERBS.get(name)
     if verb is None:
-        import difflib
+        from bottega.schema.nearness import near_names
 
-        near = difflib.get_close_matches(name, VERBS, 1)
+        near = near_names(name, VERBS)
         raise UsageError(f"{name!r} is not a verb; " + (f"did you mean {near[0]}?" if near else "see bottega --help"))
     parser = _Parser(prog=f"bottega {name}", description=verb.says, allow_abbrev=False)
     verb.arguments(parser)

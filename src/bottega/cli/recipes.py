@@ -13,8 +13,10 @@ from bottega.terminal import print_result
 
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "bottega plan RECIPE... [key=value]... --check | --memory"
-    parser.add_argument("--check", action="store_true", help="validate and print what would run")
+    parser.usage = "bottega plan RECIPE... [key=value]... [--check | --memory]"
+    parser.add_argument(
+        "--check", action="store_true", help="find every problem that train would, and print what would run (default)"
+    )
     parser.add_argument(
         "--memory", action="store_true", help="measure a few steps: memory by micro-batch, and what fits on which GPU"
     )
@@ -32,8 +34,6 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         if not arguments.json:
             print_result(show(report))
         return report
-    if not arguments.check:
-        raise UsageError("bottega plan: say --check, which validates and prints what would run, or --memory")
     return check(rest, show=not arguments.json)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bottega.checks import find_unbuilt, raise_together
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import Lock, RunDirectory
@@ -26,7 +27,7 @@ from bottega.insight.fold_plan import (
     splitting,
 )
 from bottega.insight.fold_runs import Work, places, train_all
-from bottega.run import refuse_unbuilt, set_aside
+from bottega.run import set_aside
 from bottega.schema.data import Splitting
 from bottega.schema.load import load_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import Recipe
@@ -99,7 +100,7 @@ def cross_validate(
         raise UsageError(f"--checkpoint {checkpoint}: expected best or last")
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: expected 1 or more")
-    refuse_unbuilt(recipe)
+    raise_together(find_unbuilt(recipe))
     split, notes = splitting(recipe, folds=folds, by=by, field=field)
     planned = plan_folds(recipe, split, repeats=repeats, out=Path(out) if out is not None else None)
     where = places(recipe.device, jobs, wanted=len(planned))

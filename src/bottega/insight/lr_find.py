@@ -12,6 +12,7 @@ from bottega import resume
 from bottega.branches.located import locate, recorded_folders
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
+from bottega.checks import find_unbuilt, raise_together
 from bottega.compose import prepare
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.rundir import RunDirectory, split_checkpoint
@@ -19,7 +20,7 @@ from bottega.data.present import whole, writing
 from bottega.engines.rate_range import check_range
 from bottega.methods.range_picture import draw
 from bottega.methods.range_test import JSON, PICTURE, measured
-from bottega.run import part, refuse_unbuilt
+from bottega.run import part
 from bottega.schema import needs
 from bottega.schema.load import global_batch, load_recipe, parse_overrides
 from bottega.schema.recipe import Recipe
@@ -39,7 +40,7 @@ def find(
     else:
         sources, overrides = parse_overrides([what, *words])
         recipe, start = load_recipe(sources, overrides).recipe, None
-    refuse_unbuilt(recipe)
+    raise_together(find_unbuilt(recipe))
     global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))
     needs.check(recipe)
     for name in needs.referenced(recipe):

@@ -9,13 +9,14 @@ import numpy as np
 
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
+from bottega.checks import find_unbuilt, raise_together
 from bottega.compose import build_engine, prepare
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.types import Batch
 from bottega.data.source import Source
 from bottega.insight.plan import beforehand
 from bottega.methods import applied
-from bottega.run import part, refuse_unbuilt
+from bottega.run import part
 from bottega.schema import needs
 from bottega.schema.load import global_batch, load_recipe, parse_overrides
 
@@ -34,7 +35,7 @@ def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
         raise UsageError("bottega plan --memory: is measured by one process; start it without a launcher")
     sources, overrides = parse_overrides(words)
     recipe = load_recipe(sources, overrides).recipe
-    refuse_unbuilt(recipe)
+    raise_together(find_unbuilt(recipe))
     needs.check(recipe)
     for name in needs.referenced(recipe):
         part(recipe, name, quiet=quiet)

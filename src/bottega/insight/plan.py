@@ -1,35 +1,90 @@
-"""What would run, before anything runs."""
+"""What would run, before anything runs: `bottega plan`."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from bottega.core.errors import UsageError
+from bottega.callbacks.console import Console
+from bottega.checks import (
+    find_changes,
+    find_data_problems,
+    find_model_problems,
+    find_problems,
+    list_unused,
+    load_checked,
+    parse_words,
+    raise_together,
+)
+from bottega.compose import prepare
+from bottega.core.errors import BottegaError, DataError
+from bottega.methods import applied
+from bottega.run import is_made, prepare_data
 from bottega.schema import needs
-from bottega.schema.load import check_recipe, parse_overrides, to_yaml
-from bottega.schema.recipe import BUILT_TASKS, Recipe
+from bottega.schema.load import Resolved, check_recipe, global_batch, to_yaml
+from bottega.schema.personalize import PersonalizeRecipe
+from bottega.schema.recipe import Recipe
 from bottega.schema.techniques import UNBUILT
-from bottega.schema.together import absent
 from bottega.terminal import print_notice, print_result
 
 
 def check(words: list[str], *, show: bool) -> dict[str, Any]:
-    """Validate recipes and overrides together; print the resolved recipe. All problems come in one error."""
-    sources, overrides = parse_overrides(words)
-    resolved = check_recipe(sources, overrides)
+    """Find every problem that `train` would, in one error with its exit code; else print the resolved recipe.
+
+    A file that several tasks could use is a part of a recipe, and is held against their schemas alone.
+    """
+    sources, overrides = parse_words(words)
+    resolved = _resolve(sources, overrides)
     tasks = list(resolved.task_candidates)
-    if len(tasks) == 1 and (gone := absent(resolved.recipe)):
-        raise UsageError("\n".join(gone))
+    notes = list(resolved.notes)
     if len(tasks) == 1:
-        needs.check(resolved.recipe)
+        raise_together([*find_problems(resolved.recipe), *find_changes(resolved.recipe)])
+        notes += list_unused(resolved.recipe)
+        notes += _check_data(resolved.recipe, quiet=not show)
     if show:
-        for note in resolved.notes:
+        for note in notes:
             print_notice(f"bottega: {note}")
         print_result(to_yaml(resolved.recipe), end="")
         print_notice(f"bottega: {_story(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}")
         for line in _methods(resolved.recipe):
             print_notice(f"bottega: {line}")
-    return {"valid": True, "tasks": tasks, "notes": list(resolved.notes), "recipe": resolved.recipe.plain()}
+    return {"valid": True, "tasks": tasks, "notes": notes, "recipe": resolved.recipe.plain()}
+
+
+def _resolve(sources: list[Any], overrides: Any) -> Resolved:
+    try:
+        part = check_recipe(sources, overrides)
+    except BottegaError:
+        part = None
+    return part if part is not None and len(part.task_candidates) > 1 else load_checked(sources, overrides)
+
+
+def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
+    """Prepare the data as `train` would, which then finds it in the cache, and hold the rest of the recipe against it.
+
+    Returns what could not be looked at without training or downloading something first.
+    """
+    waiting = [f"needs.{name}" for name in needs.referenced(recipe) if not is_made(needs.part_run(recipe, name))]
+    base = getattr(recipe.model, "from_", None)
+    if base is not None and not base.startswith(needs.PREFIX) and not os.path.isdir(os.path.expanduser(base)):
+        return [f"model.from: {base} is not here; what depends on it is not checked before train downloads it"]
+    if waiting or isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False):
+        prepared = prepare_data(recipe, quiet=quiet)
+        if prepared is not None:
+            _check_rows(recipe, sum(prepared.tables[table]["rows"] for table in prepared.training_tables))
+        return [f"{', '.join(waiting)}: trained first; what depends on it is not checked"] if waiting else []
+    placed = needs.placed(recipe)
+    lesson = applied(placed, prepare(placed, Console(unit="samples", quiet=quiet)))
+    raise_together([*find_data_problems(recipe, lesson), *find_model_problems(recipe, lesson)])
+    return []
+
+
+def _check_rows(recipe: Recipe, rows: int) -> None:
+    batch = global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    if rows < batch and recipe.task != "language":  # whose samples are windows of its rows
+        raise DataError(
+            f"the training data has {rows} samples, fewer than one batch of {batch}; lower training.batch_size or add data"
+        )
 
 
 def _story(recipe: Recipe) -> str:
@@ -39,8 +94,7 @@ def _story(recipe: Recipe) -> str:
     batch = f"batches of {t.batch_size * (t.gradient_accumulation_steps or 1)}"
     rate = "a rate that a range test finds" if t.learning_rate == "auto" else f"{t.learning_rate:g}"
     how = f"{t.optimizer.name} at {rate}, {t.scheduler.name}"
-    later = "" if recipe.task in BUILT_TASKS else f" ({recipe.task} cannot be trained yet)"
-    return f"valid; {recipe.task}: {length}, {batch}, {how}, in {recipe.output_dir}/{recipe.run_name()}{later}"
+    return f"valid; {recipe.task}: {length}, {batch}, {how}, in {recipe.output_dir}/{recipe.run_name()}"
 
 
 def _methods(recipe: Recipe) -> list[str]:

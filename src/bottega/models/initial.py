@@ -52,10 +52,12 @@ def initialise(module: nn.Module, seed: int, *, std: float = 0.02, residual_laye
 
 
 def fill(module: nn.Module, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
-    """Every parameter as a function of its name and shape."""
+    """Every parameter as a function of its name and shape; one without memory stays so."""
     import torch
 
     def set_one(name: str, parameter: torch.nn.Parameter) -> None:
+        if parameter.is_meta:
+            return
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(value(name, tuple(parameter.shape))))
 

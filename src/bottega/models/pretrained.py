@@ -87,7 +87,7 @@ def fetch_folder(
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if is_local or _is_path(name):
+    if is_local or is_path(name):
         raise UsageError(f"{key}: {name} is no folder here; correct the path, or put the folder there")
     try:
         from huggingface_hub import snapshot_download
@@ -126,8 +126,8 @@ def fetch_folder(
         ) from error
 
 
-def _is_path(name: str) -> bool:
-    """Not owner/model: by how it begins, by more than one slash, or because the folder before the slash is here."""
+def is_path(name: str) -> bool:
+    """Whether a name is a path and not owner/model: by how it begins, by more than one slash, or because the folder before the slash is here."""
     begins = name.startswith((".", "/", "~", "runs/"))
     return begins or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
@@ -169,11 +169,12 @@ def _fill(state: Mapping[str, Tensor], file: Path, names: list[str]) -> None:
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in names:
-                found = tensors.get_tensor(name)
-                if found.shape != state[name].shape:
+                shape = tensors.get_slice(name).get_shape()
+                if shape != list(state[name].shape):
                     raise CheckpointError(
-                        f"{file}: {name} has shape {list(found.shape)}, the recipe's model needs {list(state[name].shape)}"
+                        f"{file}: {name} has shape {shape}, the recipe's model needs {list(state[name].shape)}"
                     )
-                state[name].copy_(found)
+                if not state[name].is_meta:
+                    state[name].copy_(tensors.get_tensor(name))
     except SafetensorError as error:
         raise CheckpointError(f"{file}: is damaged ({error}); download it again") from error

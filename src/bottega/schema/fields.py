@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -10,6 +9,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from bottega.schema.aliases import ALIASES, spell
+from bottega.schema.nearness import near_names
 from bottega.schema.section import Section
 
 
@@ -61,7 +61,7 @@ def suggestion(key: str, schema: type[Section]) -> str | None:
     known = keys_of(schema)
     block, _, name = starred(key, schema).rpartition(".")
     beside = {other.rpartition(".")[2] for other in (*known, *ALIASES) if other.rpartition(".")[0] == block}
-    near = difflib.get_close_matches(name, sorted(beside), n=1, cutoff=0.7)
+    near = near_names(name, sorted(beside))
     if near:
         return near[0]
     return next((other for other in known if other.rpartition(".")[2] == name and "*" not in other), None)
@@ -75,7 +75,7 @@ def is_flag(key: str, schemas: Iterable[type[Section]]) -> bool:
 def nearest_flag(key: str, schemas: Iterable[type[Section]]) -> str | None:
     """The flag that `key` probably means, over all tasks and spellings."""
     known = {other for schema in schemas for other in keys_of(schema) if "*" not in other} | set(ALIASES)
-    near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.7)
+    near = near_names(key, sorted(known))
     return near[0] if near else None
 
 

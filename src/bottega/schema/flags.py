@@ -16,6 +16,9 @@ CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "trainin
 SWITCHES = ("online",)
 """Flags that say something without a value."""
 
+FEW = 6
+"""Keys of a block that are all named to somebody who wrote one that it does not have."""
+
 
 class Override(NamedTuple):
     """One setting from the command line, its value still text."""
@@ -23,6 +26,14 @@ class Override(NamedTuple):
     key: str
     text: str
     origin: str = "command line"
+
+
+class FlagError(UsageError):
+    """Problems of a command line, a line each; `sources` and `overrides` are what the rest of it says."""
+
+    def __init__(self, message: str, sources: list[str], overrides: list[Override]) -> None:
+        super().__init__(message)
+        self.sources, self.overrides = sources, overrides
 
 
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
@@ -57,7 +68,7 @@ def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
         else:
             sources.append(token)
     if problems:
-        raise UsageError("\n".join(problems))
+        raise FlagError("\n".join(problems), sources, overrides)
     return sources, overrides
 
 
@@ -74,7 +85,8 @@ def _place(key: str, text: str, typed: str, sources: list[str], overrides: list[
 
 def _unknown(key: str, typed: str) -> str:
     near, block = nearest_flag(key, SCHEMAS), key.rpartition(".")[0]
-    if near is not None and near == block and (there := inside(block, SCHEMAS)):
+    there = inside(block, SCHEMAS) if near is None else []
+    if 0 < len(there) <= FEW:
         return f"unknown key; there is {', '.join(there[:-1])}{' and ' if there[:-1] else ''}{there[-1]}"
     dashes = "--" if typed.startswith("--") else ""
     return f"unknown {'flag' if dashes else 'key'}" + (f"; did you mean {dashes}{near}?" if near else "")

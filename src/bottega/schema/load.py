@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from bottega.schema.addresses import find_ambiguous, strip_text
 from bottega.schema.aliases import Bare, canonical, spell
 from bottega.schema.describe import commented_recipe, json_schema
 from bottega.schema.fields import has_key
-from bottega.schema.flags import Override, parse_overrides
+from bottega.schema.flags import FlagError, Override, parse_overrides
 from bottega.schema.flat import (
     EITHER_OR,
     LENGTH,
@@ -31,6 +30,7 @@ from bottega.schema.flat import (
     merge,
     nest,
 )
+from bottega.schema.nearness import near_names
 from bottega.schema.recipe import Recipe
 from bottega.schema.registry import RECIPES, other_form, schema_of
 from bottega.schema.wording import locate, problems_of, shown
@@ -38,7 +38,9 @@ from bottega.schema.yamlfile import parse_value, read_yaml, write_yaml
 
 __all__ = [
     "RECIPES",
+    "FlagError",
     "Override",
+    "RecipeError",
     "Resolved",
     "bundled_recipes",
     "check_recipe",
@@ -52,6 +54,14 @@ __all__ = [
 
 Source = str | Path | Mapping[str, Any]
 """A bundled name, a path that ends in .yaml, or plain values."""
+
+
+class RecipeError(UsageError):
+    """Problems of a recipe, a line each. `recipe` is what the entries without a problem make, where that is a recipe."""
+
+    def __init__(self, message: str, recipe: Recipe | None = None) -> None:
+        super().__init__(message)
+        self.recipe = recipe
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,11 @@ def _resolve(total: Layer, *, task: str | None, partial: bool, alone: bool = Tru
             Problem(None, "task", f"missing; the rest fits {', '.join(trial.task for trial in fitting)}", "task")
         )
     if problems:
-        raise UsageError(strip_text("\n".join(dict.fromkeys(str(problem) for problem in _in_order(problems)))))
+        lines = dict.fromkeys(str(problem) for problem in _in_order(problems))
+        is_known = best.recipe is not None and len(names) == 1 and not wrong
+        raise RecipeError(
+            strip_text("\n".join(lines)), _without(problems, type(best.recipe), flat) if is_known else None
+        )
     assert best.recipe is not None
     notes += _batch_note(best.recipe)
     where = {key: str(entry.where) for key, entry in flat.items()}
@@ -217,7 +231,7 @@ def _task_names(said: Entry | None, task: str | None) -> tuple[list[str], list[P
         return list(RECIPES), []
     if isinstance(name, str) and name in RECIPES:
         return [name], []
-    near = difflib.get_close_matches(str(name), RECIPES, n=1)
+    near = near_names(str(name), RECIPES)
     hint = f"; did you mean {near[0]}?" if near else ""
     message = f"expected one of {', '.join(RECIPES)}, got {shown(name)}{hint}"
     return near or ["language"], [Problem(said.where if said and task is None else None, "task", message, "task")]

@@ -14,6 +14,7 @@ from bottega.schema.flat import PATHLESS
 from bottega.schema.metrics import Watched
 from bottega.schema.section import (
     AutoSwitch,
+    Device,
     Dropout,
     Level,
     Number,
@@ -263,7 +264,7 @@ class Recipe(Section):
         None, description="of the run; null is the recipe and 6 digits of the keys that change results"
     )
     origin: str | None = Field(None, description="the recipe this came from, for the default name; filled in by itself")
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="where it is computed")
+    device: Device = Field("auto", description="where it is computed; gpu means cuda")
     deterministic: bool = Field(False, description="bit-equal repeats on a GPU, somewhat slower")
     seed: Whole = Field(0, ge=0, lt=2**63, description="of everything random")
     output_dir: str = Field("runs", description="the folder of runs")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
+from bottega.schema.nearness import near_names
 from bottega.schema.section import Dropout, Number, Positive, Probability, Section
 from bottega.schema.wording import sentence
 
@@ -134,6 +134,11 @@ OPTIONS: dict[str, type[Section]] = {
     "maml": MamlOptions,
     "plasticity": PlasticityOptions,
 }
+SPELLINGS: dict[str, dict[str, str]] = {
+    "lora": {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"},
+    "adapter": {"bottleneck_size": "size", "adapter_layers": "targets", "target_modules": "targets"},
+}
+"""What peft and other guides call an option -> its name here."""
 UNBUILT = ("soft_prompt",)
 """Each leaves this list with the code behind it."""
 
@@ -162,19 +167,47 @@ class Technique(Section):
         if schema is None or not isinstance(value, dict):
             return value
         try:
-            return schema.model_validate(value)
+            return schema.model_validate(_respell(info.data["name"], value))
         except ValidationError as error:
-            raise ValueError(_first(error, schema)) from None
+            raise ValueError(_describe(error, schema)) from None
 
 
-def _first(error: ValidationError, schema: type[Section]) -> str:
-    detail = error.errors(include_url=False)[0]
-    if not detail["loc"]:  # of several keys together
-        return str(detail["msg"]).removeprefix("Value error, ")
-    key = ".".join(map(str, detail["loc"][:1]))
-    if detail["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, schema.model_fields, 1)
-        return f"{key}: unknown key; {'did you mean ' + near[0] + '?' if near else 'there is ' + ', '.join(schema.model_fields)}"
+def _respell(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options under our names; peft and other guides have their own for some."""
+    known = SPELLINGS.get(name, {})
+    respelled: dict[str, Any] = {}
+    for typed, value in options.items():
+        key = known.get(typed, typed)
+        if key in respelled and respelled[key] != value:
+            raise ValueError(f"{typed}: {value!r} disagrees with {key}: {respelled[key]!r}; keep one of them")
+        respelled[key] = value
+    if name == "adapter" and respelled.get("targets") == "all":
+        respelled["targets"] = None
+    return respelled
+
+
+def _describe(error: ValidationError, schema: type[Section]) -> str:
+    """Return every problem of a technique's options in one line."""
+    details: list[Any] = error.errors(include_url=False)
+    together = [detail for detail in details if not detail["loc"]]  # of several keys together
+    if together:
+        return str(together[0]["msg"]).removeprefix("Value error, ")
+    unknown = [str(detail["loc"][0]) for detail in details if detail["type"] == "extra_forbidden"]
+    by_key: dict[str, Any] = {}
+    for detail in details:
+        by_key.setdefault(str(detail["loc"][0]), detail)
+    problems = [_option_problem(key, detail, schema) for key, detail in by_key.items() if key not in unknown]
+    return "; ".join([*problems, *([_unknown_options(unknown, schema)] if unknown else [])])
+
+
+def _unknown_options(names: list[str], schema: type[Section]) -> str:
+    near = {name: match[0] for name in names if (match := near_names(name, schema.model_fields))}
+    if len(near) == len(names):
+        return ", ".join(f"{name}: unknown key; did you mean {near[name]}?" for name in names)
+    return f"{', '.join(names)}: unknown key{'s' if names[1:] else ''}; there is {', '.join(schema.model_fields)}"
+
+
+def _option_problem(key: str, detail: Any, schema: type[Section]) -> str:
     if detail["type"] == "missing":
         return f"{key}: missing; it is {schema.model_fields[key].description}"
     if detail["type"] == "tuple_type" and isinstance(detail["input"], str):

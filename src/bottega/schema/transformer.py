@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bottega.core.errors import UsageError
 from bottega.schema.experts import ExpertsShape
+from bottega.schema.nearness import near_names
 from bottega.schema.ssm import SSMShape
 
 Mixer = Literal["attention", "ssm"]
@@ -191,7 +191,7 @@ DECLARED: dict[str, tuple[int, float]] = {
 def sized(size: str, *, vocab_size: int, **changes: Any) -> TransformerShape:
     """A named size with a vocabulary; any field may be changed."""
     if size not in SIZES:
-        near = difflib.get_close_matches(size, SIZES, n=1)
+        near = near_names(size, SIZES)
         hint = f"did you mean {near[0]!r}?" if near else "known sizes: " + ", ".join(SIZES)
         raise UsageError(f"model.size: {size!r} is no size of the language model; {hint}")
     return TransformerShape(**{**SIZES[size], "vocab_size": vocab_size, **changes})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from bottega.schema.aliases import spell
 from bottega.schema.fields import suggestion
 from bottega.schema.flat import Flat, Problem, Where
+from bottega.schema.nearness import near_names
 from bottega.schema.section import Section
 
 _EXPECTED = {
@@ -139,7 +139,7 @@ def sentence(details: list[Any]) -> str:
     if not expected:
         return _single(details[0])
     value = details[0]["input"]
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6) if choices else []
+    near = near_names(str(value), choices)
     hint = f"; did you mean {near[0]}?" if near else as_list(value) if expected == ["a list"] else ""
     return f"expected {' or '.join(expected)}, got {shown(value)}{hint}"
 

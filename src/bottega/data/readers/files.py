@@ -177,6 +177,13 @@ def _folder_files(root: Path) -> list[Path]:
     return sorted(filter(Path.is_file, files), key=lambda file: file.relative_to(root).as_posix())
 
 
+def check_exists(path: str) -> None:
+    """Refuse a local file or folder that is not there; addresses and patterns are looked up when they are read."""
+    root = Path(path).expanduser()
+    if "://" not in path and not glob.has_magic(path) and not RANGE.search(path) and not root.exists():
+        raise _missing(root, path)
+
+
 def _missing(root: Path, asked: str) -> DataError:
     path, parent = root, root.parent
     while not parent.is_dir() and parent != parent.parent:

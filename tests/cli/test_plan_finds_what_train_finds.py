@@ -1,0 +1,136 @@
+"""`bottega plan` refuses exactly what `bottega train` refuses: the same lines and the same exit code, all at once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega import cli
+from schema.guide_blocks import ROUTING_ADVANCED
+from small_run import settings, write_text
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """A small run of the language recipe on the CPU, as a command line."""
+    values = settings(tmp_path / "runs", write_text(tmp_path / "text.txt"), device="cpu")
+    return ["language/shakespeare", *(f"{key}={'null' if v is None else v}" for key, v in values.items())]
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    capsys.readouterr()
+    code = cli.main(list(arguments))
+    return code, capsys.readouterr().err.strip()
+
+
+REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
+    "missing data": (["data.train.path=nowhere.txt"], 3, ["nowhere.txt does not exist"]),
+    "missing validation data": (["data.validation.path=gone.txt"], 3, ["gone.txt does not exist"]),
+    "missing tokenizer": (
+        ["data.tokenizer.kind=pretrained", "data.tokenizer.path=./no/tokenizer.json"],
+        3,
+        ["./no/tokenizer.json"],
+    ),
+    "missing base model": (["model.from=./no/model"], 2, ["model.from: ./no/model"]),
+    "missing GPU": (["device=mps"], 5, ["device: mps was asked for"]),
+    "fp16 on a CPU": (["fp16=true"], 2, ["fp16 needs a GPU"]),
+    "batch larger than the data": (["training.batch_size=100000"], 3, ["samples, fewer than one batch of 100000"]),
+    "processes not started": (["distributed.processes=4"], 2, ["4 asked for, 1 started"]),
+    "launcher not used": (["distributed.enabled=true"], 2, ["distributed.enabled: true"]),
+    "engine": (["engine=jax"], 2, ["engine: jax is understood but not built yet"]),
+    "strategy": (["distributed.strategy=fsdp"], 2, ["distributed.strategy: fsdp is understood but not built yet"]),
+    "backend of another device": (["distributed.backend=nccl"], 2, ["distributed.backend: nccl"]),
+    "label smoothing": (["training.label_smoothing=0.1"], 2, ["training.label_smoothing"]),
+    "unmeasured metric": (["evaluation.metric=bleu"], 2, ["evaluation.metric: bleu is not measured"]),
+    "pattern of nothing": (["training.freeze=[nothing_like_it]"], 2, ["nothing_like_it"]),
+    "no length": (["training.max_steps=null"], 2, ["training.max_steps: missing"]),
+    "several at once": (
+        [
+            "data.train.path=nowhere.txt",
+            "fp16=true",
+            "engine=jax",
+            "distributed.strategy=fsdp",
+            "distributed.processes=4",
+            "distributed.backend=nccl",
+            "device=mps",
+        ],
+        2,
+        ["nowhere.txt", "engine: jax", "fsdp", "4 asked for", "device: mps", "distributed.backend: nccl"],
+    ),
+    "a mistyped key beside a missing file": (
+        ["evaluation.evry=5", "data.train.path=nowhere.txt", "engine=jax"],
+        2,
+        ["evaluation.evry: unknown key", "nowhere.txt", "engine: jax"],
+    ),
+    "data and metric at once": (
+        ["training.batch_size=100000", "evaluation.metric=bleu"],
+        2,
+        ["fewer than one batch of 100000", "evaluation.metric: bleu"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_plan_and_train_refuse_alike(
+    case: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more, code, parts = REFUSED[case]
+    monkeypatch.chdir(tmp_path)
+    planned, told = call(capsys, "plan", *words, *more, "--check")
+    trained, refused = call(capsys, "train", *words, *more)
+    assert (planned, trained) == (code, code), (told, refused)
+    for part in parts:
+        assert part in told
+        assert part in refused
+    assert "Traceback" not in told + refused
+    assert set(told.splitlines()) <= set(refused.splitlines())
+    assert not list((tmp_path / "runs").glob("*/checkpoints"))
+
+
+def test_a_valid_recipe_is_planned_without_a_run(words: list[str], tmp_path: Path, capsys: Any) -> None:
+    for plan in (["plan", *words], ["plan", *words, "--check"]):
+        code, told = call(capsys, *plan)
+        assert code == 0, told
+        assert "valid" in told
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_of_another_recipe_is_in_the_way_of_both(words: list[str], tmp_path: Path, capsys: Any) -> None:
+    assert call(capsys, "train", *words, "name=a", "--quiet")[0] == 0
+    other = [*words, "name=a", "training.learning_rate=0.5"]
+    planned, told = call(capsys, "plan", *other)
+    trained, refused = call(capsys, "train", *other)
+    assert (planned, trained) == (2, 2)
+    assert "was started with another recipe" in told
+    assert told == refused
+
+
+def test_the_guide_of_routing_is_not_refused_three_times(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """`enabled: false` switches the whole section off, and what then has no effect is said."""
+    monkeypatch.chdir(tmp_path)
+    Path("advanced.yaml").write_text(ROUTING_ADVANCED)
+    small = ["--max_steps", "2", "data.num_samples=256", "batch_size=8", "device=cpu", "model.hidden_size=16"]
+    code, told = call(capsys, "plan", "routing", "advanced.yaml", *small)
+    assert code == 0, told
+    assert "distributed.enabled: false" in told
+    code, told = call(capsys, "train", "routing", "advanced.yaml", *small)
+    assert code == 0, told
+    assert "distributed.enabled: false" in told
+
+
+@pytest.mark.parametrize("more", [["distributed.backend=gloo"], ["distributed.offload=true"]])
+def test_what_is_so_already_is_accepted(more: list[str], words: list[str], capsys: Any) -> None:
+    assert call(capsys, "plan", *words, *more)[0] == 0
+    assert call(capsys, "train", *words, *more, "--quiet")[0] == 0
+
+
+def test_the_problems_of_a_part_are_found_before_it_is_trained(tmp_path: Path, capsys: Any) -> None:
+    words = ["image/stickers", f"output_dir={tmp_path}", "device=cpu", "fp16=true"]
+    code, told = call(capsys, "plan", *words, "needs.vae.settings={engine: jax}")
+    assert code == 2
+    assert "needs.vae: engine: jax" in told
+    assert "fp16 needs a GPU" in told
+    shutil.rmtree(tmp_path, ignore_errors=True)
