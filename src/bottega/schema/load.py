@@ -214,10 +214,9 @@ def _resolve(total: Layer, *, task: str | None, partial: bool, alone: bool = Tru
         )
     if problems:
         lines = dict.fromkeys(str(problem) for problem in _in_order(problems))
-        is_known = best.recipe is not None and len(names) == 1 and not wrong
-        raise RecipeError(
-            strip_text("\n".join(lines)), _without(problems, type(best.recipe), flat) if is_known else None
-        )
+        is_known = len(names) == 1 and not wrong
+        rest = _without(problems, type(best.recipe), flat) if is_known and best.recipe is not None else None
+        raise RecipeError(strip_text("\n".join(lines)), rest)
     assert best.recipe is not None
     notes += _batch_note(best.recipe)
     where = {key: str(entry.where) for key, entry in flat.items()}
