@@ -25,7 +25,7 @@ comes again."""
 ROUNDING = ("training.micro_batch_size", "training.compile", "training.gradient_checkpointing", "deterministic")
 """Keys that change a result by rounding, or the draws of dropout."""
 
-MAY_GROW = ("training.max_steps", "training.num_epochs")
+LENGTH = ("training.max_steps", "training.num_epochs")
 
 
 def find(
@@ -75,12 +75,12 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
     # Stages that are a share of the run would move with its end, and with them what was seen already.
     is_sequence = recipe.data.mixture == "sequence"
     is_ordered = is_sequence or recipe.data.online is not None
-    may_grow = not is_sequence and (curriculum is None or not curriculum.follows_length)
+    can_differ = not is_sequence and (curriculum is None or not curriculum.follows_length)
     for key, before, after in changed_keys(old, recipe):
-        if key in MAY_GROW and (before or 0) < (after or 0) and may_grow:
+        if key in LENGTH and (before or 0) < (after or 0) and can_differ:
             noted.append(f"{key}: {before} -> {after}")
-        elif key in MAY_GROW and may_grow and before is not None and after is not None:
-            refused.append(f"{key}: {before} -> {after}, which can only grow")
+        elif key in LENGTH and can_differ and before is not None and after is not None:
+            noted.append(f"{key}: {before} -> {after}; the run ends there, or now if it is past that")
         elif key in MAY_CHANGE and not (is_ordered and key in BATCHES):
             noted.append(f"{key}: {before} -> {after}, going on by samples; no longer bit for bit the same run")
         else:

@@ -70,7 +70,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["routing", "data.online.replay=1.5"], "data.online.replay: must be less than 1, got 1.5"),
         (["routing", "data.online.replay=1"], "data.online.replay: must be less than 1, got 1"),
         (["language", DISTILL, "training.compile=true"], "training.compile: true, and techniques.distill.hidden"),
-        (["language", "model.num_heads=2"], "num_heads 2 is not a multiple of num_kv_heads 4"),
+        (["language", "model.num_heads=2", "model.num_kv_heads=4"], "num_heads 2 is not a multiple of num_kv_heads 4"),
         (["language", "model.head_size=7"], "head_size 7 is odd"),
         (["classify", "model.num_heads=3"], "hidden_size 128 does not give each of 3 heads an even number"),
         (["language", DISTILL], "techniques.distill.teacher: there is no run and no folder at nowhere"),

@@ -249,8 +249,6 @@ def test_a_damaged_checkpoint_is_named_with_its_run_and_the_others(say: Any, run
 
 def test_nothing_is_protected_before_the_first_checkpoint(tmp_path: Path) -> None:
     path = trained(tmp_path, **{"training.max_steps": 4})
-    with pytest.raises(UsageError, match=r"training.max_steps: 4 -> 2, which can only grow"):
-        trained(tmp_path, **{"training.max_steps": 2})
     with pytest.raises(UsageError, match=r"model.hidden_size: 16 -> 32"):
         trained(tmp_path, **{"model.hidden_size": 32})
     shutil.rmtree(path / "checkpoints")
@@ -268,3 +266,16 @@ def test_training_goes_on_where_a_sample_is_not_finite(tmp_path: Path, monkeypat
     monkeypatch.setattr(GenerationBranch, "draw", nothing)
     path = trained(tmp_path, **{"samples.every": 2})
     assert "1 of 16 samples are not finite; training goes on" in (path / "log.txt").read_text()
+
+
+def test_a_run_may_be_made_shorter_and_longer_again(tmp_path: Path) -> None:
+    path = trained(tmp_path, **{"training.max_steps": 4})
+    shorter = small_media.train(tmp_path, **{**TINY, "name": "x", "training.max_steps": 2})
+    assert shorter.step == 4, "it is past the new end"
+    said = (path / "log.txt").read_text()
+    assert "training.max_steps: 4 -> 2; the run ends there, or now if it is past that" in said
+    # A run of 90 steps that was stopped at step 4.
+    recipe = path / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("max_steps: 2", "max_steps: 90"))
+    assert small_media.train(tmp_path, **{**TINY, "name": "x", "training.max_steps": 6}).step == 6
+    assert small_media.train(tmp_path, **{**TINY, "name": "x", "training.max_steps": 7}).step == 7

@@ -167,3 +167,22 @@ def test_patches_that_do_not_fit_are_found_without_data(words: list[str], said: 
         check_recipe(*parse_overrides(words))
     changed = ["model.backbone=unet"] if words[0] == "image" else ["model.vae=runs/vae"]
     assert check_recipe(*parse_overrides([*words, *changed]))
+
+
+def test_other_query_heads_alone_change_the_key_value_heads() -> None:
+    """Of a size, and of a file that names both; a number that divides stays."""
+    from bottega.schema.language_kinds import shape_fields
+
+    for recipe in ("language", "language/shakespeare", "language/stanza"):
+        for heads in (1, 2, 3, 6, 8):
+            resolved = check_recipe([recipe, {"model.num_heads": heads}])
+            model: Any = resolved.recipe.model
+            fields = shape_fields(model.kind, model.size, model.said())
+            assert fields["num_heads"] == heads
+            assert heads % fields["num_kv_heads"] == 0
+    resolved = check_recipe(["language/shakespeare", {"model.num_heads": 2}])
+    assert "model.num_kv_heads is 2 instead of 4, because num_heads is 2" in resolved.notes
+    kept = check_recipe(["language/shakespeare", {"model.num_heads": 8}])
+    assert kept.recipe.model.num_kv_heads == 4  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"num_heads 2 is not a multiple of num_kv_heads 4.*try num_kv_heads 2"):
+        check_recipe(["language", {"model.num_heads": 2, "model.num_kv_heads": 4}])

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from bottega.schema.experts import ExpertsShape
 from bottega.schema.ssm import SSMShape
-from bottega.schema.transformer import SIZES, Mixer, TransformerShape
+from bottega.schema.transformer import SIZES, Mixer, TransformerShape, fitting_kv_heads
 
 Kind = Literal["transformer", "ssm", "moe", "hybrid"]
 
@@ -101,7 +101,10 @@ def no_alternation(every: int, layers: float) -> str | None:
 def shape_fields(kind: Kind, size: str | None, said: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a shape, as far as they do not depend on the data: a size's, or what follows from the width, changed by
     what is said. `said` are keys of a recipe's model that are not null."""
-    words = {**(_of_size(kind, size) if size is not None else _of_width(kind, said)), **said}
+    usual = _of_size(kind, size) if size is not None else _of_width(kind, said)
+    words = {**usual, **said}
+    if "num_heads" in said and "num_kv_heads" in usual and "num_kv_heads" not in said:
+        words["num_kv_heads"] = fitting_kv_heads(said["num_heads"], usual["num_kv_heads"])
     fields = {key: words[key] for key in TransformerShape.model_fields if key in words}
     experts = kind == "moe" or "num_experts" in said
     if kind in ("ssm", "hybrid"):

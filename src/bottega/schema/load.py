@@ -33,6 +33,7 @@ from bottega.schema.flat import (
 from bottega.schema.nearness import near_names
 from bottega.schema.recipe import Recipe
 from bottega.schema.registry import RECIPES, other_form, schema_of
+from bottega.schema.transformer import fitting_kv_heads
 from bottega.schema.wording import locate, problems_of, shown
 from bottega.schema.yamlfile import parse_value, read_yaml, write_yaml
 
@@ -132,11 +133,26 @@ def _merged(sources: Sequence[Source], overrides: Sequence[tuple[str, str, str]]
     layers.append(_command_line(overrides))
     total = Layer()
     for layer in layers:
+        total.notes += _adapt_kv_heads(total.entries, layer.entries)
         total.entries = merge(total.entries, layer.entries)
         total.lines.update(layer.lines)
         total.problems += layer.problems
         total.notes += layer.notes
     return total
+
+
+def _adapt_kv_heads(base: Flat, layer: Flat) -> list[str]:
+    """Change the key-value heads of earlier layers where a later one gives other query heads alone, and they do not fit."""
+    heads, entry = layer.get("model.num_heads"), base.get("model.num_kv_heads")
+    if heads is None or entry is None or "model.num_kv_heads" in layer:
+        return []
+    if not (type(heads.value) is type(entry.value) is int and heads.value > 0 < entry.value):
+        return []  # whatever is wrong with them, the schema says
+    fitting = fitting_kv_heads(heads.value, entry.value)
+    if heads.value % entry.value == 0:
+        return []
+    base["model.num_kv_heads"] = replace(entry, value=fitting)
+    return [f"model.num_kv_heads is {fitting} instead of {entry.value}, because num_heads is {heads.value}"]
 
 
 def _layers_of(source: Source, *, is_first: bool) -> list[Layer]:

@@ -215,20 +215,20 @@ class Distributed(Section):
 
 
 class Samples(Section):
-    every: Every | None = Field(Cadence(500), description="how often samples are drawn; null is off")
+    every: Every = Field(Cadence(500), description="how often samples are drawn; null or 0 is off")
     count: Whole = Field(4, gt=0, description="how many")
 
 
 class Evaluation(Watched):
-    every: Every | None = Field(Cadence(200), description="how often validation runs; null is at the end only")
+    every: Every = Field(Cadence(200), description="how often validation runs; null or 0 is at the end only")
     metric: str = Field("loss", description="the metric that decides which checkpoint is best")
     max_batches: Whole | None = Field(None, gt=0, description="at most so many batches; null is all")
     batch_size: Whole | None = Field(None, gt=0, description="examples in a batch; null is as in training")
 
 
 class CheckpointOptions(Section):
-    every: EveryOrTime | None = Field(
-        Cadence(500), description='how often; "10 min" is accepted; null is at the end only'
+    every: EveryOrTime = Field(
+        Cadence(500), description='how often; "10 min" is accepted; null or 0 is at the end only'
     )
     keep: Whole = Field(3, gt=0, description="how many of the newest stay; the best stays as well")
 
@@ -248,7 +248,9 @@ class WandB(Section):
 
 
 class Logging(Section):
-    every: Every = Field(Cadence(10), description="how often metrics are written")
+    every: Every = Field(
+        Cadence(10), description="how often metrics are written; null or 0 is with evaluations, checkpoints and the end"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events")
     wandb: WandB = Field(default_factory=WandB, description="Weights & Biases")
     level: Level = Field("INFO", description="how much the console and log.txt say")

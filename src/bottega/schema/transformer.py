@@ -54,7 +54,7 @@ class TransformerShape(BaseModel):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
-                f"each key-value head serves the same number of query heads; try num_kv_heads {_divisor_near(self.num_heads, self.num_kv_heads)}"
+                f"each key-value head serves the same number of query heads; try num_kv_heads {fitting_kv_heads(self.num_heads, self.num_kv_heads)}"
             )
         if self.head_size % 2:
             raise ValueError(
@@ -133,8 +133,9 @@ class TransformerShape(BaseModel):
         return 6 * (self.active_parameters() - looked_up) + attention + scans
 
 
-def _divisor_near(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
+def fitting_kv_heads(num_heads: int, wanted: int) -> int:
+    """Return the number of key-value heads nearest to `wanted` that divides the query heads."""
+    return min((d for d in range(1, num_heads + 1) if num_heads % d == 0), key=lambda d: abs(d - wanted))
 
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -82,30 +82,36 @@ def _number(amount: float) -> str:
     return str(int(amount)) if amount == int(amount) else repr(amount)
 
 
-def _every(value: Any, *, time: bool = False) -> Cadence:
-    cadence = Cadence.parse(value, time=time)
-    if cadence.amount == 0:
-        raise ValueError("0 is no cadence; null switches it off")
-    return cadence
+def _every(value: Any, *, time: bool = False) -> Cadence | None:
+    cadence = None if value is None else Cadence.parse(value, time=time)
+    return None if cadence is not None and cadence.amount == 0 else cadence
 
 
-_SERIAL = PlainSerializer(Cadence.plain)
+def _plain(cadence: Cadence | None) -> int | str | None:
+    return None if cadence is None else cadence.plain()
 
 
-def _json(pattern: str, minimum: int) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [{"type": "integer", "minimum": minimum}, {"type": "string", "pattern": pattern}]})
+_SERIAL = PlainSerializer(_plain)
+
+
+def _json(pattern: str, *more: dict[str, str]) -> WithJsonSchema:
+    number, text = {"type": "integer", "minimum": 0}, {"type": "string", "pattern": pattern}
+    return WithJsonSchema({"anyOf": [number, text, *more]})
 
 
 Every = Annotated[
-    Cadence, BeforeValidator(partial(_every, time=False)), _SERIAL, _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", 1)
+    Cadence | None,
+    BeforeValidator(partial(_every, time=False)),
+    _SERIAL,
+    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", {"type": "null"}),
 ]
-"""How often something happens."""
+"""How often something happens; None, written null or 0, is never, or only at the end."""
 
 EveryOrTime = Annotated[
-    Cadence,
+    Cadence | None,
     BeforeValidator(partial(_every, time=True)),
     _SERIAL,
-    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%|s|sec|min|h)$", 1),
+    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%|s|sec|min|h)$", {"type": "null"}),
 ]
 """How often, by the clock too; for checkpoints, which do not change what is learned."""
 
@@ -113,6 +119,6 @@ Duration = Annotated[
     Cadence,
     BeforeValidator(partial(Cadence.parse, time=False)),
     _SERIAL,
-    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", 0),
+    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$"),
 ]
 """A stretch of the run; may be 0."""
