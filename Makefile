@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 PARALLEL := -n auto --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test campaigns test-all check format clean
+.PHONY: help setup quickstart test test-gpu campaigns test-all check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -26,10 +26,13 @@ quickstart: $(STAMP) ## train a small language model on this machine's CPU, abou
 	@$(BIN)/bottega train language
 
 test: $(STAMP) ## the tests, about ten minutes on two cores
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu'
+
+test-gpu: $(STAMP) ## what needs a GPU: kernels, compiled models, fp16, exact resume of every task
+	BOTTEGA_TEST_GPU=1 $(BIN)/python -m pytest -n 8 -m gpu
 
 campaigns: $(STAMP) ## the long fault campaigns alone
-	$(BIN)/python -m pytest $(PARALLEL) -m slow
+	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not gpu'
 
 test-all: test campaigns ## the tests and the long fault campaigns
 

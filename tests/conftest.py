@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -17,8 +18,78 @@ settings.load_profile("tests")
 
 # Before torch is imported anywhere: the models are tiny, and two threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests compute on the CPU, whatever the machine has: both ranks of a two-rank test would land on one GPU, and its numbers
+# are others. `make test-gpu` runs those that are marked `gpu`.
+ON_GPU = os.environ.get("BOTTEGA_TEST_GPU") == "1"
+if ON_GPU:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch reads it once, before the first matrix product
+else:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for inherited in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(inherited, None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped with a reason unless `make test-gpu` runs them, which has to find a GPU."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    if not ON_GPU:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU and BOTTEGA_TEST_GPU=1; see `make test-gpu`"))
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.exit("BOTTEGA_TEST_GPU=1, and torch sees no GPU", returncode=5)
+    for item in marked:  # torch's compiler and the libraries of a GPU warn of things that are theirs
+        item.add_marker(pytest.mark.filterwarnings("ignore"))
+
+
+EXTRAS = (
+    *("PIL", "av", "datasets", "diffusers", "fsspec", "gigatoken", "peft", "pyarrow", "sklearn", "soundfile", "soxr"),
+    *("transformers", "wandb", "webdataset", "zstandard"),
+)
+"""What a test may need and a machine may lack; a plain `make setup` installs all of it."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A test that fails because an optional package is absent is skipped, and says which one."""
+    report = yield
+    if report.outcome == "failed" and call.excinfo is not None:
+        package = missing_extra(call.excinfo.value)
+        if package is not None:
+            path, line, _ = item.location
+            report.outcome = "skipped"
+            report.longrepr = (path, line or 0, f"Skipped: {package} is not installed")
+    return report
+
+
+def missing_extra(error: BaseException | None) -> str | None:
+    """The optional package that an error, or what led to it, did not find."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, ModuleNotFoundError):
+            package = str(error.name).partition(".")[0]
+            if package in EXTRAS and importlib.util.find_spec(package) is None:
+                return package
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    """A compiler without memory, and no flag of `deterministic` or of a precision left for the next test."""
+    import torch
+
+    torch.compiler.reset()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session", autouse=True)

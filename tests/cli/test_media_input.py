@@ -15,14 +15,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import pytest
-import soundfile
-from PIL import Image
 
 import small_media
 from bottega import cli
+
+av = pytest.importorskip("av", reason="av is not installed")
+soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
 SMALL: dict[str, Any] = {
     **small_media.COMMON,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -39,42 +40,43 @@ def close(a: dict[str, np.ndarray], b: dict[str, np.ndarray], *, atol: float) ->
         np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=atol, err_msg=name)
 
 
-WITH_ALL = [case for case in CASES if str(case) in ("torch-language/shakespeare", "torch-image", "torch-classify")]
+FEW = [case for case in CASES if str(case) in ("torch-language/shakespeare", "torch-image", "torch-classify")]
 """What an optimizer keeps depends on tensors and not on tasks, so that all of them are tried with a few."""
-OPTIMIZED = [(case, name) for case in CASES for name in ("adamw", "muon")]
-OPTIMIZED += [(case, name) for case in WITH_ALL for name in ("adam", "sgd", "lion", "adafactor")]
+OPTIMIZED = [(case, "adamw") for case in CASES]
+OPTIMIZED += [(case, name) for case in FEW for name in ("muon", "adam", "sgd", "lion", "adafactor")]
 
 
 @pytest.mark.parametrize(("case", "optimizer"), OPTIMIZED, ids=str, indirect=["case"])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case: Case, tmp_path: Path, optimizer: str) -> None:
+    """The one that is saved goes on as if nothing had been; a loader in processes of its own changes nothing."""
     options = {**EVERYTHING, "training.optimizer.name": optimizer}
     straight = build(case, tmp_path, **options)
-    reports = straight.advance(0, 6)
+    reports, saved = [], {}
+    for start, stop in ((0, 1), (1, 4), (4, 6)):
+        reports += straight.advance(start, stop)
+        saved[stop] = straight.save(tmp_path / f"at-{stop}", stop)
     end = straight.state()
     for cut in (1, 4):
-        first = build(case, tmp_path, **options, **{"data.workers": 1 if cut == 4 and optimizer == "adamw" else 0})
-        assert first.advance(0, cut) == reports[:cut]
-        second = build(case, tmp_path, **options)
-        second.engine.load(first.save(tmp_path / f"cut-{cut}", cut))
-        assert second.advance(cut, 6) == reports[cut:]
-        assert different(end, second.state()) == [], f"cut at step {cut}"
+        resumed = build(case, tmp_path, **options, **{"data.workers": 1 if cut == 4 and optimizer == "adamw" else 0})
+        resumed.engine.load(saved[cut])
+        assert resumed.advance(cut, 6) == reports[cut:]
+        assert different(end, resumed.state()) == [], f"cut at step {cut}"
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-def test_the_mean_is_exact_under_any_split(case: Case, tmp_path: Path, micro: int) -> None:
+def test_the_mean_is_exact_under_any_split(case: Case, tmp_path: Path) -> None:
     """Plain descent, so that a difference in a gradient is a difference in a weight and no larger one."""
     options = {"model.dropout": 0.0, "training.optimizer.name": "sgd", "training.learning_rate": 0.1}
     whole = build(case, tmp_path, **options)
-    split = build(case, tmp_path, **options, **{"training.micro_batch_size": micro})
-    a, b = whole.advance(0, 4), split.advance(0, 4)
-    assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=1e-6)
-    close(whole.state(), split.state(), atol=1e-6)
+    losses = [report["loss"] for report in whole.advance(0, 4)]
+    for micro in (1, 3):
+        split = build(case, tmp_path, **options, **{"training.micro_batch_size": micro})
+        assert [report["loss"] for report in split.advance(0, 4)] == pytest.approx(losses, rel=1e-6)
+        close(whole.state(), split.state(), atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_order_of_samples_is_free_of_the_world_size(case: Case, tmp_path: Path, world: int) -> None:
+def test_the_order_of_samples_is_free_of_the_world_size(case: Case, tmp_path: Path) -> None:
     loader = build(case, tmp_path).loader
-    for step in (0, 1, 17, 1000):
+    for world, step in itertools.product((2, 4), (0, 1, 17, 1000)):
         ranks = [flat(replace(loader, rank=rank, world=world).batch(step)) for rank in range(world)]
         for name, whole in flat(loader.batch(step)).items():
             parts = [batch[name] for batch in ranks]
@@ -96,14 +98,16 @@ def test_an_evaluation_is_free_of_the_batch_size(case: Case, tmp_path: Path) -> 
         assert evaluate(subject.engine, evaluate_batches(source, size)) == pytest.approx(usual, rel=1e-6)
 
 
-def test_an_evaluation_in_the_middle_changes_nothing(case: Case, tmp_path: Path) -> None:
+def test_a_run_is_the_same_twice_whatever_is_looked_at_in_its_middle(case: Case, tmp_path: Path) -> None:
+    """Neither a snapshot nor an evaluation changes anything."""
     quiet, watched = build(case, tmp_path, **EVERYTHING), build(case, tmp_path, **EVERYTHING)
     source = watched.branch.validation()
     assert source is not None
-    quiet.advance(0, 4)
-    watched.advance(0, 2)
+    reports = quiet.advance(0, 4)
+    first = watched.advance(0, 2)
+    watched.save(tmp_path / "middle", 2)
     evaluate(watched.engine, evaluate_batches(source, 4))
-    watched.advance(2, 4)
+    assert first + watched.advance(2, 4) == reports
     assert different(quiet.state(), watched.state()) == []
 
 
@@ -119,7 +123,12 @@ def test_it_learns(case: Case, tmp_path: Path) -> None:
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    [*((case, "adamw") for case in CASES), *((case, "muon") for case in FEW)],
+    ids=str,
+    indirect=["case"],
+)
 def test_a_frozen_row_does_not_move_and_has_no_state(case: Case, tmp_path: Path, optimizer: str) -> None:
     subject = build(case, tmp_path)
     first = next(name for name, p in subject.engine.model.named_parameters() if p.dim() > 1)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given
@@ -156,6 +155,8 @@ def test_tensorboard_and_protobuf_read_it(tmp_path: Path) -> None:
 
 
 def test_pyarrow_reads_it(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     row = {**ROW, "extra": {"a": [1, None]}}  # a list of several types has no column
     (file,) = write(rows(row, {**row, "caption": None}), tmp_path / "out", to="parquet", split="train")
     found = pyarrow.parquet.read_table(file).to_pylist()
@@ -167,6 +168,8 @@ def test_pyarrow_reads_it(tmp_path: Path) -> None:
 
 
 def test_parquet_has_row_groups_and_one_set_of_columns(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     big = rows(*({"n": i, "data": os.urandom(1 << 20)} for i in range(20)))
     (file,) = write(big, tmp_path / "a", to="parquet")
     meta = pyarrow.parquet.ParquetFile(file).metadata

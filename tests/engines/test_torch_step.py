@@ -370,3 +370,19 @@ def test_the_order_of_samples_is_seen_by_the_step_number_alone() -> None:
     again = engine()
     separate = [advance(again, loader(source(), of=again), step, step + 1)[0] for step in range(4)]
     assert separate == straight
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own making
+def test_a_compiled_model_trains_what_is_unfrozen_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler takes parameters for unchanged as long as their modules are, and leaves out gradients nobody wanted."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="aot_eager", **options))
+    table = [{"pattern": "(second|head).*"}, {"pattern": ".*", "starts": 2}]
+    ends = []
+    for compiled in (True, False):
+        one = engine(training(groups=table, compile=compiled, optimizer={"name": "sgd"}))
+        one.plan(one.rate, total=8, steps_per_epoch=5)
+        advance(one, loader(of=one), 0, 4)
+        ends.append(weights(one))
+    torch.compiler.reset()
+    close(*ends)

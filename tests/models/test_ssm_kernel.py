@@ -1,9 +1,6 @@
-"""The kernels of the state-space layer compute what plain torch computes. They need a GPU, or Triton's interpreter:
-TRITON_INTERPRET=1."""
+"""The kernels of the state-space layer compute what plain torch computes. They need a GPU."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -15,13 +12,12 @@ from bottega.models.scan import chunked
 from bottega.models.ssm import CausalConvolution, GatedRMSNorm, StateSpace
 from bottega.schema.ssm import SSMShape
 
-pytest.importorskip("triton")
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("no GPU, and Triton's interpreter is not on", allow_module_level=True)
-
+pytest.importorskip("triton", reason="triton is not installed")
 from bottega.models import scan_kernel, ssm_kernel  # noqa: F401
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+
+DEVICE = "cuda"
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -80,9 +76,8 @@ def test_the_passing_of_states(length: int, size: int, states: int, cut: bool) -
     assert all(far(one, other) < 1e-5 for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the layer takes its kernels on a GPU alone")
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_the_layer_is_the_same_with_kernels_and_without(packed: bool, compiled: bool) -> None:
     layer = StateSpace(SSMShape(hidden_size=64, num_groups=2, chunk_size=32))
     initialise(layer, 0, std=0.1, residual_layers=1)

@@ -54,6 +54,11 @@ def make_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    # The compiler may choose among kernels by the clock, and another choice adds up in another order.
+    import torch._inductor.config as compiler
+
+    if hasattr(compiler, "deterministic"):  # since torch 2.10
+        compiler.deterministic = True
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:

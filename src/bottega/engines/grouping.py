@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from bottega.schema.groups import Row, Setting, settings
@@ -35,10 +36,11 @@ def parameter_settings(
     return {name: found.get(name, Setting(scale=None)) for name in names}
 
 
-def thaw(model: nn.Module, settings: Mapping[str, Setting], step: int) -> bool:
+def thaw(model: nn.Module, settings: Mapping[str, Setting], step: int, *, compiled: bool = False) -> bool:
     """Let parameters learn whose time has come, and tell whether any was changed.
 
-    The others get no gradient: their moments stay 0 too, and their backward costs nothing.
+    The others get no gradient: their moments stay 0 too, and their backward costs nothing. A compiled graph leaves their
+    gradients out, and torch 2.11 does not notice that they are wanted from now on; so it is told to compile anew.
     """
     changed = False
     for name, parameter in model.named_parameters():
@@ -46,4 +48,6 @@ def thaw(model: nn.Module, settings: Mapping[str, Setting], step: int) -> bool:
         learns = one.scale is not None and one.starts <= step
         changed = changed or parameter.requires_grad is not learns
         parameter.requires_grad_(learns)
+    if changed and compiled:
+        torch.compiler.reset()
     return changed

@@ -91,7 +91,8 @@ class TorchEngine(Engine):
         called: Any = self.model
         self._is_bare = task.rebinds or task.keeps_apart  # gradients are then summed over ranks by hand
         self._fused = self.device.type == "cuda" and training.compile is not False and not self._is_bare
-        if self._fused or (training.compile is True and not self._is_bare):
+        self._is_compiled = self._fused or (training.compile is True and not self._is_bare)
+        if self._is_compiled:
             # What is recorded holds one forward and its backward: several in a step would each want a copy.
             whole = self.micro_batch_size is None and training.micro_batch_size is None
             called = compiled(self.model, graphs=self._fused and self.world == 1 and whole)
@@ -127,7 +128,8 @@ class TorchEngine(Engine):
         optimizers.set_rate(self.optimizers, rate)
         counts = ranks.summed(self.task.counts(batch))
         self._ensure_state()
-        if self._is_gradual and thaw(self.model, self.settings, step) and self.world > 1:
+        changed = self._is_gradual and thaw(self.model, self.settings, step, compiled=self._is_compiled)
+        if changed and self.world > 1:
             self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
         on_device = put(batch, self.device, pin=self.pin_memory)
         if self._auto and self.world > 1 and self.micro_batch_size is None:

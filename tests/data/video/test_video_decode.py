@@ -9,17 +9,18 @@ import struct
 from fractions import Fraction
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from bottega.data.record import Unreadable
 from bottega.data.video import decode as decoding
 from bottega.data.video.container import missing_bytes
 from bottega.data.video.decode import Limits, frames
+
+av = pytest.importorskip("av", reason="av is not installed")
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
 DATA = os.environ.get("BOTTEGA_DATA")
 CLIPS = sorted(path for path in Path(DATA, "video-clips").iterdir() if path.suffix != ".txt") if DATA else []
