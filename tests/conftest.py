@@ -85,6 +85,7 @@ def gpu() -> Iterator[None]:
     import torch
 
     torch.compiler.reset()
+    torch.backends.cudnn.allow_tf32 = False  # convolutions of float32 would be rounded to ten bits
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")

@@ -267,8 +267,8 @@ def test_pictures_that_are_cut_empty_or_something_else(say: Any, tmp_path: Path)
 
 
 def test_sounds_that_are_cut_empty_or_something_else(say: Any, tmp_path: Path) -> None:
-    import soundfile
-
+    soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
+    pytest.importorskip("av", reason="av is not installed")
     samples = np.random.default_rng(0).normal(size=4000).astype(np.float32) * 0.1
     files = {}
     for suffix in ("flac", "mp3", "aiff"):

@@ -13,7 +13,6 @@ from typing import Any
 from bottega import __version__
 from bottega.cli import data, insights, recipes, runs
 from bottega.core.errors import BottegaError, EnvironmentProblem, OutOfMemory, UsageError
-from bottega.data.present import finite
 from bottega.schema.addresses import strip_text
 from bottega.terminal import ReaderGone, drop_unwritable_output, print_notice, print_result, reserve_standard_files
 
@@ -79,6 +78,8 @@ def _dispatch(name: str, words: list[str]) -> int:
     arguments, rest = parser.parse_known_args(_joined(parser, words))
     result = verb.run(arguments, rest)
     if arguments.json and int(os.environ.get("RANK", 0)) == 0:
+        from bottega.data.present import finite
+
         text = json.dumps(finite(result if result is not None else {}), default=str)
         print_result(text.replace("\x7f", "\\u007f"))  # the one control that JSON leaves as it is
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0

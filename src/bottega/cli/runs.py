@@ -10,7 +10,6 @@ from typing import Any
 
 from bottega.cli.verb import Verb, no_more, words_of
 from bottega.core.errors import UsageError
-from bottega.core.rundir import split_checkpoint
 from bottega.terminal import ResultStream, open_console, print_notice, print_result
 
 
@@ -202,6 +201,7 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.core.rundir import split_checkpoint
     from bottega.insight.predict import lines_of, predict, reads_numbers, show, write
 
     words = [*arguments.text, *words_of(rest)]

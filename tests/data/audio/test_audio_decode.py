@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import sys
 import tarfile
 import tracemalloc
 from itertools import islice
@@ -13,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bottega.core.errors import EnvironmentProblem
+from bottega.data.audio import decode as decoding
 from bottega.data.audio.decode import decode, encode_flac, encode_wav, header, mono
 from bottega.data.record import Unreadable
 
@@ -245,3 +248,10 @@ def test_sixteen_bits_come_back_as_they_were() -> None:
 
 def test_mono_is_the_mean_of_the_channels() -> None:
     np.testing.assert_array_equal(mono(np.array([[1, 0], [0.5, -0.5]], np.float32)), [0.5, 0])
+
+
+def test_without_pyav_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever libsndfile does not take goes to PyAV, which not everybody has."""
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'bottega\[video\]'"):
+        decoding._by_av(io.BytesIO(b"something"), 1000)

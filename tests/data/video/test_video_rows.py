@@ -144,6 +144,16 @@ def test_a_video_that_would_fill_the_memory_is_unreadable(monkeypatch: pytest.Mo
         list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": film(5), "fps": 10})))
 
 
+def counted_twice() -> float:
+    """The share of an array that tracemalloc counts once more while it grows in place."""
+    tracemalloc.start()
+    array = np.empty(1 << 20, np.uint8)
+    array.resize((1 << 20) + 4096, refcheck=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / len(array) - 1
+
+
 @pytest.mark.parametrize("is_file", [True, False])
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 200])
 def test_frames_are_in_memory_once(monkeypatch: pytest.MonkeyPatch, is_file: bool, length: int) -> None:
@@ -158,8 +168,9 @@ def test_frames_are_in_memory_once(monkeypatch: pytest.MonkeyPatch, is_file: boo
     np.testing.assert_array_equal(row["video"], film(length, size=(64, 64)))
     assert row["video"].shape == (length, 64, 64, 3)
     if length == 200:
-        # Room for a quarter too many, and what one frame takes.
-        assert peak < 1.4 * row["video"].nbytes
+        # Room for a quarter too many, and what one frame takes. A system moves the pages of an array that grows; some
+        # versions of numpy report the old and the new one to tracemalloc all the same.
+        assert peak < (1.4 + counted_twice()) * row["video"].nbytes
 
 
 @pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")

@@ -218,13 +218,18 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "error_string", error)).removeprefix("Error :").strip().rstrip(".")
 
 
-@contextmanager
-def _av_opened(file: BinaryIO) -> Iterator[tuple[Any, Any]]:
-    """The container and its first sound track."""
+def _pyav() -> Any:
     try:
         import av
     except ImportError as error:
         raise EnvironmentProblem(f"m4a, webm and video need PyAV: pip install 'bottega[video]' ({error})") from error
+    return av
+
+
+@contextmanager
+def _av_opened(file: BinaryIO) -> Iterator[tuple[Any, Any]]:
+    """The container and its first sound track."""
+    av = _pyav()
     try:
         with av.open(file, options={"format_whitelist": DEMUXERS}, metadata_errors="replace") as container:
             if not container.streams.audio:
@@ -247,12 +252,10 @@ def _seconds(container: Any, stream: Any) -> float | None:
 
 
 def _by_av(file: BinaryIO, limit: int) -> tuple[np.ndarray, int]:
-    import av
-
     with _av_opened(file) as (container, stream):
         seconds = _seconds(container, stream)
         _check_limits(stream.rate, stream.channels, round((seconds or 0) * stream.rate), limit)
-        planar = av.AudioResampler(format="fltp")
+        planar = _pyav().AudioResampler(format="fltp")
         blocks: list[np.ndarray] = []
         rate, total, end = stream.rate, 0, 0.0
         for packet in container.demux():

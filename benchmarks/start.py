@@ -1,0 +1,38 @@
+"""How long commands take to answer: processor seconds of a process of its own, the median of several.
+
+python benchmarks/start.py
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+
+ROUNDS = 7
+COMMANDS = {
+    "python -c pass": ["-c", "pass"],
+    "bottega --help": ["-m", "bottega", "--help"],
+    "bottega recipes": ["-m", "bottega", "recipes"],
+    "bottega schema": ["-m", "bottega", "schema"],
+    "import bottega.schema.load": ["-c", "import bottega.schema.load"],
+}
+
+
+def processor_seconds(arguments: list[str]) -> float:
+    """Seconds that one child takes of a processor, which other work on the machine does not change."""
+    child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0, arguments
+    return usage.ru_utime + usage.ru_stime
+
+
+if __name__ == "__main__":
+    measured: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for _ in range(ROUNDS):
+        for name, arguments in COMMANDS.items():
+            measured[name].append(processor_seconds(arguments))
+    for name, seconds in measured.items():
+        print(f"{name:<28}{statistics.median(seconds):6.2f} s")
