@@ -51,6 +51,8 @@ EXTRAS = (
     *("transformers", "wandb", "webdataset", "zstandard"),
 )
 """What a test may need and a machine may lack; a plain `make setup` installs all of it."""
+# Looked for once and now: a test may pretend that one is absent, and has to fail if that is not answered well.
+ABSENT = {package for package in EXTRAS if importlib.util.find_spec(package) is None}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,7 +75,7 @@ def missing_extra(error: BaseException | None) -> str | None:
         seen.add(id(error))
         if isinstance(error, ModuleNotFoundError):
             package = str(error.name).partition(".")[0]
-            if package in EXTRAS and importlib.util.find_spec(package) is None:
+            if package in ABSENT:
                 return package
         error = error.__cause__ or error.__context__
     return None
