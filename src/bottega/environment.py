@@ -34,10 +34,18 @@ def describe(device: str, world: int) -> dict[str, Any]:
 
 
 def fingerprint(
-    device: str, world: int, *, data: str, frozen: Mapping[str, str], derived: str | None = None
+    device: str,
+    world: int,
+    *,
+    data: str,
+    frozen: Mapping[str, str],
+    derived: str | None = None,
+    held_out: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What must be equal for a resumed run to be equal bit for bit."""
+    """What must be equal for a resumed run to be equal bit for bit; and by `held_out`, what it is measured on."""
     found = {"packages": versions(), "device": device, "world": world, "data": data, "frozen": dict(frozen)}
+    if held_out:
+        found["held_out"] = dict(held_out)
     return found if derived is None else {**found, "derived": derived}
 
 

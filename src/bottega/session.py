@@ -121,6 +121,7 @@ class Session:
             data=branch.fingerprint,
             derived=branch.derived,
             frozen=dict(lesson.frozen),
+            held_out=branch.held_out,
         )
         found, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
         rate = recipe.training.learning_rate

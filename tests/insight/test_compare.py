@@ -43,6 +43,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         data: str | None = "d1",
         settings: Mapping[str, Any] | None = None,
         more: Mapping[str, Any] | None = None,
+        held_out: str | None = None,
     ) -> Path:
         run = tmp_path / "runs" / name
         run.mkdir(parents=True)
@@ -56,7 +57,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         lines = [{"step": 1, "kind": "train", "samples": 1, "loss": 9.0, "accuracy": 0.99}, *rows]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
         if data is not None:
-            checkpoint.write(run / "checkpoints", step=1, files={}, progress={}, fingerprint={"data": data})
+            fingerprint = {"data": data} if held_out is None else {"data": data, "held_out": {"validation": held_out}}
+            checkpoint.write(run / "checkpoints", step=1, files={}, progress={}, fingerprint=fingerprint)
         return run
 
     return made
@@ -309,6 +311,50 @@ def test_different_data_is_refused(seeds: Callable[..., str]) -> None:
     fewer = seeds("d", BETTER, settings={"evaluation.max_batches": 2})
     assert "measured on all of it and 2 batches of 32" in refused(one, fewer)
     assert "only the recipes say" in compare([one, seeds("e", BETTER, data=None)])["notes"][0]
+
+
+READ_OTHERWISE = {"data.train.columns": ["text", "rest", "label"]}
+
+
+def test_samples_and_labels_decide_and_not_how_they_are_read(seeds: Callable[..., str]) -> None:
+    one = seeds("a", GOOD, held_out="h1")
+    report = compare([one, seeds("b", BETTER, data="d2", held_out="h1", settings=READ_OTHERWISE)])
+    assert report["notes"] == [
+        "the data was read in different ways (data.train.columns); the samples measured and their labels are the same"
+    ]
+    text = refused(one, seeds("c", BETTER, data="d3", held_out="h2", settings={"model.num_filters": 64}))
+    assert "different data: the samples or labels that were held out are not the same" in text
+    assert "data.train.columns" in refused(one, seeds("d", BETTER, data="d4", held_out="h2", settings=READ_OTHERWISE))
+    few = {**READ_OTHERWISE, "data.validation": {"split": 0.1, "limit": 3}}
+    assert "data.validation.limit (null and 3)" in refused(
+        one, seeds("e", BETTER, data="d5", held_out="h1", settings=few)
+    )
+    assert "its files changed in between" in refused(one, seeds("f", BETTER, data="d6", held_out="h1"))
+
+
+def test_the_loss_of_other_texts_of_the_same_samples_is_refused(make: Make) -> None:
+    language = {"task": "language", "model.kind": None, "model.size": "nano", "evaluation.metric": "loss"}
+    for name in ("title", "text"):
+        for seed in range(2):
+            settings = {**language, "evaluation.mode": "min", "data.train.field": name}
+            make(f"{name}-s{seed}", 0.5 + seed / 10, seed=seed, data=name, settings=settings, held_out="h1")
+    assert "loss is a mean over different numbers: data.train.field" in refused("runs/title-s*", "runs/text-s*")
+
+
+def test_folds_without_a_record_are_told_by_their_answers(make: Make) -> None:
+    """As an earlier version left them: each fold was evaluated, and nothing else says what it held out."""
+    for name, settings, label in (
+        ("cv-a", {}, "yes"),
+        ("cv-b", READ_OTHERWISE, "yes"),
+        ("cv-c", READ_OTHERWISE, "other"),
+    ):
+        for fold in range(3):
+            split = {"data.split.folds": 3, "data.split.fold": fold}
+            run = make(f"{name}/fold-{fold}", 0.8 + fold / 10, settings={**split, **settings}, data=f"{name} {fold}")
+            answers(run, [True, False], keys=[f"a.csv:{fold}", f"a.csv:{fold + 3}"], label=label)
+            (run / "results" / "metrics.json").write_text(json.dumps({"split": "validation"}))
+    assert compare(["runs/cv-a", "runs/cv-b"])["pairs"][0]["paired_by"] == "fold"
+    assert "data.train.columns" in refused("runs/cv-a", "runs/cv-c")
 
 
 def test_a_loss_over_other_tokens_is_refused(make: Make) -> None:

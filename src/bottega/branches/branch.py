@@ -50,6 +50,11 @@ class Branch(ABC):
         """Name -> hash of the models it is built on and does not train; a resumed run must find the same."""
         return {}
 
+    @property
+    def held_out(self) -> dict[str, str]:
+        """Table -> hash of the samples and labels that it holds back from training, however they are read."""
+        return {}
+
     @abstractmethod
     def training(self) -> Source: ...
 

@@ -78,6 +78,11 @@ class TableBranch(Branch):
         return self.prepared.fingerprint
 
     @property
+    def held_out(self) -> dict[str, str]:
+        tables = [name for name in ("validation", "test") if name in self.prepared.tables]
+        return {name: self.prepared.hash_samples(name) for name in tables}
+
+    @property
     def notes(self) -> list[str]:
         return self.prepared.notes()
 

@@ -7,8 +7,8 @@ import json
 import math
 import re
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ CHOOSING = (
 """Keys that choose rows wherever these come from."""
 TRAINING_ONLY = ("data.augmentation", "data.replay", "data.curriculum", "data.mixture", "data.temperature")
 """Keys that change the data's fingerprint and leave what is held out as it is."""
+BY_LABEL = ("classify", "routing")
+"""Tasks whose answers are judged by the label alone, whatever they were given to read."""
 LABELS = ("model.num_labels", "model.num_classes", "model.condition")
 """Keys of a model that change how its data is prepared, though not which rows there are."""
 
@@ -43,6 +45,8 @@ class Member:
     fold: int | None
     data: str | None
     """The fingerprint of its data; None where no checkpoint says it."""
+    held_out: Mapping[str, str] = field(default_factory=dict)
+    """Split -> hash of the samples and labels that were held back; empty before that was recorded."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,10 @@ def member_of(path: Path) -> Member:
     # The name comes first: where folds are repeated with other splits, there are several of one number.
     fold = int(named[1]) if named else split.fold if split is not None and split.folds is not None else None
     found = checkpoint.candidates(path / "checkpoints")
-    data = found[0][1].fingerprint.get("data") if found else None
-    return Member(path, recipe, fold, str(data) if data is not None else None)
+    fingerprint = found[0][1].fingerprint if found else {}
+    data, held_out = fingerprint.get("data"), fingerprint.get("held_out")
+    samples = held_out if isinstance(held_out, Mapping) else {}
+    return Member(path, recipe, fold, str(data) if data is not None else None, samples)
 
 
 def _check_alike(group: Group) -> None:
@@ -176,9 +182,10 @@ def direction_of(metric: str, goal: Goal) -> str | None:
 
 
 def check_same_data(one: Member, other: Member, *, metric: str, split: str | None) -> list[str]:
-    """Refuses runs that were measured on different rows; says what could not be checked.
+    """Refuse runs that were measured on different samples or labels; return notes on what could not be checked.
 
-    The fingerprint tells. It also changes with how rows are prepared, which the recipes then have to explain.
+    The fingerprint tells where it is equal. It also changes with how samples are read and prepared: then the samples and
+    labels that were held out decide, and where nothing recorded them, the recipes.
     """
     both, changed = f"{one.path} and {other.path}", changed_keys(one.recipe, other.recipe)
     if split is None and _limit(one.recipe) != _limit(other.recipe):
@@ -187,18 +194,21 @@ def check_same_data(one: Member, other: Member, *, metric: str, split: str | Non
     if one.data is not None and one.data == other.data:
         return []
     part = split or "validation"
-    held = [getattr(member.recipe.data, part) for member in (one, other)]
-    is_apart = all(one is not None and one.path is not None for one in held)
-    chosen = [c for c in changed if _under(c[0], (*CHOOSING, *((f"data.{part}",) if is_apart else FROM_TRAIN)))]
-    if chosen:
-        raise UsageError(
-            f"{both} were measured on different data: {_listed(chosen)}; give runs with the same held-out data"
-        )
+    is_same = _have_same_samples(one, other, part)
+    chosen = [c for c in changed if _under(c[0], _choosing(one, other, part, is_same=is_same))]
+    if chosen or is_same is False:
+        why = _listed(chosen) if chosen else "the samples or labels that were held out are not the same"
+        raise UsageError(f"{both} were measured on different data: {why}; give runs with the same held-out data")
     prepared = [c for c in changed if _under(c[0], ("data", "model.from", *LABELS))]
-    coded = [c for c in prepared if not _under(c[0], (*TRAINING_ONLY, *FROM_TRAIN, *LABELS))]
-    if coded and one.recipe.task != "classify" and metric != "bits_per_byte":
+    read = _held_out_keys(one, other, part) if is_same else ()
+    apart = (*TRAINING_ONLY, *LABELS, *(key for key in FROM_TRAIN if key not in read))
+    coded = [c for c in prepared if not _under(c[0], apart)]
+    if coded and one.recipe.task not in BY_LABEL and metric != "bits_per_byte":
         hint = "; --metric bits_per_byte does not depend on it" if one.recipe.task == "language" else ""
         raise UsageError(f"{both}: {metric} is a mean over different numbers: {_listed(coded)}{hint}")
+    if is_same and prepared:
+        keys = ", ".join(c[0] for c in prepared)
+        return [f"the data was read in different ways ({keys}); the samples measured and their labels are the same"]
     if one.data is None or other.data is None:
         return ["without a checkpoint, only the recipes say that the data was the same"]
     copies = getattr(one.recipe.data, "augmentation", None)
@@ -211,6 +221,42 @@ def check_same_data(one: Member, other: Member, *, metric: str, split: str | Non
     raise UsageError(
         f"{both} were measured on different data: its files changed in between ({prints}); train one again"
     )
+
+
+def _have_same_samples(one: Member, other: Member, part: str) -> bool | None:
+    """Whether both held back the same samples with the same labels; None where that was not recorded."""
+    if part in one.held_out and part in other.held_out:
+        return one.held_out[part] == other.held_out[part]
+    answers = [_answered(member.path, part) for member in (one, other)]
+    return None if None in answers else answers[0] == answers[1]
+
+
+def _answered(run: Path, part: str) -> dict[str, str] | None:
+    """Sample key -> label, as a classifier was evaluated on a split; None where it was not."""
+    for folder in (run / "results" / part, run / "results"):
+        try:
+            fields = json.loads((folder / "metrics.json").read_bytes())
+            is_of_part = fields.get("split") == part
+        except (OSError, ValueError, AttributeError):
+            continue
+        answers = _predictions(folder) if is_of_part else None
+        if answers is not None:
+            return {key: label for key, (label, _) in answers.items()}
+    return None
+
+
+def _choosing(one: Member, other: Member, part: str, *, is_same: bool | None) -> tuple[str, ...]:
+    """The keys by which two runs may have been measured on different samples."""
+    if is_same:
+        return (f"data.{part}.limit",)  # which is counted when the samples are measured
+    return (*CHOOSING, *_held_out_keys(one, other, part))
+
+
+def _held_out_keys(one: Member, other: Member, part: str) -> tuple[str, ...]:
+    """The keys that say where a split comes from: its own files, or a share of train."""
+    held = [getattr(member.recipe.data, part) for member in (one, other)]
+    is_apart = all(one is not None and one.path is not None for one in held)
+    return (f"data.{part}",) if is_apart else FROM_TRAIN
 
 
 def _limit(recipe: Recipe) -> str:
@@ -276,7 +322,7 @@ def right_answers(groups: list[Group]) -> dict[str, np.ndarray] | str:
     """Of single classifiers: label of the group -> whether each sample was right, in one order; or who has none."""
     answers: dict[str, dict[str, tuple[str, str]]] = {}
     for group in groups:
-        found = _predictions(group.members[0].path)
+        found = _predictions(group.members[0].path / "results")
         if found is None:
             return str(group.members[0].path)
         answers[group.label] = found
@@ -298,9 +344,9 @@ def right_answers(groups: list[Group]) -> dict[str, np.ndarray] | str:
     return {name: np.array([said[key][1] == label for key, label in mine.items()]) for name, said in answers.items()}
 
 
-def _predictions(run: Path) -> dict[str, tuple[str, str]] | None:
+def _predictions(results: Path) -> dict[str, tuple[str, str]] | None:
     """Sample key -> (label, predicted) of a classifier that was evaluated; None where it was not."""
-    file = run / "results" / "predictions.jsonl"
+    file = results / "predictions.jsonl"
     if not file.is_file():
         return None
     found: dict[str, tuple[str, str]] = {}
@@ -314,5 +360,5 @@ def _predictions(run: Path) -> dict[str, tuple[str, str]] | None:
             raise DataError(f"{file}:{number}: the key {key!r} was there before; each sample is predicted once")
         found[key] = answer
     if not found:
-        raise DataError(f"{file} is empty; write it again with bottega evaluate {run} --out {file.parent}")
+        raise DataError(f"{file} is empty; write it again with bottega evaluate {results.parent} --out {results}")
     return found

@@ -81,6 +81,18 @@ class Prepared:
     def classes(self) -> Classes:
         return Classes(tuple(self.meta.get("classes") or ()))
 
+    def hash_samples(self, table: str) -> str:
+        """Return a hash of which samples with which labels a table holds, whatever else is read of them."""
+        columns, digest = self.table(table), hashlib.sha256()
+        for name in ("key", "label"):
+            if name in columns.columns:
+                digest.update(f"{name} {len(columns)}\0".encode())
+                digest.update(
+                    np.ascontiguousarray(columns.ends(name)).tobytes() if columns.columns[name].varying else b""
+                )
+                digest.update(np.ascontiguousarray(columns.values(name)).tobytes())
+        return digest.hexdigest()[:32]
+
     def labels(self, table: str) -> np.ndarray | None:
         """The class number of each row; None where there are no classes."""
         return self.classes.ids(list(_column(self.table(table), "label"))) if len(self.classes) else None
