@@ -256,3 +256,38 @@ def test_near_duplicates_go_whatever_the_jobs(tmp_path: Path) -> None:
     ready = language(path, tmp_path / "cache", validation=None, deduplicate=Duplicates(method="near"))
     assert sum(long in text for text in texts(ready, "train")) == 1
     assert ready.meta["dropped"]["duplicate"] == 40 - len(texts(ready, "train"))
+
+
+@pytest.mark.parametrize("counts", [(6, 3), (3, 40), (40, 4, 7)])
+@pytest.mark.parametrize("by", ["fraction", "file"])
+def test_each_source_of_a_sequence_has_its_own_share_held_back(
+    tmp_path: Path, counts: tuple[int, ...], by: Any
+) -> None:
+    for number, count in enumerate(counts):
+        (tmp_path / str(number)).mkdir()
+        for file in range(count):
+            (tmp_path / str(number) / f"{file}.txt").write_text(f"{number} of {count}. " * 20)
+    sources = tuple(Source(path=str(tmp_path / str(number))) for number in range(len(counts)))
+    data = TextData(
+        sources=sources,
+        mixture="sequence",
+        validation=HeldOut(split=0.25),
+        test=HeldOut(split=0.25),
+        split=Splitting(by=by),
+    )
+    ready = prepare_language(data, TokenizerSpec(kind="bytes"), progress=quiet, cache=tmp_path / "cache")
+    for table in ("validation", "test"):
+        held = ready.meta["by_source"][table]
+        assert held == [max(1, count // 4) for count in counts]
+        # And they are rows of that source.
+        names = [text.partition(" ")[0] for text in texts(ready, table)]
+        assert [names.count(str(number)) for number in range(len(counts))] == held
+
+
+def test_a_source_of_a_sequence_that_is_too_small_is_named(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", [{"text": f"row {n}"} for n in range(20)])
+    write_rows(tmp_path / "b.jsonl", [{"text": "alone"}])
+    sources = tuple(Source(path=str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl"))
+    data = TextData(sources=sources, mixture="sequence", validation=HeldOut(split=0.1))
+    with pytest.raises(DataError, match=r"b\.jsonl, of which a sequence holds back its own share: splitting 1 rows"):
+        prepare_language(data, TokenizerSpec(kind="bytes"), progress=quiet, cache=tmp_path / "cache")

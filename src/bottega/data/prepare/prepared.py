@@ -165,7 +165,9 @@ def _named(input: Input) -> tuple[str, str | None, str | None]:
 def _chosen(input: Input) -> tuple[Any, ...]:
     """What only some inputs say; data without it has the name that it had before this could be said."""
     labels, number = input.found.source.labels, input.source
-    return () if labels is None and number is None else (labels, number)
+    if labels is None and number is None:
+        return ()
+    return (labels, number, "own share") if number is not None and input.is_split else (labels, number)
 
 
 @dataclass(frozen=True)

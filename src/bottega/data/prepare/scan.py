@@ -156,11 +156,11 @@ def decide(
     inputs = np.repeat([job[0].input for job in scan.jobs], counts).astype(np.int64)
     chosen: np.ndarray = np.array([tables.index(input.table) for input in scan.inputs], np.int8)[inputs]
     splitting = np.array([input.is_split for input in scan.inputs])[inputs] & keep & ~load("placed")
-    if splitting.any():
-        parts = assign(_table(scan, load, splitting), scan.split, shares.validation, shares.test)
+    for rows, where in _split_together(scan, splitting, inputs):
+        parts = _assigned(scan, load, rows, shares, where=where)
         for part, name in enumerate(PARTS[1:], start=1):
             if name in tables:
-                chosen[np.flatnonzero(splitting)[parts == part]] = tables.index(name)
+                chosen[np.flatnonzero(rows)[parts == part]] = tables.index(name)
     chosen[~keep] = -1
     folder = scan.folder.with_name("decisions")
     folder.mkdir(exist_ok=True)
@@ -168,6 +168,31 @@ def decide(
         np.save(folder / f"{number:06d}.npy", decided)
     repeated = int(kept.sum() - keep.sum())
     return Decisions(folder, {**tally.dropped, **({"duplicate": repeated} if repeated else {})})
+
+
+def _split_together(scan: Scan, splitting: np.ndarray, inputs: np.ndarray) -> Iterator[tuple[np.ndarray, Path | None]]:
+    """Yield the rows of which one share is held back: all of them, or in a sequence those of one source, with its path.
+
+    A sequence measures each source by itself, so each needs a share of its own, however few rows it has.
+    """
+    if not splitting.any():
+        return
+    alone = [number for number, input in enumerate(scan.inputs) if input.is_split and input.source is not None]
+    if not alone:
+        yield splitting, None
+    for number in alone:
+        rows = splitting & (inputs == number)
+        if rows.any():
+            yield rows, scan.inputs[number].found.root
+
+
+def _assigned(scan: Scan, load: Any, rows: np.ndarray, shares: Shares, *, where: Path | None) -> np.ndarray:
+    try:
+        return assign(_table(scan, load, rows), scan.split, shares.validation, shares.test)
+    except DataError as error:
+        if where is None:
+            raise
+        raise DataError(f"{where}, of which a sequence holds back its own share: {error}") from None
 
 
 def _load(scan: Scan, count: int, name: str) -> np.ndarray:
