@@ -1,8 +1,22 @@
-"""`python -m bottega`, which is how torchrun and accelerate start a rank."""
+"""`bottega` and `python -m bottega`: signals are caught before anything else is imported."""
 
 import sys
 
-from bottega.cli import main
+from bottega.signals import EarlySignals, StopRequested
+from bottega.terminal import print_notice
+
+
+def main() -> int:
+    """Run the command line, and return its exit code."""
+    try:
+        with EarlySignals():
+            from bottega.cli import main as run_command
+
+            return run_command()
+    except StopRequested as stop:
+        print_notice(f"bottega: {stop}")
+        return stop.code
+
 
 if __name__ == "__main__":
     sys.exit(main())

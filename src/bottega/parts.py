@@ -14,10 +14,10 @@ from pathlib import Path
 
 from bottega.core.errors import BottegaError, DirectoryInUse, PeerLost
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.core.signals import StopSignals
 from bottega.schema import needs
 from bottega.schema.load import to_yaml
 from bottega.schema.recipe import Recipe
+from bottega.signals import StopSignals
 from bottega.terminal import print_notice
 
 POLL, PATIENT = 0.5, 5.0

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ class Session:
         """`recipe` has a number where the one that is kept says `learning_rate: auto`."""
         directory, console = self.directory, self.console
         validation = lesson.validation
-        loader = build_loader(recipe, lesson.training, engine, lesson.order)
+        loader = replace(build_loader(recipe, lesson.training, engine, lesson.order), warn=console.warn)
         total = total_steps(recipe, loader)
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
         fingerprint = environment.fingerprint(

@@ -15,10 +15,10 @@ import bottega
 from bottega import cli
 from bottega.cli.verb import Verb
 from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.core.signals import StopSignals
 from bottega.data.given import GivenData
 from bottega.schema.data import Source as SourceOptions
 from bottega.schema.load import load_recipe
+from bottega.signals import StopSignals
 from small_run import settings, train, write_text
 
 
@@ -98,7 +98,7 @@ def test_a_damaged_codec_is_named(tmp_path: Path, finished_run: Path) -> None:
 def test_ranks_hear_one_request_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler signals all processes and the launcher passes it on; alone, the second one means now."""
     ended: list[int] = []
-    monkeypatch.setattr("bottega.core.signals.os._exit", ended.append)
+    monkeypatch.setattr("bottega.signals.os._exit", ended.append)
     for world, ends in (("2", 0), ("1", 1)):
         monkeypatch.setenv("WORLD_SIZE", world)
         ended.clear()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bottega.core import checkpoint
-from small_run import Running, bottega, steps_logged, words, write_text
+from small_run import Running, bottega, environment, steps_logged, words, write_text
 
 ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None, "training.ema": 0.9}
 # A step of a thousand short forwards: two signals fall into one step, and Python sees each of them at once.
@@ -21,6 +25,7 @@ SENT = {
     "SIGTERM": [signal.SIGTERM],
     "SIGINT": [signal.SIGINT],
     "SIGUSR1": [signal.SIGUSR1],
+    "SIGHUP": [signal.SIGHUP],
     "SIGTERM-then-SIGTERM": [signal.SIGTERM, signal.SIGTERM],
     "SIGTERM-then-SIGINT": [signal.SIGTERM, signal.SIGINT],
 }
@@ -46,7 +51,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[s
         return dict(zip(SENT, pool.map(live, SENT), strict=True))
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 85), ("SIGUSR1", 85), ("SIGINT", 130)])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 85), ("SIGUSR1", 85), ("SIGHUP", 85), ("SIGINT", 130)])
 def test_the_first_signal_saves_and_leaves(stopped: dict[str, tuple[int, str, Path]], name: str, code: int) -> None:
     returned, err, run = stopped[name]
     assert returned == code, err
@@ -80,9 +85,100 @@ def test_the_second_signal_ends_it_at_once(stopped: dict[str, tuple[int, str, Pa
     assert checkpoint.candidates(run / "checkpoints") == [], "there was no time to save"
 
 
-def test_no_worker_outlives_the_run(stopped: dict[str, tuple[int, str, Path]], tmp_path: Path, text_file: Path) -> None:
-    import psutil
+AT_IMPORT = """
+import os, sys
 
+def hook(event, arguments):
+    if event == "import" and arguments[0] == os.environ["SIGNAL_AT"] and not hook.is_done:
+        hook.is_done = True
+        first, *more = map(int, os.environ["SIGNALS"].split())
+        try:
+            os.kill(os.getpid(), first)
+        finally:
+            for number in more:
+                os.kill(os.getpid(), number)
+
+hook.is_done = False
+sys.addaudithook(hook)
+"""
+"""Sends signals to its own process where a module begins to be imported."""
+
+
+@pytest.mark.parametrize(
+    ("module", "number", "code"),
+    [
+        ("bottega.cli", signal.SIGTERM, 85),
+        ("pydantic", signal.SIGUSR1, 85),
+        ("torch", signal.SIGINT, 130),
+        ("bottega.data.prepare.encode", signal.SIGHUP, 85),
+        ("bottega.engines.torch", signal.SIGTERM, 85),
+    ],
+)
+def test_a_signal_before_the_loop(tmp_path: Path, text_file: Path, module: str, number: int, code: int) -> None:
+    """While modules are imported, data is prepared and the model is built."""
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
+    hooked = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])}
+    arguments = words(tmp_path, text_file, name="x")
+    done = bottega(arguments, env={**hooked, "SIGNAL_AT": module, "SIGNALS": str(int(number))})
+    assert done.returncode == code, done.stderr
+    assert f"bottega: stopped by {signal.Signals(number).name}; the same command goes on" in done.stderr
+    assert "Traceback" not in done.stderr
+    again = bottega([*arguments, "--quiet", "--json"])
+    assert again.returncode == 0, again.stderr
+    assert steps_logged(tmp_path / "x") == list(range(1, 9))
+
+
+def test_two_signals_before_the_loop_end_it_at_once(tmp_path: Path, text_file: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
+    hooked = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])}
+    both = f"{int(signal.SIGUSR1)} {int(signal.SIGTERM)}"
+    done = bottega(words(tmp_path, text_file, name="x"), env={**hooked, "SIGNAL_AT": "torch", "SIGNALS": both})
+    assert done.returncode == 143, done.stderr
+    assert "second signal" in done.stderr
+
+
+def test_a_library_that_keeps_the_main_thread(tmp_path: Path) -> None:
+    """Python runs no handler while it computes, and it would for an hour."""
+    code = (
+        "import hashlib, os, signal, threading\n"
+        "from bottega import signals\n"
+        "signals.PATIENCE = 0.2\n"
+        "with signals.EarlySignals():\n"
+        "    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 85, done.stderr
+    assert "stopped by SIGTERM" in done.stderr
+
+
+def test_nohup_is_respected(tmp_path: Path, text_file: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        run = Running(tmp_path / "x", words(tmp_path, text_file, "--quiet", name="x", **ENDLESS))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.until(2)
+    run.process.send_signal(signal.SIGHUP)
+    run.until(len(steps_logged(tmp_path / "x")) + 5)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 85
+
+
+def test_a_stopped_worker_does_not_stop_the_run(tmp_path: Path, text_file: Path) -> None:
+    run = Running(tmp_path / "x", words(tmp_path, text_file, "--quiet", name="x", **ENDLESS, **{"data.workers": 1}))
+    run.until(2)
+    worker = psutil.Process(run.process.pid).children()[0]
+    worker.suspend()
+    run.until(len(steps_logged(tmp_path / "x")) + 20)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 85
+    assert f"loader worker {worker.pid} was stopped by a signal (SIGSTOP)" in (tmp_path / "x" / "log.txt").read_text()
+
+
+def test_no_worker_outlives_the_run(stopped: dict[str, tuple[int, str, Path]], tmp_path: Path, text_file: Path) -> None:
     run = Running(tmp_path / "w", words(tmp_path, text_file, "--quiet", name="w", **ENDLESS, **{"data.workers": 2}))
     run.until(2)
     children = psutil.Process(run.process.pid).children(recursive=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import signal
@@ -23,6 +24,7 @@ from bottega.core.types import Batch
 from bottega.data.loader import Loader
 from bottega.data.prefetch import prefetch
 from bottega.data.source import ArraySource, Source
+from bottega.signals import StoppedWaiting, StopSignals
 
 # Larger than a socket's buffer, so that a killed worker is often in the middle of a message.
 SOURCE = ArraySource({"x": np.arange(64), "y": np.ones((64, 50_000), np.float32)})
@@ -238,3 +240,41 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_batch(tmp_path: A
     assert not alive
     process.stdout.close()
     process.stderr.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_stopped_worker_is_replaced_and_named(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP ends no process, and closes no socket: nobody would ever come back."""
+    monkeypatch.setattr("bottega.data.prefetch.STOPPED", 0.5)
+    warnings: list[str] = []
+    stream = dataclasses.replace(loader(workers=2, depth=depth), warn=warnings.append)(0)
+    expected = loader()(0)
+    np.testing.assert_equal(next(stream)["x"], next(expected)["x"])
+    stopped = children()[0]
+    stopped.suspend()
+    for _ in range(12):
+        np.testing.assert_equal(next(stream)["x"], next(expected)["x"])
+    assert [str(stopped.pid) in line and "SIGSTOP" in line for line in warnings] == [True]
+    stream.close()
+    assert eventually(lambda: not stopped.is_running())
+
+
+def test_a_slow_worker_is_said_and_a_signal_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bottega.data.prefetch.SLOW", 1.0)
+    warnings: list[str] = []
+    with StopSignals() as stop:
+        stream = prefetch(asleep, 0, workers=1, depth=1, warn=lambda text: warnings.append(text) or stop_now())
+        with pytest.raises(StoppedWaiting):
+            next(stream)
+        assert stop.received == signal.SIGTERM
+    assert "has sent nothing for 1 s" in warnings[0]
+    stream.close()
+
+
+def asleep(step: int) -> Batch:
+    time.sleep(100)
+    return {"step": step}
+
+
+def stop_now() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -8,12 +8,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from bottega import __version__
 from bottega.cli import data, insights, recipes, runs
 from bottega.core.errors import BottegaError, EnvironmentProblem, OutOfMemory, UsageError
 from bottega.schema.addresses import strip_text
+from bottega.signals import EarlySignals, StopRequested, StopSignals
 from bottega.terminal import ReaderGone, drop_unwritable_output, print_notice, print_result, reserve_standard_files
 
 HELP = """\
@@ -41,9 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     reserve_standard_files()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _answer(words)
+        with EarlySignals() if StopSignals.current is None else nullcontext():
+            return _answer(words)
     except ReaderGone:
         return 0
+    except StopRequested as stop:
+        print_notice(f"bottega: {stop}")
+        return stop.code
     except Exception as error:
         if "--debug" in words:  # libraries quote the address that they could not read
             print_notice(strip_text(traceback.format_exc()))

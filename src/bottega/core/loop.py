@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from bottega.core.callback import Callback, Progress
 from bottega.core.engine import Engine
 from bottega.core.errors import DataError, Diverged, Interrupted
 from bottega.core.saver import Saver
-from bottega.core.signals import StopSignals
 from bottega.core.types import Batch, Rows, Sums
+from bottega.signals import StoppedWaiting, StopSignals
 
 
 class Batches(Protocol):
@@ -106,7 +106,11 @@ class Fit:
         stream = self.batches(p.step)
         while p.step < p.total and p.stop is None:
             before = time.perf_counter()
-            batch = next(stream, None)
+            try:
+                batch = next(stream, None)
+            except StoppedWaiting:
+                self._save()
+                self._interrupted()
             self._waited += time.perf_counter() - before
             if batch is None:
                 raise DataError(f"the data ended at step {p.step} of {p.total}")
@@ -232,7 +236,7 @@ class Fit:
             self.saver.save(snapshot, p)
         self._saved_at = time.perf_counter()
 
-    def _interrupted(self) -> None:
+    def _interrupted(self) -> NoReturn:
         if self.saver:
             self.saver.wait(final=True)
         # A launcher ends everybody as soon as one rank is gone, so nobody goes before rank 0 has written.

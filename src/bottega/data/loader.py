@@ -6,8 +6,8 @@ of two epochs or stages, and ranks, workers and a restart cannot change what com
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +17,7 @@ from bottega.core.types import Batch
 from bottega.data.orders import Order, Pace, Shuffled, Staged
 from bottega.data.prefetch import prefetch
 from bottega.data.source import Source
+from bottega.terminal import print_notice
 
 # Positions permuted at once: 4,096 of them took no more than four times as long as eight.
 BLOCK = 4096
@@ -36,6 +37,8 @@ class Loader:
     workers: int = 0
     prefetch: int = 0
     order: Order | None = None
+    warn: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
+    """Told of workers that keep a batch waiting; None prints a line."""
 
     def __post_init__(self) -> None:
         size = len(self.source)
@@ -83,7 +86,9 @@ class Loader:
         return Cursor(self, block=1)(step)
 
     def __call__(self, step: int) -> Generator[Batch, None, None]:
-        return prefetch(Cursor(self, block=BLOCK), step, workers=self.workers, depth=self.prefetch)
+        sent = replace(self, warn=None)  # what workers get of it
+        warn = self.warn or print_notice
+        return prefetch(Cursor(sent, block=BLOCK), step, workers=self.workers, depth=self.prefetch, warn=warn)
 
     @cached_property
     def _order(self) -> Order:

@@ -1,12 +1,13 @@
 """Batches before they are asked for: in this thread, in one behind it, or in processes of their own.
 
-The stream is `make(start), make(start + 1), ...` whichever way it is built; a worker that is killed is replaced and its
-steps are built again.
+The stream is `make(start), make(start + 1), ...` whichever way it is built; a worker that is killed or stopped is replaced
+and its steps are built again.
 """
 
 from __future__ import annotations
 
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,21 +22,34 @@ from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.core.types import Batch
 from bottega.data.transfer import Receiver
 from bottega.data.worker import COMMAND
+from bottega.signals import stop_waiting
+from bottega.terminal import print_notice
 
 # Killed workers are replaced this often in one stream; more than that is no accident.
 RESTARTS = 5
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 # The step a worker is building and the one after it, so that it never waits for an order.
 AHEAD = 2
+TICK = 0.5
+"""Seconds between two looks at what a batch is waited for."""
+STOPPED = 5.0
+"""Seconds after which a worker that a signal has stopped is replaced."""
+SLOW = 15.0
+"""Seconds of waiting for one batch after which a person is told; then each time it has doubled."""
 
 Make = Callable[[int], Batch]
+Warn = Callable[[str], None]
 Stream = Generator[Batch, None, None]
 
 
-def prefetch(make: Make, start: int, *, workers: int, depth: int) -> Stream:
-    """The batches from `start` on. `workers` processes build them; a thread keeps up to `depth` of them ready."""
-    stream = _from_processes(make, start, workers) if workers else _inline(make, start)
-    return _behind(stream, depth) if depth else stream
+def prefetch(make: Make, start: int, *, workers: int, depth: int, warn: Warn = print_notice) -> Stream:
+    """The batches from `start` on. `workers` processes build them; a thread keeps up to `depth` of them ready.
+
+    Raises StoppedWaiting where a signal asks for a stop while a batch of another process or thread is waited for.
+    """
+    closed = threading.Event()
+    stream = _from_processes(make, start, workers, closed, warn) if workers else _inline(make, start)
+    return _behind(stream, depth, closed) if depth else stream
 
 
 def _inline(make: Make, start: int) -> Stream:
@@ -43,11 +57,10 @@ def _inline(make: Make, start: int) -> Stream:
         yield make(step)
 
 
-def _behind(stream: Stream, depth: int) -> Stream:
+def _behind(stream: Stream, depth: int, closed: threading.Event) -> Stream:
     """A thread that runs the stream. It ends when this generator is closed, or forgotten and collected."""
     ready: deque[Batch | Exception] = deque()
     changed = threading.Condition()
-    closed = threading.Event()
 
     def put(item: Batch | Exception) -> bool:
         with changed:
@@ -72,7 +85,8 @@ def _behind(stream: Stream, depth: int) -> Stream:
     try:
         while True:
             with changed:
-                changed.wait_for(lambda: ready)
+                while not changed.wait_for(lambda: ready, timeout=TICK):
+                    stop_waiting()
                 item = ready.popleft()
                 changed.notify_all()
             if isinstance(item, Exception):
@@ -108,6 +122,9 @@ class _Worker:
                 raise EnvironmentProblem(
                     f"a loader worker cannot be started: {error.strerror}; lower data.workers"
                 ) from error
+        # Once a message has begun, the rest of it is on its way; if not, the worker was stopped in the middle of it.
+        limit = struct.pack("ll", int(STOPPED), int(STOPPED % 1 * 1e6))
+        here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.connection = Connection(here.detach())
         self.receiver = Receiver(self.connection)
         self.owes: deque[int] = deque()
@@ -125,10 +142,14 @@ class _Worker:
         with suppress(OSError):  # dead: noticed when this step is asked for
             self.connection.send((step, self.receiver.take_freed()))
 
-    def deliver(self) -> Batch:
+    def deliver(self, closed: threading.Event, warn: Warn) -> Batch:
         """The batch of the oldest step it owes."""
         try:
+            self._wait(closed, warn)
             batch, error = self.receiver.receive()
+        except BlockingIOError as broken:
+            warn(self._stopped())
+            raise _WorkerDied from broken
         except (EOFError, OSError) as broken:
             raise _WorkerDied from broken
         if error is not None:
@@ -136,13 +157,41 @@ class _Worker:
         self.owes.popleft()
         return batch
 
+    def _wait(self, closed: threading.Event, warn: Warn) -> None:
+        """Until something has come. A worker that is stopped in the middle of it sends nothing more and is given up."""
+        waited, due = 0.0, SLOW
+        while not self.connection.poll(TICK):
+            waited += TICK  # not by the clock: we may have been stopped as well
+            if closed.is_set():
+                raise _WorkerDied
+            stop_waiting()
+            if waited >= STOPPED and is_stopped(self.process.pid):
+                warn(self._stopped())
+                raise _WorkerDied
+            if waited >= due:
+                due *= 2
+                warn(f"loader worker {self.process.pid} has sent nothing for {waited:.0f} s; still waiting for it")
+
+    def _stopped(self) -> str:
+        why = "was stopped by a signal (SIGSTOP)" if is_stopped(self.process.pid) else "does not finish a message"
+        return f"loader worker {self.process.pid} {why}; another one takes its place"
+
     def close(self) -> None:
         self.connection.close()
         self.process.kill()
         self.process.wait()
 
 
-def _from_processes(make: Make, start: int, workers: int) -> Stream:
+def is_stopped(process: int) -> bool:
+    """Whether a signal has stopped a process; False where the system does not tell."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
+
+
+def _from_processes(make: Make, start: int, workers: int, closed: threading.Event, warn: Warn) -> Stream:
     """Step s comes from worker s % workers. Each has a socket of its own, so a death in mid-message hurts no other.
 
     (In concurrent.futures all workers share one result pipe: one killed while it writes there stops the others.)
@@ -158,9 +207,11 @@ def _from_processes(make: Make, start: int, workers: int) -> Stream:
             while True:
                 worker = crew[step % workers]
                 try:
-                    batch = worker.deliver()
+                    batch = worker.deliver(closed, warn)
                     break
                 except _WorkerDied:
+                    if closed.is_set():
+                        return
                     restarts += 1
                     crew[step % workers] = _replace(worker, make, restarts)
             worker.order(step + AHEAD * workers)

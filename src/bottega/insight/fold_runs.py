@@ -18,8 +18,8 @@ import psutil
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DirectoryInUse, Interrupted, UsageError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.core.signals import StopSignals
 from bottega.parts import GRACE, POLL, PartFailed
+from bottega.signals import StopSignals
 
 ROOM = 2 << 30
 """Memory that a training is given: torch takes 0.4 GiB before there is a model, and a small one with its data the rest."""
