@@ -343,7 +343,11 @@ def test_one_pass_over_a_stream(tmp_path: Path) -> None:
         ({"data.sources": [{"kind": "embedded"}]}, UsageError, "a sequence needs two sources or more"),
         ({"data.replay.path": "x"}, UsageError, "a sequence has an order of its own"),
         ({"training.max_steps": 1}, UsageError, r"data.sources\[.\] has .* not one is its own"),
-        ({"data.validation.split": 0.01}, DataError, r"data.validation: has no sample of data.sources\[.\]"),
+        (
+            {"data.validation.split": 0.01, "data.split.by": "hash"},
+            DataError,
+            "of which a sequence holds back its own share: splitting .* by hash leaves no row for validation",
+        ),
     ],
 )
 def test_what_makes_no_sequence_is_said(
