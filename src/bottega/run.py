@@ -16,6 +16,7 @@ from bottega.parts import train_apart, turn, wait_for
 from bottega.preparation import prepare_recipe
 from bottega.schema import needs
 from bottega.schema.language import LanguageRecipe
+from bottega.schema.launch import check_launch_variables
 from bottega.schema.load import Resolved
 from bottega.schema.recipe import Recipe
 from bottega.session import Run, Session
@@ -36,6 +37,7 @@ def train(
     fresh: bool = False,
 ) -> Run:
     """Train a recipe by name, file or dict; later ones and overrides win. The same call resumes the same run."""
+    check_launch_variables()
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
     resolved = load_checked([*sources, overrides or {}])
     return _train(resolved, quiet=quiet, fresh=fresh)

@@ -357,7 +357,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "no shift": ("flow", "scheduler/scheduler_config.json", {"shift": None}, "holds what no pipeline has"),
     "no scale": ("sd", "vae/config.json", {"scaling_factor": None}, "holds what no pipeline has"),
     "blocks": ("sd", "vae/config.json", {"block_out_channels": 4}, "holds what no pipeline has"),
-    "text": ("sd", "text_encoder/config.json", {"hidden_size": "wide"}, "is no text encoder that"),
+    "text": ("sd", "text_encoder/config.json", {"hidden_size": "wide"}, "hidden_size must be a number"),
     "unpooled": ("sdxl", "model_index.json", {"text_encoder_2": ["transformers", "CLIPTextModel"]}, "needs a CLIPText"),
 }  # fmt: skip
 

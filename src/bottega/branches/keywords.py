@@ -23,6 +23,7 @@ from bottega.models.allowed_words import AllowedWords
 from bottega.models.frozen_language import KEY, FrozenLanguage, language_facts
 from bottega.models.json_object import read_object
 from bottega.models.pretrained import fetch_folder
+from bottega.models.tokenizer_limits import check_tokenizer
 from bottega.schema.personalize import Keywords
 
 # Raised when the same answer would be read in another way, so that old ones are left alone.
@@ -174,6 +175,7 @@ class Keyworder:
 
     @cached_property
     def tokenizer(self) -> Any:
+        check_tokenizer(self.folder)
         try:
             from transformers import AutoTokenizer
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from bottega import __version__
 from bottega.cli import data, insights, recipes, runs
-from bottega.core.errors import BottegaError, EnvironmentProblem, OutOfMemory, UsageError
+from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, OutOfMemory, UsageError
 from bottega.schema.addresses import strip_text
+from bottega.schema.launch import check_launch_variables
 from bottega.signals import EarlySignals, StopRequested, StopSignals
 from bottega.terminal import ReaderGone, drop_unwritable_output, print_notice, print_result, reserve_standard_files
 
@@ -68,6 +69,7 @@ def _answer(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print_result(f"bottega {__version__}")
         return 0
+    check_launch_variables()
     return _dispatch(words[0], [w for w in words[1:] if w != "--debug"])
 
 
@@ -114,6 +116,8 @@ def _explain(error: Exception) -> int:
     """One line for people, and the exit code a scheduler can act on."""
     if isinstance(error, BottegaError):
         code, text = error.code, str(error)
+    elif isinstance(error, RecursionError):  # of a file from anywhere; our own code calls itself to no such depth
+        code, text = DataError.code, "a file is nested too deeply to be read (--debug shows where)"
     elif isinstance(error, MemoryError):
         code, text = OutOfMemory.code, "out of memory on the host; lower training.batch_size or use a smaller model"
     elif isinstance(error, OSError) and error.errno is not None:
@@ -125,6 +129,6 @@ def _explain(error: Exception) -> int:
     else:
         said = " ".join(str(error).split())
         code, text = 1, f"a bug in bottega: {type(error).__name__}: {said} (--debug shows where)"
-    rank = f"rank {os.environ.get('RANK', '0')}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    rank = f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     print_notice(strip_text(f"bottega: {rank}{text}"))
     return code

@@ -113,7 +113,7 @@ def damage(folder: Path) -> str | None:
         for name in sorted(rows.keys() ^ files.keys()):
             return f"{name} is missing" if name in rows else f"{name} does not belong there"
         return next((f"{name} has changed" for name, path in files.items() if not _matches(path, rows[name])), None)
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, AttributeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"its {MANIFEST} cannot be read"
 
 

@@ -164,6 +164,6 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
     """Where transformers before version 5 also kept them."""
     try:
         found = json.loads((folder / "special_tokens_map.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

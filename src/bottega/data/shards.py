@@ -135,7 +135,7 @@ class Table:
             self.columns = {name: _column(name, fields) for name, fields in meta["columns"].items()}
             self.rows = int(meta["rows"])
             self._check()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{self.folder} is no folder of shards, or a damaged one: {error}") from error
 
     def _check(self) -> None:

@@ -22,6 +22,7 @@ from tokenizers import decoders
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.data.bytelevel import safe_pieces, token_bytes
 from bottega.data.fast_bpe import Encode, fast_encoder
+from bottega.models.tokenizer_limits import panics_as_errors, read_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<unk>"
@@ -76,8 +77,9 @@ class Tokenizer:
     @cached_property
     def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids that the tokenizer's own post-processor puts before and after one text: [CLS] and [SEP] of BERT."""
-        around = self.core.encode("").ids
-        plain, framed = (self.core.encode("a b", add_special_tokens=special).ids for special in (False, True))
+        with panics_as_errors("the tokenizer cannot frame a text"):
+            around = self.core.encode("").ids
+            plain, framed = (self.core.encode("a b", add_special_tokens=special).ids for special in (False, True))
         for at in range(len(around) + 1):
             if [*around[:at], *plain, *around[at:]] == framed:
                 return tuple(around[:at]), tuple(around[at:])
@@ -135,7 +137,10 @@ class Tokenizer:
         if not path.is_file():
             raise DataError(f"{folder} has no tokenizer.json; name a folder that has one")
         try:
-            core = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            with panics_as_errors(str(path)):
+                core = tokenizers.Tokenizer.from_str(read_tokenizer(path))
+        except DataError:
+            raise
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{path} is no tokenizer: {error}") from error
         config_path = path.with_name("tokenizer_config.json")
@@ -185,7 +190,8 @@ class Tokenizer:
             self._is_slow = self._fast is None
         if self._fast is not None:
             return [ids.astype(self.dtype) for ids in self._fast(texts)]
-        encodings = self.core.encode_batch_fast(texts, add_special_tokens=False)
+        with panics_as_errors("a text cannot be encoded"):
+            encodings = self.core.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def _encode_groups(self, texts: Iterable[str], problem: type[BottegaError]) -> Iterator[np.ndarray]:
@@ -255,6 +261,8 @@ def _utf8(text: str, problem: type[BottegaError]) -> bytes:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise DataError(f"{path} is no JSON that can be read: nested too deeply") from None
     except ValueError as error:
         raise DataError(f"{path} is no JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -137,7 +137,7 @@ def _positions(path: Path) -> int | None:
     beside = (path if path.is_dir() else path.parent) / "config.json"
     try:
         config = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None  # a tokenizer may stand alone, and who loads the model says what is wrong with it
     count = config.get("max_position_embeddings") if isinstance(config, dict) else None
     if not isinstance(count, int):

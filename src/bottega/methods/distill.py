@@ -161,7 +161,7 @@ def _read_folder(folder: Path, branch: Branch) -> Teacher:
 def _config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise UsageError(f"{folder} is no folder of a model: its config.json cannot be read")

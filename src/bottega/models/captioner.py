@@ -11,6 +11,7 @@ import torch
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.models.encoder_folder import silent
+from bottega.models.tokenizer_limits import check_tokenizer
 from bottega.models.untrusted import read_plain, require_safetensors
 
 KEY = "data.captions"
@@ -37,7 +38,7 @@ def load_captioner(folder: Path) -> Callable[[Sequence[np.ndarray]], list[str]]:
             )
             look = transformers.AutoImageProcessor.from_pretrained(folder, **options)
             words: Any = transformers.AutoTokenizer.from_pretrained(folder, **options)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # libraries raise what happens where a file is wrong
         raise CheckpointError(f"{KEY}: {folder} cannot be loaded as a captioning model: {first_line(error)}") from error
     model = model.eval().requires_grad_(False).to(device)
     silence = words.eos_token_id if words.pad_token_id is None else words.pad_token_id
@@ -63,3 +64,4 @@ def _check(folder: Path) -> None:
     if kind not in KINDS:
         raise UsageError(f"{KEY}: {folder} is of the kind {kind}; captions come from {', '.join(KINDS)}")
     require_safetensors(folder, key=KEY)
+    check_tokenizer(folder)

@@ -23,7 +23,7 @@ from bottega.core.noise import generator
 from bottega.models.encoder_folder import own_randomness, silent
 from bottega.models.initial import fill
 from bottega.models.json_object import read_object
-from bottega.models.untrusted import check_loaded, read_plain, require_safetensors
+from bottega.models.untrusted import blaming, check_loaded, read_plain, require_safetensors
 from bottega.schema.align import ClipShape
 
 CONFIG, PREPROCESSOR, PAIRS = "config.json", "preprocessor_config.json", "pairs.json"
@@ -154,7 +154,11 @@ def load_clip(folder: Path | str) -> Clip:
 
 def read_clip_shape(folder: Path | str, *, key: str = "model.clip") -> ClipShape:
     """What must be known of a folder's model before it is loaded. `key` is who asks."""
-    folder = Path(folder)
+    with blaming(folder, key=key):
+        return _read_clip_shape(Path(folder), key)
+
+
+def _read_clip_shape(folder: Path, key: str) -> ClipShape:
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{key}: {folder} has no {CONFIG}; give the folder of a saved CLIP")
     config = read_plain(folder / CONFIG, key=key)

@@ -206,7 +206,7 @@ def shape_from(config: Mapping[str, Any], path: Path) -> TransformerShape:
         return _of_mamba(config, path) if model_type == "mamba2" else _of_attention(config, path)
     except KeyError as error:
         raise CheckpointError(f"{path}: the key {error.args[0]} is missing; it is no complete model config") from None
-    except (ValidationError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
         raise CheckpointError(f"{path}: describes no model ({first})") from None
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, first_line
@@ -209,7 +208,7 @@ def _read(kind: Any, folder: str, **options: Any) -> Any:
             )
     except ImportError as error:
         raise EnvironmentProblem(f"{folder}: cannot be loaded: {first_line(error)}") from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # libraries raise what happens where a file is wrong
         raise CheckpointError(f"{folder}: cannot be loaded as a {kind.__name__}: {first_line(error)}") from error
     check_loaded(folder, seen)
     return model

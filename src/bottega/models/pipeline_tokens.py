@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from bottega.core.errors import EnvironmentProblem, UsageError, first_line
+from bottega.core.errors import DataError, EnvironmentProblem, UsageError, first_line
 from bottega.models.json_object import read_object
 from bottega.models.pipeline_folder import ImageFacts
+from bottega.models.tokenizer_limits import panics_as_errors, read_tokenizer
 
 USUAL_ENDS = ("<|endoftext|>", "</s>")
 Encode = Callable[[list[str]], list[list[int]]]
@@ -44,7 +45,10 @@ def _of_file(folder: Path, length: int) -> Encode:
 
     file = folder / "tokenizer.json"
     try:
-        core = Tokenizer.from_file(str(file))
+        with panics_as_errors(str(file)):
+            core = Tokenizer.from_str(read_tokenizer(file))
+    except DataError:
+        raise
     except Exception as error:  # the library raises nothing more specific
         raise UsageError(f"{file}: is no tokenizer that can be read ({str(error).splitlines()[0]})") from error
     # A caption that spells a mark, such as the one that ends a text, is text.
@@ -52,7 +56,12 @@ def _of_file(folder: Path, length: int) -> Encode:
     number, token = _filler(core, folder)
     core.enable_truncation(length)
     core.enable_padding(length=length, pad_id=number, pad_token=token)
-    return lambda texts: [one.ids for one in core.encode_batch_fast(texts)]
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        with panics_as_errors(str(file)):
+            return [one.ids for one in core.encode_batch_fast(texts)]
+
+    return encode
 
 
 def _of_older_files(folder: Path, length: int) -> Encode:

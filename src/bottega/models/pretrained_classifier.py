@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.encoder_folder import own_randomness, read_encoder, silent
 from bottega.models.initial import fill, initial_value
+from bottega.models.untrusted import blaming, transformers_config
 from bottega.schema.text_classifier import PretrainedShape
 
 FRESH = ("head.", "pooling.", "backbone.pooler.")
@@ -89,10 +90,7 @@ def pretrained_shape(folder: Path, names: Sequence[str], *, multi_label: bool = 
     transformers = _transformers()
     if not (folder / "config.json").is_file():
         raise UsageError(f"pretrained: {folder} has no config.json; give the folder of a saved encoder")
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"pretrained: {folder} is no encoder that transformers knows: {first_line(error)}") from error
+    config = transformers_config(folder, key="pretrained", what="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
         raise UsageError(f"pretrained: {folder} holds a {config.model_type}, which cannot classify texts")
     config.id2label = dict(enumerate(map(str, names)))
@@ -110,7 +108,8 @@ def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | None) 
         model = PretrainedClassifier(shape, _network(shape))
         fill(model, functools.partial(_initial, seed=seed))
         return model.train()
-    network, absent = _loaded(shape, folder)
+    with blaming(folder, key="pretrained"):
+        network, absent = _loaded(shape, folder)
     prefix, path = parts_of(network, shape.num_labels)
     model = PretrainedClassifier(shape, network)
     fresh = {_ours(name, prefix, path) for name in absent}

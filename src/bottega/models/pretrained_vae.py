@@ -84,7 +84,7 @@ def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
         if kind == OURS:
             return AutoencoderShape(**{key: value for key, value in config.items() if not key.startswith("_")})
         return _from_diffusers({**DEFAULTS, **config}, path)
-    except (ValidationError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
         raise CheckpointError(f"{path}: is no config of an autoencoder ({first})") from error
 

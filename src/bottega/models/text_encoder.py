@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.dit import Attention, normed
 from bottega.models.encoder_folder import read_encoder
+from bottega.models.untrusted import blaming, transformers_config
 from bottega.schema.generator import ConditionShape
 
 HEAD_SIZE = 32
@@ -89,24 +90,14 @@ def load_text_encoder(folder: Path) -> Any:
         kind = transformers.CLIPTextModel  # the half of a CLIP that reads
     elif type(config) in transformers.AutoModelForTextEncoding._model_mapping:
         kind = transformers.AutoModelForTextEncoding
-    model, seen = read_encoder(kind, folder)
+    with blaming(folder, key="model.text.from"):
+        model, seen = read_encoder(kind, folder)
     if seen["missing_keys"]:
         raise CheckpointError(f"{folder}: lacks {sorted(seen['missing_keys'])[0]}; it is no complete text encoder")
     return model.eval().requires_grad_(False)
 
 
 def _config(folder: Path) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise EnvironmentProblem(
-            "model.text.from: a pretrained text encoder needs transformers; pip install 'bottega[hub]'"
-        ) from error
     if not (folder / "config.json").is_file():
         raise UsageError(f"model.text.from: {folder} has no config.json; give the folder of a saved text encoder")
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"model.text.from: {folder} is no text encoder that transformers knows: {first_line(error)}"
-        ) from error
+    return transformers_config(folder, key="model.text.from", what="text encoder")

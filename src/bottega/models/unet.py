@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.models.component import class_of, read_config
 from bottega.models.initial_conv import initial_convolution
+from bottega.models.untrusted import blaming
 from bottega.schema.generator import UNetShape
 
 PLAIN, WITH_TEXT = "UNet2DModel", "UNet2DConditionModel"
@@ -40,7 +41,11 @@ class UNet(nn.Module):
         super().__init__()
         self.shape = shape
         self.reads_text = shape.context_size is not None
-        self.unet: Any = _build(unet_config(shape))
+        if shape.config is None:
+            self.unet: Any = _build(unet_config(shape))
+        else:
+            with blaming("model.from"):
+                self.unet = _build(unet_config(shape))
         self.compiled: Callable[..., Any] | None = None
 
     def forward(

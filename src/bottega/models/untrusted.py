@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.models.json_object import read_object
 
 
@@ -27,10 +28,30 @@ def transformers_config(folder: Path, *, key: str, what: str) -> Any:
         from transformers import AutoConfig
     except ImportError as error:
         raise EnvironmentProblem(f"{key}: {what} needs transformers; pip install 'bottega[hub]'") from error
+    read_plain(folder / "config.json", key=key)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # libraries raise classes of their own where a file says what no model has
         raise UsageError(f"{key}: {folder} is no {what} that transformers knows: {first_line(error)}") from error
+
+
+@contextmanager
+def blaming(folder: Path | str, *, key: str | None = None) -> Iterator[None]:
+    """Turn whatever is raised while a model is built by the files of a folder into an error about that folder.
+
+    Libraries take a configuration at its word, and fail anywhere with any class of exception where it is wrong.
+    """
+    try:
+        yield
+    except (BottegaError, MemoryError, ImportError):
+        raise
+    except Exception as error:
+        if "memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise UsageError(
+            f"{_asked(key)}{folder}: its files describe no model that can be built "
+            f"({type(error).__name__}: {first_line(error)}); download or export it again"
+        ) from error
 
 
 def require_safetensors(folder: Path, *, key: str | None = None) -> None:

@@ -190,7 +190,7 @@ def opened(folder: Path, *, task: str) -> Prepared:
     try:
         meta = json.loads((folder / META).read_bytes())
         made_for, version, key = meta["task"], meta["format"], meta["key"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{folder} is no prepared data: {META} cannot be read") from error
     if (made_for, version) != (task, FORMAT):
         raise DataError(
@@ -207,7 +207,7 @@ def is_prepared(folder: Path) -> bool:
     """Whether `bottega prepare --out` wrote it; a folder of texts may hold a meta.json of its own."""
     try:
         return {"format", "task", "key", "tables"} <= json.loads((folder / META).read_bytes()).keys()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
