@@ -25,7 +25,7 @@ from bottega.core.types import Loss
 from bottega.data.loader import Loader
 from bottega.data.source import ArraySource
 from bottega.engines.torch import TorchEngine
-from bottega.schema.recipe import Optimizer, Training
+from bottega.schema.training import Optimizer, Training
 
 BATCH = 8
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bottega.engines.torch import TorchEngine
 from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
-from bottega.schema.recipe import Optimizer, Training
+from bottega.schema.training import Optimizer, Training
 from bottega.tasks.generation import Generation
 
 SIDE, CHANNELS, PATCH, WIDTH, LAYERS, HEADS, CLASSES = 32, 4, 4, 768, 12, 12, 1000

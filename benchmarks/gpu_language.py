@@ -25,7 +25,7 @@ from bottega.core.loop import Every, Fit
 from bottega.data.loader import Loader
 from bottega.data.source import Source
 from bottega.engines.torch import TorchEngine
-from bottega.schema.recipe import Optimizer, Training
+from bottega.schema.training import Optimizer, Training
 from bottega.schema.transformer import SIZES, TransformerShape
 from bottega.tasks.language import Language
 

@@ -30,7 +30,7 @@ from bottega.models.frozen_language import FrozenLanguage
 from bottega.models.prefix_attention import register
 from bottega.models.soft_prompts import SoftPrompts, build_soft_prompts
 from bottega.schema.personalize import SoftPromptShape
-from bottega.schema.recipe import Training
+from bottega.schema.training import Training
 from bottega.tasks.paths import Path
 from bottega.tasks.personalize import Personalize
 

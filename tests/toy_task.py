@@ -20,7 +20,7 @@ from bottega.core.types import Batch, Loss, Models
 from bottega.data.loader import Loader
 from bottega.data.source import ArraySource
 from bottega.engines.torch import TorchEngine
-from bottega.schema.recipe import Training
+from bottega.schema.training import Training
 
 F, T = 4, 5
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from bottega import resume
 from bottega.branches.start import start_folder
-from bottega.compose import check_metrics, plain_loader, total_steps
+from bottega.compose import check_metrics, list_shortened, plain_loader, total_steps
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.data.readers.files import check_exists
@@ -35,6 +35,7 @@ from bottega.schema.recipe import BUILT_TASKS, Recipe
 from bottega.schema.section import Section
 from bottega.schema.techniques import UNBUILT
 from bottega.schema.together import absent
+from bottega.schema.unused import list_unused_options
 
 SMOOTHED = ("classify", "routing")
 """Tasks that know training.label_smoothing."""
@@ -145,6 +146,24 @@ def find_model_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
     return _collect(*checks)
 
 
+def list_adjusted(recipe: Recipe, lesson: Lesson) -> list[str]:
+    """Return one line for each value that the data or the model makes another one."""
+    from bottega.engines.grouping import parameter_settings
+    from bottega.engines.optimizers import describe_choice
+    from bottega.engines.sizing import build_without_memory
+
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    loader = plain_loader(recipe, lesson.training, world=world, order=lesson.order)
+    lines = list_shortened(recipe, total_steps(recipe, loader), round(loader.steps_per_epoch))
+    models = build_without_memory(lesson.task, recipe.seed) if recipe.training.optimizer.name == "muon" else None
+    if models is not None:
+        named = dict(models["model"].named_parameters())
+        settings = parameter_settings(recipe.training, list(named), learns=lesson.task.learns)
+        own = {name: parameter for name, parameter in named.items() if settings[name].scale is not None}
+        lines += describe_choice(own, recipe.training.optimizer)
+    return lines
+
+
 def find_changes(recipe: Recipe) -> list[BottegaError]:
     """Return what an earlier run of this name was trained with and this recipe says otherwise."""
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
@@ -153,13 +172,13 @@ def find_changes(recipe: Recipe) -> list[BottegaError]:
 
 def list_unused(recipe: Recipe) -> list[str]:
     """Return one line for each value of the recipe that has no effect on this machine."""
-    distributed = recipe.distributed
+    lines, distributed = list_unused_options(recipe), recipe.distributed
     given = distributed.model_dump(exclude_defaults=True, exclude={"enabled"})
     if distributed.enabled is False and given:
-        return [f"distributed.enabled: false; not used: {', '.join(f'distributed.{key}' for key in given)}"]
-    if distributed.offload and _device_type(recipe) == "cpu":
-        return ["distributed.offload: has no effect on a CPU, where the optimizer state is in host memory anyway"]
-    return []
+        lines.append(f"distributed.enabled: false; not used: {', '.join(f'distributed.{key}' for key in given)}")
+    elif distributed.offload and _device_type(recipe) == "cpu":
+        lines.append("distributed.offload: has no effect on a CPU, where the optimizer state is in host memory anyway")
+    return lines
 
 
 def _collect(*checks: Callable[[], Any]) -> list[BottegaError]:

@@ -138,6 +138,17 @@ def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epo
     engine.plan(rate, total=total, steps_per_epoch=steps_per_epoch)
 
 
+def list_shortened(recipe: Recipe, total: int, steps_per_epoch: int) -> list[str]:
+    """Return a line where the warm-up is longer than the run."""
+    warmup = recipe.training.scheduler.warmup_steps.steps(total, max(1, steps_per_epoch))
+    if warmup <= total or recipe.training.scheduler.name == "one_cycle":
+        return []
+    return [
+        f"training.scheduler.warmup_steps: {warmup} steps are longer than the run, and are shortened to its {total}; the "
+        "rate rises until the end"
+    ]
+
+
 def peak_rate(recipe: Recipe) -> float:
     rate = recipe.training.learning_rate
     assert rate != "auto", "a range test settles it before anything is planned"

@@ -82,6 +82,8 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
 def read_recipe(words: list[str], *, verb: str = "prepare") -> Recipe:
     """A recipe whose data is complete; what only a training needs may be missing."""
     sources, overrides = parse_overrides(words)
+    if any(override.key == "output_dir" for override in overrides):
+        raise UsageError(f"output_dir: is the folder of runs, and bottega {verb} makes none; name a folder with --out")
     if not sources:
         raise UsageError(f"say which recipe: bottega {verb} RECIPE, such as bottega {verb} language --data my.txt")
     return _complete(sources, overrides)

@@ -16,7 +16,7 @@ from bottega.branches.branch import Branch
 from bottega.branches.located import STARTED_IN, UPWARDS
 from bottega.branches.start import PLACE, based, local_start
 from bottega.callbacks.console import Console
-from bottega.checks import find_data_problems, raise_together
+from bottega.checks import find_data_problems, list_adjusted, raise_together
 from bottega.compose import (
     build_engine,
     build_loader,
@@ -135,7 +135,7 @@ class Session:
             console.say(change)
         if engine.rank == 0:
             self._write_down(branch, engine, progress)
-        for note in lesson.notes:
+        for note in (*lesson.notes, *list_adjusted(recipe, lesson)):
             console.say(note)
         if lesson.begin is not None:
             lesson.begin(engine, loader)

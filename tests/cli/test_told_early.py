@@ -112,6 +112,7 @@ def test_plan_tells_the_methods_in_a_line_each(capsys: pytest.CaptureFixture[str
     ]
     assert cli.main(["plan", "language", *words, "data.validation={}", "--check"]) == 0
     lines = capsys.readouterr().err.splitlines()
+    lines = lines[[line.startswith("bottega: valid") for line in lines].index(True) :]
     assert lines[1] == "bottega: techniques: lora (rank 4, dropout 0, targets [q_proj, v_proj])"
     assert lines[2].startswith("bottega: training.learning_rate: auto, found by a range test")
     assert lines[3].startswith("bottega: data.split: fold 0 of 5 is held out; bottega crossval")

@@ -15,7 +15,7 @@ from bottega.data.loader import Loader, evaluate_batches
 from bottega.data.source import ArraySource
 from bottega.engines.torch import TorchEngine
 from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
-from bottega.schema.recipe import Training
+from bottega.schema.training import Training
 from bottega.tasks.generation import Generation
 from bottega.tasks.paths import Path
 from bottega.tasks.samplers import sample

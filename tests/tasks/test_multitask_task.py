@@ -19,8 +19,8 @@ from bottega.data.source import ArraySource, Source
 from bottega.engines.devices import put
 from bottega.engines.torch import TorchEngine
 from bottega.models.several import Several, shared_layers
-from bottega.schema.recipe import Training
 from bottega.schema.text_classifier import EncoderShape
+from bottega.schema.training import Training
 from bottega.schema.transformer import TransformerShape
 from bottega.tasks.classify import Classification
 from bottega.tasks.language import Language

@@ -149,6 +149,26 @@ class AlignBranch(MediaBranch):
     def known(self) -> AlignFacts:
         return self.facts
 
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *self._overridden()]
+
+    def _overridden(self) -> list[str]:
+        """Sizes that the recipe gives and the CLIP it starts from decides otherwise."""
+        model, config = self.recipe.model, self.facts.shape.values
+        if model.from_ is None:
+            return []
+        vision, text = config.get("vision_config", {}), config.get("text_config", {})
+        actual = {
+            "hidden_size": vision.get("hidden_size"),
+            "num_layers": vision.get("num_hidden_layers"),
+            "patch_size": vision.get("patch_size"),
+            "text_hidden_size": text.get("hidden_size"),
+            "text_num_layers": text.get("num_hidden_layers"),
+        }
+        other = [f"{key} {size}" for key, size in actual.items() if size is not None and size != getattr(model, key)]
+        return [f"model.from: its own sizes are used: {', '.join(other)}"] if other else []
+
     def read_known(self, folder: Path) -> AlignFacts:
         facts = _read_facts(folder)
         if not (folder / TOKENS / "tokenizer.json").is_file():

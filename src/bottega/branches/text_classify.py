@@ -226,7 +226,18 @@ def shape_of(recipe: ClassifyRecipe, vocab_size: int, names: Sequence[str]) -> T
     if model.kind == "pretrained":
         start = folder_of(recipe)
         assert start is not None, "the schema asks for it"
-        return pretrained_shape(start, names, multi_label=recipe.data.multi_label)
+        shape = pretrained_shape(
+            start,
+            names,
+            multi_label=recipe.data.multi_label,
+            dropout=model.dropout,
+            attention_dropout=model.attention_dropout,
+        )
+        for key in ("hidden_size", "num_layers", "num_heads"):
+            value, actual = getattr(model, key), shape.dimension(key)
+            if value is not None and actual is not None and value != actual:
+                raise UsageError(f"model.{key}: {value} was asked for, and model.from has {actual}; leave it out")
+        return shape
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise UsageError(
             f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {vocab_size}; leave it out"

@@ -12,7 +12,13 @@ from bottega.terminal import print_result
 
 def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega prepare RECIPE... [key=value | --key value]... [--out FOLDER] [--to FORMAT FOLDER]"
-    parser.add_argument("--out", metavar="FOLDER", help="also keep the prepared shards here, to copy or to train from")
+    parser.add_argument(
+        "--out",
+        "--output_dir",
+        "--output-dir",
+        metavar="FOLDER",
+        help="also keep the prepared shards here, to copy or to train from",
+    )
     parser.add_argument(
         "--to",
         nargs=2,
@@ -36,7 +42,13 @@ def _prepare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 def _data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega data RECIPE-or-PATH... [key=value | --key value]... [options]"
     parser.add_argument("--examples", type=int, default=3, help="how many examples to show (default: 3)")
-    parser.add_argument("--out", metavar="FOLDER", help="where pictures are written (default: data-report)")
+    parser.add_argument(
+        "--out",
+        "--output_dir",
+        "--output-dir",
+        metavar="FOLDER",
+        help="where pictures are written (default: data-report)",
+    )
 
 
 def _data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bottega.schema.groups import Row, Setting, settings
-from bottega.schema.recipe import Training
+from bottega.schema.training import Training
 from bottega.schema.units import Cadence
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bottega.schema.groups import Setting
-from bottega.schema.recipe import Optimizer as OptimizerOptions
+from bottega.schema.training import Optimizer as OptimizerOptions
 
 
 class Lion(torch.optim.Optimizer):
@@ -70,6 +70,16 @@ def build(
         _one(which, options, t, learning_rate)
         for which, t in ((options.name, table(True)), ("rest", table(False)))
         if t
+    ]
+
+
+def describe_choice(named: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
+    """Return a line where the update rule that was chosen applies to none of the parameters."""
+    if options.name != "muon" or any(_is_hidden_matrix(name, parameter) for name, parameter in named.items()):
+        return []
+    return [
+        "training.optimizer.name: muon is for matrices between hidden states, and this model trains none; all of it is "
+        "trained by AdamW"
     ]
 
 

@@ -38,7 +38,7 @@ from bottega.engines.noise import draw
 from bottega.engines.sums import INDEX, Local, add_up, fetched, in_order, reduced, sum_terms
 from bottega.engines.tensors import TorchSnapshot, compare, read_tensors, take
 from bottega.engines.wrapping import compile_frozen, compiled, replicated, require
-from bottega.schema.recipe import Training
+from bottega.schema.training import Training
 
 EVALUATION = -1
 """The step that evaluations draw their noise for."""

@@ -11,6 +11,7 @@ from bottega.checks import (
     find_data_problems,
     find_model_problems,
     find_problems,
+    list_adjusted,
     list_unused,
     load_checked,
     parse_words,
@@ -76,7 +77,7 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
     placed = needs.placed(recipe)
     lesson = applied(placed, prepare(placed, Console(unit="samples", quiet=quiet)))
     raise_together([*find_data_problems(recipe, lesson), *find_model_problems(recipe, lesson)])
-    return []
+    return [*lesson.notes, *list_adjusted(recipe, lesson)]
 
 
 def _check_rows(recipe: Recipe, rows: int) -> None:

@@ -16,8 +16,9 @@ from bottega.data.episodes import Episodes
 from bottega.data.source import Source
 from bottega.engines.grouping import parameter_settings
 from bottega.methods.lesson import Lesson
-from bottega.schema.recipe import Recipe, Training
+from bottega.schema.recipe import Recipe
 from bottega.schema.techniques import MamlOptions
+from bottega.schema.training import Training
 from bottega.techniques.maml import Maml
 
 LEAST = 1000

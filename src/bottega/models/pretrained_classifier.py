@@ -22,7 +22,7 @@ from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.encoder_folder import own_randomness, read_encoder, silent
 from bottega.models.initial import fill, initial_value
 from bottega.models.untrusted import blaming, transformers_config
-from bottega.schema.text_classifier import PretrainedShape
+from bottega.schema.text_classifier import DROPOUTS, PretrainedShape
 
 FRESH = ("head.", "pooling.", "backbone.pooler.")
 """What a folder may lack: an encoder that was trained to fill in words has no use for it."""
@@ -85,14 +85,22 @@ def parts_of(network: Any, num_labels: int) -> tuple[str, str]:
     return prefix, linear[-1]
 
 
-def pretrained_shape(folder: Path, names: Sequence[str], *, multi_label: bool = False) -> PretrainedShape:
-    """The configuration of a folder's model, with the classes it is to tell."""
+def pretrained_shape(
+    folder: Path, names: Sequence[str], *, multi_label: bool = False, **dropouts: float | None
+) -> PretrainedShape:
+    """The configuration of a folder's model, with the classes it is to tell and other dropout where that is given."""
     transformers = _transformers()
     if not (folder / "config.json").is_file():
         raise UsageError(f"pretrained: {folder} has no config.json; give the folder of a saved encoder")
     config = transformers_config(folder, key="pretrained", what="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
         raise UsageError(f"pretrained: {folder} holds a {config.model_type}, which cannot classify texts")
+    for key, share in dropouts.items():
+        fields = [field for field in DROPOUTS[key] if hasattr(config, field)]
+        if share is not None and not fields:
+            raise UsageError(f"model.{key}: {share:g}, and a {config.model_type} has none; leave it out")
+        for field in fields if share is not None else ():
+            setattr(config, field, share)
     config.id2label = dict(enumerate(map(str, names)))
     config.label2id = {name: number for number, name in config.id2label.items()}
     config.problem_type = "multi_label_classification" if multi_label else "single_label_classification"

@@ -114,6 +114,15 @@ EITHER_OR = (
 """Two ways to say one thing: a later layer that says it one way takes back what an earlier layer said the other way."""
 
 
+OF_WEIGHTS = tuple(
+    f"model.{name}"
+    for name in (
+        *("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_size", "intermediate_size"),
+        *("dropout", "attention_dropout"),
+    )
+)
+"""Keys of a model of text that the weights it starts from decide."""
+
 LENGTH, STREAM = ("training.max_steps", "training.num_epochs"), "data.online"
 
 
@@ -122,7 +131,7 @@ def merge(base: Flat, layer: Flat) -> Flat:
     merged = {
         key: entry
         for key, entry in base.items()
-        if not _taken_back(key, entry, layer) and not _is_of_embedded(key, base, layer)
+        if not _taken_back(key, entry, base, layer) and not _is_of_embedded(key, base, layer)
     }
     for key, entry in layer.items():
         if entry.value == {} and any(inner.startswith(key + ".") for inner in merged):
@@ -135,8 +144,10 @@ def merge(base: Flat, layer: Flat) -> Flat:
     return merged
 
 
-def _taken_back(key: str, entry: Entry, layer: Flat) -> bool:
+def _taken_back(key: str, entry: Entry, base: Flat, layer: Flat) -> bool:
     if key in LENGTH and any(asks_for_stream(name, said) for name, said in layer.items()):
+        return True
+    if _is_of_other_weights(key, base, layer):
         return True
     if key in layer or key == "training.optimizer.betas":
         # One beta over a pair changes its half; a pair over one beta replaces it.
@@ -148,6 +159,17 @@ def _taken_back(key: str, entry: Entry, layer: Flat) -> bool:
         return other is not None and other.value is not None
     others = [b if key == a else a for a, b in EITHER_OR if key in (a, b)]
     return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
+
+
+def _is_of_other_weights(key: str, base: Flat, layer: Flat) -> bool:
+    """A text model that starts from weights has their dimensions, so an earlier layer's go when a later one names weights."""
+    start = layer.get("model.from")
+    if key not in OF_WEIGHTS or key in layer or start is None or start.value is None:
+        return False
+    found = {name: entry.value for flat in (base, layer) for name, entry in flat.items()}
+    if found.get("task") == "classify":
+        return found.get("data.input", "text") == "text" and found.get("model.kind", "transformer") != "cnn"
+    return found.get("task") == "language"
 
 
 def asks_for_stream(key: str, entry: Entry) -> bool:

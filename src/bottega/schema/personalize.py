@@ -14,6 +14,8 @@ from bottega.schema.data import Data
 from bottega.schema.media import GeneratorSamples
 from bottega.schema.recipe import Model, Recipe, path_problems
 from bottega.schema.section import Collection, Number, Positive, Probability, Section, Whole
+from bottega.schema.training import Scheduler, SchedulerName, Training
+from bottega.schema.units import Cadence, Duration
 
 FrozenPrecision = Literal["auto", "fp32", "bf16", "fp16", "8bit", "4bit"]
 
@@ -166,10 +168,26 @@ class PersonalizeSamples(GeneratorSamples):
     )
 
 
+class PersonalizeScheduler(Scheduler):
+    """As published: a linear warm-up and a linear decay."""
+
+    name: SchedulerName = Field("linear", description="shape of the learning rate over the run")
+    warmup_steps: Duration = Field(
+        Cadence(5, "percent"), description='linear rise from 0 to the peak: steps, "1 epoch" or "5%"'
+    )
+
+
+class PersonalizeTraining(Training):
+    scheduler: PersonalizeScheduler = Field(
+        default_factory=PersonalizeScheduler, description="the learning rate over the run"
+    )
+
+
 class PersonalizeRecipe(Recipe):
     task: Literal["personalize"] = Field("personalize", description="images of a target as one user would like it")
     model: PersonalizeModel = Field(default_factory=PersonalizeModel, description="the model")
     data: PersonalizeData = Field(default_factory=PersonalizeData, description="the data")
+    training: PersonalizeTraining = Field(default_factory=PersonalizeTraining, description="how it is learned")
     samples: PersonalizeSamples = Field(
         default_factory=PersonalizeSamples, description="what the model draws while it learns"
     )

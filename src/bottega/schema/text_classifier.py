@@ -71,6 +71,18 @@ class EncoderShape(BaseModel):
         return self.hidden_size
 
 
+DIMENSIONS = {
+    "hidden_size": ("hidden_size", "dim", "d_model", "n_embd"),
+    "num_layers": ("num_hidden_layers", "n_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_heads", "n_head"),
+}
+"""What configurations of transformers call a dimension."""
+DROPOUTS = {
+    "dropout": ("hidden_dropout_prob", "dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"),
+    "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop"),
+}
+
+
 class PretrainedShape(BaseModel):
     """A configuration of transformers, whole: with it the model can be built again where its first folder is gone."""
 
@@ -101,6 +113,11 @@ class PretrainedShape(BaseModel):
     @property
     def vocab_size(self) -> int | None:
         return self.values.get("vocab_size")
+
+    def dimension(self, key: str) -> int | None:
+        """The size that a recipe calls `key`, under any name that architectures have for it; None where there is none."""
+        values = self.values
+        return next((values[name] for name in DIMENSIONS[key] if isinstance(values.get(name), int)), None)
 
     @property
     def max_positions(self) -> int | None:
