@@ -25,6 +25,8 @@ if ON_GPU:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch reads it once, before the first matrix product
 else:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Nothing is fetched; the library reads this when it is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
 for inherited in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(inherited, None)
 

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.data.bytelevel import SYMBOLS, safe_pieces
 from bottega.data.tokenizer import END_OF_TEXT, PIECE, UNKNOWN, Kind, Tokenizer
+from bottega.models.hub_access import hub_if_it_answers
 
 SMALLEST = 257
 """All bytes and end of text."""
@@ -155,17 +156,18 @@ def _downloaded(name: str) -> Path:
         raise EnvironmentProblem(
             f"tokenizer {name!r} is no folder here, and huggingface_hub is not installed"
         ) from error
-    try:
-        path = Path(hf_hub_download(name, "tokenizer.json"))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise EnvironmentProblem(
-            f"tokenizer {name!r} is neither a folder here nor can it be fetched from the hub: {reason}"
-        ) from error
-    try:
-        hf_hub_download(name, "tokenizer_config.json")
-    except (EntryNotFoundError, OSError):
-        pass  # optional: it only says which token ends a text
+    with hub_if_it_answers() as silence:
+        try:
+            path = Path(hf_hub_download(name, "tokenizer.json"))
+        except (OSError, ValueError) as error:
+            reason = silence or str(error).strip().split("\n")[0]
+            raise EnvironmentProblem(
+                f"tokenizer {name!r} is neither a folder here nor can it be fetched from the hub: {reason}"
+            ) from error
+        try:
+            hf_hub_download(name, "tokenizer_config.json")
+        except (EntryNotFoundError, OSError):
+            pass  # optional: it only says which token ends a text
     return path.parent
 
 

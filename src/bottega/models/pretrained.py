@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.models.decoder_layout import OWN, ROUTER_STATE, config_for, layout_for, named, shape_from
+from bottega.models.hub_access import hub_if_it_answers
 from bottega.models.json_object import read_object
 from bottega.schema.transformer import TransformerShape
 
@@ -103,7 +104,8 @@ def fetch_folder(
             f"{key}: {name} is no folder here, and the hub needs a package; pip install 'bottega[hub]'"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        with hub_if_it_answers() as silence:
+            return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except HFValidationError as error:
         raise UsageError(f"{key}: {name!r} is neither a folder here nor a hub name such as Qwen/Qwen3-0.6B") from error
     except GatedRepoError as error:  # a kind of the next one
@@ -116,8 +118,9 @@ def fetch_folder(
             f"{key}: {name} is no folder here, and the hub shows no such model; correct it, or log in if it is private"
         ) from error
     except (LocalEntryNotFoundError, ConnectionError) as error:
+        why = silence or "the hub could not be reached"
         raise EnvironmentProblem(
-            f"{key}: {name} is no folder here, and the hub could not be reached; correct the path, or try again online"
+            f"{key}: {name} is no folder here, and {why}; correct the path, or check the network and try again"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         reason = first_line(error)

@@ -18,6 +18,7 @@ from bottega.data.readers import columns, files
 from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.readers.reader import Format, Piece
 from bottega.data.record import Bad, Record
+from bottega.models.hub_access import hub_if_it_answers
 from bottega.schema.data import Source
 
 DEFAULT_SPLIT = "train"
@@ -130,12 +131,26 @@ def _opened(path: str, subset: str | None, split: str | None) -> Any:
             if split is not None:
                 raise UsageError(f"{folder} is one part, saved without a name; leave split out")
             return library.load_from_disk(folder)
-        name = path if folder is None else str(folder)
-        return library.load_dataset(name, subset, split=split or DEFAULT_SPLIT)
-    except (UsageError, DataError):
+        if folder is not None:
+            return library.load_dataset(str(folder), subset, split=split or DEFAULT_SPLIT)
+        return _fetched(library, path, subset, split)
+    except (UsageError, DataError, EnvironmentProblem):
         raise
     except Exception as error:
         raise _explained(path, error) from error
+
+
+def _fetched(library: Any, path: str, subset: str | None, split: str | None) -> Any:
+    with hub_if_it_answers() as silence:
+        try:
+            return library.load_dataset(path, subset, split=split or DEFAULT_SPLIT)
+        except Exception as error:
+            if silence is None:
+                raise
+            raise EnvironmentProblem(
+                f"{path} cannot be fetched from the Hugging Face hub: {silence}; check the network, or give the path of a "
+                "copy"
+            ) from error
 
 
 def _part(parts: Any, folder: Path, split: str | None) -> Any:

@@ -1,0 +1,92 @@
+"""A hub that says nothing is asked once, named in one line, and what was fetched before is still read."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bottega.core.errors import EnvironmentProblem
+from bottega.data.readers import hub
+from bottega.data.vocabulary import pretrained_tokenizer
+from bottega.models import hub_access
+from bottega.models.pretrained import fetch_folder
+from bottega.schema.data import Source
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
+
+
+class Silent:
+    """A server on this machine that takes connections and never answers."""
+
+    def __init__(self) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listening.getsockname()[1]
+        self.taken: list[socket.socket] = []
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                self.taken.append(self.listening.accept()[0])
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self.listening.close()
+        for connection in self.taken:
+            connection.close()
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
+    server = Silent()
+    endpoint = f"http://127.0.0.1:{server.port}"
+    for name in hub_access.PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(hub_access, "ANSWER_SECONDS", 0.3)
+    hub_access._silence.cache_clear()
+    hub._opened.cache_clear()
+    yield server
+    hub_access._silence.cache_clear()
+    server.close()
+
+
+def test_every_kind_of_name_gives_up_after_one_question(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    for ask in (
+        lambda: fetch_folder("owner/name"),
+        lambda: pretrained_tokenizer("owner/name"),
+        lambda: hub.total_bytes(Source(path="owner/name", kind="huggingface")),
+    ):
+        with pytest.raises(EnvironmentProblem, match=r"http://127\.0\.0\.1:\d+ did not answer within 0\.3 s") as caught:
+            ask()
+        assert len(str(caught.value).splitlines()) == 1
+    assert len(silent.taken) == 1, "nobody asks again"
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is False
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+def test_what_was_fetched_before_is_still_read(silent: Silent, tmp_path: Path) -> None:
+    commit = "0" * 40
+    folder = tmp_path / "hub" / "models--owner--name"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    (snapshot / "config.json").write_text("{}")
+    assert fetch_folder("owner/name") == snapshot
+
+
+def test_a_proxy_is_named_without_its_password(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", f"http://anna:canary@127.0.0.1:{silent.port}")
+    with pytest.raises(EnvironmentProblem, match=rf"through http://127\.0\.0\.1:{silent.port}") as caught:
+        fetch_folder("owner/name")
+    assert "canary" not in str(caught.value)
