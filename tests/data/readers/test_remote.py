@@ -204,6 +204,49 @@ def test_a_full_disk_is_named(store: Any, monkeypatch: pytest.MonkeyPatch) -> No
         keys("memory://far/a.jsonl")
 
 
+class Endless:
+    """A file without an end; `sent` counts what was read of it."""
+
+    sent = 0
+
+    def read(self, size: int) -> bytes:
+        Endless.sent += size
+        return bytes(size)
+
+    def __enter__(self) -> Endless:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"),
+    [(None, "does not say how many there are; copy it by hand"), (7 << 20, "sends more than the 7,340,032 bytes")],
+)
+def test_a_file_without_an_end_is_left(
+    store: Any, monkeypatch: pytest.MonkeyPatch, size: int | None, reason: str
+) -> None:
+    monkeypatch.setattr(remote, "MAX_UNANNOUNCED", 12 << 20)
+    monkeypatch.setattr(Endless, "sent", 0)
+    monkeypatch.setattr(type(store), "open", lambda *_, **__: Endless())
+    monkeypatch.setattr(type(store), "info", lambda *_, **__: {"name": "/far/a.jsonl", "type": "file", "size": size})
+    with pytest.raises(DataError, match=reason):
+        keys("memory://far/a.jsonl")
+    assert Endless.sent <= (12 << 20) + 2 * store.blocksize
+    assert not [path for path in (default_cache() / "remote").rglob("*") if path.is_file() and path.stat().st_size]
+
+
+def test_a_file_larger_than_the_disk_is_refused_before_it_is_copied(
+    store: Any, copies: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {"name": "/far/a.jsonl", "type": "file", "size": 1 << 60}
+    monkeypatch.setattr(type(store), "info", lambda *_, **__: info)
+    with pytest.raises(EnvironmentProblem, match=r"a\.jsonl has 1,152,921,504,606,846,976 bytes, and .* has room for"):
+        keys("memory://far/a.jsonl")
+    assert copies == []
+
+
 def test_those_who_come_second_wait(store: Any, copies: list[str]) -> None:
     found: list[list[str]] = []
     threads = [threading.Thread(target=lambda: found.append(keys("memory://far", kind="jsonl"))) for _ in range(4)]

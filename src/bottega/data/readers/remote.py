@@ -47,6 +47,12 @@ VERSION = (
 )
 TIME = ("lastmodified", "last_modified", "mtime", "updated", "created")
 MAX_FILES = 1_000_000
+MAX_UNANNOUNCED = 16 << 30
+"""Bytes of a file whose size the server does not say: it may have no end."""
+SPARE = 1 << 30
+"""Bytes of disk that a copy leaves to others; of a small one a twentieth."""
+SILENT_SECONDS = 60.0
+"""How long a server may say nothing before it is given up; how long it takes in all does not matter."""
 DATA = "data"
 
 
@@ -77,7 +83,7 @@ def _store(address: str, scheme: str) -> tuple[Any, str]:
     try:
         import fsspec
 
-        store, path = fsspec.core.url_to_fs(address)
+        store, path = fsspec.core.url_to_fs(address, **_limits(scheme))
     except ImportError as error:
         raise EnvironmentProblem(
             f"{strip_credentials(address)}: reading {scheme}:// needs {SCHEMES[scheme]}; pip install 'bottega[cloud]'"
@@ -85,6 +91,17 @@ def _store(address: str, scheme: str) -> tuple[Any, str]:
     except Exception as error:
         _unreachable(address, error)
     return store, path
+
+
+def _limits(scheme: str) -> dict[str, Any]:
+    """Of HTTP its time-outs: by default the whole of a copy would have to be done in five minutes."""
+    if not scheme.startswith("http"):
+        return {}
+    try:
+        from aiohttp import ClientTimeout
+    except ImportError:
+        return {}  # fsspec says what is missing
+    return {"client_kwargs": {"timeout": ClientTimeout(total=None, connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)}}
 
 
 def _unreachable(address: str, error: Exception) -> NoReturn:
@@ -173,8 +190,23 @@ def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: s
     for name, info in files.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
+        size, disk = info.get("size"), shutil.disk_usage(folder)
+        room = disk.free - min(SPARE, disk.total // 20)
+        if size is not None and size > room:
+            raise EnvironmentProblem(
+                f"{strip_credentials(address)}: {name} has {size:,} bytes, and {default_cache() / 'remote'} has room for "
+                f"{max(0, room):,}; free some space, or set XDG_CACHE_HOME to a larger disk"
+            )
+        most = size if size is not None else min(MAX_UNANNOUNCED, room)
         try:
-            store.get_file(info["name"], str(file))
+            store.get_file(info["name"], str(file), callback=_meter(most))
+        except _TooLong:
+            reason = (
+                f"sends more than the {size:,} bytes it announced; try again"
+                if size is not None
+                else f"has sent {most:,} bytes and does not say how many there are; copy it by hand, and name the copy"
+            )
+            raise DataError(f"{strip_credentials(address)}: {name} {reason}") from None
         except FileNotFoundError as error:
             raise DataError(f"{strip_credentials(address)}: {name} does not exist any more; try again") from error
         except OSError as error:
@@ -184,8 +216,30 @@ def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: s
                     "space, or set XDG_CACHE_HOME to a folder that can be written"
                 ) from error
             _unreachable(address, error)
-        size, copied = info.get("size"), file.stat().st_size
+        copied = file.stat().st_size
         if size is not None and copied != size:
             raise DataError(
                 f"{strip_credentials(address)}: {name} has {copied:,} of {size:,} bytes after copying; try again"
             )
+
+
+class _TooLong(Exception):
+    """More has come than may."""
+
+
+def _meter(most: int) -> Any:
+    """For fsspec, which calls it with every piece that it has written: an end to what has none."""
+    from fsspec.callbacks import Callback
+
+    class Meter(Callback):
+        def relative_update(self, inc: int = 1) -> None:
+            super().relative_update(inc)
+            if self.value > most:
+                raise _TooLong
+
+        def absolute_update(self, value: int) -> None:
+            super().absolute_update(value)
+            if self.value > most:
+                raise _TooLong
+
+    return Meter()
