@@ -156,7 +156,10 @@ def test_utf16_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / name).write_bytes(text.encode("utf-16"))
     task = "language" if name == "a.txt" else "classify"
     assert cli.main(["prepare", task, "--data", str(tmp_path / name), "data.split=null"]) == 3
-    assert "UTF-16, not UTF-8; convert it, such as with iconv" in capsys.readouterr().err
+    assert (
+        "UTF-16, not UTF-8; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_row_without_label_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_what_cannot_be_predicted_is_one_line(
     monkeypatch.setattr("sys.stdin", io.StringIO("\n  \n"))
     for words, code, message in (
         ([str(run)], 3, "there is no text to classify"),
-        ([str(run), "--data", str(table)], 3, "has no field 'text'; it has words"),
+        ([str(run), "--data", str(table)], 3, "no field 'text'; the row has 'words'"),
         ([str(run), "salt", "--data", str(table)], 2, "texts are given as well"),
         ([str(tmp_path / "none"), "salt"], 2, "none"),
     ):

@@ -36,7 +36,7 @@ training:
   ema: 2
 trainig: {lr: 1}
 model: {size: versee}
-data: {train: [a]}
+data: {train: [[a]]}
 checkpoint: {every: 3 blah}
 """
     assert problems(text, tmp_path) == [

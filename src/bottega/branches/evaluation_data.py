@@ -17,7 +17,6 @@ from bottega.data.readers import find
 from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.readers.parts import meaning
 from bottega.data.source import Source
-from bottega.schema.addresses import strip_values
 from bottega.schema.data import Data, HeldOut
 from bottega.schema.data import Source as SourceOptions
 from bottega.schema.load import check_recipe
@@ -34,7 +33,8 @@ INHERITED = ("field", "label", "columns", "delimiter", "pattern")
 class DataRequest:
     """What a person names to be measured. Nothing is the run's own validation part."""
 
-    path: str | None = None
+    path: str | list[str] | None = None
+    """One path, or several that are one source."""
     config: str | None = None
     """A recipe file whose data is meant."""
     settings: Sequence[tuple[str, str, str]] = ()
@@ -85,7 +85,7 @@ def choose_data(branch: Branch, recipe: Recipe, request: DataRequest) -> Evaluat
     if isinstance(branch, MultitaskBranch):
         if request.path is None:
             raise UsageError(f"--data_config {request.config}: name data of one part with --data PART=PATH")
-        name, path = branch.named_part(request.path)
+        name, path = branch.named_part(given.path)
         inner = replace(given, source=given.source.model_copy(update={"path": path}))
         shared, notes = _shared_files(inner, branch.parts[name])
     else:
@@ -117,11 +117,11 @@ def _held_back(branch: Branch, given: GivenData, shared: str, split: str) -> Eva
 def _given(recipe: Recipe, request: DataRequest) -> tuple[GivenData, str | None]:
     """The data that is named, and which part of it."""
     if request.config is None and not request.settings:
-        return GivenData(SourceOptions(path=request.path)), None
+        return GivenData(_source({"path": request.path})), None
     data = _section(recipe, request)
     fields = {key: getattr(data, key) for key in READING if key in data.model_fields_set}
     if request.path is not None:
-        return GivenData(data.train.model_copy(update={"path": strip_values(request.path)}), fields=fields), None
+        return GivenData(_source({**_said(data.train), "path": request.path}), fields=fields), None
     wanted = [request.split] if request.split not in (None, "train") else ["test", "validation"]
     for name in wanted if request.split != "train" else ():
         part = getattr(data, str(name), None) if name in data.model_fields_set else None

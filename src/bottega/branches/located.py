@@ -16,7 +16,7 @@ STARTED_IN = "folder"
 """In environment.json of a run: the working directory of its training."""
 UPWARDS = "folder_from_run"
 """The same, relative to the run directory: both may have moved together."""
-PATHS = ("path", "metadata", "teacher", "start")
+PATHS = ("path", "more_paths", "metadata", "teacher", "start")
 """Keys of a recipe that name files."""
 
 
@@ -47,7 +47,7 @@ def _located(name: str, value: object, folders: tuple[Path, ...]) -> object:
     if isinstance(value, Section):
         return locate(value, folders)
     if isinstance(value, tuple):
-        return tuple(_located(name, item, folders) if isinstance(item, Section) else item for item in value)
+        return tuple(_located(name, item, folders) for item in value)
     if name not in PATHS or not isinstance(value, str):
         return value
     return next((str(folder / value) for folder in folders if _is_there(folder / value)), value)

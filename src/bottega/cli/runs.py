@@ -95,10 +95,12 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if arguments.data and arguments.data_config:
         raise UsageError(f"--data {arguments.data}: --data_config names data as well; leave one of them out")
     files, settings = parse_overrides(rest)
-    no_more(files)
+    if not arguments.data:
+        no_more(files)
+    data = [arguments.data, *files] if files else arguments.data
     result = measure(
         _the_run(arguments),
-        request=DataRequest(arguments.data, arguments.data_config, settings, arguments.split),
+        request=DataRequest(data, arguments.data_config, settings, arguments.split),
         checkpoint=arguments.checkpoint,
         device=arguments.device,
         count=arguments.count,

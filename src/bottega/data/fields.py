@@ -65,10 +65,15 @@ def label_of(record: Record, field: str | None, *, besides: str | None = None) -
     if name is None:
         return ""
     value = record.fields[name]
-    text = text_of(value, name)
+    text = label_text(value, name)
     if field is not None and not text:
         raise Unreadable(f"field {name!r} has no value, and it is the label")
     return text
+
+
+def label_text(value: Any, field: str) -> str:
+    """The name of a class: blanks around it and runs of blanks within it do not count."""
+    return " ".join(text_of(value, field).split())
 
 
 def caption_of(record: Record, field: str | None = None, *, besides: str | None = None) -> str:

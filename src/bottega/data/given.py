@@ -11,7 +11,7 @@ from bottega.schema.data import Data, HeldOut, Source, Splitting
 D = TypeVar("D", bound=Data)
 
 # What belongs to the run's own data alone: how much of it is read, and how it is mixed.
-OF_THE_RUN = ("split", "subset", "metadata", "name", "weight", "limit", "repeat")
+OF_THE_RUN = ("more_paths", "split", "subset", "metadata", "name", "weight", "limit", "repeat")
 ALONE = ("sources", "validation", "test", "split", "replay", "curriculum", "limit")
 
 

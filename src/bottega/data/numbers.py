@@ -195,7 +195,9 @@ def _told(fields: Mapping[str, Any], source: Source, columns: tuple[str, ...] | 
         if problem is not None:
             raise Unreadable(problem)
         return np.concatenate([_cell(fields[name], name) for name in columns])
-    field, label, rule = roles(fields, field=source.field if source.field in fields else None)
+    field, label, rule = roles(
+        fields, field=source.field if isinstance(source.field, str) and source.field in fields else None
+    )
     if field is None:
         return all_numbers(fields, without=(label, rule, source.label))
     numbers = numbers_of(fields[field], f"field {field!r}")

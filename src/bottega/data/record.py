@@ -38,8 +38,8 @@ class Refused(Unreadable):
     """The content could do harm where somebody trusted it."""
 
 
-CONVERT = "convert it, such as with iconv"
-"""What to do with bytes that are no UTF-8."""
+CONVERT = "set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
+"""What to do with bytes that are not UTF-8."""
 
 
 def is_utf16(raw: bytes) -> bool:

@@ -11,10 +11,10 @@ from bottega.branches.multitask import MultitaskBranch
 from bottega.branches.text_classify import TextClassifyBranch
 from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import RunDirectory
-from bottega.data.fields import text_of
+from bottega.data.prepare.inputs import find_in_utf8
+from bottega.data.prepare.rules import Rules
 from bottega.data.present import whole, writing
-from bottega.data.readers import find
-from bottega.data.record import Bad
+from bottega.data.record import Bad, Record
 from bottega.insight.predict_numbers import part_recipe, predict_numbers, reads_numbers
 from bottega.insight.predict_numbers import show as show_numbers
 from bottega.saved import named_checkpoint, open_run
@@ -96,21 +96,25 @@ def example(run: Path) -> str | None:
 
 
 def texts_in(path: str, run: Path) -> list[str]:
-    """The texts of a file: its lines, or the rows of a table, by the field that the run has learnt from."""
-    saved_field = _field_of(run)
-    found = find(Source(path=path))
+    """The texts of a file: its lines, or the rows of a table, by the fields that the run has learnt from."""
+    own = load_recipe([RunDirectory(run).must_exist().recipe]).recipe.data.train
+    said = own.model_dump(include={"field", "columns", "delimiter", "encoding"})
+    found = find_in_utf8(Source(path=path, **said))
     if found.kind == "text":
-        with Path(path).expanduser().open("rb") as file:
+        with found.files[0].open("rb") as file:
             return lines_of(file, where=path)
     texts = []
+    rules, usual = Rules("text"), found.source.model_copy(update={"field": None})
     for piece in found.pieces(1 << 20):
         for record in found.read(piece):
-            if isinstance(record, Bad):
-                raise DataError(f"{record.where}: {record.reason}")
-            name = saved_field if saved_field in record.fields else "text"
-            if name not in record.fields:
-                raise DataError(f"{record.where}: has no field {name!r}; it has {', '.join(sorted(record.fields))}")
-            texts.append(text_of(record.fields[name], name))
+            by_number = found.kind == "csv"
+            row = record if isinstance(record, Bad) else rules.apply(record, found.source, by_number=by_number)
+            if isinstance(row, Bad) and not isinstance(record, Bad) and own.field is not None:
+                retried = rules.apply(record, usual, by_number=by_number)
+                row = row if isinstance(retried, Bad) else retried
+            if isinstance(row, Bad):
+                raise DataError(f"{row.where}: {row.reason.partition('; name the right one')[0]}")
+            texts.append(row.fields["text"] if isinstance(row, Record) else "")
     return texts
 
 
@@ -160,7 +164,3 @@ def _escaped(text: str) -> str:
     for sign, shown in (("\\", "\\\\"), ("\t", "\\t"), ("\n", "\\n"), ("\r", "\\r")):
         text = text.replace(sign, shown)
     return text
-
-
-def _field_of(run: Path) -> str:
-    return load_recipe([RunDirectory(run).must_exist().recipe]).recipe.data.train.field or "text"

@@ -265,7 +265,7 @@ def collected(branch: GenerationBranch, sources: list[Source]) -> Collection:
     total = sum(map(len, sources))
     first = next((source for source in sources if len(source)), None)
     if first is None:
-        raise UsageError("there are no samples to compare with; give some with --data")
+        raise UsageError("there are no samples to compare with: what is measured is empty; name other data")
     size = _as_known(branch, first.rows(np.arange(1), np.zeros(1, np.int64))).nbytes
     if branch.mel is not None:  # whose spectrograms, as floats, may be the larger
         size = max(size, 4 * math.prod(branch.mel.shape))

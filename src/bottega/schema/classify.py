@@ -103,11 +103,21 @@ class ClassifyData(TextData):
     )
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
     label_field: str = Field("label", description="which field of a row is the class")
+    class_names: tuple[str, ...] | dict[str, str] | None = Field(
+        None, description="names of numbered classes: a list for 0, 1, 2 and so on, or {1: world, 2: sports}"
+    )
     multi_label: bool = Field(False, description="a text has any number of classes: a list, or names in one text")
     label_separator: str = Field(",", min_length=1, description="multi_label: what divides names in one text")
     tokenizer: ClassifyTokenizer = Field(default_factory=ClassifyTokenizer, description="how text becomes numbers")
     sequence_length: Positive | None = Field(None, description="texts are cut at so many tokens; null is the model's")
     augmentation: TextAugmentation | None = Field(None, description="changed copies of the training texts")
+
+    @property
+    def named_classes(self) -> dict[str, str]:
+        """Number of a class -> its name."""
+        if isinstance(self.class_names, dict):
+            return dict(self.class_names)
+        return {str(number): name for number, name in enumerate(self.class_names or ())}
 
     @model_validator(mode="after")
     def _is_text(self) -> ClassifyData:

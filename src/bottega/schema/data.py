@@ -8,13 +8,25 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from bottega.schema.flat import PATHLESS
-from bottega.schema.section import Label, Number, Pattern, Positive, Probability, Rate, RunName, Section, Whole
+from bottega.schema.section import (
+    Encoding,
+    Label,
+    Number,
+    Pattern,
+    Positive,
+    Probability,
+    Rate,
+    RunName,
+    Section,
+    Whole,
+)
 from bottega.schema.units import Cadence, Duration
 
 Kind = Literal[
     "auto",
     "embedded",
     "text",
+    "lines",
     "jsonl",
     "json",
     "csv",
@@ -38,8 +50,16 @@ class Source(Section):
     path: str | None = Field(
         None, description="file, folder, pattern, s3:// gs:// az:// address, or Hugging Face data set"
     )
-    field: str | None = Field(None, description="which field of a row is read; null finds the usual one")
+    more_paths: tuple[str, ...] | None = Field(
+        None, description="further files or folders of the same kind; path may be given as a list of all of them"
+    )
+    field: str | tuple[str, ...] | None = Field(
+        None,
+        description="which field of a row is read: a name, the number of a column counted from 0, or a list of texts to "
+        "join; null finds the usual one",
+    )
     label: str | None = Field(None, description="which field is the class or condition; null finds the usual one")
+    encoding: Encoding | None = Field(None, description="of text and tables, such as latin-1; null is UTF-8")
     split: str | None = Field(None, description="named part of a Hugging Face data set, such as train")
     subset: str | None = Field(None, description="named configuration of a Hugging Face data set")
     columns: tuple[str, ...] | None = Field(None, description="names of the columns of a table without a header")
@@ -57,6 +77,15 @@ class Source(Section):
     weight: Number | None = Field(None, gt=0, description="share in a weighted mixture; null is 1")
     limit: Positive | None = Field(None, description="at most so many examples of this source")
     repeat: Positive | None = Field(None, description="how often an epoch sees this source; null is once")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several_paths(cls, values: Any) -> Any:
+        """A list of paths is the first and the others."""
+        if not isinstance(values, dict) or not isinstance(values.get("path"), list | tuple):
+            return values
+        first, *others = values["path"] or [None]
+        return {**values, "path": first, **({"more_paths": others} if others else {})}
 
 
 class HeldOut(Source):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from bottega.core.errors import UsageError
+from bottega.schema import bundled
 from bottega.schema.fields import inside, is_flag, list_around, nearest_flag
-from bottega.schema.registry import SCHEMAS
+from bottega.schema.registry import RECIPES, SCHEMAS
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
 """Flags whose value is one more recipe file."""
@@ -60,6 +62,8 @@ def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
                     problems.append(f"--{name}: {_missing_value(name)}")
                     continue
                 text = tokens.pop(0)
+                if name == "data":
+                    text = _several_paths(text, tokens, has_recipe=bool(sources))
             _place(name.replace("-", "_"), text, f"--{name}", sources, overrides, problems)
         elif setting and not (token.endswith((".yaml", ".yml")) and Path(token).is_file()):
             _place(setting[1].replace("-", "_"), setting[2], setting[1], sources, overrides, problems)
@@ -70,6 +74,25 @@ def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
     if problems:
         raise FlagError("\n".join(problems), sources, overrides)
     return sources, overrides
+
+
+def _several_paths(first: str, tokens: list[str], *, has_recipe: bool) -> str:
+    """The value of --data, with the paths that follow it: what a shell makes of *.txt. Takes them off `tokens`."""
+    paths = [first]
+    while tokens and _is_data_path(tokens[0], has_recipe=has_recipe):
+        paths.append(tokens.pop(0))
+    return first if len(paths) == 1 else json.dumps(paths)
+
+
+def _is_data_path(word: str, *, has_recipe: bool) -> bool:
+    if (
+        word.startswith("-")
+        or word.endswith((".yaml", ".yml"))
+        or (_SETTING.fullmatch(word) and not Path(word).exists())
+    ):
+        return False
+    is_recipe = word in bundled.names() or word in RECIPES
+    return bool(Path(word).suffix or Path(word).exists()) and (has_recipe or not is_recipe)
 
 
 def _place(key: str, text: str, typed: str, sources: list[str], overrides: list[Override], problems: list[str]) -> None:

@@ -107,6 +107,7 @@ EITHER_OR = (
     ),
     ("data.train.path", "data.train.kind"),
     ("data.train.path", "data.sources"),
+    ("data.train.path", "data.train.more_paths"),
     ("data.train.kind", "data.sources"),
     ("data.train.field", "data.sources"),
     ("data.train.label", "data.sources"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Annotated, Any, Literal
 
@@ -67,6 +68,15 @@ def _label(value: Any) -> Any:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else value
 
 
+def _encoding(value: str) -> str:
+    try:
+        return codecs.lookup(value).name
+    except LookupError:
+        raise ValueError(
+            f"{value!r} is not an encoding that Python knows; latin-1, cp1252 and utf-16 are usual"
+        ) from None
+
+
 def _run_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", value, re.ASCII):
         raise ValueError(f"expected letters, digits, '-', '_' and '.', because it names a folder; got {value!r}")
@@ -89,4 +99,5 @@ Level = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(
 Collection = Annotated[Literal["flickr", "pog", "ser"], BeforeValidator(_lower)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 Label = Annotated[str, BeforeValidator(_label)]
+Encoding = Annotated[str, AfterValidator(_encoding)]
 RunName = Annotated[str, AfterValidator(_run_name)]

@@ -248,7 +248,5 @@ def test_sst2(tmp_path: Path) -> None:
 def test_a_plain_text_has_no_labels_and_is_told_by_its_own_fields(tmp_path: Path) -> None:
     path = tmp_path / "plain.txt"
     path.write_text("no class in it, no class at all\n")
-    with pytest.raises(
-        DataError, match=r"has no field 'label' for its label; it has 'text'; name it with data.label_field"
-    ):
+    with pytest.raises(DataError, match=r"no sign divides all lines .* write label, tab, text on each line"):
         read(path, tmp_path, WORDS)

@@ -227,7 +227,11 @@ def test_ranges_in_braces_name_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("table.xyz", "auto", r"table\.xyz: \.xyz is no suffix that is known here; set kind to one of text, jsonl"),
+        (
+            "table.xyz",
+            "auto",
+            r"table\.xyz: \.xyz is no suffix that is known here; set kind to one of text, lines, jsonl",
+        ),
         ("nothing", "auto", r"nothing has no files that can be read"),
         ("nothing", "text", r"nothing has no files with text \(.*\.txt"),
         ("mixed", "parquet", r"mixed has no files of kind parquet \(\.parquet\)"),

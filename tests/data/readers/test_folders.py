@@ -224,7 +224,7 @@ def test_a_line_of_a_table_that_is_no_utf_8_is_bad(tmp_path: Path) -> None:
     (tmp_path / "metadata.csv").write_bytes(b"file_name,text\n1.png,caf\xe9\n2.png,x\n")
     found = read(tmp_path)
     assert bad(found) == [
-        f"{tmp_path / 'metadata.csv'}, line 2: not UTF-8: byte 0xe9 at column 10 of line 2; convert it, such as with iconv"
+        f"{tmp_path / 'metadata.csv'}, line 2: not UTF-8: byte 0xe9 at column 10 of line 2; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
     ]
     assert good(found)["2.png"]["text"] == "x"
 

@@ -79,8 +79,16 @@ BAD_LINES = [
     (b"null", "line 3", 'a row must be an object such as {"text": "..."}, not NoneType'),
     (b'{"text": "a\0"}', "line 3", "has a NUL byte at column 12"),
     (b"\0", "line 3", "has a NUL byte at column 1"),
-    (b'{"text": "a\xff"}', "line 3", "not UTF-8: byte 0xff at column 12; convert it, such as with iconv"),
-    (b'{"text": "\xed\xa0\x80"}', "line 3", "not UTF-8: byte 0xed at column 11; convert it, such as with iconv"),
+    (
+        b'{"text": "a\xff"}',
+        "line 3",
+        "not UTF-8: byte 0xff at column 12; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
+    ),
+    (
+        b'{"text": "\xed\xa0\x80"}',
+        "line 3",
+        "not UTF-8: byte 0xed at column 11; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
+    ),
     (b'{"text": "a\\ud800"}', "line 3", r"field 'text' has half a surrogate pair ('\ud800') at character 1"),
     (b'{"a": {"b": ["\\uDC00"]}}', "line 3", r"field 'a' has half a surrogate pair ('\udc00')"),
     (b'{"\\ud83d": 1}', "line 3", r"key '\ud83d' has half a surrogate pair"),

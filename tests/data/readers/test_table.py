@@ -165,8 +165,8 @@ def test_bytes_that_are_no_text_cost_their_row(tmp_path: Path) -> None:
     file.write_bytes(b"na\xefve,label\ntext,label\na,b\nc\xff,d\ne,f\n")
     records = read(file)
     assert [str(record) for record in records if isinstance(record, Bad)] == [
-        f"{file}, line 1: not UTF-8: byte 0xef at column 3 of line 1; convert it, such as with iconv",
-        f"{file}, line 4: not UTF-8: byte 0xff at column 2 of line 4; convert it, such as with iconv",
+        f"{file}, line 1: not UTF-8: byte 0xef at column 3 of line 1; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
+        f"{file}, line 4: not UTF-8: byte 0xff at column 2 of line 4; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
     ]
     assert [record.fields for record in records if isinstance(record, Record)] == [
         {"text": "a", "label": "b"},

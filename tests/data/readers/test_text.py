@@ -38,8 +38,14 @@ def test_text_is_kept_as_it_is_but_for_the_mark_of_its_encoding(tmp_path: Path) 
     ("content", "reason"),
     [
         (b"abc\0def", "no text: it has a NUL byte at offset 3"),
-        ("naïve".encode("latin-1"), "not UTF-8: byte 0xef at offset 2; convert it, such as with iconv"),
-        (b"half a character \xe2\x82", "not UTF-8: byte 0xe2 at offset 17; convert it, such as with iconv"),
+        (
+            "naïve".encode("latin-1"),
+            "not UTF-8: byte 0xef at offset 2; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
+        ),
+        (
+            b"half a character \xe2\x82",
+            "not UTF-8: byte 0xe2 at offset 17; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
+        ),
     ],
 )
 def test_what_is_no_text_is_bad(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -101,7 +107,9 @@ def test_a_bad_piece_costs_that_piece(tmp_path: Path, monkeypatch: pytest.Monkey
     first, bad, *rest = read(file)
     assert isinstance(first, Record)
     assert bad == Bad(
-        "a.txt@10", f"{file}, from byte 10 on", "not UTF-8: byte 0xff at offset 15; convert it, such as with iconv"
+        "a.txt@10",
+        f"{file}, from byte 10 on",
+        "not UTF-8: byte 0xff at offset 15; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
     )
     assert all(isinstance(record, Record) for record in rest)
 

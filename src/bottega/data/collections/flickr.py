@@ -70,7 +70,9 @@ def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | Bad]]:
         try:
             text = stream.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise DataError(f"{table}: not UTF-8 at byte {error.start}; convert it, such as with iconv") from error
+            raise DataError(
+                f"{table}: not UTF-8 at byte {error.start}; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
+            ) from error
     lines = text.splitlines()
     first = lines[0] if lines else ""
     delimiter = max(",;\t", key=first.count)

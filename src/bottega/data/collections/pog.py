@@ -137,6 +137,8 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip("\r\n")
             except UnicodeDecodeError as error:
-                raise DataError(f"{file}, line {number}: not UTF-8; convert it, such as with iconv") from error
+                raise DataError(
+                    f"{file}, line {number}: not UTF-8; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
+                ) from error
             if text.strip():
                 yield number, text

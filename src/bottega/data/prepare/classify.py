@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from bottega.data.classes import find_classes, texts_of
 from bottega.data.embedded import in_place
 from bottega.data.embedded.docstrings import docstrings
 from bottega.data.encoder import Encoder, Row
-from bottega.data.prepare.inputs import check_medium, inputs_of
+from bottega.data.prepare.inputs import Input, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
-from bottega.data.prepare.labels import COPY, NUMBER, WORD, LabelReader
+from bottega.data.prepare.labels import BLANKS, COPY, NAME_IT, NUMBER, SKIP, WORD, LabelReader
 from bottega.data.prepare.language import BYTE_LENGTHS, GROUP, given_tokenizer, tokenizer_options
 from bottega.data.prepare.learn import opened_tokenizer, tokenizer_facts
 from bottega.data.prepare.learn import tokenizer as learn
@@ -35,7 +35,7 @@ from bottega.schema.classify import ClassifyData, TextAugmentation
 from bottega.schema.data import Splitting
 
 # Raised when the same texts would give other tables.
-FORMAT = 2
+FORMAT = 3
 
 
 def prepare_classify(
@@ -58,6 +58,7 @@ def prepare_classify(
     data = in_place(data, "jsonl", docstrings)
     inputs, shares = inputs_of(data)
     check_medium(inputs, "text")
+    inputs, notes = _as_lines(inputs)
     if data.multi_label and any(input.found.source.labels is not None for input in inputs):
         raise UsageError(
             "labels: texts of several classes cannot be chosen by class; leave it out, or give files apart"
@@ -73,7 +74,7 @@ def prepare_classify(
         tokenizer = learn(spec, given, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
         checks = Checks(texts.plan.tables, _stratified_folds(data.split), num_classes)
-        return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, reader, changes, seed, checks)
+        return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, reader, changes, seed, checks, notes)
 
     learned = (spec.vocab_size, spec.min_frequency) if spec.kind == "words" else None
     # What the model of a tokenizer can read is said beside it, and not by it.
@@ -84,7 +85,7 @@ def prepare_classify(
         inputs=inputs,
         shares=shares,
         data=data,
-        rules=Rules.of_text(data, label=data.label_field),
+        rules=Rules.of_text(data, label=data.label_field, class_names=data.named_classes),
         encoder=encoder,
         options=(*options, FORMAT, reader, learned, longest),
         label_field=data.label_field,
@@ -94,6 +95,29 @@ def prepare_classify(
         deduplicate=data.deduplicate,
     )
     return prepare(plan, cache=cache or default_cache(), progress=progress)
+
+
+def _as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, ...]]:
+    """Text files as lines of a label and a text, since a whole file has no label; with a note that says so."""
+    from bottega.data.readers.lines import recognise
+
+    changed, notes = [], []
+    for input in inputs:
+        found = input.found
+        if found.kind not in ("text", "lines"):
+            changed.append(input)
+            continue
+        source = found.source
+        if found.kind == "text" or source.delimiter is None:
+            form = recognise(found.files)
+            source = source.model_copy(update={"delimiter": form.divider, "columns": form.columns})
+            signs = {"\t": "a tab", " ": "a blank"}
+            order = "a label, then a text" if form.label_first else "a text, then a label"
+            notes.append(
+                f"{found.root}: each line is read as {order}, divided by {signs.get(form.divider, form.divider)}"
+            )
+        changed.append(replace(input, found=replace(found, kind="lines", source=source)))
+    return tuple(changed), tuple(dict.fromkeys(notes))
 
 
 def _check_ready(ready: Prepared, data: ClassifyData, spec: TokenizerSpec) -> None:
@@ -134,11 +158,25 @@ class Checks:
         first: dict[int, str] = {}
         for table in (Table(folder / name) for name in self.tables):
             for form in {NUMBER, WORD} - first.keys():
-                rows = np.flatnonzero(table.values("form") == form)
+                rows = np.flatnonzero(table.values("form") & ~np.uint8(BLANKS) == form)
                 if len(rows):
                     first[form] = f"{table.row('label', int(rows[0]))} at {table.row('key', int(rows[0]))}"
         if len(first) == 2:
             raise DataError(f"labels are numbers and words: {first[NUMBER]}, {first[WORD]}; give all of them one form")
+
+    def blanks(self, folder: Path) -> list[str]:
+        """A note where labels differed by blanks alone."""
+        count, first = 0, None
+        for table in (Table(folder / name) for name in self.tables):
+            forms = table.values("form")
+            rows = np.flatnonzero((forms != COPY) & (forms & BLANKS > 0))
+            count += len(rows)
+            if len(rows) and first is None:
+                first = f"{table.row('label', int(rows[0]))!r} at {table.row('key', int(rows[0]))}"
+        said = (
+            f"{count:,} label{'s' if count > 1 else ''} had blanks too many, which were taken off (the first: {first})"
+        )
+        return [f"{said}; labels that differ by blanks alone are one class"] if count else []
 
     def members(self, folder: Path) -> None:
         """Each fold must have its share of each class."""
@@ -180,6 +218,8 @@ class LabelledEncoder(Encoder):
     changes: TextAugmentation | None
     seed: int
     checks: Checks
+    notes: tuple[str, ...] = ()
+    """How the data was read, where that is not what its files say."""
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -201,6 +241,7 @@ class LabelledEncoder(Encoder):
             "longest": tokenizer.longest,
             "multi_label": multi_label,
             **({"classes": self.checks.classes(tables)} if multi_label else {}),
+            "notes": [*self.notes, *self.checks.blanks(tables)],
         }
 
     def rows(self, record: Record) -> Iterator[Row]:
@@ -212,9 +253,13 @@ class LabelledEncoder(Encoder):
     def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | Bad]]:
         tokenizer = opened_tokenizer(self.folder)
         group: list[tuple[str, Row | Bad]] = []
-        characters = 0
+        characters, has_labels = 0, False
         for table, record in records:
             for row in self._texts(record, is_training=table.startswith("train")):
+                if not isinstance(row, Bad):
+                    has_labels = True
+                elif has_labels and row.reason.endswith(NAME_IT):
+                    row = row._replace(reason=row.reason + SKIP)
                 group.append((table, row))
                 characters += len(row["text"]) if not isinstance(row, Bad) else 0
             if characters >= GROUP:

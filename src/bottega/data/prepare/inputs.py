@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import shutil
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import cached, default_cache
 from bottega.data.readers import Found, compressed, find
-from bottega.data.readers.fingerprint import content_hash
+from bottega.data.readers.fingerprint import content_hash, content_hashes
 from bottega.data.readers.reader import Piece
 from bottega.schema.data import Data, HeldOut, Source
 
@@ -30,6 +31,8 @@ FOREIGN = {
     "x": ("images", "audio", "video", "text"),
 }
 MEDIA = {"x": "numbers"}
+IN_TEXT = ("text", "lines", "jsonl", "json", "csv")
+"""Kinds whose files are text in some encoding."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,9 @@ def _own(part: HeldOut, train: Source) -> Source:
     if part.path is None and part.kind != "embedded":
         return Source(**{**trained, "split": part.split})
     alike = {
-        name: trained[name] for name in ("field", "label", "columns", "delimiter", "pattern") if options[name] is None
+        name: trained[name]
+        for name in ("field", "label", "columns", "delimiter", "pattern", "encoding")
+        if options[name] is None
     }
     return Source(**{**options, **alike})
 
@@ -130,13 +135,53 @@ def _labelled(held_out: Source, sources: Sequence[Source], number: int | None) -
 
 
 def _find(source: Source, key: str) -> Found:
-    found = find(source)
+    found = find_in_utf8(source)
     if found.kind == "shards":
         raise UsageError(f"{key}: {source.path} holds shards, which are prepared already and stand alone as data.train")
     if source.split is not None and found.part is None and found.kind not in NAMED_PARTS:
         raise UsageError(f"{key}.split: {found.kind} has no part named {source.split!r}; leave it out")
     is_packed_text = found.kind == "text" and len(found.files) == 1 and compressed.is_packed(found.files[0])
     return _unpacked(found) if is_packed_text else found
+
+
+def find_in_utf8(source: Source) -> Found:
+    """The files of a source, as copies in UTF-8 where it says that they are in another encoding."""
+    found = find(source)
+    if source.encoding in (None, "utf-8"):
+        return found
+    if found.kind not in IN_TEXT:
+        raise UsageError(
+            f"encoding: {found.root} is {found.kind}, which says by itself how its texts are written; leave it out"
+        )
+    names = [found.name(file) for file in found.files]
+    parts = [f"{content} {name}" for content, name in zip(content_hashes(found.files), names, strict=True)]
+    key = hashlib.sha256("\n".join([str(source.encoding), *parts]).encode(errors="surrogateescape")).hexdigest()[:32]
+
+    def build(folder: Path) -> None:
+        for file, name in zip(found.files, names, strict=True):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            _recode(file, folder / name, str(source.encoding))
+
+    folder = cached(default_cache() / "recoded", key, build)
+    copies = [folder / name for name in names]
+    root = copies[0] if found.files == [found.root] else folder
+    changed = found.source.model_copy(update={"path": str(root), "more_paths": None})
+    return replace(found, root=root, files=copies, source=changed)
+
+
+def _recode(file: Path, copy: Path, encoding: str) -> None:
+    decoder, read = codecs.getincrementaldecoder(encoding)(), 0
+    with compressed.unpacked(file) as stream, copy.open("wb") as out:
+        while True:
+            raw = stream.read(1 << 20)
+            try:
+                out.write(decoder.decode(raw, final=not raw).encode())
+            except UnicodeError as error:
+                place = f" from byte {read + error.start} on" if isinstance(error, UnicodeDecodeError) else ""
+                raise DataError(f"{file} is not {encoding}{place}; name another data.train.encoding") from None
+            read += len(raw)
+            if not raw:
+                return
 
 
 def _unpacked(found: Found) -> Found:

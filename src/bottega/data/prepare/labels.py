@@ -13,13 +13,18 @@ from typing import Any, final
 import numpy as np
 
 from bottega.data.classes import is_whole
-from bottega.data.fields import label_name, text_of
+from bottega.data.fields import label_name, label_text, text_of
 from bottega.data.record import Record, Unreadable
 
 WORD, NUMBER, EITHER, COPY = 0, 1, 2, 3
 """What a label was in the data; "1" and a list of no class fit with both. A changed copy is not looked at again."""
+BLANKS = 8
+"""Added to these where blanks were taken off the label."""
 
 
+NAME_IT = "name it with data.label_field"
+SKIP = ", or set data.bad_records=skip"
+"""Helps where some rows have no label, and not where no row has one."""
 GIVE = "give it a class, or set data.bad_records=skip"
 
 
@@ -37,7 +42,7 @@ class LabelReader:
         try:
             name = "labels" if is_plural and "labels" in fields else label_name(fields, self.field)
         except Unreadable as error:
-            raise Unreadable(f"{error}; name it with data.label_field, or set data.bad_records=skip") from None
+            raise Unreadable(f"{error}; {NAME_IT}") from None
         assert name is not None, "a field that is asked for is there, or it is an error"
         if self.separator is not None:
             return self._several(fields[name], name, self.separator)
@@ -60,10 +65,11 @@ class LabelReader:
         found = [_named(one, field) for one in _members(value, field, separator)]
         if any(not name for name, _ in found):
             raise Unreadable(f"field {field!r} has a class without a name")
-        forms = {form for _, form in found}
+        blanks = max((form & BLANKS for _, form in found), default=0)
+        forms = {form & ~BLANKS for _, form in found}
         if forms >= {WORD, NUMBER}:
             raise Unreadable(f"field {field!r} has numbers and words: {[name for name, _ in found]}")
-        return json.dumps(sorted({name for name, _ in found}), ensure_ascii=False), min(forms, default=EITHER)
+        return json.dumps(sorted({name for name, _ in found}), ensure_ascii=False), min(forms, default=EITHER) | blanks
 
 
 def _members(value: Any, field: str, separator: str) -> list[Any]:
@@ -91,5 +97,6 @@ def _named(value: Any, field: str) -> tuple[str, int]:
         return str(value).lower(), WORD
     if isinstance(value, float) and not math.isfinite(value):
         raise Unreadable(f"field {field!r} is {value}, and it is the label; {GIVE}")
-    text = text_of(value, field)
-    return text, NUMBER if isinstance(value, int | float) else EITHER if is_whole(text) else WORD
+    text = label_text(value, field)
+    form = NUMBER if isinstance(value, int | float) else EITHER if is_whole(text) else WORD
+    return text, form | (BLANKS if isinstance(value, str) and value != text else 0)

@@ -160,7 +160,8 @@ def _path(source: Source, name: str) -> Path:
 
         return materialise_people()
     if source.path is None:
-        raise UsageError(f"data.{name}.path: missing; name a record file or a folder with --data PATH")
+        remedy = "with --data PATH" if name == "train" else f"with data.{name}.path=PATH"
+        raise UsageError(f"data.{name}.path: missing; name a record file or a folder {remedy}")
     if "://" in source.path:
         from bottega.data.readers.remote import fetched
 

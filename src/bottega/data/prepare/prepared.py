@@ -136,7 +136,7 @@ class Plan:
         inputs = [(*_named(input), input.table, input.is_split, *_chosen(input)) for input in self.inputs]
         parts = (FORMAT, self.task, inputs, self.shares, self.data.split, self.rules, self.deduplicate)
         labels = (self.label_field, self.num_classes, self.needs_classes)
-        policy = (self.stop, self.data.max_bad, *labels, self.score_field)
+        policy = (self.stop, self.data.max_bad, *labels, self.score_field, *self.rules.named)
         # Another Python may know other characters.
         is_ruled = self.rules.clean or self.rules.filter or self.deduplicate
         tables = unicodedata.unidata_version if is_ruled else None
@@ -156,7 +156,7 @@ class Plan:
         return not all(input.found.is_media for input in self.inputs)
 
 
-def _named(input: Input) -> tuple[str, str | None, str | None]:
+def _named(input: Input) -> tuple[str, str | tuple[str, ...] | None, str | None]:
     """A source by its content and the fields that are read of it."""
     source = input.found.source
     return input.found.fingerprint, source.field, source.label

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from bottega.data.fields import GOES_ON, TEXTS, Renamed, listed, usual
+from bottega.core.errors import UsageError
+from bottega.data.fields import GOES_ON, TEXTS, Renamed, label_name, label_text, listed, text_of, usual
 from bottega.data.prepare.inputs import Input, Item
 from bottega.data.prepare.labels import LabelReader
 from bottega.data.record import Bad, Record, Unreadable
@@ -32,30 +33,36 @@ class Rules:
     label: str = "label"
     clean: Cleaning | None = None
     filter: Filter | None = None
+    # Left out of the text form, so that data without it has the key that it had before this could be said.
+    class_names: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Number of a class -> its name."""
 
     @classmethod
-    def of_text(cls, data: TextData, *, label: str = "label") -> Rules:
+    def of_text(cls, data: TextData, *, label: str = "label", class_names: Mapping[str, str] | None = None) -> Rules:
         if data.filter is not None:
             filters.check(data.filter)
-        return cls("text", label, clean=data.clean, filter=data.filter)
+        return cls("text", label, clean=data.clean, filter=data.filter, class_names=class_names or {})
+
+    @property
+    def named(self) -> tuple[Any, ...]:
+        """What of it a key of prepared data holds beside its text form."""
+        return (tuple(sorted(self.class_names.items())),) if self.class_names else ()
 
     @property
     def is_text(self) -> bool:
         return self.medium == "text"
 
     def apply(
-        self, record: Record, source: Source, *, starts: bool = True, ends: bool = True
+        self, record: Record, source: Source, *, starts: bool = True, ends: bool = True, by_number: bool = False
     ) -> Record | Bad | Dropped:
-        """`starts` and `ends` say whether the text of the record does so in it, or whether it is a piece of a longer one."""
-        renamed = {}
-        for named, own in ((self.medium, source.field), (self.label, source.label)):
-            if own is not None:
-                if own not in record.fields:
-                    return Bad(record.key, record.where, _no_field(own, record.fields))
-                # Under its own name as well: a split or a curriculum may go by it.
-                renamed[named] = record.fields[own]
-        aliases = {own for own in (source.field, source.label) if own is not None} - renamed.keys()
-        record = record._replace(fields=Renamed({**record.fields, **renamed}, own=aliases))
+        """`starts` and `ends` say whether the text of the record does so in it, or whether it is a piece of a longer one.
+
+        `by_number` is for a table, whose fields can be named by their number as well.
+        """
+        try:
+            record = record._replace(fields=self._renamed(record.fields, source, by_number=by_number))
+        except Unreadable as error:
+            return Bad(record.key, record.where, str(error))
         if source.labels is not None:
             try:
                 if LabelReader(self.label).read(record)[0] not in source.labels:
@@ -63,6 +70,46 @@ class Rules:
             except Unreadable as error:
                 return Bad(record.key, record.where, str(error))
         return self._text(record, starts=starts, ends=ends) if self.is_text else record
+
+    def _renamed(self, fields: dict[str, Any], source: Source, *, by_number: bool) -> Renamed:
+        """The fields with what is learned from and its label under our names. Raises Unreadable where one is missing."""
+        known = Columns(fields, by_number)
+        renamed: dict[str, Any] = {}
+        own = {source.label} if source.label is not None else set()
+        if isinstance(source.field, tuple):
+            renamed[self.medium] = self._joined(known, source.field)
+        elif source.field is not None:
+            # Under its own name as well: a split or a curriculum may go by it.
+            renamed[self.medium] = known.value(source.field)
+            own.add(source.field)
+        if source.label is not None:
+            renamed[self.label] = known.value(source.label)
+        elif by_number and self.label.isdecimal() and self.label not in fields:
+            renamed[self.label] = known.value(self.label)
+        found = Renamed({**fields, **renamed}, own=own - renamed.keys())
+        if self.class_names:
+            name = label_name(found, self.label)
+            if name is not None:
+                found[name] = self._named_class(found[name], name)
+        return found
+
+    def _joined(self, known: Columns, names: tuple[str, ...]) -> str:
+        if not self.is_text:
+            raise UsageError(f"data.train.field: {len(names)} fields are given, and only texts can be joined; name one")
+        texts = (text_of(known.value(name), name).strip() for name in names)
+        return "\n".join(text for text in texts if text)
+
+    def _named_class(self, value: Any, field: str) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._named_class(one, field) for one in value]
+        label = label_text(value, field)
+        if label in self.class_names or label in self.class_names.values():
+            return self.class_names.get(label, label)
+        numbers = ", ".join(list(self.class_names)[:6]) + (", ..." if len(self.class_names) > 6 else "")
+        raise Unreadable(
+            f"label {label!r} has no name in data.class_names, which names {numbers}; write {{number: name}} where classes "
+            "are not counted from 0"
+        )
 
     def _text(self, record: Record, *, starts: bool, ends: bool) -> Record | Bad | Dropped:
         text = _text(record)
@@ -82,6 +129,23 @@ class Rules:
         return record
 
 
+class Columns(NamedTuple):
+    """The fields of a row, by name or, in a table, by number."""
+
+    fields: Mapping[str, Any]
+    by_number: bool
+
+    def value(self, name: str) -> Any:
+        if name in self.fields:
+            return self.fields[name]
+        columns = [field for field in self.fields if field not in ("continued", GOES_ON)]
+        if self.by_number and name.isdecimal():
+            if int(name) < len(columns):
+                return self.fields[columns[int(name)]]
+            raise Unreadable(f"no column {name}; its columns are numbered 0 to {len(columns) - 1}")
+        raise Unreadable(_no_field(name, self.fields))
+
+
 def records(inputs: tuple[Input, ...], item: Item, rules: Rules) -> Iterator[Record | Bad | Dropped]:
     found = inputs[item.input].found
     for record in found.read(item.piece):
@@ -94,7 +158,7 @@ def records(inputs: tuple[Input, ...], item: Item, rules: Rules) -> Iterator[Rec
         pieces = found.kind == "text"
         starts = not pieces or record.key == item.piece.name
         ends = not pieces or not record.fields["continued"]
-        ruled = rules.apply(record, found.source, starts=starts, ends=ends)
+        ruled = rules.apply(record, found.source, starts=starts, ends=ends, by_number=found.kind == "csv")
         if pieces and isinstance(ruled, Record):
             ruled.fields[GOES_ON] = not ends
         yield ruled
@@ -116,6 +180,6 @@ def _text(record: Record) -> str | Bad:
     return text
 
 
-def _no_field(name: str, fields: dict[str, Any]) -> str:
+def _no_field(name: str, fields: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, fields, n=1)
     return f"no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"the row has {listed(fields)}")

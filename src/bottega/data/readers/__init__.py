@@ -26,6 +26,7 @@ from bottega.schema.data import Source
 FORMATS = {
     "embedded": "embedded.FORMAT",
     "text": "text.FORMAT",
+    "lines": "lines.FORMAT",
     "jsonl": "jsonlines.FORMAT",
     "json": "jsonlist.FORMAT",
     "csv": "table.FORMAT",
@@ -45,6 +46,7 @@ MEDIA = ("images", "audio", "video")
 # What the records of a kind depend on besides the files. `field` and `label` choose among fields later.
 OPTIONS = {
     "csv": ("columns", "delimiter"),
+    "lines": ("columns", "delimiter"),
     "huggingface": ("split", "subset"),
     "idx": ("split",),
     "numpy": ("field",),
@@ -164,6 +166,8 @@ def find(source: Source) -> Found:
         path = str(fetched(path))
         source = source.model_copy(update={"path": path})
     root = Path(path).expanduser()
+    if source.more_paths:
+        return _find_together(source, path)
     if source.kind == "huggingface" or (source.kind == "auto" and _is_saved_by_datasets(root)):
         return Found(source, "huggingface", root, [root])
     if source.kind in ("auto", "shards") and _is_prepared(root):
@@ -182,6 +186,19 @@ def find(source: Source) -> Found:
     root = root_of(own, listing.root)
     others = tuple(sorted(set(named) - {wanted}))
     return Found(source.model_copy(update={"path": str(root)}), kind, root, own, part=wanted, other_parts=others)
+
+
+def _find_together(source: Source, first: str) -> Found:
+    """Several paths that are one source."""
+    from bottega.data.readers.remote import fetched
+
+    paths = [first, *(str(fetched(path)) if "://" in path else path for path in source.more_paths or ())]
+    listing = files.listed_together(paths)
+    for path in paths:
+        if _is_prepared(Path(path).expanduser()):
+            raise UsageError(f"{path} holds shards, which are prepared already and stand alone as data.train")
+    kind = source.kind if source.kind != "auto" else _recognised(listing)[0]
+    return Found(source, kind, listing.root, listing.files)
 
 
 def named(records: Iterator[Record | Bad], pattern: re.Pattern[str]) -> Iterator[Record | Bad]:

@@ -123,7 +123,7 @@ def _arrays(file: Path, source: Source) -> list[Array]:
         elif file.suffix.lower() == ".npz":
             found = _zipped(file)
         else:
-            found = [_plain(file, source.field or "array")]
+            found = [_plain(file, source.field if isinstance(source.field, str) else "array")]
     except Unreadable as error:
         raise DataError(f"{file} {error}") from error
     if not found:

@@ -6,7 +6,7 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +62,15 @@ def listed(path: str) -> Listing:
     if root.exists():
         raise DataError(f"{root} is neither a file nor a folder")
     raise _missing(root, path)
+
+
+def listed_together(paths: Sequence[str]) -> Listing:
+    """The files of several paths, in the order of the paths; of folders, without the notes that lie in them."""
+    parts = [listed(path) for path in paths]
+    files = [file for part in parts for file in (without_notes(part) if part.is_folder else part.files)]
+    files = list(dict.fromkeys(files))
+    root = Path(os.path.commonpath([file.absolute().parent for file in files]))
+    return Listing(root, [file.absolute() for file in files], is_folder=False)
 
 
 def name_in(root: Path, file: Path) -> str:
