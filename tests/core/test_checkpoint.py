@@ -13,6 +13,7 @@ import safetensors.numpy
 
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError
+from bottega.storage import tensor_file
 
 FILES = {
     "model.safetensors": {
@@ -27,7 +28,9 @@ FILES = {
 
 def write(folder: Path, step: int, *, value: float = 0.0) -> Path:
     files = {**FILES, "ema.safetensors": {"a.weight": np.full((2, 2), value, np.float32)}}
-    return checkpoint.write(folder, step=step, files=files, progress={"step": step}, fingerprint={"data": "x"})
+    path = checkpoint.write(folder, step=step, files=files, progress={"step": step}, fingerprint={"data": "x"})
+    checkpoint.update_links(folder)
+    return path
 
 
 def names(folder: Path) -> list[str]:
@@ -53,7 +56,7 @@ def test_what_is_written_comes_back_and_safetensors_itself_can_read_it(tmp_path:
 
 def test_tensors_that_are_not_contiguous_and_every_type_survive(tmp_path: Path) -> None:
     grid = np.arange(24).reshape(4, 6)
-    tensors = {kind: grid.astype(kind).T[::2] for kind in checkpoint.DTYPES}
+    tensors = {kind: grid.astype(kind).T[::2] for kind in tensor_file.DTYPES}
     said = checkpoint.write_safetensors(tmp_path / "all.safetensors", tensors)
     raw = (tmp_path / "all.safetensors").read_bytes()
     assert said == {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
@@ -138,9 +141,9 @@ def test_sweep_removes_leftovers_and_finishes_a_replacement(tmp_path: Path) -> N
     write(tmp_path, 1)
     write(tmp_path, 2, value=1.0)
     # Killed between the two renames: the old one lies aside and nothing stands in its place.
-    (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.old-0123abcd")
+    (tmp_path / "step-00000001").rename(tmp_path / ".old-step-00000001-0123abcd")
     # Killed after them: the new one stands.
-    (tmp_path / "step-00000002.old-0123abcd").mkdir()
+    (tmp_path / ".old-step-00000002-0123abcd").mkdir()
     for name in (".tmp-3-0123abcd", ".trash-step-00000000-0123abcd"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
 from bottega.core.errors import CheckpointError, EnvironmentProblem
-from bottega.core.saver import PATIENCE, Saver, explain, preflight
+from bottega.core.saver import PATIENCE, TRIES, Saver, explain, preflight
 from bottega.core.types import Tensors
 
 
@@ -88,11 +89,11 @@ def test_keeps_the_newest_the_best_and_the_one_resumed_from(tmp_path: Path) -> N
 
 
 def full(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
-    """The next `times` checkpoints find the disk full in the middle of a file."""
+    """The next `times` checkpoints find the disk full in the middle of a file, however often they are tried."""
     real, failed = checkpoint.write_safetensors, [0]
 
     def write(path: Path, tensors: Tensors) -> dict[str, object]:
-        if failed[0] < times:
+        if failed[0] < times * TRIES:
             failed[0] += 1
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -202,6 +203,53 @@ def test_a_best_checkpoint_whose_save_failed_does_not_cost_the_one_before(
     story.saver.wait()
     assert steps(tmp_path) == [4, 1]
     assert checkpoint.follow(tmp_path, "best") == tmp_path / "step-00000001"
+
+
+@pytest.mark.parametrize("name", ["mkdir", "rename", "replace", "symlink", "fsync"])
+def test_one_failed_operation_changes_nothing(tmp_path: Path, name: str) -> None:
+    """Each call of a kind fails once: the same checkpoints, links and announcements as without."""
+
+    def save_all(folder: Path) -> tuple[list[int], list[int], object, object]:
+        story = Story(folder, keep=1)
+        for step, best in ((1, 1), (2, 2), (3, 2), (4, 2)):
+            story.save(step, best=0.5, best_step=best)
+            story.saver.wait()
+        links = [checkpoint.follow(folder, link) for link in ("last", "best")]
+        return story.saved, steps(folder), *(link and link.name for link in links)
+
+    expected = save_all(tmp_path / "undisturbed")
+    assert expected == ([1, 2, 3, 4], [4, 2], "step-00000004", "step-00000002")
+    real, number = getattr(os, name), 0
+    while True:
+        number += 1
+        calls = [0]
+
+        def fail(*args: object, calls: list[int] = calls, number: int = number, **options: object) -> object:
+            calls[0] += 1
+            if calls[0] == number:
+                raise OSError(errno.EIO, "Input/output error")
+            return real(*args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, name, fail)
+            assert save_all(tmp_path / f"{name}-{number}") == expected, f"call {number} of {name} failed"
+        if calls[0] < number:
+            break
+    assert number > 4, "the calls were seen"
+
+
+def test_rotation_asks_progress_and_not_the_link(tmp_path: Path) -> None:
+    """A process that was killed before it had set the link must not cost the best checkpoint."""
+    story = Story(tmp_path, keep=1)
+    story.save(1, best=0.9, best_step=1)
+    story.save(2, best=0.8, best_step=2)
+    story.saver.wait()
+    checkpoint.point(tmp_path, "best", tmp_path / "step-00000001")
+    for step in (3, 4):
+        story.save(step, best=0.8, best_step=2)
+        story.saver.wait()
+    assert steps(tmp_path) == [4, 2]
+    assert checkpoint.follow(tmp_path, "best") == tmp_path / "step-00000002"
 
 
 def test_preflight_refuses_what_cannot_fit_and_warns_of_what_will_not(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from bottega.core.errors import CheckpointError, DataError
+from bottega.storage.durable import writing_folder
 
 T = TypeVar("T")
 
@@ -37,10 +36,5 @@ def keep_once(
         if not is_same(before):
             raise DataError(otherwise)
         return
-    folder = path.parent
-    temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-    temporary.mkdir(parents=True, exist_ok=True)
-    (temporary / path.name).write_text(text)
-    if folder.exists():
-        shutil.rmtree(folder)  # of a process that was killed before it had finished this
-    os.rename(temporary, folder)
+    with writing_folder(path.parent) as temporary:
+        (temporary / path.name).write_text(text)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +36,7 @@ from bottega.schema.language_kinds import (
 )
 from bottega.schema.recipe import Recipe
 from bottega.schema.transformer import TransformerShape
+from bottega.storage.durable import writing_folder
 from bottega.tasks.language import Language
 from bottega.tasks.sampling import generate
 
@@ -137,12 +136,9 @@ class LanguageBranch(TableBranch):
             if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
                 raise DataError("the data gives another tokenizer than this run has; start over with --fresh")
             return
-        temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-        self.tokenizer.save(temporary)
-        (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)  # of a process that was killed before it had finished this
-        os.rename(temporary, folder)
+        with writing_folder(folder) as temporary:
+            self.tokenizer.save(temporary)
+            (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
 
     def prompts(self) -> tuple[str, ...]:
         """What the samples continue; one that the vocabulary lacks is an error.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from bottega.data.prepare.prepared import Prepared
 from bottega.data.samples import media_samples, with_codec
 from bottega.data.source import Source
 from bottega.data.video.source import VideoRows
+from bottega.storage.durable import writing_folder
 
 
 class MediaBranch(TableBranch):
@@ -138,12 +137,8 @@ class MediaBranch(TableBranch):
         """Once, whole or not at all."""
         if self.has_codec(folder):
             return
-        temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-        temporary.mkdir(parents=True, exist_ok=True)
-        self.write_codec(temporary)
-        if folder.exists():
-            shutil.rmtree(folder)  # of a process that was killed before it had finished this
-        os.rename(temporary, folder)
+        with writing_folder(folder) as temporary:
+            self.write_codec(temporary)
 
 
 def _has_mel(folder: Path, now: MelCodec) -> bool:

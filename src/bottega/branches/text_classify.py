@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +31,7 @@ from bottega.data.vocabulary import TokenizerSpec
 from bottega.models.pretrained_classifier import export_pretrained, pretrained_shape
 from bottega.schema.classify import ClassifyRecipe
 from bottega.schema.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.storage.durable import writing_folder
 from bottega.tasks.classify import Classification
 
 CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
@@ -164,14 +163,11 @@ class TextClassifyBranch(Teller, TableBranch):
             if before != (self.shape, self.classes, self.tokenizer.fingerprint):
                 raise DataError("the data gives another tokenizer or other classes than this run has; use --fresh")
             return
-        temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-        self.tokenizer.save(temporary)
-        (temporary / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
-        (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
-        self.objective.save(temporary)
-        if folder.exists():
-            shutil.rmtree(folder)  # of a process that was killed before it had finished this
-        os.rename(temporary, folder)
+        with writing_folder(folder) as temporary:
+            self.tokenizer.save(temporary)
+            (temporary / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
+            (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+            self.objective.save(temporary)
 
     @torch.no_grad()
     def predict(self, models: Models, texts: Sequence[str], *, device: Any, batch_size: int = 128) -> np.ndarray:

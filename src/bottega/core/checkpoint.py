@@ -3,10 +3,14 @@
 A checkpoint is a folder of safetensors files, progress.json and a MANIFEST.json with size and SHA-256 of each file.
 It is written to a temporary sibling and renamed when everything is on disk; a folder that is being deleted is renamed
 first. So whatever moment the process dies at, a folder named step-* is either complete or was never announced.
+
+Which one is the last and which the best follows from the manifests and the progress they hold. The links `last` and `best`
+say so to people; nothing here trusts them.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,32 +19,17 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bottega.core.durable import flush
-from bottega.core.errors import CheckpointError
+from bottega.core.errors import CheckpointError, EnvironmentProblem
 from bottega.core.types import Tensors
+from bottega.storage.durable import discard, flush, remove_leftovers, replace_folder
+from bottega.storage.tensor_file import write_bytes, write_safetensors
 
 FORMAT = 1
-CHUNK = 16 << 20
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +58,7 @@ def write(
     try:
         temporary.mkdir(mode=0o700)
         table = {name: write_safetensors(temporary / name, tensors) for name, tensors in files.items()}
-        table["progress.json"] = _write_bytes(temporary / "progress.json", _json(progress))
+        table["progress.json"] = write_bytes(temporary / "progress.json", _json(progress))
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -77,56 +66,66 @@ def write(
             "files": table,
             "fingerprint": dict(fingerprint),
         }
-        _write_bytes(temporary / "MANIFEST.json", _sealed(manifest))
+        write_bytes(temporary / "MANIFEST.json", _sealed(manifest))
         flush(temporary)
-        final = folder / step_name(step)
-        if final.exists():
-            # Reached again after a fallback or a rollback. The old one stays a candidate until the new one is in place.
-            os.rename(final, folder / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
-        os.rename(temporary, final)
-        flush(folder)
+        replace_folder(temporary, folder / step_name(step))  # it is there already after a fallback or a rollback
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in folder.glob(f"{final.name}.old-*"):
-        discard(old)
-    point(folder, "last", final)
-    return final
+    return folder / step_name(step)
 
 
-def write_safetensors(path: Path, tensors: Tensors) -> dict[str, Any]:
-    """The safetensors format, streamed so that the hash costs no second pass and no second copy."""
-    arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    header: dict[str, Any] = {}
-    offset = 0
-    # Widest types first keeps every tensor aligned to its own size.
-    order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
-    for name in order:
-        array = arrays[name]
-        end = offset + array.nbytes
-        header[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [offset, end]}
-        offset = end
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    digest = hashlib.sha256()
-    with open(path, "wb", buffering=0) as file:
-        data = (arrays[name].reshape(-1).view(np.uint8).data for name in order if arrays[name].size)
-        for view in (memoryview(len(head).to_bytes(8, "little")), memoryview(head), *data):
-            for at in range(0, len(view), CHUNK):
-                _write_all(file, view[at : at + CHUNK], digest)
-        os.fsync(file.fileno())
-    return {"size": 8 + len(head) + offset, "sha256": digest.hexdigest()}
+def list_folders(folder: Path) -> list[Path]:
+    """Every checkpoint below `folder`, whole or not. A folder that cannot be listed is an error and never an empty one."""
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if name.startswith("step-"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot read {folder}: {error.strerror}; the checkpoints of the run are there, so make it readable first"
+        ) from None
 
 
 def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
     """Folders with a readable manifest, newest first by sequence: clocks and file times can lie."""
     found = []
-    for path in folder.glob("step-*") if folder.is_dir() else ():
-        try:
+    for path in list_folders(folder):
+        with suppress(CheckpointError):
             found.append((path, read_manifest(path)))
-        except CheckpointError:
-            continue
     return sorted(found, key=lambda item: (item[1].sequence, item[1].step), reverse=True)
+
+
+def find_best(folder: Path) -> tuple[Path | None, int]:
+    """The best checkpoint that is there, and the step that the newest progress names as the best (0: none).
+
+    They differ where the best one could not be saved or was deleted; the best is then the newest that was so at its time.
+    """
+    found = [(path, manifest.step, _best_step(path, manifest)) for path, manifest in candidates(folder)]
+    named = next((best for _, _, best in found if best is not None), 0)
+    chosen = [path for path, step, _ in found if step == named]
+    chosen += [path for path, step, best in found if step == best]
+    return (chosen[0] if chosen else None), named
+
+
+def _best_step(path: Path, manifest: Manifest) -> int | None:
+    """What the progress of a checkpoint names; None where it cannot be read."""
+    try:
+        raw = (path / "progress.json").read_bytes()
+        is_whole = hashlib.sha256(raw).hexdigest() == manifest.files["progress.json"]["sha256"]
+        return int(json.loads(raw).get("best_step", 0)) if is_whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def update_links(folder: Path, *, last: Path | None = None) -> None:
+    """Let `last` (the newest, unless it is given) and `best` point where manifests and progress say."""
+    newest = last or next((path for path, _ in candidates(folder)), None)
+    for name, target in (("last", newest), ("best", find_best(folder)[0])):
+        if target is not None and follow(folder, name) != folder / target.name:
+            point(folder, name, target)
+        elif target is None and os.path.lexists(folder / name):
+            os.unlink(folder / name)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -153,15 +152,17 @@ def verify(path: Path) -> Manifest:
             raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json names {name!r}")
         try:
             size = (path / name).stat().st_size
-        except OSError:
+        except FileNotFoundError:
             raise CheckpointError(f"checkpoint {path.name} damaged: {name} is missing") from None
+        except OSError as error:
+            raise _unreadable(path, name, error) from None
         if size != expected["size"]:
             raise CheckpointError(f"checkpoint {path.name} damaged: {name} {size} of {expected['size']} bytes")
     for needed in ("model.safetensors", "progress.json"):
         if needed not in manifest.files:
             raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json lacks {needed}")
     with ThreadPoolExecutor(max_workers=4) as pool:
-        digests = dict(zip(manifest.files, pool.map(lambda name: _hash_file(path / name), manifest.files), strict=True))
+        digests = dict(zip(manifest.files, pool.map(lambda name: _hash_file(path, name), manifest.files), strict=True))
     for name, digest in digests.items():
         if digest != manifest.files[name]["sha256"]:
             raise CheckpointError(f"checkpoint {path.name} damaged: {name} does not match its SHA-256")
@@ -170,12 +171,10 @@ def verify(path: Path) -> Manifest:
 
 def newest_good(folder: Path, say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint that verifies; every one that does not is named."""
-    unreadable = (
-        {p.name for p in folder.glob("step-*")} - {p.name for p, _ in candidates(folder)} if folder.is_dir() else ()
-    )
-    for name in sorted(unreadable, reverse=True):
-        say(f"checkpoint {name} damaged: MANIFEST.json cannot be read; ignored")
-    for path, _ in candidates(folder):
+    found = candidates(folder)
+    for path in sorted(set(list_folders(folder)) - {path for path, _ in found}, reverse=True):
+        say(f"checkpoint {path.name} damaged: MANIFEST.json cannot be read; ignored")
+    for path, _ in found:
         try:
             return path, verify(path)
         except CheckpointError as error:
@@ -194,24 +193,8 @@ def read_progress(path: Path) -> dict[str, Any]:
 
 def sweep(folder: Path) -> None:
     """Remove what an earlier process left half-written or half-deleted, and undo a replacement it had begun."""
-    for path in [*folder.glob(".tmp-*"), *folder.glob(".trash-*")]:
-        if path.is_symlink() or not path.is_dir():
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-    for old in folder.glob("step-*.old-*"):
-        final = folder / old.name.partition(".old-")[0]
-        if final.exists():
-            discard(old)
-        else:
-            os.rename(old, final)
-
-
-def discard(path: Path) -> None:
-    """Delete a checkpoint so that a half-deleted one is never a candidate."""
-    trash = path.parent / f".trash-{path.name}-{uuid.uuid4().hex[:8]}"
-    os.rename(path, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    if folder.is_dir():
+        remove_leftovers(folder)
 
 
 def retain(folder: Path, *, keep: int, protect: Sequence[Path]) -> None:
@@ -229,10 +212,16 @@ def point(folder: Path, name: str, target: Path) -> None:
     """`last` and `best`: a link, or a text file holding the name where the file system has no links."""
     temporary = folder / f".tmp-{name}-{uuid.uuid4().hex[:8]}"
     try:
-        os.symlink(target.name, temporary)
-    except (OSError, NotImplementedError):
-        temporary.write_text(target.name + "\n")
-    os.replace(temporary, folder / name)
+        try:
+            os.symlink(target.name, temporary)
+        except (OSError, NotImplementedError) as error:
+            if getattr(error, "errno", None) in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+                raise
+            temporary.write_text(target.name + "\n")
+        os.replace(temporary, folder / name)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def follow(folder: Path, name: str) -> Path | None:
@@ -247,20 +236,6 @@ def follow(folder: Path, name: str) -> Path | None:
     return target if target.is_dir() else None
 
 
-def _write_bytes(path: Path, data: bytes) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with open(path, "wb", buffering=0) as file:
-        _write_all(file, memoryview(data), digest)
-        os.fsync(file.fileno())
-    return {"size": len(data), "sha256": digest.hexdigest()}
-
-
-def _write_all(file: Any, view: memoryview, digest: Any) -> None:
-    digest.update(view)
-    while view:
-        view = view[file.write(view) :]
-
-
 def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, allow_nan=False).encode()
 
@@ -270,6 +245,13 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
     return _json({**manifest, "sha256": hashlib.sha256(_json(manifest)).hexdigest()})
 
 
-def _hash_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _hash_file(path: Path, name: str) -> str:
+    try:
+        with open(path / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable(path, name, error) from None
+
+
+def _unreadable(path: Path, name: str, error: OSError) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path.name} cannot be read: {name}: {error.strerror}")

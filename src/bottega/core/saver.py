@@ -10,15 +10,21 @@ import errno
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
-from bottega.core.errors import BottegaError, EnvironmentProblem
+from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem
+from bottega.core.types import Tensors
 from bottega.terminal import print_notice
 
+T = TypeVar("T")
+
+TRIES = 2
+"""How often one save is tried before it counts as failed."""
 PATIENCE = 3
 """Failed saves in a row before the run gives up: a full disk is often emptied by somebody, but not for ever."""
 
@@ -73,22 +79,27 @@ class Saver:
         try:
             files = snapshot.files()
             self._needed = sum(array.nbytes for tensors in files.values() for array in tensors.values())
-            path = checkpoint.write(
-                self.folder,
-                step=progress.step,
-                files=files,
-                progress=progress.to_json(),
-                fingerprint=self.fingerprint,
-            )
-            if progress.best_step == progress.step:
-                checkpoint.point(self.folder, "best", path)
-            # By the link, not by the number: a best step whose own save failed must not cost the one before it.
-            protect = [kept for kept in (checkpoint.follow(self.folder, "best"), self.resumed_from) if kept]
-            protect = [self.folder / kept.name for kept in protect if kept.resolve().parent == self.folder.resolve()]
-            checkpoint.retain(self.folder, keep=self.keep, protect=protect)
+            path = _try_again(lambda: self._commit(files, progress))
+            try:
+                _try_again(self._tidy)
+            except OSError as error:
+                self._error = error
             self._done = (progress, path)
         except BaseException as error:
             self._error = error
+
+    def _commit(self, files: Mapping[str, Tensors], progress: Progress) -> Path:
+        fields = progress.to_json()
+        return checkpoint.write(
+            self.folder, step=progress.step, files=files, progress=fields, fingerprint=self.fingerprint
+        )
+
+    def _tidy(self) -> None:
+        """Links and rotation. What they keep is asked of the checkpoints: a link may be older than they are."""
+        checkpoint.update_links(self.folder)
+        protect = [path for path in (checkpoint.find_best(self.folder)[0], self.resumed_from) if path]
+        protect = [self.folder / path.name for path in protect if path.resolve().parent == self.folder.resolve()]
+        checkpoint.retain(self.folder, keep=self.keep, protect=protect)
 
     def _collect(self, *, final: bool) -> None:
         self._thread = None
@@ -103,9 +114,20 @@ class Saver:
             raise error
         self._failures += 1
         problem = explain(error, self.folder, self._needed)
+        if done is not None:
+            self.warn(f"{problem}; the checkpoint is saved, its links and the older ones are seen to at the next save")
+            return
         if final or self._failures >= PATIENCE:
             raise problem from error
         self.warn(f"{problem}; older checkpoints are kept, trying again at the next save")
+
+
+def _try_again(work: Callable[[], T]) -> T:
+    """At once after an error of the disk: the state is still in memory, and the next save would be of a later step."""
+    for _ in range(TRIES - 1):
+        with suppress(OSError, CheckpointError):
+            return work()
+    return work()
 
 
 def explain(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
@@ -129,7 +151,9 @@ def explain(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
 def preflight(folder: Path, *, size: int, keep: int) -> None:
     """Refuse to start where the checkpoints cannot fit: hours later is too late to find out."""
     free = shutil.disk_usage(folder).free
-    held = sum(path.stat().st_size for path in folder.glob("step-*/*"))  # of an earlier start; it makes room in time
+    held = sum(
+        path.stat().st_size for step in checkpoint.list_folders(folder) for path in step.iterdir()
+    )  # of an earlier start; it makes room in time
     if size > free or size * 2 > free + held:
         raise EnvironmentProblem(
             f"cannot write {folder}: a checkpoint needs {size:,} bytes twice while it is replaced, {free:,} bytes free"

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bottega.core.durable import flush, flush_all
 from bottega.core.errors import DataError, EnvironmentProblem
+from bottega.storage.durable import flush, flush_all
 
 MANIFEST = "MANIFEST.json"
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bottega.core.durable import flush_all
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.prefetch import prefetch
+from bottega.storage.durable import flush_all
 
 SUMMARY = "summary.json"
 # Starting a process costs half a second, so less work than this is done here.

@@ -20,10 +20,10 @@ from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 
-from bottega.core.durable import flush
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.data.members import MEDIA, MEMBER_BYTES, medium
 from bottega.data.record import Record
+from bottega.storage.durable import flush
 
 To = Literal["webdataset", "tfrecord", "parquet", "jsonl"]
 SHARD_BYTES = 256 << 20

@@ -1,0 +1,1 @@
+"""Files on disk, below everything else: flushed, replaced whole, hashed while they are written."""
