@@ -129,7 +129,7 @@ def summary(prepared: Prepared) -> dict[str, Any]:
         "folder": str(prepared.folder),
         "fingerprint": prepared.fingerprint,
         "tables": train_first(meta["tables"]),
-        "unread_parts": meta["unread_parts"],
+        "unread_parts": list(prepared.unread_parts),
         "records": meta["records"],
         "bad": meta["bad"],
         **{name: meta[name] for name in KNOWN if name in meta},

@@ -44,6 +44,24 @@ def test_prepare_counts_keeps_and_exports_to_several_formats(
     assert said(capsys, "data", tmp_path / "kept")["fingerprint"] == result["fingerprint"]
 
 
+def test_a_part_is_only_offered_where_the_offer_can_be_taken(rows: Path, tmp_path: Path) -> None:
+    """The same rows from a folder of parts and from a file are prepared once; only of the folder there is a test part."""
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text(rows.read_text())
+    settings = {"data.train.path": str(folder), "data.validation": None}
+    prepared = bottega.prepare("classify", settings)
+    [note] = prepared.notes()
+    assert "data.test.split=test would read that" in note
+    assert "test" in bottega.prepare("classify", {**settings, "data.test.split": "test"}).tables, "as it says"
+    alone = {**settings, "data.train.path": str(folder / "train.jsonl")}
+    assert bottega.prepare("classify", alone).folder == prepared.folder
+    assert bottega.prepare("classify", alone).notes() == []
+    beside = {**alone, "data.validation": {"path": str(folder)}}
+    assert bottega.prepare("classify", beside).notes() == []
+
+
 def test_data_finds_what_is_repeated_within_and_across_parts(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = said(capsys, "data", rows, "data.validation=null", "--examples", 2)
     assert report["task"] == "classify"

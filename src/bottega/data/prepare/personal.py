@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from bottega.core.durable import flush, flush_all
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import cached, default_cache
 from bottega.data.image.encoder import ImageEncoder
@@ -25,6 +24,7 @@ from bottega.data.prepare.tally import Tally
 from bottega.data.record import Bad
 from bottega.data.shards import TEXT, Column, ShardWriter
 from bottega.schema.personalize import PersonalizeData
+from bottega.storage.durable import flush, flush_all
 
 TASK = "personalize"
 # Raised when the same records would give other tables.
@@ -223,7 +223,6 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
         "key": plan.key,
         "tables": tables,
         **vars(tally),
-        "unread_parts": [],
         "classes": None,
         "image_size": plan.data.image_size,
         "pictures": len(numbers),

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from bottega.core.durable import flush, flush_all
 from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import cached, damage
 from bottega.data.classes import Classes, classes_of, texts_of
@@ -29,6 +28,7 @@ from bottega.data.prepare.scored import Scored
 from bottega.data.shards import Table
 from bottega.data.tokenizer import Tokenizer
 from bottega.schema.data import Data, Duplicates, Splitting
+from bottega.storage.durable import flush, flush_all
 
 META = "meta.json"
 WORK = ("scan", "decisions", "parts")
@@ -45,6 +45,9 @@ class Prepared:
 
     folder: Path
     fingerprint: str
+    unread_parts: tuple[str, ...] = ()
+    """Parts of the folder that train is a part of, and that nothing reads. The same rows may come from a file that has no
+    parts, so this is not kept with them."""
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -66,8 +69,8 @@ class Prepared:
         """What was left out, in words."""
         meta = self.meta
         lines = []
-        if meta["unread_parts"]:
-            names, one = ", ".join(meta["unread_parts"]), meta["unread_parts"][0]
+        if self.unread_parts:
+            names, one = ", ".join(self.unread_parts), self.unread_parts[0]
             lines.append(f"only the part train is read, not {names}; data.{one}.split={one} would read that")
         dropped = {reason: count for reason, count in meta["dropped"].items() if reason != OTHER_CLASS}
         lines += [f"{count:,} records left out: {reason}" for reason, count in sorted(dropped.items())]
@@ -182,7 +185,7 @@ class Texts:
 def prepare(plan: Plan, *, cache: Path, progress: Progress = lambda stage, done, total: None) -> Prepared:
     """The prepared folder of a plan, made where it is not there yet. Many processes may call at once."""
     folder = cached(cache, plan.key, lambda folder: _build(plan, folder, progress))
-    return Prepared(folder, plan.key)
+    return Prepared(folder, plan.key, _unread_parts(plan.inputs))
 
 
 def opened(folder: Path, *, task: str) -> Prepared:
@@ -262,7 +265,6 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
         "task": plan.task,
         "key": plan.key,
         **known,
-        "unread_parts": _unread_parts(plan.inputs),
         "classes": classes,
         **plan.facts,
         **encoder.facts,
@@ -276,10 +278,10 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
     temporary.rename(folder / META)
 
 
-def _unread_parts(inputs: tuple[Input, ...]) -> list[str]:
-    """Parts of the data set that train is a part of, and that nothing reads."""
+def _unread_parts(inputs: tuple[Input, ...]) -> tuple[str, ...]:
     read = {input.found.part for input in inputs}
-    return sorted({part for input in inputs for part in input.found.other_parts} - read)
+    beside_train = {part for input in inputs if input.table.startswith("train") for part in input.found.other_parts}
+    return tuple(sorted(beside_train - read))
 
 
 def _check_unchanged(plan: Plan) -> None:
