@@ -12,7 +12,7 @@ from bottega.core.callback import Progress
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.data.loader import Loader
-from bottega.schema.load import load_recipe
+from bottega.schema.load import load_saved_recipe
 from bottega.schema.recipe import Recipe, changed_keys
 
 MAY_CHANGE = ("training.batch_size", "training.gradient_accumulation_steps", "training.mixed_precision")
@@ -39,7 +39,7 @@ def find(
         resume_from = None
     if resume_from is None:
         good = checkpoint.newest_good(run.checkpoints, say)
-        if good is None and any(run.checkpoints.glob("step-*")):
+        if good is None and has_begun(run):
             raise CheckpointError(f"no checkpoint in {run.checkpoints} can be trusted; start over with --fresh")
         return good
     path = named(resume_from)
@@ -69,7 +69,7 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
     """
     if not run.recipe.is_file() or not has_begun(run):
         return []
-    old = load_recipe([run.recipe]).recipe
+    old = load_saved_recipe(run.recipe)
     refused, noted = [], []
     curriculum = recipe.data.curriculum
     # Stages that are a share of the run would move with its end, and with them what was seen already.
@@ -98,7 +98,7 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
 
 def has_begun(run: RunDirectory) -> bool:
     """Whether there is a checkpoint, be it a damaged one."""
-    return any(run.checkpoints.glob("step-*"))
+    return bool(checkpoint.list_folders(run.checkpoints))
 
 
 def _said(value: Any) -> Any:

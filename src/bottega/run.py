@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bottega import resume
+from bottega.callbacks.log_file import Level, LogFile
 from bottega.checks import find_problems, list_unused, load_checked, parse_words, raise_together
 from bottega.core import checkpoint
-from bottega.core.errors import UsageError
+from bottega.core.errors import Interrupted, UsageError, describe_error
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.parts import train_apart, turn, wait_for
 from bottega.preparation import prepare_recipe
@@ -20,6 +22,7 @@ from bottega.schema.launch import check_launch_variables
 from bottega.schema.load import Resolved
 from bottega.schema.recipe import Recipe
 from bottega.session import Run, Session
+from bottega.storage.durable import remove_leftovers
 from bottega.terminal import open_console, print_notice
 
 if TYPE_CHECKING:
@@ -91,14 +94,44 @@ def _train(
         return session().run()
     if fresh and directory.path.exists():
         set_aside(directory.path)
-    directory.create()
-    with Lock(directory):
+    with _started(directory):
         if parts:
             _check_start(recipe, directory, resume_from, allow=allow_data_change, quiet=quiet)
         main = session()
         for note in (*resolved.notes, *list_unused(recipe)):
             main.console.say(note)
         return main.run()
+
+
+@contextmanager
+def _started(directory: RunDirectory) -> Iterator[None]:
+    """The run directory, locked and swept. The error that ends the run goes to its log, and a start that is refused before
+    anything was written leaves nothing behind."""
+    missing = [folder for folder in (directory.path, *directory.path.parents) if not folder.exists()]
+    directory.create()
+    with Lock(directory):
+        try:
+            remove_leftovers(directory.path)
+            yield
+        except BaseException as error:
+            level: Level = "WARNING" if isinstance(error, Interrupted | KeyboardInterrupt) else "ERROR"
+            if isinstance(error, Exception | KeyboardInterrupt):
+                LogFile(directory.log).write(describe_error(error)[1], level)
+            if not directory.recipe.exists():
+                _remove_unused(directory, missing)
+            raise
+
+
+def _remove_unused(directory: RunDirectory, created: list[Path]) -> None:
+    """The run directory of a start that was refused, with the parent folders that it has made."""
+    ours = (Lock(directory).path, directory.log)
+    with suppress(OSError):  # somebody else uses it by now
+        remove_leftovers(directory.path)
+        if {path.name for path in ours}.issuperset(os.listdir(directory.path)):
+            for path in ours:
+                path.unlink(missing_ok=True)
+            for folder in created:
+                folder.rmdir()
 
 
 def _check_start(
@@ -213,6 +246,7 @@ def prepare_data(recipe: Recipe, *, quiet: bool) -> Prepared | None:
 
 def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
     """--fresh loses nothing: the old run keeps its files under another name."""
+    RunDirectory(path).refuse_foreign()
     number = 1
     while (other := path.with_name(f"{path.name}.{number}")).exists():
         number += 1

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,21 +17,23 @@ from bottega.branches.frozen import BASE
 from bottega.branches.located import DataGone
 from bottega.branches.start import injected, injection
 from bottega.core import checkpoint as checkpoints
-from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.errors import CheckpointError, DataError, EnvironmentProblem, UsageError
 from bottega.core.loop import evaluated
 from bottega.core.rundir import RunDirectory, split_checkpoint
 from bottega.core.types import Models, Rows
 from bottega.data.loader import evaluate_batches
 from bottega.data.present import writing
 from bottega.data.source import Source
-from bottega.engines.tensors import compare, read_tensors
+from bottega.engines.tensors import check_finite, compare, read_tensors
 from bottega.engines.torch import TorchEngine
 from bottega.models.decoder_layout import OWN, shape_from, why_own
 from bottega.schema.data import source_names
-from bottega.schema.load import load_recipe
+from bottega.schema.load import load_saved_recipe
 from bottega.schema.recipe import Recipe
+from bottega.storage.durable import remove_leftovers, writing_folder
 from bottega.techniques.by_source import BySource
 from bottega.techniques.inject import Injected
+from bottega.terminal import print_notice
 
 CARD = "README.md"
 """The last thing an export writes, and so the sign that it is whole."""
@@ -109,30 +109,19 @@ class SavedRun:
             return self.branch.generate(models, device=self.engine.device, **asked, **shown)
 
     def export(self, folder: str | Path | None = None) -> Path:
-        """The model in the layout of its ecosystem, with a card that says where it comes from. A new folder appears
-        whole or not at all; in the run's own that is there, the card is gone until the rest is written."""
+        """The model in the layout of its ecosystem, with a card that says where it comes from. It is written beside the
+        folder, checked, and put in its place: an earlier export is there until the new one is whole."""
         target = Path(folder) if folder is not None else self.directory.final
-        is_own = target.resolve() == self.directory.final.resolve()
-        if not is_own:
+        if target.resolve() == self.directory.final.resolve():
+            self.directory.refuse_links()
+        else:
             _refuse_foreign(target)
         with writing(target):
-            return self._exported(target, is_own=is_own)
-
-    def _exported(self, target: Path, *, is_own: bool) -> Path:
-        if target.exists():
-            if is_own:
-                (target / CARD).unlink(missing_ok=True)
-            self._export_to(target)
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".tmp-{target.name}-{uuid.uuid4().hex[:8]}")
-        try:
-            temporary.mkdir()
-            self._export_to(temporary)
-            os.rename(temporary, target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            place = target.resolve()  # a link of the user's stays a link
+            place.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(place.parent, place.name)
+            with writing_folder(place) as temporary:
+                self._export_to(temporary)
         return target
 
     def _export_to(self, folder: Path) -> None:
@@ -140,6 +129,7 @@ class SavedRun:
             facts = self._written(models, folder)
         (folder / CARD).write_text(self._card(facts), encoding="utf-8")
         _share(folder)
+        check_export(folder)
 
     def _written(self, models: Models, folder: Path) -> dict[str, Any]:
         def whole() -> dict[str, Any]:
@@ -194,15 +184,19 @@ class SavedRun:
         )
 
 
-def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto") -> SavedRun:
+def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto", needs_best: bool = False) -> SavedRun:
     """Verify, rebuild and load a run, or one of its checkpoints by its path. Averaged weights replace the others where the
-    run kept them."""
+    run kept them.
+
+    Where the best checkpoint is gone or damaged the newest good one takes its place, and a line says so; with `needs_best`
+    that is an error.
+    """
     path, checkpoint = named_checkpoint(path, checkpoint)
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the run's directory. Pickled checkpoints are never read")
     directory = RunDirectory(path).must_exist()
-    folder, manifest, progress, state = _read(directory, str(checkpoint))
-    recipe = load_recipe([directory.recipe]).recipe
+    folder, manifest, progress, state = _read(directory, str(checkpoint), needs_best=needs_best)
+    recipe = load_saved_recipe(directory.recipe)
     here = recipe if device == "auto" else recipe.model_copy(update={"device": device})
     branch = branches.reopen(here, directory.codec, str(manifest.fingerprint.get("data")))
     # Trained in fp16 on a GPU, it can still be read where there is none.
@@ -228,6 +222,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     }
     for file, tensors in state.items():
         compare(tensors, wanted[file], folder / file)
+        check_finite(tensors, wanted[file], folder / file)
         engine.model.load_state_dict(tensors, strict=False)  # the rest is as it was built
     return SavedRun(directory, folder, recipe, branch, engine, progress, parts, base)
 
@@ -241,31 +236,57 @@ def named_checkpoint(path: Path, checkpoint: str | int = "best") -> tuple[Path, 
 
 
 def _read(
-    directory: RunDirectory, which: str
+    directory: RunDirectory, which: str, *, needs_best: bool
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
     """A verified checkpoint with its weights by file; looked for again where it was deleted while it was read."""
     for left in reversed(range(TRIES)):
+        folder = choose(directory, which, needs_best=needs_best)
         try:
-            folder = choose(directory, which)
-        except CheckpointError:
-            if left and checkpoints.candidates(directory.checkpoints):  # the link was read, and then its target moved
-                continue
-            raise
-        try:
-            manifest = checkpoints.verify(folder)
-            # What the manifest does not list was not verified, so a file that merely lies there is not read.
-            files: list[str] = [name for name in ("model.safetensors", "ema.safetensors") if name in manifest.files]
-            weights = {name: read_tensors(folder / name) for name in files}
-            return folder, manifest, checkpoints.read_progress(folder), weights
+            return _read_folder(folder)
         except (CheckpointError, OSError) as error:
             if not folder.is_dir() and left:
                 continue
+            if which == "best" and not needs_best:
+                return _read_instead(directory, folder, error)
             others = [
                 str(m.step) for path, m in reversed(checkpoints.candidates(directory.checkpoints)) if path != folder
             ]
             remedy = f"the steps {', '.join(others)} are there too" if others else "no other is there; train it again"
             raise CheckpointError(f"{directory.path}: {error}; {remedy}") from None
     raise AssertionError("the last try returns or raises")
+
+
+def _read_folder(folder: Path) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
+    manifest = checkpoints.verify(folder)
+    # What the manifest does not list was not verified, so a file that merely lies there is not read.
+    files: list[str] = [name for name in ("model.safetensors", "ema.safetensors") if name in manifest.files]
+    weights = {name: read_tensors(folder / name) for name in files}
+    return folder, manifest, checkpoints.read_progress(folder), weights
+
+
+def _read_instead(
+    directory: RunDirectory, damaged: Path, problem: Exception
+) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
+    """The newest good checkpoint, because the best one cannot be used."""
+    good = checkpoints.newest_good(directory.checkpoints, lambda text: None)
+    if good is None:
+        raise CheckpointError(f"{directory.path}: {problem}; no other is there; train it again")
+    print_notice(
+        f"bottega: warning: {directory.path}: {problem}; using {good[0].name}, the newest good checkpoint, in place of the best"
+    )
+    return _read_folder(good[0])
+
+
+def check_export(folder: Path) -> None:
+    """Read back what was written, so that an export that cannot be opened never takes the place of one that can."""
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".safetensors":
+            read_tensors(path)
+        elif path.suffix == ".json":
+            try:
+                json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise EnvironmentProblem(f"cannot write {path}: it reads back damaged ({error}); try again") from None
 
 
 def _share(folder: Path) -> None:
@@ -313,14 +334,16 @@ def _refuse_foreign(folder: Path) -> None:
             raise UsageError(f"{folder}: exists already and is no export of ours; choose another folder, or empty it")
 
 
-def choose(directory: RunDirectory, which: str) -> Path:
+def choose(directory: RunDirectory, which: str, *, needs_best: bool = False) -> Path:
     """best (or last where nothing was evaluated), last, or a step number."""
     folder = directory.checkpoints
     if which in ("best", "last"):
-        found = (checkpoints.follow(folder, "best") if which == "best" else None) or checkpoints.follow(folder, "last")
-        if found is None:
-            raise CheckpointError(f"{directory.path} has no checkpoint yet")
-        return found
+        newest = next((path for path, _ in checkpoints.candidates(folder)), None)
+        if newest is None:
+            is_empty = not checkpoints.list_folders(folder)
+            problem = "has no checkpoint yet" if is_empty else "has no checkpoint with a readable MANIFEST.json"
+            raise CheckpointError(f"{directory.path} {problem}")
+        return newest if which == "last" else _choose_best(directory, newest, needs_best=needs_best)
     if not which.isdigit():
         raise UsageError(f"--checkpoint {which}: expected best, last or a step number")
     path = folder / checkpoints.step_name(int(which))
@@ -328,3 +351,16 @@ def choose(directory: RunDirectory, which: str) -> Path:
         kept = ", ".join(str(m.step) for _, m in reversed(checkpoints.candidates(folder)))
         raise UsageError(f"{directory.path} has no checkpoint at step {which}; there is {kept or 'none'}")
     return path
+
+
+def _choose_best(directory: RunDirectory, newest: Path, *, needs_best: bool) -> Path:
+    best, step = checkpoints.find_best(directory.checkpoints)
+    if not step or (best is not None and checkpoints.read_manifest(best).step == step):
+        return best or newest
+    instead = best or newest
+    problem = f"{directory.path}: the best checkpoint, step {step}, is gone"
+    if needs_best:
+        other = checkpoints.read_manifest(instead).step
+        raise CheckpointError(f"{problem}; say --checkpoint {other} to take {instead.name}")
+    print_notice(f"bottega: warning: {problem}; using {instead.name} in its place")
+    return instead

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from bottega.methods.range_test import settled
 from bottega.schema import needs
 from bottega.schema.load import to_yaml
 from bottega.schema.recipe import Recipe
+from bottega.storage.durable import discard
 
 if TYPE_CHECKING:
     from bottega.engines.torch import TorchEngine
@@ -185,6 +185,9 @@ class Session:
             checkpoint.sweep(self.directory.checkpoints)
         engine.agree(False)  # nobody looks at checkpoints before they are in order
         found = resume.find(self.directory, self.resume_from, self.console.warn)
+        if engine.rank == 0:
+            newest = found[0] if found is not None and self.resume_from is None else None
+            checkpoint.update_links(self.directory.checkpoints, last=newest)
         if found is None:
             return None, Progress(total=total)
         path, manifest = found
@@ -195,6 +198,8 @@ class Session:
         engine.skip_steps = frozenset(progress.skip_steps)
         if engine.training.micro_batch_size == "auto":
             engine.micro_batch_size = progress.micro_batch_size
+        if path.resolve().parent != self.directory.checkpoints.resolve():
+            progress.best_step = 0  # that checkpoint is another run's
         done = " (already finished)" if progress.step >= total else ""
         self.console.say(f"resumed {path} at step {progress.step} of {total}{done}")
         return path, progress
@@ -211,8 +216,8 @@ class Session:
         directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)
         try:
-            if not resume.has_begun(directory):  # what an earlier start wrote there may be of another recipe or data
-                shutil.rmtree(directory.codec, ignore_errors=True)
+            if directory.codec.exists() and not resume.has_begun(directory):
+                discard(directory.codec)  # what an earlier start wrote there may be of another recipe or data
             branch.save_codec(directory.codec)
         except OSError as error:
             raise explain(error, directory.codec) from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
+import resource
 import sys
 import types
 from pathlib import Path
@@ -15,6 +17,7 @@ from rich.console import Console as RichConsole
 
 from bottega.callbacks.console import Console, clock, short
 from bottega.callbacks.jsonl import JsonLines
+from bottega.callbacks.log_file import LogFile
 from bottega.callbacks.resources import Resources
 from bottega.callbacks.tensorboard import TensorBoard
 from bottega.callbacks.wandb import WandB
@@ -57,15 +60,29 @@ def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: P
     console.say("still here")
 
 
-def test_a_line_after_a_torn_one_can_be_read(tmp_path: Path) -> None:
+def test_lines_that_could_not_be_written_follow_later(tmp_path: Path) -> None:
+    """On a disk that is full in the middle of a line, and then has room again."""
     said: list[str] = []
     rows = JsonLines(tmp_path / "metrics.jsonl", said.append)
-    rows.path = tmp_path
+    rows.after_step(Progress(step=1), {"loss": 1.0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (rows.path.stat().st_size + 20, hard))
+    try:
+        for step in (2, 3):
+            rows.after_step(Progress(step=step), {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(said) == 1
+    rows.after_step(Progress(step=4), {"loss": 1.0})
+    assert [row["step"] for row in map(json.loads, rows.path.read_text().splitlines())] == [1, 2, 3, 4]
+
+
+def test_the_last_line_is_tried_again_at_the_end(tmp_path: Path) -> None:
+    rows = JsonLines(tmp_path, lambda text: None)
     rows.after_step(Progress(step=1), {"loss": 1.0})
     rows.path = tmp_path / "metrics.jsonl"
-    rows.path.write_text('{"step": 1, "ki')  # what fitted on the disk
-    rows.after_step(Progress(step=2), {"loss": 2.0})
-    assert [row["step"] for row in read_metrics(rows.path)] == [2]
+    rows.finish(Progress(step=1), None)
+    assert [row["step"] for row in read_metrics(rows.path)] == [1]
 
 
 def speak(*, terminal: bool) -> tuple[Console, io.StringIO]:
@@ -77,7 +94,7 @@ def speak(*, terminal: bool) -> tuple[Console, io.StringIO]:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_console_shows_what_a_person_watches(tmp_path: Path, terminal: bool) -> None:
     console, out = speak(terminal=terminal)
-    console.log = tmp_path / "log.txt"
+    console.log = LogFile(tmp_path / "log.txt")
     progress = Progress(step=10, total=100, best_step=10)
     console.start(progress)
     console.after_step(progress, ROW)
@@ -85,10 +102,10 @@ def test_the_console_shows_what_a_person_watches(tmp_path: Path, terminal: bool)
     console.after_save(progress, tmp_path / "step-00000010")
     console.after_sample(progress, tmp_path / "samples")
     console.finish(progress, None)
-    for text in (out.getvalue(), console.log.read_text()):
+    for text in (out.getvalue(), console.log.path.read_text()):
         for shown in ("10/100", "loss 1.5000", "lr 1.00e-03", "123.5k tokens/s", "wait 2%", "eta 0:45", "best so far"):
             assert shown in text, shown
-    assert f"saved {tmp_path / 'step-00000010'}" in console.log.read_text()
+    assert f"saved {tmp_path / 'step-00000010'}" in console.log.path.read_text()
     assert ("\x1b[?25h" in out.getvalue()) == terminal, "the cursor is given back"
 
 
@@ -122,7 +139,8 @@ def test_quiet_says_nothing_and_still_keeps_the_log(tmp_path: Path, capsys: pyte
     console.say("hello")
     console.warn("careful")
     assert capsys.readouterr() == ("", "")
-    assert "warning: careful" in (tmp_path / "log.txt").read_text()
+    log = (tmp_path / "log.txt").read_text()
+    assert re.fullmatch(r"[-\d]+ [:\d]+ INFO hello\n[-\d]+ [:\d]+ WARNING careful\n", log), log
 
 
 def test_numbers_as_people_read_them() -> None:

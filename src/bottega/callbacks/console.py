@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from bottega.callbacks.log_file import Level, LogFile
 from bottega.core.callback import Callback, Progress
 from bottega.terminal import ConsoleStream, escape_controls, open_console
 
@@ -29,7 +29,8 @@ class Console(Callback):
     def __init__(
         self, *, unit: str, log: Path | None = None, quiet: bool = False, warnings: bool | None = None
     ) -> None:
-        self.unit, self.log = unit, log
+        self.unit = unit
+        self.log = LogFile(log) if log is not None else None
         self.headline: tuple[str, ...] | None = None
         """Of an evaluation, the measures that are shown; None is all."""
         self.rich = open_console(quiet=quiet)
@@ -47,14 +48,14 @@ class Console(Callback):
     def warn(self, text: str) -> None:
         line = f"warning: {text}"
         self._print(self._loud, line, style="yellow")
-        self._keep(line)
+        self._keep(text, "WARNING")
 
     def _print(self, console: Any, text: str, *, style: str = "") -> None:
         console.print(Text(escape_controls(text), style=style), soft_wrap=True)
         stream = console.file
         if isinstance(stream, ConsoleStream) and stream.error is not None and not self._is_unwritable:
             self._is_unwritable = True
-            self._keep(f"warning: standard error cannot be written ({stream.error.strerror}); training goes on")
+            self._keep(f"standard error cannot be written ({stream.error.strerror}); training goes on", "WARNING")
 
     def start(self, progress: Progress) -> None:
         if self.rich.is_terminal and not self.rich.quiet:
@@ -129,14 +130,9 @@ class Console(Callback):
         grid.add_row(bar, *parts)
         return grid
 
-    def _keep(self, text: str) -> None:
-        if self.log is None:
-            return
-        try:
-            with open(self.log, "a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {escape_controls(text)}\n")
-        except OSError:
-            self.log = None
+    def _keep(self, text: str, level: Level = "INFO") -> None:
+        if self.log is not None:
+            self.log.write(text, level)
 
 
 def _is_drop(name: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from bottega import __version__
 from bottega.cli import data, insights, recipes, runs
-from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, OutOfMemory, UsageError
+from bottega.core.errors import UsageError, describe_error
 from bottega.schema.addresses import strip_text
 from bottega.schema.launch import check_launch_variables
 from bottega.signals import EarlySignals, StopRequested, StopSignals
@@ -114,21 +114,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _explain(error: Exception) -> int:
     """One line for people, and the exit code a scheduler can act on."""
-    if isinstance(error, BottegaError):
-        code, text = error.code, str(error)
-    elif isinstance(error, RecursionError):  # of a file from anywhere; our own code calls itself to no such depth
-        code, text = DataError.code, "a file is nested too deeply to be read (--debug shows where)"
-    elif isinstance(error, MemoryError):
-        code, text = OutOfMemory.code, "out of memory on the host; lower training.batch_size or use a smaller model"
-    elif isinstance(error, OSError) and error.errno is not None:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        code, text = EnvironmentProblem.code, f"{where}{error.strerror}"
-    elif type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
-        # torch's, on a GPU and on the host; its name is looked at so that torch need not be imported here.
-        code, text = OutOfMemory.code, "out of memory; use a smaller model or lower training.micro_batch_size"
-    else:
-        said = " ".join(str(error).split())
-        code, text = 1, f"a bug in bottega: {type(error).__name__}: {said} (--debug shows where)"
+    code, text = describe_error(error)
     rank = f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
     print_notice(strip_text(f"bottega: {rank}{text}"))
     return code

@@ -184,7 +184,7 @@ def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.saved import notes_on, open_run
 
     no_more(rest)
-    saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device="cpu")
+    saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)
     folder = saved.export(arguments.out or None)
     notes = notes_on(folder)
     if not arguments.json:

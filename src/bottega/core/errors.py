@@ -68,6 +68,26 @@ class Interrupted(BottegaError):
         self.code = code
 
 
+def describe_error(error: BaseException) -> tuple[int, str]:
+    """The exit code of an error, and the line that people read."""
+    if isinstance(error, BottegaError):
+        return error.code, str(error)
+    if isinstance(error, RecursionError):  # of a file from anywhere; our own code calls itself to no such depth
+        return DataError.code, "a file is nested too deeply to be read (--debug shows where)"
+    if isinstance(error, MemoryError):
+        return OutOfMemory.code, "out of memory on the host; lower training.batch_size or use a smaller model"
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return EnvironmentProblem.code, f"{where}{error.strerror}"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, str(error) or "stopped by Ctrl-C"
+    if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
+        # torch's, on a GPU and on the host; its name is looked at so that torch need not be imported here.
+        return OutOfMemory.code, "out of memory; use a smaller model or lower training.micro_batch_size"
+    text = " ".join(str(error).split())
+    return 1, f"a bug in bottega: {type(error).__name__}: {text} (--debug shows where)"
+
+
 def first_line(error: BaseException) -> str:
     """What another library says went wrong, short enough for a line of ours; with the next one where it only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

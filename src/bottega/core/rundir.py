@@ -15,6 +15,9 @@ from typing import Any
 from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError, DirectoryInUse, UsageError
 from bottega.core.saver import explain
+from bottega.storage.durable import TEMPORARY, flush, temporary_name
+
+LOCK = "LOCK"
 
 
 class RunDirectory:
@@ -32,13 +35,38 @@ class RunDirectory:
         self.final = path / "final"
 
     def create(self) -> None:
+        """Make the folder where there is none. A folder of somebody else's, and links in our own, are refused."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.refuse_foreign()
+            self.refuse_links()
             probe = self.path / f".probe-{uuid.uuid4().hex[:8]}"
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
             raise explain(error, self.path) from None
+
+    def refuse_foreign(self) -> None:
+        """A folder is ours if it is empty or shows that a run was started in it: a lock with its owner, or what follows.
+
+        A recipe.yaml alone shows nothing, anybody may have one.
+        """
+        names = [name for name in os.listdir(self.path) if not name.startswith(TEMPORARY)]
+        has_checkpoint = any(self.checkpoints.glob("step-*/MANIFEST.json"))
+        if set(names) - {LOCK} and not has_checkpoint and not Lock(self).has_owner():
+            raise UsageError(
+                f"{self.path} is there already and is not a run, so nothing is written into it; choose another name=…, or "
+                "move that folder away"
+            )
+
+    def refuse_links(self) -> None:
+        """Writing through a link would change a file that is not the run's own."""
+        for path in [*self.path.iterdir(), *(self.samples.iterdir() if self.samples.is_dir() else ())]:
+            if path.is_symlink():
+                raise UsageError(
+                    f"{path} is a link to {os.readlink(path)}, and a run writes only into its own folder; remove the link, "
+                    "or choose another name=…"
+                )
 
     def must_exist(self) -> RunDirectory:
         if not self.recipe.is_file():
@@ -47,9 +75,10 @@ class RunDirectory:
 
     def write(self, path: Path, text: str) -> None:
         """Whole or not at all."""
-        temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:8]}")
+        temporary = temporary_name(path)
         try:
             temporary.write_text(text, encoding="utf-8")
+            flush(temporary)  # a power cut must not leave an empty file under its name
             os.replace(temporary, path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -98,12 +127,44 @@ class Lock:
     """One writer per run. The kernel drops the lock when the process dies, so none is ever stale."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self.path = run.path / "LOCK"
+        self.path = run.path / LOCK
         self._handle: int | None = None
 
     def __enter__(self) -> Lock:
+        handle = self._open()
+        for _ in range(9):  # a file system whose inodes change must not keep us here for ever
+            if _is_same_file(handle, self.path):
+                break
+            # The folder was set aside between the two calls: what we hold is the lock of a run that has moved.
+            os.close(handle)
+            handle = self._open()
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+        text = json.dumps(owner).encode()
         try:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            os.pwrite(handle, text, 0)  # before it is cut: a lock that names its owner is never empty again
+            os.ftruncate(handle, len(text))
+        except OSError as error:
+            os.close(handle)
+            raise explain(error, self.path) from None
+        self._handle = handle
+        return self
+
+    def has_owner(self) -> bool:
+        """Whether a run has ever held it."""
+        try:
+            handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            return _read_owner(handle) is not None
+        finally:
+            os.close(handle)
+
+    def _open(self) -> int:
+        """The locked file."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise explain(error, self.path) from None
         try:
@@ -113,11 +174,7 @@ class Lock:
         except OSError as error:
             os.close(handle)
             raise explain(error, self.path) from None
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(owner).encode(), 0)
-        self._handle = handle
-        return self
+        return handle
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -127,13 +184,28 @@ class Lock:
             self._handle = None
 
     def _taken(self, handle: int) -> BottegaError:
-        try:
-            owner = json.loads(os.pread(handle, 4096, 0))
-            who = f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
-        except (ValueError, KeyError, TypeError):
-            who = "another process"
+        owner = _read_owner(handle)
+        who = f"process {owner['pid']} on {owner['host']}, since {owner['started']}" if owner else "another process"
         os.close(handle)
         return DirectoryInUse(f"{self.path.parent} is in use by {who}; give this run another name=…")
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _read_owner(handle: int) -> dict[str, Any] | None:
+    """Who wrote a lock; None where that was not us."""
+    try:
+        owner, _ = json.JSONDecoder().raw_decode(
+            os.pread(handle, 4096, 0).decode()
+        )  # the end of a longer one may follow
+        return {key: owner[key] for key in ("pid", "host", "started")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _nearest(path: Path) -> str:

@@ -65,3 +65,18 @@ def compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Pat
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:10])}{more}")
+
+
+def check_finite(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse weights that are NaN or infinite: whatever is computed with them is as well. `wanted` are those of a new
+    model, where a mask may hold infinity."""
+    for name, tensor in found.items():
+        if tensor.is_floating_point() and not is_finite(tensor) and is_finite(wanted[name]):
+            raise CheckpointError(
+                f"{path}: {name} holds values that are not finite (NaN or infinity), so this checkpoint cannot be used; "
+                "give an earlier one with --checkpoint, or train again with a lower learning rate"
+            )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach().float()).all())

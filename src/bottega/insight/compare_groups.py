@@ -18,7 +18,7 @@ from bottega.core import checkpoint
 from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Goal
 from bottega.core.rundir import RunDirectory, read_metrics
-from bottega.schema.load import load_recipe
+from bottega.schema.load import load_saved_recipe
 from bottega.schema.metrics import natural_direction
 from bottega.schema.recipe import Recipe, changed_keys
 
@@ -127,7 +127,7 @@ def _folds_in(path: Path) -> list[Path]:
 
 
 def member_of(path: Path) -> Member:
-    recipe = load_recipe([RunDirectory(path).must_exist().recipe]).recipe
+    recipe = load_saved_recipe(RunDirectory(path).must_exist().recipe)
     named, split = re.fullmatch(r"fold-(\d+)", path.name), recipe.data.split
     # The name comes first: where folds are repeated with other splits, there are several of one number.
     fold = int(named[1]) if named else split.fold if split is not None and split.folds is not None else None

@@ -15,7 +15,7 @@ from bottega.data.prepare.prepared import Prepared, is_prepared
 from bottega.preparation import prepare_recipe
 from bottega.schema import needs
 from bottega.schema.data import HeldOut, Splitting
-from bottega.schema.load import load_recipe
+from bottega.schema.load import load_recipe, load_saved_recipe
 from bottega.schema.recipe import Recipe, changed_keys
 
 FOLDS = 5
@@ -160,7 +160,7 @@ def check_same_data(folds: list[Fold], prepared: list[Prepared | None]) -> None:
 def is_trained(fold: Fold) -> bool:
     """To its end, by the recipe as it is now; such a run is not touched again."""
     last = checkpoints.follow(fold.run.checkpoints, "last")
-    if last is None or changed_keys(load_recipe([fold.run.recipe]).recipe, fold.recipe):
+    if last is None or changed_keys(load_saved_recipe(fold.run.recipe), fold.recipe):
         return False
     progress, early = checkpoints.read_progress(last), fold.recipe.training.early_stopping
     waited = progress.get("notes", {}).get("early_stop", {}).get("waited", 0)

@@ -22,7 +22,7 @@ from bottega.methods.range_picture import draw
 from bottega.methods.range_test import JSON, PICTURE, measured
 from bottega.run import part
 from bottega.schema import needs
-from bottega.schema.load import global_batch, load_recipe, parse_overrides
+from bottega.schema.load import global_batch, load_recipe, load_saved_recipe, parse_overrides
 from bottega.schema.recipe import Recipe
 
 
@@ -36,7 +36,7 @@ def find(
     if is_run and words:
         raise UsageError(f"{what} is a run and has its own recipe; leave out {' '.join(words)}")
     if is_run:
-        recipe, start = load_recipe([run.recipe]).recipe, _chosen(run, Path(what))
+        recipe, start = load_saved_recipe(run.recipe), _chosen(run, Path(what))
     else:
         sources, overrides = parse_overrides([what, *words])
         recipe, start = load_recipe(sources, overrides).recipe, None

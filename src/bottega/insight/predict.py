@@ -20,7 +20,7 @@ from bottega.insight.predict_numbers import show as show_numbers
 from bottega.saved import named_checkpoint, open_run
 from bottega.schema.classify import ClassifyRecipe
 from bottega.schema.data import Source
-from bottega.schema.load import load_recipe
+from bottega.schema.load import load_saved_recipe
 from bottega.schema.multitask import MultitaskRecipe
 from bottega.schema.routing import RoutingRecipe
 from bottega.tasks.multitask import whole as whole_part
@@ -83,7 +83,7 @@ def predict(
 
 def example(run: Path) -> str | None:
     """A command to try on a run that classifies text; None where none does."""
-    recipe = load_recipe([RunDirectory(run).must_exist().recipe]).recipe
+    recipe = load_saved_recipe(RunDirectory(run).must_exist().recipe)
     if isinstance(recipe, ClassifyRecipe):
         return f'bottega predict {run} "a text of yours"'
     if isinstance(recipe, RoutingRecipe) and recipe.data.train.path is not None:
@@ -97,7 +97,7 @@ def example(run: Path) -> str | None:
 
 def texts_in(path: str, run: Path) -> list[str]:
     """The texts of a file: its lines, or the rows of a table, by the fields that the run has learnt from."""
-    own = load_recipe([RunDirectory(run).must_exist().recipe]).recipe.data.train
+    own = load_saved_recipe(RunDirectory(run).must_exist().recipe).data.train
     said = own.model_dump(include={"field", "columns", "delimiter", "encoding"})
     found = find_in_utf8(Source(path=path, **said))
     if found.kind == "text":

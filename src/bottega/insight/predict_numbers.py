@@ -12,7 +12,7 @@ from bottega.core.errors import UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.saved import open_run
 from bottega.schema.classify import ClassifyRecipe
-from bottega.schema.load import load_recipe
+from bottega.schema.load import load_recipe, load_saved_recipe
 from bottega.schema.multitask import MultitaskRecipe
 from bottega.schema.recipe import Recipe
 from bottega.schema.routing import RoutingRecipe
@@ -21,7 +21,7 @@ from bottega.tasks.multitask import whole
 
 def reads_numbers(run: Path, part: str | None) -> bool:
     """Whether what is asked for is a row's label; of several tasks, where one is named or nothing else can be asked."""
-    recipe = load_recipe([RunDirectory(run).must_exist().recipe]).recipe
+    recipe = load_saved_recipe(RunDirectory(run).must_exist().recipe)
     if not isinstance(recipe, MultitaskRecipe):
         return isinstance(recipe, RoutingRecipe)
     parts = {name: part_recipe(run, name) for name in recipe.data.parts}

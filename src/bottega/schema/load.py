@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bottega.core.errors import UsageError
+from bottega.core.errors import EnvironmentProblem, UsageError, first_line
 from bottega.schema import accelerate, bundled
 from bottega.schema.addresses import find_ambiguous, strip_text
 from bottega.schema.aliases import Bare, canonical, spell
@@ -81,6 +81,22 @@ def load_recipe(
 ) -> Resolved:
     """A recipe that can be trained. Later sources win over earlier ones, and overrides over all."""
     return _resolve(_merged(sources, overrides), task=task, partial=False)
+
+
+def load_saved_recipe(path: Path) -> Recipe:
+    """The recipe.yaml of a run."""
+    try:
+        if not path.read_bytes().strip():
+            raise UsageError("it is empty")
+        return load_recipe([path]).recipe
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot read {path}: {error.strerror}; make it readable first") from None
+    except UsageError as error:
+        problem = first_line(error).removeprefix(f"{path}: ")
+        raise UsageError(
+            f"{path} is not a whole recipe ({problem}); delete it and start the training command again, which writes it anew "
+            "and goes on, or start over with --fresh"
+        ) from None
 
 
 def check_recipe(

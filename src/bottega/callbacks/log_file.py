@@ -1,0 +1,29 @@
+"""log.txt: what happened in a run, one line each with its time and level."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from bottega.schema.addresses import strip_text
+from bottega.storage.durable import open_unlinked
+from bottega.terminal import escape_controls
+
+Level = Literal["INFO", "WARNING", "ERROR"]
+
+
+class LogFile:
+    """Appends to log.txt. A disk that is full costs lines, never the training; nothing is written through a link."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, text: str, level: Level = "INFO") -> None:
+        """A text of several lines takes as many, each with time and level."""
+        begin = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}"
+        rows = escape_controls(strip_text(text)).splitlines()
+        lines = [f"{begin} {row}".rstrip() + "\n" for row in rows if row.strip()]
+        with suppress(OSError), open(self.path, "ab", buffering=0, opener=open_unlinked) as file:
+            file.write("".join(lines).encode("utf-8", "replace"))

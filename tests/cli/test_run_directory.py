@@ -1,0 +1,441 @@
+"""The run directory: whose it is, what is refused, what a start or an export that went wrong leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import bottega
+from bottega import cli
+from bottega.core import checkpoint, rundir
+from bottega.core.errors import BottegaError, CheckpointError, DirectoryInUse, EnvironmentProblem
+from bottega.core.rundir import Lock, RunDirectory
+from bottega.storage import durable
+from fault_process import hash_files
+from small_run import bottega as run_command
+from small_run import different, tensors, train, words
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run", symlinks=True))
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
+    capsys.readouterr()
+    code = cli.main([str(one) for one in arguments])
+    return code, capsys.readouterr().err
+
+
+# Folders and links of somebody else
+
+
+def list_files(folder: Path) -> dict[str, str]:
+    return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_that_is_not_a_run_is_refused(
+    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str], fresh: bool
+) -> None:
+    folder = tmp_path / "mine"
+    (folder / "codec").mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("bread: flour\n")
+    (folder / "codec" / "notes.txt").write_text("mine\n")
+    before = list_files(folder)
+    code, err = answer(capsys, *words(tmp_path, text_file, *(["--fresh"] if fresh else []), name="mine"))
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"{folder} is there already and is not a run" in err
+    assert "name=" in err
+    assert list_files(folder) == before
+    assert sorted(os.listdir(tmp_path)) == ["mine"]
+
+
+def test_an_empty_folder_and_a_run_without_its_lock_file_are_ours(tmp_path: Path, text_file: Path, run: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert train(tmp_path, text_file, name="empty").step == 8
+    (run / "LOCK").unlink()
+    RunDirectory(run).create()
+
+
+@pytest.mark.parametrize(
+    "name", ["LOCK", "log.txt", "metrics.jsonl", "samples", "final", "checkpoints", "codec", "recipe.yaml", "events"]
+)
+def test_a_link_in_a_run_is_refused_and_not_written_through(
+    tmp_path: Path, text_file: Path, run: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    inside = run / name
+    if inside.exists():
+        shutil.move(inside, elsewhere)
+    else:
+        elsewhere.mkdir()
+    inside.symlink_to(elsewhere)
+    files = [elsewhere] if elsewhere.is_file() else [path for path in elsewhere.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
+    arguments = words(tmp_path, text_file, name="run", **{"training.max_steps": 12})
+    code, err = answer(capsys, *arguments)
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"{inside} is a link to {elsewhere}" in err
+    if name == "final":
+        code, err = answer(capsys, "export", run)
+        assert code == 2
+        assert "is a link" in err
+    assert inside.is_symlink()
+    assert {path: path.read_bytes() for path in files} == before
+    assert not elsewhere.is_dir() or set(elsewhere.rglob("*")) >= set(files)
+
+
+def test_a_link_that_appears_later_is_not_written_through(tmp_path: Path) -> None:
+    """The scan at the start is not the only guard: every file that is appended to is opened without following links."""
+    from bottega.callbacks.jsonl import JsonLines
+    from bottega.callbacks.log_file import LogFile
+    from bottega.core.callback import Progress
+
+    other = tmp_path / "other"
+    other.write_text("mine")
+    for name in ("LOCK", "log.txt", "metrics.jsonl"):
+        (tmp_path / name).symlink_to(other)
+    LogFile(tmp_path / "log.txt").write("hello")
+    warnings: list[str] = []
+    JsonLines(tmp_path / "metrics.jsonl", warnings.append).after_step(Progress(step=1), {"loss": 1.0})
+    assert len(warnings) == 1
+    with pytest.raises(EnvironmentProblem):
+        Lock(RunDirectory(tmp_path)).__enter__()
+    assert other.read_text() == "mine"
+
+
+# Starts
+
+
+@pytest.mark.parametrize(
+    "change", [{"data.train.path": "not-there.txt"}, {"training.batch_size": 10**7}, {"evaluation.metric": "no"}]
+)
+def test_a_refused_start_leaves_nothing_behind(
+    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
+) -> None:
+    code, _ = answer(capsys, *words(tmp_path / "new" / "runs", text_file, name="x", **change))
+    assert code in (2, 3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_refused_start_leaves_an_older_run_as_it_was(
+    tmp_path: Path, text_file: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {name: digest for name, digest in hash_files(run).items() if name not in ("LOCK", "log.txt")}
+    code, err = answer(capsys, *words(tmp_path, text_file, name="run", **{"model.hidden_size": 32}))
+    assert code == 2
+    assert {name: digest for name, digest in hash_files(run).items() if name not in ("LOCK", "log.txt")} == before
+    line = (run / "log.txt").read_text().splitlines()[-1]
+    assert " ERROR " in line, "the refusal is on record in a run that was there"
+    assert line.partition(" ERROR ")[2] in err
+
+
+def test_the_log_has_levels_and_the_error_that_ended_the_run(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bottega.engines.torch import TorchEngine
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the coffee\nis cold")
+
+    monkeypatch.setattr(TorchEngine, "eval_step", fail)
+    code, err = answer(capsys, *words(tmp_path, text_file, "--quiet", name="x"))
+    assert code == 1
+    lines = (tmp_path / "x" / "log.txt").read_text().splitlines()
+    levels = [line.split()[2] for line in lines]
+    assert set(levels) == {"INFO", "ERROR"}
+    assert levels.count("ERROR") == 1
+    assert lines[-1].partition(" ERROR ")[2] == err.strip().removeprefix("bottega: ")
+    assert "RuntimeError: the coffee is cold" in lines[-1]
+
+
+def test_fresh_beside_a_start_that_has_not_locked_yet_leaves_one_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first start has opened the lock file when --fresh sets the folder aside; its lock then is of the old folder."""
+    from bottega.run import set_aside
+
+    path = tmp_path / "run"
+    RunDirectory(path).create()
+    with Lock(RunDirectory(path)):
+        pass
+    has_opened, may_lock = threading.Event(), threading.Event()
+    flock, results = rundir.fcntl.flock, []
+
+    def delayed(handle: int, flags: int) -> None:
+        if threading.current_thread() is first:
+            has_opened.set()
+            assert may_lock.wait(30)
+        flock(handle, flags)
+
+    def start() -> None:
+        try:
+            with Lock(RunDirectory(path)):
+                results.append("locked")
+        except DirectoryInUse:
+            results.append("refused")
+
+    monkeypatch.setattr(rundir.fcntl, "flock", delayed)
+    first = threading.Thread(target=start)
+    first.start()
+    assert has_opened.wait(30)
+    set_aside(path)
+    RunDirectory(path).create()
+    with Lock(RunDirectory(path)):
+        may_lock.set()
+        first.join(30)
+        assert results == ["refused"], "the one that came later holds the folder under this name"
+    assert (tmp_path / "run.1" / "LOCK").is_file()
+
+
+def test_leftovers_of_killed_processes_are_swept(tmp_path: Path, text_file: Path, run: Path) -> None:
+    for name in (".tmp-final-0123abcd", ".tmp-codec-4711", ".trash-codec-0123abcd"):
+        (run / name).mkdir()
+        (run / name / "half.json").write_text("{")
+    for name in (".tmp-recipe.yaml-0123abcd", ".probe-0123abcd"):
+        (run / name).write_text("half")
+    shutil.copytree(run / "codec", run / ".old-final-0123abcd")  # killed where two names cannot be exchanged
+    with durable.writing_folder(run / "export"):  # of another process that is still at it
+        train(tmp_path, text_file, name="run")
+        assert [name for name in os.listdir(run) if name.startswith(".tmp-export-")]
+    assert not [name for name in os.listdir(run) if name.startswith(".")]
+    assert (run / "final").is_dir()
+
+
+@pytest.mark.parametrize("content", ["", "  \n", "task: [", "bread: flour\n", "- 1\n", "\x00"])
+def test_a_broken_recipe_is_named_with_what_to_do(
+    tmp_path: Path, text_file: Path, run: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (run / "recipe.yaml").write_text(content)
+    straight = tensors(run)
+    arguments = words(tmp_path, text_file, "--quiet", name="run")
+    for verb in (arguments, ["generate", run], ["export", run]):
+        code, err = answer(capsys, *verb)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert f"{run / 'recipe.yaml'} is not a whole recipe" in err
+        assert "delete it" in err
+    (run / "recipe.yaml").unlink()  # as it says
+    assert answer(capsys, *arguments)[0] == 0
+    assert different(straight, tensors(run)) == []
+    assert answer(capsys, "export", run)[0] == 0
+
+
+# Reading
+
+
+def make_unreadable(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Reading the file, or listing the folder, fails as on a broken disk. (Permissions do not stop an administrator.)"""
+    listdir = os.listdir
+    file_digest = checkpoint.hashlib.file_digest
+
+    def list_folder(folder: Any = ".") -> list[str]:
+        if Path(folder) == path:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return listdir(folder)
+
+    def digest(file: Any, name: str) -> Any:
+        if Path(file.name) == path:
+            raise OSError(5, "Input/output error")
+        return file_digest(file, name)
+
+    monkeypatch.setattr(os, "listdir", list_folder)
+    monkeypatch.setattr(checkpoint.hashlib, "file_digest", digest)
+
+
+def test_a_read_error_in_the_newest_checkpoint_falls_back_to_an_older_one(
+    tmp_path: Path, text_file: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight = tensors(run)
+    make_unreadable(monkeypatch, run / "checkpoints" / "step-00000008" / "optimizer.safetensors")
+    code, err = answer(capsys, *words(tmp_path, text_file, name="run"))
+    monkeypatch.undo()
+    assert code == 0, err
+    assert "step-00000008 cannot be read: optimizer.safetensors: Input/output error; trying an older one" in err
+    assert "at step 4 of 8" in err
+    assert different(straight, tensors(run)) == []
+
+
+def test_a_checkpoints_folder_that_cannot_be_listed_is_not_an_empty_one(
+    tmp_path: Path, text_file: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = hash_files(run)
+    make_unreadable(monkeypatch, run / "checkpoints")
+    for verb in (words(tmp_path, text_file, name="run"), ["generate", run], ["export", run]):
+        code, err = answer(capsys, *verb)
+        assert (code, err.count("\n")) == (5, 1), err
+        assert f"cannot read {run / 'checkpoints'}: Permission denied" in err
+    monkeypatch.undo()
+    after = hash_files(run)
+    assert {name for name in after if after[name] != before.get(name)} <= {"LOCK", "log.txt"}
+
+
+# Best, last and what stands in for them
+
+
+def test_links_are_put_right_at_every_start(tmp_path: Path, text_file: Path, run: Path) -> None:
+    folder = run / "checkpoints"
+    expected = [checkpoint.follow(folder, name) for name in ("last", "best")]
+    checkpoint.point(folder, "last", folder / "step-00000004")
+    (folder / "best").unlink()
+    assert bottega.load(run).checkpoint == expected[1], "nobody who reads trusts a link"
+    assert bottega.load(run, checkpoint="last").checkpoint == expected[0]
+    train(tmp_path, text_file, name="run")
+    assert [checkpoint.follow(folder, name) for name in ("last", "best")] == expected
+
+
+@pytest.fixture
+def two(tmp_path: Path, text_file: Path) -> Path:
+    """A run whose best checkpoint, step 4, is not its last one, step 8."""
+    run: Path = train(tmp_path, text_file, name="two", **{"evaluation.every": 4}).path
+    for step in (4, 8):
+        rewrite(run / "checkpoints" / checkpoint.step_name(step), lambda progress: progress.update(best_step=4))
+    assert bottega.load(run).checkpoint.name == "step-00000004"
+    return run
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any] | None = None, **files: Any) -> None:
+    """The same checkpoint with another progress or other tensors, so that it verifies."""
+    manifest, progress = checkpoint.verify(folder), checkpoint.read_progress(folder)
+    if change is not None:
+        change(progress)
+    tables = {name: load_file(folder / name) for name in manifest.files if name.endswith(".safetensors")}
+    tables.update(files)
+    checkpoint.write(
+        folder.parent, step=manifest.step, files=tables, progress=progress, fingerprint=manifest.fingerprint
+    )
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "damaged"])
+def test_the_newest_good_checkpoint_stands_in_for_the_best(
+    two: Path, capsys: pytest.CaptureFixture[str], is_gone: bool
+) -> None:
+    best = two / "checkpoints" / "step-00000004"
+    if is_gone:
+        shutil.rmtree(best)
+    else:
+        (best / "model.safetensors").write_bytes(b"")
+    for verb in (["generate", two, "--max_tokens", 2], ["evaluate", two]):
+        code, err = answer(capsys, *verb)
+        assert code == 0, err
+        assert err.count("\n") == 1
+        assert "step-00000008" in err
+        assert ("step 4, is gone" if is_gone else "step-00000004 damaged") in err
+    code, err = answer(capsys, "export", two)
+    assert code == 4, "an export is for others, so it is of the best or of one that was asked for"
+    assert answer(capsys, "export", two, "--checkpoint", 8)[0] == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_refused(run: Path, capsys: pytest.CaptureFixture[str], value: float) -> None:
+    best = checkpoint.follow(run / "checkpoints", "best")
+    assert best is not None
+    weights = load_file(best / "model.safetensors")
+    name = sorted(weights)[0]
+    weights[name].flat[-1] = value
+    rewrite(best, **{"model.safetensors": weights})
+    for verb in (["generate", run], ["evaluate", run], ["inspect", run], ["export", run]):
+        code, err = answer(capsys, *verb)
+        assert (code, err.count("\n")) == (4, 1), err
+        assert f"{name} holds values that are not finite" in err
+    with pytest.raises(CheckpointError, match="not finite"):
+        bottega.load(run)
+    assert not (run / "final").exists()
+
+
+# A second export
+
+
+def test_an_export_is_replaced_whole_or_not_at_all(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before and after every operation, the folder holds the old export or the new one, and never a mixture."""
+    old, new = bottega.load(run, checkpoint=4), bottega.load(run, checkpoint=8)
+    final = old.export()
+    before = hash_files(final)
+    expected = hash_files(new.export(run.parent / "other"))
+    assert before["model.safetensors"] != expected["model.safetensors"]
+
+    for when in ("before", "after"):
+        number = 0
+        while True:
+            number += 1
+            death = DeathAt(number, when)
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("rename", "mkdir", "unlink", "rmdir", "fsync"):
+                    patch.setattr(os, name, death.watch(getattr(os, name)))
+                patch.setattr(durable, "_exchange", death.watch(durable._exchange))
+                try:
+                    new.export()
+                except Death:
+                    pass
+            assert hash_files(final) in (before, expected), f"{when} operation {number}"
+            new.export()
+            assert hash_files(final) == expected
+            assert not [name for name in os.listdir(run) if name.startswith(".")]
+            old.export()
+            if death.count < number:
+                break
+        assert number > 10, "the operations were seen"
+
+
+class Death(BaseException):
+    """The process ends here; nothing is cleaned up either."""
+
+
+class DeathAt:
+    """Lets the `number`-th watched operation be the last, or the one before it."""
+
+    def __init__(self, number: int, when: str) -> None:
+        self.number, self.when, self.count = number, when, 0
+
+    def watch(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **options: Any) -> Any:
+            self.count += 1
+            if self.count > self.number or (self.count == self.number and self.when == "before"):
+                raise Death
+            result = call(*args, **options)
+            if self.count == self.number:
+                raise Death
+            return result
+
+        return watched
+
+
+def test_files_beside_an_export_stay(run: Path, tmp_path: Path) -> None:
+    """Only what was left of this very folder is swept; the user's own hidden files are nobody's leftovers."""
+    others = [".tmp-notes", ".old-out-backup", ".tmp-other-0123abcd", "out.old-20260101"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".tmp-out-0123abcd").mkdir()
+    bottega.load(run).export(tmp_path / "out")
+    assert sorted(set(os.listdir(tmp_path)) - {"run"}) == sorted([*others, "out"])
+
+
+def test_an_export_that_does_not_read_back_replaces_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = bottega.load(run)
+    before = hash_files(saved.export())
+    share = bottega.saved._share
+
+    def tear(folder: Path) -> None:
+        share(folder)
+        os.truncate(folder / "model.safetensors", 1000)
+
+    monkeypatch.setattr(bottega.saved, "_share", tear)
+    with pytest.raises(BottegaError, match=r"model\.safetensors"):
+        saved.export()
+    assert hash_files(run / "final") == before
+    assert not [name for name in os.listdir(run) if name.startswith(".")]
+
+
+def test_the_command_says_which_checkpoint_it_took(run: Path) -> None:
+    done = run_command(["export", str(run), "--json"])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["folder"] == str(run / "final")
