@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from bottega import resume
-from bottega.branches.start import start_folder
+from bottega.branches.start import injection, start_folder
 from bottega.compose import check_metrics, list_shortened, plain_loader, total_steps
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.rundir import RunDirectory
+from bottega.core.task import Task
 from bottega.data.readers.files import check_exists
 from bottega.methods.lesson import Lesson
 from bottega.schema import needs
@@ -162,6 +163,18 @@ def list_adjusted(recipe: Recipe, lesson: Lesson) -> list[str]:
         own = {name: parameter for name, parameter in named.items() if settings[name].scale is not None}
         lines += describe_choice(own, recipe.training.optimizer)
     return lines
+
+
+def find_size_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
+    """Return whether the model has no room where it would be trained; known from its shape, before it is built."""
+    from bottega.engines.devices import choose_device
+    from bottega.engines.sizing import check_fits, estimate
+
+    def check() -> None:
+        footprint = estimate(task, recipe.training, seed=recipe.seed, is_frozen=injection(recipe) is not None)
+        check_fits(footprint, choose_device(recipe.device))
+
+    return _collect(check)
 
 
 def find_changes(recipe: Recipe) -> list[BottegaError]:

@@ -15,7 +15,7 @@ from bottega.branches.branch import Branch
 from bottega.branches.located import STARTED_IN, UPWARDS
 from bottega.branches.start import PLACE, based, local_start
 from bottega.callbacks.console import Console
-from bottega.checks import find_data_problems, list_adjusted, raise_together
+from bottega.checks import find_data_problems, find_size_problems, list_adjusted, raise_together
 from bottega.compose import (
     build_engine,
     build_loader,
@@ -91,6 +91,7 @@ class Session:
         console.unit, console.headline = branch.unit, branch.headline
         engine: TorchEngine | None = None
         try:
+            raise_together(find_size_problems(recipe, branch.task))
             recipe = settled(recipe, branch, directory, resume_from=self.resume_from, console=console)
             lesson = applied(needs.placed(recipe), branch)
             raise_together(find_data_problems(recipe, lesson))

@@ -41,7 +41,7 @@ def test_gradients_are_those_of_the_whole_batch_under_any_split(micro: int) -> N
     counts = whole.task.counts(batch)
     losses = []
     for one in (whole, split):
-        loss, metrics = one._backward(3, put(batch, one.device), counts, 8)
+        loss, metrics = one.backward(3, put(batch, one.device), counts, 8)
         losses.append((loss.item(), one.fetch(metrics)["absolute"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for (name, a), b in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):

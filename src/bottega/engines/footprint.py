@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bottega.core.errors import OutOfMemory
 from bottega.core.types import Batch
+from bottega.engines.saved_tensors import Kept
 from bottega.engines.torch import TorchEngine
 
 TIMED = 3
@@ -92,7 +93,7 @@ def _taken(engine: TorchEngine, batch: Batch, size: int) -> Taken:
     if is_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds, kept = [], Kept(engine)
+    seconds, kept = [], Kept((engine.model, *engine.frozen.values()))
     for step in range(1, TIMED + 1):
         with nullcontext() if is_gpu or step > 1 else kept.counting():
             begun = time.perf_counter()
@@ -102,46 +103,6 @@ def _taken(engine: TorchEngine, batch: Batch, size: int) -> Taken:
     reserved = torch.cuda.max_memory_reserved() if is_gpu else 0
     # The one that was counted took longer for it.
     return Taken(size, peak, reserved, size / sorted(seconds[0 if is_gpu else 1 :])[(TIMED - 1) // 2])
-
-
-class Kept:
-    """Counts the bytes that autograd holds, each storage once, and remembers the most there were at a time."""
-
-    def __init__(self, engine: TorchEngine) -> None:
-        models = (engine.model, *engine.frozen.values())
-        # Weights are there in any case.
-        self._known = {
-            t.untyped_storage().data_ptr() for model in models for t in (*model.parameters(), *model.buffers())
-        }
-        self._holders: Counter[int] = Counter()
-        self.now = self.peak = 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Held(tensor, self), lambda held: held.tensor):
-            yield
-
-    def change(self, storage: int, size: int, *, by: int) -> None:
-        if storage in self._known:
-            return
-        self._holders[storage] += by
-        if (by > 0 and self._holders[storage] == 1) or (by < 0 and self._holders[storage] == 0):
-            self.now += by * size
-            self.peak = max(self.peak, self.now)
-
-
-class _Held:
-    """One saved tensor, for as long as autograd needs it."""
-
-    __slots__ = ("meter", "size", "storage", "tensor")
-
-    def __init__(self, tensor: Tensor, meter: Kept) -> None:
-        self.tensor, self.meter = tensor.detach(), meter
-        self.storage, self.size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        meter.change(self.storage, self.size, by=1)
-
-    def __del__(self) -> None:
-        self.meter.change(self.storage, self.size, by=-1)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -55,7 +55,7 @@ def build(
         parameter.requires_grad_(one.scale is not None)
         if one.scale is not None:
             usual = weight_decay if parameter.dim() >= 2 else 0.0
-            is_hidden = options.name == "muon" and _is_hidden_matrix(name, parameter)
+            is_hidden = options.name == "muon" and is_hidden_matrix(name, parameter)
             key = is_hidden, one.scale, usual if one.weight_decay is None else one.weight_decay
             groups.setdefault(key, []).append(parameter)
 
@@ -75,7 +75,7 @@ def build(
 
 def describe_choice(named: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
     """Return a line where the update rule that was chosen applies to none of the parameters."""
-    if options.name != "muon" or any(_is_hidden_matrix(name, parameter) for name, parameter in named.items()):
+    if options.name != "muon" or any(is_hidden_matrix(name, parameter) for name, parameter in named.items()):
         return []
     return [
         "training.optimizer.name: muon is for matrices between hidden states, and this model trains none; all of it is "
@@ -83,7 +83,7 @@ def describe_choice(named: Mapping[str, Tensor], options: OptimizerOptions) -> l
     ]
 
 
-def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     # Muon orthogonalises maps between hidden states. An embedding or head is a table of rows, and stays with AdamW.
     return parameter.dim() == 2 and "embed" not in name and "head" not in name
 

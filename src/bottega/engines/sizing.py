@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bottega.core.errors import UsageError
+from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.task import Task
+from bottega.engines.host_memory import available_memory
+from bottega.engines.optimizers import is_hidden_matrix
+from bottega.schema.training import Optimizer, Training
+
+GIB = 1 << 30
+
+
+class Footprint(NamedTuple):
+    """Bytes that are there at every step, whatever the batch."""
+
+    parameters: int
+    """How many there are; not bytes."""
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    average: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.average
 
 
 class WithoutMemory(TorchFunctionMode):
@@ -49,3 +71,77 @@ def build_without_memory(task: Task, seed: int) -> Mapping[str, nn.Module] | Non
         raise
     except Exception:  # transformers and diffusers refuse to read weights into a model without memory, each in its way
         return None
+
+
+def estimate(task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> Footprint:
+    """Return what training takes at least; of a base that `is_frozen`, and of models known by their files, the weights."""
+    models = build_without_memory(task, seed)
+    if models is None:
+        size = sum(_file_sizes(task))
+        return Footprint(parameters=size // 4, weights=size)
+    tensors = {id(t): t for model in models.values() for t in (*model.parameters(), *model.buffers())}.values()
+    named = dict(models["model"].named_parameters())
+    weights, parameters = sum(map(_bytes, tensors)), sum(p.numel() for p in named.values())
+    if is_frozen:
+        return Footprint(parameters, weights)
+    own = {name: parameter for name, parameter in named.items() if task.learns(name)}
+    learning = sum(map(_bytes, own.values()))
+    state = sum(_state_bytes(name, parameter, training.optimizer) for name, parameter in own.items())
+    return Footprint(parameters, weights, learning, state, learning if training.ema is not None else 0)
+
+
+def check_fits(footprint: Footprint, device: torch.device) -> None:
+    """Refuse, before anything is allocated, a model that has no room where it would be trained."""
+    beside = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # processes that share the memory of the host
+    free = available_memory() // beside
+    needed, place = footprint.total, "memory"
+    if device.type == "cuda":
+        if footprint.weights <= free:  # it is built on the host
+            free, place = torch.cuda.mem_get_info(device)[0], f"memory on {device}"
+        else:
+            needed = footprint.weights
+    if needed <= free:
+        return
+    parts = {
+        "weights": footprint.weights,
+        "gradients": footprint.gradients,
+        "optimizer": footprint.optimizer,
+        "average": footprint.average,
+    }
+    sizes = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+    each = f" for each of {beside} processes" if beside > 1 else ""
+    raise OutOfMemory(
+        f"out of memory before the first step: the model has {footprint.parameters:,} parameters, and {sizes} GiB do not "
+        f"fit in the {free / GIB:.1f} GiB of {place} that are free{each}; use a smaller model, or train a part of it "
+        "(techniques: lora)"
+    )
+
+
+def _state_bytes(name: str, parameter: Tensor, options: Optimizer) -> int:
+    """Return what an update rule keeps of one parameter."""
+    size = _bytes(parameter)
+    if options.name == "adafactor":
+        if parameter.dim() < 2:
+            return size
+        rows, columns = parameter.shape[-2:]
+        return size // (rows * columns) * (rows + columns) if rows * columns else 0
+    if options.name == "muon":
+        return size if is_hidden_matrix(name, parameter) else 2 * size
+    copies = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1 if options.momentum else 0}
+    return copies[options.name] * size
+
+
+def _file_sizes(task: Task) -> Iterator[int]:
+    """Yield the sizes of the weights in the folders that a task names, unless they are quantised as they are read."""
+    if getattr(task, "precision", None) in ("8bit", "4bit"):
+        return
+    for field in type(task).model_fields:
+        value = getattr(task, field)
+        if isinstance(value, Task):
+            yield from _file_sizes(value)
+        elif isinstance(value, str) and os.path.isdir(value):
+            yield from (file.stat().st_size for file in Path(value).rglob("*.safetensors"))
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

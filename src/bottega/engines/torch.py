@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from bottega.core.noise import Noise, seed_of
 from bottega.core.schedule import decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Rows, Sums
-from bottega.engines import changes, gradients, optimizers, ranks
+from bottega.engines import changes, fitting, gradients, optimizers, ranks
 from bottega.engines.average import Average
 from bottega.engines.devices import (
     batch_length,
@@ -67,6 +68,7 @@ class TorchEngine(Engine):
         self.precision = choose_precision(training.mixed_precision, self.device)
         self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
         self._auto = training.micro_batch_size == "auto"
+        self.processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
 
         models = task.build(seed)
         self.model: torch.nn.Module = models["model"].to(self.device)
@@ -104,7 +106,7 @@ class TorchEngine(Engine):
         self._scale = torch.full((), 2.0**16, device=self.device) if self.precision is torch.float16 else None
         self._growth = torch.zeros((), dtype=torch.int32, device=self.device)
         self._buffers: dict[str, dict[str, Tensor]] = {}
-        self._has_state = self._is_gradual = False
+        self._has_state = self._is_gradual = self._has_measured = False
 
     def plan(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
         """What depends on the length of the run: the rate at each step, and when parameters begin to learn."""
@@ -132,19 +134,20 @@ class TorchEngine(Engine):
         if changed and self.world > 1:
             self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
         on_device = put(batch, self.device, pin=self.pin_memory)
-        if self._auto and self.world > 1 and self.micro_batch_size is None:
-            self._rehearse(step, on_device, counts, size)
+        if self._auto and self.micro_batch_size is None and not self._has_measured:
+            self._has_measured = True
+            fitting.find_micro_batch(self, step, on_device, counts, size)
         if self.before_step is not None:
             self.before_step(step, batch)
         if not self.model.training:
             self.model.train()
         while True:
             try:
-                loss, metrics = self._backward(step, on_device, counts, size)
+                loss, metrics = self.backward(step, on_device, counts, size)
                 metrics |= self._complete(step)
                 break
-            except torch.OutOfMemoryError as error:
-                self._back_off(size, error)
+            except (RuntimeError, MemoryError) as error:
+                fitting.back_off(self, size, error, allowed=self._auto and self.world == 1)
         norm = self._update(step, loss)
         return {
             "loss": Local(loss) if self.world > 1 else loss,
@@ -155,7 +158,7 @@ class TorchEngine(Engine):
             **metrics,
         }
 
-    def _backward(
+    def backward(
         self, step: int, batch: Batch, counts: Mapping[str, float], size: int
     ) -> tuple[Tensor, dict[str, Any]]:
         """This rank's gradients of the exact global mean, micro-batch by micro-batch; `_complete` joins the ranks'."""
@@ -258,40 +261,9 @@ class TorchEngine(Engine):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.precision)
 
-    def _rehearse(self, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
-        """Several ranks find what fits all of them before their first step: one that ran out of memory inside a
-        collective would leave the others waiting there."""
-        self.micro_batch_size = size
-        self.model.train()
-        while True:
-            error: BaseException | None = None
-            micro = self.micro_batch_size
-            try:
-                with self._sync(last=False):
-                    self._backward(step, slice_batch(batch, 0, micro), counts, micro)
-            except torch.OutOfMemoryError as caught:
-                error = caught
-            for p in self._params:
-                p.grad = None
-            if not self.agree(error is not None):
-                return
-            self._halve(micro, error)
-
-    def _back_off(self, size: int, error: BaseException) -> None:
-        """Halve the micro-batch and try the step again; the global batch, and so the result, stays what it was."""
-        micro = min(self.micro_batch_size or size, size)
-        for p in self._params:
-            p.grad = None
-        self._halve(micro, error, allowed=self._auto and self.world == 1)
-
-    def _halve(self, micro: int, error: BaseException | None, *, allowed: bool = True) -> None:
-        if micro == 1 or not allowed:
-            less = "lower training.micro_batch_size" + ("" if self._auto else " or set it to auto")
-            hint = less if micro > 1 else "use a smaller model or shorter samples"
-            raise OutOfMemory(f"out of memory on {self.device} with {micro} examples in a forward; {hint}") from error
-        self.micro_batch_size = -(-micro // 2)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def without_sync(self) -> Any:
+        """Gradients of what runs inside stay with this rank."""
+        return self._sync(last=False)
 
     # Everything that is not a step
 

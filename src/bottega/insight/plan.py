@@ -11,6 +11,7 @@ from bottega.checks import (
     find_data_problems,
     find_model_problems,
     find_problems,
+    find_size_problems,
     list_adjusted,
     list_unused,
     load_checked,
@@ -75,7 +76,9 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
             _check_rows(recipe, sum(prepared.tables[table]["rows"] for table in prepared.training_tables))
         return [f"{', '.join(waiting)}: trained first; what depends on it is not checked"] if waiting else []
     placed = needs.placed(recipe)
-    lesson = applied(placed, prepare(placed, Console(unit="samples", quiet=quiet)))
+    branch = prepare(placed, Console(unit="samples", quiet=quiet))
+    raise_together(find_size_problems(recipe, branch.task))
+    lesson = applied(placed, branch)
     raise_together([*find_data_problems(recipe, lesson), *find_model_problems(recipe, lesson)])
     return [*lesson.notes, *list_adjusted(recipe, lesson)]
 

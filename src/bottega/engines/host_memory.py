@@ -1,0 +1,61 @@
+"""How much memory this process may still take from its machine: what is free, within the limits of its container."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def available_memory() -> int:
+    """Return the bytes that can be taken before the kernel ends a process or refuses an allocation."""
+    free = psutil.virtual_memory().available + psutil.swap_memory().free
+    limits = [limit for limit in (*_container_limits(), _address_limit()) if limit is not None]
+    return max(0, min([free, *limits]))
+
+
+def _address_limit() -> int | None:
+    """What `ulimit -v` leaves."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit - psutil.Process().memory_info().vms
+
+
+def _container_limits() -> Iterator[int]:
+    """What each group of processes that this one is in has left, the innermost first (cgroup v2 and v1)."""
+    try:
+        lines = OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names, root = ("memory.max", "memory.current"), CGROUPS
+        elif "memory" in controllers.split(","):
+            names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes"), CGROUPS / "memory"
+        else:
+            continue
+        folder = root / path.strip("/")
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(root):
+                break
+            if (left := _left(group, *names)) is not None:
+                yield left
+
+
+def _left(group: Path, limit: str, usage: str) -> int | None:
+    """Return what a group may still take; None where it has no limit or does not say."""
+    try:
+        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        if most == "max" or int(most) >= 1 << 60:
+            return None
+        rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        statistics = {row[0]: int(row[1]) for row in rows if len(row) == 2}
+    except (OSError, ValueError):
+        return None
+    prefix = "total_" if "total_inactive_file" in statistics else ""
+    cached = sum(statistics.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
+    return int(most) - max(0, used - cached)

@@ -1,0 +1,164 @@
+"""The memory that training takes is known from the shape of the model, and a model without room is never allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import small_texts
+from bottega import branches, cli
+from bottega.compose import build_engine
+from bottega.core.errors import OutOfMemory
+from bottega.engines import fitting, host_memory, sizing
+from bottega.engines.footprint import optimizer_bytes, weights_of
+from bottega.engines.sizing import Footprint, check_fits, estimate
+from bottega.schema.load import load_recipe
+from small_media import image
+from small_run import settings, words, write_text
+from toy_task import Toy, advance, engine, loader, training
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon", "adafactor")
+SMALL: dict[str, Any] = {
+    "language/shakespeare": lambda folder: settings(folder, write_text(folder / "text.txt")),
+    "image": image,
+    "classify": small_texts.settings,
+    "routing": lambda folder: {"output_dir": str(folder), "data.num_samples": 256, "training.max_steps": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("language/shakespeare", one) for one in OPTIMIZERS] + [(name, "adamw") for name in SMALL]
+)
+def test_the_estimate_is_what_an_engine_takes(name: str, optimizer: str, tmp_path: Path) -> None:
+    values = {**SMALL[name](tmp_path), "training.optimizer.name": optimizer, "device": "cpu"}
+    recipe = load_recipe([name, values]).recipe
+    branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+    found = estimate(branch.task, recipe.training, seed=0)
+    one = build_engine(recipe, branch.task)
+    one._ensure_state()
+    assert found.weights == sum(model.bytes for model in weights_of(one))
+    assert found.parameters == sum(p.numel() for p in one.model.parameters())
+    assert found.gradients == sum(p.numel() * 4 for p in one.model.parameters() if p.requires_grad)
+    counters = 8 * sum(len(optimizer.state) for optimizer in one.optimizers)  # how often each parameter was updated
+    assert found.optimizer <= optimizer_bytes(one) <= found.optimizer + 2 * counters
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_a_model_larger_than_memory_is_refused_before_it_is_built(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hundred billion parameters: whoever allocated them would be ended by the kernel."""
+    sizes = {"model.hidden_size": 16384, "model.num_layers": 40, "model.intermediate_size": 49152}
+    monkeypatch.setattr("bottega.session.build_engine", lambda *_: pytest.fail("it was built"))
+    command = words(tmp_path / "runs", write_text(tmp_path / "t.txt"), device="cpu", **sizes)
+    assert cli.main([verb, *command[1:]]) == 7
+    told = capsys.readouterr().err
+    assert "out of memory before the first step: the model has 9" in told
+    assert "weights" in told
+    assert "gradients" in told
+    assert "optimizer" in told
+    assert "use a smaller model" in told
+    assert not list((tmp_path / "runs").glob("*/checkpoints"))
+
+
+def test_processes_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "available_memory", lambda: 100 << 30)
+    model = Footprint(1, weights=20 << 30, gradients=20 << 30)
+    check_fits(model, torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(OutOfMemory, match=r"weights 20\.0 \+ gradients 20\.0 GiB .* 25\.0 GiB .* each of 4 processes"):
+        check_fits(model, torch.device("cpu"))
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nested groups: the outer one is the narrower, and pages of files do not count as taken."""
+    free = host_memory.available_memory()
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    inner = groups / "job" / "step"
+    inner.mkdir(parents=True)
+    own.write_text("0::/job/step\n")
+    (inner / "memory.max").write_text("max\n")
+    (inner / "memory.current").write_text("5\n")
+    (groups / "job" / "memory.max").write_text("1000000\n")
+    (groups / "job" / "memory.current").write_text("700000\n")
+    (groups / "job" / "memory.stat").write_text("anon 500000\ninactive_file 150000\nactive_file 50000\n")
+    monkeypatch.setattr(host_memory, "CGROUPS", groups)
+    monkeypatch.setattr(host_memory, "OWN_GROUPS", own)
+    assert host_memory.available_memory() == 500_000
+    own.write_text("3:cpu,memory:/job\n1:name=systemd:/\n")
+    group = groups / "memory" / "job"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text(f"{1 << 62}\n")
+    assert host_memory.available_memory() == pytest.approx(free, rel=0.2)
+    (group / "memory.limit_in_bytes").write_text("400000\n")
+    (group / "memory.usage_in_bytes").write_text("300000\n")
+    (group / "memory.stat").write_text("total_inactive_file 1000\ntotal_active_file 0\ninactive_file 7\n")
+    assert host_memory.available_memory() == 101_000
+
+
+def close(one: Any, other: Any) -> None:
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+class Refusing(Toy):
+    """More than `fits` examples in one forward fail as an allocation on the host does."""
+
+    fits: int = 3
+
+    def loss(self, models: Any, batch: Any, rng: Any) -> Any:
+        if len(batch["x"]) > self.fits:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried …"
+            )
+        return super().loss(models, batch, rng)
+
+
+def test_auto_backs_off_when_the_host_refuses() -> None:
+    options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
+    plenty, scarce = engine(options), engine(options, task=Refusing(fits=3))
+    for one in (plenty, scarce):
+        advance(one, loader(of=one), 0, 3)
+    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (None, 2)
+    close(plenty, scarce)
+    fixed = engine(training(micro_batch_size=8), task=Refusing(fits=3), micro=8)
+    with pytest.raises(
+        OutOfMemory, match=r"8 examples in a forward; lower training\.micro_batch_size or set it to auto"
+    ):
+        fixed.train_step(0, loader(of=fixed).batch(0))
+
+
+def test_auto_measures_before_the_kernel_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one example keeps for backward tells how many fit in what is free, and the result is the same."""
+    options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
+
+    class Counted(fitting.Kept):
+        def __init__(self, models: Any) -> None:
+            super().__init__(models)
+            counts.append(self)
+
+    counts: list[Any] = []
+    monkeypatch.setattr(fitting, "Kept", Counted)
+    plenty = engine(options)
+    advance(plenty, loader(of=plenty), 0, 3)
+    assert len(counts) == 1, "only before the first step"
+    peak = counts[0].peak
+    assert peak > 0
+    monkeypatch.setattr(fitting, "available_memory", lambda: int(peak * 2.9 * fitting.OVERHEAD))
+    scarce = engine(options)
+    advance(scarce, loader(of=scarce), 0, 3)
+    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (None, 2)
+    close(plenty, scarce)
+
+
+def test_another_error_is_no_lack_of_memory() -> None:
+    class Broken(Toy):
+        def loss(self, models: Any, batch: Any, rng: Any) -> Any:
+            raise RuntimeError("shapes do not match")
+
+    one = engine(training(micro_batch_size="auto"), task=Broken())
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        one.train_step(0, loader(of=one).batch(0))
