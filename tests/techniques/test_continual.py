@@ -344,7 +344,7 @@ def test_one_pass_over_a_stream(tmp_path: Path) -> None:
         ({"data.replay.path": "x"}, UsageError, "a sequence has an order of its own"),
         ({"training.max_steps": 1}, UsageError, r"data.sources\[.\] has .* not one is its own"),
         (
-            {"data.validation.split": 0.01, "data.split.by": "hash"},
+            {"data.validation.split": 1e-9, "data.split": {"by": "hash"}},
             DataError,
             "of which a sequence holds back its own share: splitting .* by hash leaves no row for validation",
         ),

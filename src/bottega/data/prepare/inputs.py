@@ -21,6 +21,8 @@ from bottega.schema.data import Data, HeldOut, Source
 # it writes costs nothing to open again.
 JOB_BYTES = 8 << 20
 MEDIA_JOB_BYTES = 64 << 20
+# Small files cost by their number. Progress is told after each job, and 50,000 thumbnails would be a single one.
+MOST_ITEMS = 1000
 NAMED_PARTS = ("huggingface", "idx")
 # Kinds that hold nothing to learn from, by the field a task reads.
 FOREIGN = {
@@ -263,7 +265,7 @@ def jobs_of(items: list[Item], inputs: tuple[Input, ...]) -> tuple[tuple[Item, .
     jobs: list[list[Item]] = []
     room, last = 0, -1
     for item in items:
-        if item.input != last or item.bytes > room:
+        if item.input != last or item.bytes > room or len(jobs[-1]) >= MOST_ITEMS:
             jobs.append([])
             room = MEDIA_JOB_BYTES if inputs[item.input].found.is_media else JOB_BYTES
         jobs[-1].append(item)

@@ -184,6 +184,8 @@ class Texts:
 
 def prepare(plan: Plan, *, cache: Path, progress: Progress = lambda stage, done, total: None) -> Prepared:
     """The prepared folder of a plan, made where it is not there yet. Many processes may call at once."""
+    for input in plan.inputs:
+        input.found.hash_files(progress)
     folder = cached(cache, plan.key, lambda folder: _build(plan, folder, progress))
     return Prepared(folder, plan.key, _unread_parts(plan.inputs))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,9 @@ OPTIONS = {
     **dict.fromkeys(MEDIA, ("columns", "delimiter")),
 }
 
+Progress = Callable[[str, int, int], None]
+"""What is being done, how many bytes of how many."""
+
 # In a folder of one kind, up to a quarter may be something else (a picture among texts); more is a mixture.
 AGREEING = 0.75
 
@@ -89,6 +92,14 @@ class Found:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of everything the records depend on, wherever the files lie."""
+        return self._hash(lambda stage, done, total: None)
+
+    def hash_files(self, progress: Progress) -> None:
+        """Compute the fingerprint now, which reads every file that was not hashed before, and say how far it is."""
+        if "fingerprint" not in vars(self):
+            vars(self)["fingerprint"] = self._hash(progress)
+
+    def _hash(self, progress: Progress) -> str:
         options = [(name, getattr(self.source, name)) for name in OPTIONS.get(self.kind, ())]
         if self.source.pattern is not None:
             options.append(("pattern", self.source.pattern))
@@ -99,7 +110,7 @@ class Found:
             digest.update(fingerprint(self.source).encode())
             return digest.hexdigest()
         parts = [*self.files, *self._beside()]
-        for file, content in zip(parts, content_hashes(parts), strict=True):
+        for file, content in zip(parts, content_hashes(parts, partial(progress, "hash")), strict=True):
             # A table that the recipe names may lie anywhere, and is no other table there.
             name = self.name(file) if file == self.root or file.is_relative_to(self.root) else file.name
             digest.update(f"{name}\0{content}\0".encode(errors="surrogateescape"))

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +21,8 @@ from bottega.data.readers.compressed import opened
 RACY_NS = 2_000_000_000
 THREADS = 4
 
+_QUERIED = 500
+"""Paths that are asked for at once; SQLite takes 999 in its oldest form."""
 _TABLE = "CREATE TABLE IF NOT EXISTS hashes (path TEXT PRIMARY KEY, state TEXT, hash TEXT) WITHOUT ROWID"
 
 
@@ -41,19 +43,28 @@ def content_hash(path: Path) -> str:
     return content_hashes([path])[0]
 
 
-def content_hashes(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of each file, in hex. Several are hashed at once: hashlib lets go of the interpreter."""
+def content_hashes(paths: Sequence[Path], progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
+    """SHA-256 of each file, in hex. Several are hashed at once: hashlib lets go of the interpreter.
+
+    `progress` is called with the bytes that are hashed and those that have to be.
+    """
     now = time.time_ns()
     names = [os.path.abspath(path) for path in paths]
     states = {name: _state(Path(name)) for name in names}
     known = _remembered(states)
     missing = [name for name in states if name not in known]
+    made: dict[str, str] = {}
+    done, total = 0, sum(states[name].size for name in missing)
     with ThreadPoolExecutor(THREADS) as pool:
-        made = dict(zip(missing, pool.map(_hashed, missing), strict=True))
+        for name, hashed in zip(missing, pool.map(_hashed, missing), strict=True):
+            made[name] = hashed
+            done += states[name].size
+            progress(done, total)
     # A file that changed while it was read has another time of change by now, and is not taken for this one again.
     settled = (name for name in missing if states[name].is_settled(now))
     _remember((name, str(states[name]), made[name]) for name in settled)
-    return [(known | made)[name] for name in names]
+    hashes = known | made
+    return [hashes[name] for name in names]
 
 
 def _hashed(name: str) -> str:
@@ -76,10 +87,13 @@ def _remembered(states: dict[str, State]) -> dict[str, str]:
     known = {}
     try:
         with closing(_database()) as kept:
-            for name, state in states.items():
-                row = kept.execute("SELECT state, hash FROM hashes WHERE path = ?", (name,)).fetchone()
-                if row is not None and row[0] == str(state):
-                    known[name] = row[1]
+            names = list(states)
+            for first in range(0, len(names), _QUERIED):
+                some = names[first : first + _QUERIED]
+                marks = ", ".join("?" * len(some))
+                for name, state, hashed in kept.execute(f"SELECT * FROM hashes WHERE path IN ({marks})", some):
+                    if state == str(states[name]):
+                        known[name] = hashed
     except (sqlite3.Error, OSError, UnicodeError):
         return {}  # what cannot be remembered is hashed again
     return known

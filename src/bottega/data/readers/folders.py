@@ -7,6 +7,7 @@ file or above it, or the one the recipe names) its rows describe the files and f
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
@@ -62,10 +63,10 @@ def _root(piece: Piece) -> Path:
 
 def _problem(file: Path) -> str | None:
     try:
-        real = file.resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    return None if real.is_file() else "is no regular file"
+        mode = os.stat(file).st_mode
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None if stat.S_ISREG(mode) else "is no regular file"
 
 
 def _named(file: Path, folder: Path, root: Path) -> str:

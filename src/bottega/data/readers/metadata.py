@@ -6,6 +6,8 @@ here, because it must name files.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,6 +16,7 @@ from typing import Any
 
 from bottega.core.errors import DataError
 from bottega.data.readers import columns, compressed, files, jsonlines, jsonlist, table
+from bottega.data.readers.fingerprint import RACY_NS
 from bottega.data.readers.reader import Piece
 from bottega.data.record import Bad, Record
 from bottega.schema.data import Source
@@ -65,12 +68,26 @@ class Metadata:
 
 
 def table_in(folder: Path) -> Path | None:
-    return next((folder / name for name in TABLES if _is_table(folder / name)), None)
+    try:
+        written = os.stat(folder).st_mtime_ns
+    except OSError:
+        return None
+    # Asked for every file of a folder. One that changed just now may change again without a later time.
+    is_settled = written + RACY_NS <= time.time_ns()
+    names = _settled_tables(str(folder), written) if is_settled else _tables_in(str(folder))
+    return next((folder / name for name in names if _is_table(folder / name)), None)
+
+
+def _tables_in(folder: str) -> tuple[str, ...]:
+    return tuple(name for name in TABLES if os.path.isfile(os.path.join(folder, name)))
+
+
+@lru_cache(maxsize=4096)
+def _settled_tables(folder: str, written: int) -> tuple[str, ...]:
+    return _tables_in(folder)
 
 
 def _is_table(path: Path) -> bool:
-    if not path.is_file():
-        return False
     # A metadata.json is often one object about the whole data set.
     return path.suffix != ".json" or compressed.head(path, 4096).lstrip()[:1] == b"["
 

@@ -1,0 +1,94 @@
+"""A folder of very many small files: nothing is done for each file that could be done once, and progress is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bottega.data.prepare import inputs
+from bottega.data.prepare.media import prepare_media
+from bottega.data.readers import find, fingerprint, metadata
+from bottega.schema.data import HeldOut, Source
+from bottega.schema.media import Generator, ImageData, ImageRecipe
+
+
+def write_pictures(folder: Path, count: int) -> Path:
+    for number in range(count):
+        path = folder / "pictures" / f"class-{number % 3}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 4, 3), number, np.uint8)).save(path)
+    return folder / "pictures"
+
+
+def test_progress_is_told_while_files_are_hashed_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "MOST_ITEMS", 5)
+    source = Source(path=str(write_pictures(tmp_path, 40)))
+    data = ImageData(train=source, validation=HeldOut(split=0.2))
+    told: dict[str, list[float]] = {}
+
+    def progress(stage: str, done: int, total: int) -> None:
+        told.setdefault(stage, []).append(done / total)
+
+    prepare_media(ImageRecipe(model=Generator(condition="class"), data=data), progress=progress, cache=tmp_path / "c")
+    assert list(told) == ["hash", "scan", "encode"]
+    for stage, shares in told.items():
+        assert shares == sorted(shares)
+        assert shares[-1] == 1
+        assert max(np.diff([0, *shares])) < 0.2, f"{stage} jumps"
+
+
+def test_jobs_hold_few_files_and_keep_their_order(tmp_path: Path) -> None:
+    found = find(Source(path=str(write_pictures(tmp_path, 30))))
+    whole = (inputs.Input(found, "train"),)
+    items = inputs.items_of(whole, inputs.Shares(None, None), cut_single_text=True) * 100
+    jobs = inputs.jobs_of(items, whole)
+    assert max(map(len, jobs)) <= 1000
+    assert [item for job in jobs for item in job] == items
+
+
+def test_hashes_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = find(Source(path=str(write_pictures(tmp_path, 20)))).files
+    merged = []
+
+    class Known(dict[str, str]):
+        def __or__(self, other: Any) -> Any:
+            merged.append(len(other))
+            return {**self, **other}
+
+    monkeypatch.setattr(fingerprint, "_remembered", lambda states: Known())
+    assert len(set(fingerprint.content_hashes(files))) == 20
+    assert len(merged) <= 1
+
+
+def test_what_is_remembered_of_many_files_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_QUERIED", 3)
+    folder = write_pictures(tmp_path, 7)
+    files = find(Source(path=str(folder))).files
+    first = fingerprint.content_hashes(files)
+    for file in files:
+        os.utime(file, (1e9, 1e9))
+    states = {str(file): fingerprint._state(file)._replace(changed=0) for file in files}
+    fingerprint._remember((name, str(state), "hash") for name, state in states.items())
+    assert fingerprint._remembered(states) == dict.fromkeys(states, "hash")
+    assert fingerprint.content_hashes(files) == first, "their times have changed, so they are hashed again"
+
+
+def test_a_folder_is_looked_at_once_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_pictures(tmp_path, 3) / "class-0"
+    asked: list[str] = []
+    monkeypatch.setattr(
+        metadata, "_tables_in", lambda path, ask=metadata._tables_in: (asked.append(path), ask(path))[1]
+    )
+    os.utime(folder, (1e9, 1e9))
+    for _ in range(10):
+        assert metadata.table_in(folder) is None
+    assert len(asked) == 1
+    (folder / "metadata.csv").write_text("file_name,text\n0.png,a\n")
+    assert metadata.table_in(folder) == folder / "metadata.csv", "it was written just now, and is seen"
+    (folder / "metadata.csv").unlink()
+    assert metadata.table_in(folder) is None
