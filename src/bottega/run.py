@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,19 @@ def train_command(
     return {"run": str(run.path), "step": run.step, "metrics": run.metrics}
 
 
-def _train(
+def _train(resolved: Resolved, **options: Any) -> Run:
+    """Train; where there are several ranks, each watches the others from the start."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return _train_rank(resolved, **options)
+    from bottega.engines.heartbeat import watch_ranks
+
+    recipe = resolved.recipe
+    log = RunDirectory(Path(recipe.output_dir) / recipe.run_name()).log
+    with watch_ranks(log) or nullcontext():
+        return _train_rank(resolved, **options)
+
+
+def _train_rank(
     resolved: Resolved,
     *,
     quiet: bool,

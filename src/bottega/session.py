@@ -102,8 +102,10 @@ class Session:
 
             world = int(os.environ.get("WORLD_SIZE", 1))
             if world > 1 and is_lost_peer(error):
-                rank = os.environ.get("RANK")
-                raise PeerLost(f"rank {rank} of {world} lost another rank; start the same command again") from error
+                from bottega.engines.heartbeat import Heartbeat
+
+                watching = Heartbeat.current
+                raise PeerLost(watching.describe_loss() if watching is not None else "another rank is lost") from error
             raise
         finally:
             if engine is not None:

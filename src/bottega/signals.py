@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 ECHO = 5.0
 """Seconds within which a second signal is the first one again, where there are several ranks."""
@@ -58,6 +58,8 @@ class StopSignals:
         self._first = 0.0
         self._before: dict[int, object] = {}
         self._outer: StopSignals | None = None
+        self._is_leaving = False
+        """Whether an error is on its way out, which nothing may take the place of."""
 
     def __enter__(self) -> StopSignals:
         # Python delivers signals to the main thread only; elsewhere (a notebook's worker) there is nothing to catch.
@@ -79,6 +81,7 @@ class StopSignals:
             StopSignals.current = self._outer
         if self._outer is not None:
             self._outer.received, self._outer._first = self.received, self._first
+            self._outer._is_leaving = error is not None
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
@@ -91,7 +94,9 @@ class StopSignals:
         if self.received is not None and _is_echo(now - self._first):
             return
         if self.received is not None:
-            _leave("second signal, stopping now; the last checkpoint stands", 130 if number == signal.SIGINT else 143)
+            leave_at_once(
+                "second signal, stopping now; the last checkpoint stands", 130 if number == signal.SIGINT else 143
+            )
         self.received, self._first = signal.Signals(number), now
         self._obey(number)
 
@@ -125,7 +130,8 @@ class EarlySignals(StopSignals):
         super().__exit__(kind, error, trace)
 
     def _obey(self, number: int) -> None:
-        raise StopRequested(number)
+        if not self._is_leaving:
+            raise StopRequested(number)
 
     def _watch(self) -> None:
         with open(self._ours, "rb", buffering=0) as signals:
@@ -137,12 +143,14 @@ class EarlySignals(StopSignals):
                 while time.monotonic() < until and self.received is None:
                     time.sleep(0.05)
                 if self.received is None and StopSignals.current is self:
-                    _leave(str(StopRequested(number)), exit_code(number))
+                    leave_at_once(str(StopRequested(number)), exit_code(number))
 
 
-def _leave(reason: str, code: int) -> None:
+def leave_at_once(reason: str | None, code: int) -> NoReturn:
+    """End the process without waiting for any of its threads, after a line for people."""
+    line = f"bottega: {reason}\n" if reason is not None else ""
     try:
-        os.write(2, f"\x1b[?25h\nbottega: {reason}\n".encode() if os.isatty(2) else f"bottega: {reason}\n".encode())
+        os.write(2, (f"\x1b[?25h\n{line}" if os.isatty(2) else line).encode())  # a live line has hidden the cursor
     except OSError:
         pass
     os._exit(code)

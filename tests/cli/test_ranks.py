@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bottega.core import checkpoint
-from small_run import Running, steps_logged, words
+from small_run import Running, bottega, environment, steps_logged, words
 
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": 5, "evaluation.every": None, "name": "x"}
@@ -36,12 +40,92 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, text_fi
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks.values())
 
 
-def test_the_loss_of_a_rank_ends_the_others_soon_and_loses_nothing(tmp_path: Path, text_file: Path) -> None:
+def alive(ranks: dict[int, psutil.Process]) -> list[int]:
+    return [rank for rank, one in ranks.items() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_loss_of_a_rank_ends_the_others_and_loses_nothing(tmp_path: Path, text_file: Path, rank: int) -> None:
     run, ranks = start(tmp_path, text_file)
-    ranks[1].kill()
+    ranks[rank].kill()
     code, err = run.end()
     assert code != 0
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks.values())
+    assert alive(ranks) == []
+    name = f"rank {rank} on {socket.gethostname()} (process {ranks[rank].pid})"
+    assert re.search(rf"bottega: rank {1 - rank}: {re.escape(name)} (was killed by SIGKILL|has ended); start the", err)
+    assert f"exitcode  : 8 (pid: {ranks[1 - rank].pid})" in err
     good = checkpoint.newest_good(tmp_path / "x" / "checkpoints", pytest.fail)
     assert good is not None, err
     assert good[1].step >= 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_ends_the_job_by_name(tmp_path: Path, text_file: Path, rank: int) -> None:
+    """SIGSTOP closes no connection: whoever waits for it in a collective would do so for ever."""
+    run, ranks = start(tmp_path, text_file)
+    ranks[rank].suspend()
+    code, err = run.end()
+    assert code != 0
+    assert alive(ranks) == [], "the stopped one as well"
+    name = f"rank {rank} on {socket.gethostname()} (process {ranks[rank].pid})"
+    assert f"bottega: rank {1 - rank}: {name} was stopped by SIGSTOP" in err
+    assert f"exitcode  : 8 (pid: {ranks[1 - rank].pid})" in err
+    if rank:
+        assert f"ERROR {name} was stopped by SIGSTOP" in (tmp_path / "x" / "log.txt").read_text()
+
+
+def test_a_rank_that_never_joins(tmp_path: Path, text_file: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = bottega(words(tmp_path, text_file, "--quiet", name="x"), env=alone)
+    assert done.returncode == 8
+    assert "bottega: rank 0: rank 1 has not joined within 20 s" in done.stderr
+
+
+def test_ranks_end_with_their_launcher(tmp_path: Path, text_file: Path) -> None:
+    run, ranks = start(tmp_path, text_file)
+    run.process.kill()
+    psutil.wait_procs(ranks.values(), timeout=30)
+    assert alive(ranks) == []
+    assert f"the launcher (process {run.process.pid}) has ended" in run.end()[1]
+    again = bottega(words(tmp_path, text_file, "--quiet", **{**ENDLESS, "training.max_steps": 8}))
+    assert again.returncode != 9, "nobody holds the run any more"
+
+
+def test_ctrl_c_in_a_terminal_saves(tmp_path: Path, text_file: Path) -> None:
+    """It reaches the ranks and the launcher, which passes it on: twice the same request."""
+    run, ranks = start(tmp_path, text_file)
+    for process in (*ranks.values(), psutil.Process(run.process.pid)):
+        process.send_signal(signal.SIGINT)
+    _, err = run.end()
+    last = checkpoint.follow(tmp_path / "x" / "checkpoints", "last")
+    assert last is not None
+    assert f"stopped by SIGINT at step {checkpoint.verify(last).step}; saved" in err
+    assert "second signal" not in err
+
+
+def survive(output: Path, text: Path, *, pauses: int) -> None:
+    """Every pause is three times as long as silence may be."""
+    script = str(Path(__file__).parents[1] / "paused_ranks.py")
+    changes = {"training.max_steps": pauses + 2, "evaluation.every": None, "checkpoint.every": None, "name": "x"}
+    done = subprocess.run(
+        [sys.executable, *LAUNCH, script, *words(output, text, "--quiet", **changes)],
+        env=environment(PAUSES=str(pauses)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert steps_logged(output / "x") == list(range(1, pauses + 3))
+
+
+def test_a_busy_rank_is_not_taken_for_a_dead_one(tmp_path: Path, text_file: Path) -> None:
+    survive(tmp_path, text_file, pauses=6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_long_pauses(tmp_path: Path, text_file: Path) -> None:
+    survive(tmp_path, text_file, pauses=50)

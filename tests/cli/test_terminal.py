@@ -114,6 +114,10 @@ def test_a_person_sees_the_answer(place: Place, verb: str) -> None:
     for text in expected:
         assert text in shown.screen, shown.raw
     assert shown.commands == [], shown.raw
+    if verb == "train":
+        log = (place.folder / "again" / "log.txt").read_text()
+        assert "alpha" in log or "samples in" in log
+        assert not any(sign in log for sign in HOSTILE if not sign.isprintable())
 
 
 @pytest.mark.parametrize("word", [HOSTILE, f"--{HOSTILE}=1", f"{HOSTILE}=1", f"training.{HOSTILE}=2"])

@@ -1,0 +1,332 @@
+"""Whether the other ranks still live, from threads beside the training: a collective would wait for a lost one for ever.
+
+A rank that compiles, loads or saves for an hour is busy and not dead. On its own node that is asked of the system, which
+knows whether a process runs, is stopped or has ended; between nodes each rank counts up a number in the store of the
+launcher, and so does a neighbour on its node while it sees the process alive.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import psutil
+import torch.distributed as dist
+
+from bottega.core.errors import PeerLost
+from bottega.signals import leave_at_once
+from bottega.terminal import escape_controls
+
+BEAT = 2.0
+"""Seconds between two beats."""
+SILENT = 20.0
+"""Seconds without a beat, or of being stopped, after which a rank is lost."""
+JOIN_HERE, JOIN_ELSEWHERE = 20.0, 120.0
+"""Seconds that a rank of this node, and of another, may take to begin; a process that is seen to live may take any time."""
+GRACE = 5.0
+"""Seconds for the training thread to say by itself that a rank has ended."""
+TICK = 1.0
+FINISHED = 1 << 40
+"""Added to the beats of a rank that has ended as it should."""
+AGAIN = "start the same command again"
+
+
+@dataclass
+class Peer:
+    """What is known of another rank."""
+
+    rank: int
+    is_here: bool
+    seen: float = field(default_factory=time.monotonic)
+    """When it was last known to live."""
+    beats: int = 0
+    host: str = ""
+    process: psutil.Process | None = None
+    pidfd: int | None = None
+    end: str | None = None
+    """How its process has ended."""
+    ended_at: float = 0.0
+
+    @property
+    def name(self) -> str:
+        number = f" (process {self.process.pid})" if self.process is not None else ""
+        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "") + number
+
+
+class Heartbeat:
+    """A context around the training of one rank. It ends the process with exit code 8 when another rank is lost."""
+
+    current: ClassVar[Heartbeat | None] = None
+
+    def __init__(self, rank: int, world: int, *, log: Path | None = None) -> None:
+        self.rank, self.world, self.log = rank, world, log
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        watched = [
+            other for other in range(world) if other != rank and (rank == 0 or other == 0 or _same(other, rank, here))
+        ]
+        self.peers = [Peer(other, _same(other, rank, here)) for other in watched]
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._closed, self._wake = threading.Event(), threading.Event()
+        self._exchanged = time.monotonic()
+        self._verdict: str | None = None
+        """What ends the job, as another rank or this one has found."""
+        self._is_published = threading.Event()
+        self._beating = threading.Thread(target=self._exchange, name="bottega-heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        Heartbeat.current = self
+        self._beating.start()
+        threading.Thread(target=self._watch, name="bottega-ranks", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        Heartbeat.current = None
+        self._closed.set()
+        self._wake.set()
+        self._beating.join(timeout=GRACE)
+
+    def describe_loss(self) -> str:
+        """Return which rank has ended and how, for a collective that failed because of it."""
+        until = time.monotonic() + 2 * TICK
+        while time.monotonic() < until:
+            ended = [peer for peer in self.peers if peer.end is not None]
+            if ended:
+                return f"{ended[0].name} {ended[0].end}; {AGAIN}"
+            time.sleep(0.05)
+        return f"rank {self.rank} of {self.world} lost another rank; {AGAIN}"
+
+    # The beats, in a thread that may wait for the store.
+
+    def _exchange(self) -> None:
+        try:
+            store = _connect(self.rank)
+            store.set(f"{self.rank}/who", json.dumps(_who()))
+        except Exception:  # nobody answers: _watch notices that no beat comes
+            return
+        while not self._closed.is_set():
+            with suppress(Exception):
+                self._beat(store)
+                self._exchanged = time.monotonic()
+            self._wake.wait(BEAT)
+            if self._verdict is not None and not self._is_published.is_set():
+                with suppress(Exception):
+                    store.set("verdict", self._verdict)
+                self._is_published.set()
+        with suppress(Exception):
+            store.add(f"{self.rank}/beats", FINISHED)
+
+    def _beat(self, store: Any) -> None:
+        store.add(f"{self.rank}/beats", 1)
+        for peer in self.peers:
+            beats = store.add(f"{peer.rank}/beats", 0)
+            if beats != peer.beats:
+                peer.beats, peer.seen = beats, time.monotonic()
+            if not peer.host and store.check([f"{peer.rank}/who"]):
+                self._meet(peer, json.loads(store.get(f"{peer.rank}/who")))
+            if peer.is_here and peer.process is not None and _signal_of_stop(peer.process) is None and peer.end is None:
+                store.add(f"{peer.rank}/beats", 1)  # its threads may be kept from beating by whatever it computes
+        if self._verdict is None and store.check(["verdict"]):
+            self._verdict = store.get("verdict").decode()
+            self._is_published.set()
+
+    def _meet(self, peer: Peer, who: dict[str, Any]) -> None:
+        own = _who()
+        peer.seen = time.monotonic()
+        if (who["host"], who["namespace"]) == (own["host"], own["namespace"]):
+            _attach(peer, who["pid"])
+        peer.host = str(who["host"])
+
+    # The judgement, in a thread that never waits for anybody.
+
+    def _watch(self) -> None:
+        launcher = _pidfd(self._launcher)
+        while not self._closed.is_set():
+            before = time.monotonic()
+            _wait_for_ends([launcher, *(peer.pidfd for peer in self.peers if peer.end is None)])
+            now = time.monotonic()
+            if now - before > GRACE:  # this process was stopped itself, and so may all the others have been
+                for peer in self.peers:
+                    peer.seen = now
+                continue
+            if self._launcher is not None and os.getppid() != self._launcher and not self._closed.is_set():
+                self._leave(f"the launcher (process {self._launcher}) has ended, and its ranks with it; {AGAIN}")
+            for peer in self.peers:
+                if self._verdict is None and (reason := self._judge(peer, now)) is not None:
+                    self._verdict = f"{reason}; {AGAIN}"
+                    self._wake.set()
+                    self._is_published.wait(2 * BEAT)
+            if self._verdict is not None and not self._closed.is_set():
+                self._end_job(self._verdict)
+
+    def _judge(self, peer: Peer, now: float) -> str | None:
+        """Why a rank is lost; None while it is not."""
+        if peer.beats >= FINISHED:
+            return None
+        if peer.process is None and peer.is_here and now - peer.seen > GRACE:
+            _attach(peer, _find_sibling(peer.rank))  # it has not joined yet: is it only slow?
+        stopped = None
+        if peer.process is not None:
+            if peer.end is None:
+                peer.end, peer.ended_at = _how_it_ended(peer.process), now
+            if peer.end is not None:
+                # It may have told the store, before its end, that all is well.
+                is_told = self._exchanged > peer.ended_at + BEAT or now - peer.ended_at > SILENT
+                return f"{peer.name} {peer.end}" if now - peer.ended_at > GRACE and is_told else None
+            stopped = _signal_of_stop(peer.process)
+            if stopped is None:
+                peer.seen = now
+                return None
+        silent = now - peer.seen
+        if peer.beats == 0 and peer.process is None:
+            limit = JOIN_HERE if peer.is_here else JOIN_ELSEWHERE
+            return f"{peer.name} has not joined within {limit:.0f} s" if silent > limit else None
+        if silent < SILENT:
+            return None
+        if stopped is not None:
+            return f"{peer.name} was stopped by {stopped} and has done nothing for {silent:.0f} s"
+        return f"{peer.name} has not answered for {silent:.0f} s: it is stopped, or its machine or the network is gone"
+
+    def _end_job(self, reason: str) -> None:
+        here = [peer for peer in self.peers if peer.process is not None and peer.end is None]
+        stopped = [peer.process for peer in here if peer.process and _signal_of_stop(peer.process)]
+        speaks = all(peer.rank > self.rank for peer in here if peer.process not in stopped)
+        for process in stopped:
+            with suppress(psutil.Error):
+                process.kill()  # a launcher would wait half a minute for it to end by itself
+        self._leave(reason if speaks else None)
+
+    def _leave(self, reason: str | None) -> None:
+        if self.log is not None and reason is not None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+            with suppress(OSError), open(self.log, "a", opener=lambda path, _: os.open(path, flags)) as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {escape_controls(reason)}\n")
+        leave_at_once(f"rank {self.rank}: {escape_controls(reason)}" if reason is not None else None, PeerLost.code)
+
+
+def watch_ranks(log: Path) -> Heartbeat | None:
+    """Return the heartbeat of this rank; None where there is no other, or the launcher has not said which one it is.
+
+    Rank 0 also writes to the file `log` why it ends the job.
+    """
+    known = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1 or not known:
+        return None
+    rank = int(os.environ["RANK"])
+    return Heartbeat(rank, world, log=log if rank == 0 else None)
+
+
+def _same(one: int, other: int, here: int) -> bool:
+    """Whether two ranks are on one node; launchers number them node by node."""
+    return one // here == other // here
+
+
+def _connect(rank: int) -> Any:
+    """The launcher's store, or where it has none that of rank 0, apart from what earlier starts have left there."""
+    has_own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank == 0 and not has_own,
+        timeout=timedelta(seconds=JOIN_ELSEWHERE),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return dist.PrefixStore(f"bottega/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _who() -> dict[str, Any]:
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "namespace": namespace}
+
+
+def _attach(peer: Peer, process: int | None) -> None:
+    """Look at the process of a rank on this node from now on."""
+    if process is not None:
+        with suppress(psutil.Error):
+            found = psutil.Process(process)
+            peer.pidfd, peer.process = _pidfd(process), found
+            peer.host = peer.host or socket.gethostname()
+
+
+def _find_sibling(rank: int) -> int | None:
+    """The process that our launcher has started as this rank."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(os.getppid()).children():
+            with suppress(psutil.Error):
+                if child.environ().get("RANK") == str(rank):
+                    return child.pid
+    return None
+
+
+def _pidfd(process: int | None) -> int | None:
+    if process is None or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(process)
+    except OSError:
+        return None
+
+
+def _wait_for_ends(pidfds: list[int | None]) -> None:
+    """A tick, or less where one of these processes ends meanwhile."""
+    watcher = select.poll()
+    for pidfd in pidfds:
+        if pidfd is not None:
+            watcher.register(pidfd, select.POLLIN)
+    watcher.poll(TICK * 1000)
+
+
+def _how_it_ended(process: psutil.Process) -> str | None:
+    """None of a process that has not. Its signal can be read until its parent has noticed its end."""
+    try:
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return None
+    except psutil.Error:
+        return "has ended"
+    status = _wait_status(process.pid)
+    if status is None:
+        return "has ended"
+    number = status & 0x7F
+    return f"was killed by {_name(number)}" if number else f"has ended with exit code {status >> 8}"
+
+
+def _signal_of_stop(process: psutil.Process) -> str | None:
+    """The signal that has stopped a process; None of one that is not."""
+    try:
+        if process.status() != psutil.STATUS_STOPPED:
+            return None
+    except psutil.Error:
+        return None
+    status = _wait_status(process.pid) or 0
+    return _name(status >> 8 if status & 0x7F == 0x7F else status & 0x7F) if status else "a signal"
+
+
+def _wait_status(process: int) -> int | None:
+    """The last field of /proc/PID/stat: how a process has ended or was stopped."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").split()[-1])
+    except (OSError, ValueError):
+        return None
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
