@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from bottega import branches
 from bottega.branches.branch import Branch
 from bottega.branches.evaluation_data import DataRequest, EvaluationData, choose_data
 from bottega.branches.frozen import BASE
 from bottega.branches.located import DataGone
+from bottega.branches.prediction import predict_classes
 from bottega.branches.start import injected, injection
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import CheckpointError, DataError, EnvironmentProblem, UsageError
@@ -92,6 +94,28 @@ class SavedRun:
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
         means, rows = evaluated(self.engine, evaluate_batches(source, size))
         return self.branch.summarise({**means, **(self.task.score(rows) if rows else {})}), rows, source
+
+    def predict(
+        self,
+        inputs: str | Sequence[str] = (),
+        *,
+        data: str | Path | None = None,
+        part: str | None = None,
+        standard_input: TextIO | None = None,
+    ) -> list[dict[str, Any]]:
+        """The class of each text, file or row of numbers, with the probabilities of all classes; see `bottega.predict`."""
+        words = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+        path = str(data) if data is not None else None
+        with self.engine.sampling() as models:
+            return predict_classes(
+                self.branch,
+                models,
+                self.engine.device,
+                list(map(str, words)),
+                data=path,
+                part=part,
+                standard_input=standard_input,
+            )
 
     def generate(self, prompt: str | list[str] | None = None, **asked: Any) -> Any:
         """Texts that go on from the prompts, or an array of samples; options as `bottega generate --help` lists them."""

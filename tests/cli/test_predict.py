@@ -103,7 +103,9 @@ def test_each_line_has_its_answer(
         assert {len(row) for row in rows} == {3}
         assert rows[2][2] == r"hum\ta verse"
     assert said(capsys, str(run), "salt\nand rope")[0].count("\n") == 1
-    assert bottega.predict(run, ["salt", ""])[1] == {"text": "", "predicted": None, "probability": None}
+    assert bottega.predict(run, ["salt", ""])[1] == dict.fromkeys(("predicted", "probability", "probabilities")) | {
+        "text": ""
+    }
     (tmp_path / "new.txt").write_bytes(b"salt\nse\xf1or\n")
     _, err = said(capsys, str(run), "--data", str(tmp_path / "new.txt"), code=3)
     assert "new.txt, line 2: not UTF-8: byte 0xf1 at column 3; convert it" in err
@@ -126,7 +128,7 @@ def test_what_cannot_be_predicted_is_one_line(
     for words, code, message in (
         ([str(run)], 3, "there is no text to classify"),
         ([str(run), "--data", str(table)], 3, "no field 'text'; the row has 'words'"),
-        ([str(run), "salt", "--data", str(table)], 2, "texts are given as well"),
+        ([str(run), "salt", "--data", str(table)], 2, "salt is given as well"),
         ([str(tmp_path / "none"), "salt"], 2, "none"),
     ):
         _, err = said(capsys, *words, code=code)

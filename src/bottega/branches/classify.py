@@ -24,7 +24,8 @@ from bottega.branches.start import folder_of
 from bottega.branches.teller import Teller
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.classes import Classes
+from bottega.data.classes import Classes, texts_of
+from bottega.data.given import GivenData
 from bottega.data.labelled import class_numbers, learnt_classes, rare_classes
 from bottega.data.mel import MelCodec
 from bottega.data.prepare.media import prepare_media
@@ -183,6 +184,21 @@ class ClassifyBranch(Teller, MediaBranch):
             model.train(was)
         none = np.zeros((0, self.shape.num_labels), np.float32), np.zeros((0, self.shape.num_features), np.float32)
         return np.concatenate([none[0], *chances]), np.concatenate([none[1], *features])
+
+    @torch.no_grad()
+    def predict(
+        self, models: Models, given: GivenData, *, device: Any, batch_size: int = 64
+    ) -> tuple[list[str], np.ndarray]:
+        """The names of other samples, which need no label, and how likely each class is of each, float32 [n, K]."""
+        rows = self.unlabelled(given)
+        source = self.served(rows)
+        found = [np.zeros((0, len(self.classes)), np.float32)]
+        for first in range(0, len(source), batch_size):
+            index = np.arange(first, min(first + batch_size, len(source)))
+            batch = source.rows(index, np.zeros_like(index))
+            x: dict[str, torch.Tensor] = {self.key: torch.from_numpy(np.ascontiguousarray(batch[self.key])).to(device)}
+            found.append(self.task.predict(models, x).float().softmax(dim=1).cpu().numpy())
+        return texts_of(rows.table, "key"), np.concatenate(found)
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""

@@ -162,8 +162,10 @@ class GenerationBranch(MediaBranch):
         rows = super().raw_other(given)
         return self._captioned(rows, rows)
 
-    def _rows(self, recipe: Any, prepared: Prepared, name: str, *, is_training: bool) -> Source:
-        rows: Any = super()._rows(recipe, prepared, name, is_training=is_training)
+    def _rows(
+        self, recipe: Any, prepared: Prepared, name: str, *, is_training: bool, classes: Classes | None = None
+    ) -> Source:
+        rows: Any = super()._rows(recipe, prepared, name, is_training=is_training, classes=classes)
         condition = self.facts.shape.condition
         if condition.kind == "vector" and rows.conditions.size != condition.size:
             raise DataError(

@@ -16,9 +16,11 @@ from bottega.data.given import GivenData
 from bottega.data.mel import MelCodec, MelRows
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
+from bottega.data.readers import find
 from bottega.data.samples import media_samples, with_codec
 from bottega.data.source import Source
 from bottega.data.video.source import VideoRows
+from bottega.schema.recipe import Model
 from bottega.storage.durable import writing_folder
 
 
@@ -99,6 +101,19 @@ class MediaBranch(TableBranch):
         recipe, prepared = self.other_prepared(given)
         return self.served(self._rows(recipe, prepared, given.table, is_training=False))
 
+    def unlabelled(self, given: GivenData) -> Any:
+        """Other samples in the form of this run's own, whatever they are called; a bad one is an error."""
+        form = {**self.form(), "condition_field": None, "bad_records": "stop"}
+        section = given.section(self.recipe.data)
+        # The label that the run has learnt from need not be there.
+        train = section.train.model_copy(update={"label": None, "labels": None, "pattern": None})
+        if find(train).is_media:  # a file is the medium itself, and has no field of that name
+            train = train.model_copy(update={"field": None})
+        data = section.model_copy(update={**form, "train": train})
+        recipe = self.recipe.model_copy(update={"model": Model(), "data": data})
+        prepared = prepare_media(recipe, progress=lambda stage, done, total: None)
+        return self._rows(recipe, prepared, given.table, is_training=False, classes=Classes(()))
+
     def other_prepared(self, given: GivenData) -> tuple[Any, Prepared]:
         counted = {name: None for name in ("num_labels", "num_classes") if hasattr(self.recipe.model, name)}
         changes = {
@@ -119,9 +134,12 @@ class MediaBranch(TableBranch):
         recipe, prepared = self.other_prepared(given)
         return self._rows(recipe, prepared, given.table, is_training=False)
 
-    def _rows(self, recipe: Any, prepared: Prepared, name: str, *, is_training: bool) -> Source:
+    def _rows(
+        self, recipe: Any, prepared: Prepared, name: str, *, is_training: bool, classes: Classes | None = None
+    ) -> Source:
         recipe = recipe if self.mel is None else with_codec(recipe, self.mel)
-        rows: Any = media_samples(recipe, prepared, name, is_training=is_training, classes=self.known_classes())
+        classes = self.known_classes() if classes is None else classes
+        rows: Any = media_samples(recipe, prepared, name, is_training=is_training, classes=classes)
         if self.mel is None:
             found = rows.table.columns["video"].shape if isinstance(rows, VideoRows) else rows.encoder.shape(0)
             if tuple(found) != tuple(self.frame()):

@@ -237,7 +237,7 @@ class RoutingBranch(Teller, TableBranch):
             chosen.append(out.routing.chosen.cpu().numpy())
         return np.concatenate(found), np.concatenate(chosen)
 
-    def read(self, path: str) -> tuple[list[str], np.ndarray]:
+    def read(self, path: str | list[str]) -> tuple[list[str], np.ndarray]:
         """Rows of numbers to be told, with their names; they need no label."""
         said = self.recipe.data.train.model_dump(include={"field", "label", "columns", "delimiter"})
         return numbers_in(SourceOptions(path=path, **said), self.known.columns)

@@ -195,33 +195,34 @@ def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 def _predict_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega predict RUN [TEXT | FILE | FOLDER | NUMBERS]... [options]"
     _run_argument(parser)
-    parser.add_argument("text", nargs="*", help="texts; without any and without --data, the lines of standard input")
-    parser.add_argument("--data", metavar="FILE", help="a file of lines, a table with a field of texts, or of numbers")
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        help="texts, or files and folders of images, sound, video or rows; without any, a run that classifies text reads "
+        "the lines of standard input",
+    )
+    parser.add_argument("--data", metavar="PATH", help="a file of lines, a table, an archive or a folder")
     parser.add_argument("--out", metavar="FILE", help="write a JSON line for each there")
-    parser.add_argument("--part", metavar="NAME", help="which of several tasks, where more than one classifies text")
+    parser.add_argument("--part", metavar="NAME", help="which of several tasks, where more than one classifies")
 
 
 def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.core.rundir import split_checkpoint
-    from bottega.insight.predict import lines_of, predict, reads_numbers, show, write
+    from bottega.insight.predict import predict, show, write
 
-    words = [*arguments.text, *words_of(rest)]
+    words = [*arguments.inputs, *words_of(rest)]
     if arguments.model_path and arguments.run:
         words, arguments.run = [arguments.run, *words], None  # the first word is a text then
-    run = _the_run(arguments)
     if arguments.data and words:
-        raise UsageError(f"--data {arguments.data}: texts are given as well; leave one of them out")
-    is_asked = bool(arguments.data or words) or reads_numbers(split_checkpoint(run)[0], arguments.part)
-    texts = words if is_asked else lines_of(sys.stdin)
+        raise UsageError(f"--data {arguments.data}: {words[0]} is given as well; leave one of them out")
     chosen = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
-    rows = predict(run, texts, data=arguments.data, **chosen)
+    rows = predict(_the_run(arguments), words, data=arguments.data, **chosen, standard_input=sys.stdin)
     if arguments.out:
         write(rows, Path(arguments.out))
     if not arguments.json:
-        print_result(
-            show(rows) if not arguments.out else f"{len(rows)} {'rows' if arguments.data else 'texts'}: {arguments.out}"
-        )
+        kind = next((name for name in ("text", "file") if rows and name in rows[0]), "row")
+        print_result(show(rows) if not arguments.out else f"{len(rows)} {kind}s: {arguments.out}")
     return {"predictions": rows}
 
 
@@ -229,6 +230,6 @@ VERBS = {
     "train": Verb("train a recipe; the same command resumes it", _train_arguments, _train),
     "evaluate": Verb("measure a run on held-out data", _evaluate_arguments, _evaluate),
     "generate": Verb("sample from a run", _generate_arguments, _generate),
-    "predict": Verb("label new texts, or rows of numbers, by a run", _predict_arguments, _predict),
+    "predict": Verb("label new texts, images, sounds, clips or rows by a run", _predict_arguments, _predict),
     "export": Verb("write a run for the ecosystem (layout of transformers or diffusers)", _export_arguments, _export),
 }

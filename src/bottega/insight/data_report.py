@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from bottega.data.classes import texts_of
+from bottega.data.fields import TEXTS, usual
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers import find
 from bottega.data.readers.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from bottega.data.record import Record
 from bottega.data.samples import picture
 from bottega.data.shards import Table
+from bottega.insight.table_columns import TABLES, describe_columns, show_columns
 from bottega.preparation import counted, prepare_recipe, read_recipe, rules_shown, summary, train_first
 from bottega.schema.data import Source
 from bottega.terminal import open_console
@@ -45,6 +47,9 @@ TASK_OF_KIND = {"images": "image", "audio": "audio", "video": "video", "idx": "i
 def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any]:
     from bottega.callbacks.bars import bars
 
+    columns = _columns_where_no_text(words)
+    if columns is not None:
+        return columns
     recipe = read_recipe(_with_task(words), verb="data")
     with bars(open_console()) as say:
         prepared = prepare_recipe(recipe, say)
@@ -56,12 +61,29 @@ def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any
 
 def _with_task(words: list[str]) -> list[str]:
     """`bottega data photos/` is about a path, not a recipe: its kind says which task would learn from it."""
+    return [_task_of(words[0]), "--data", *words] if _is_path(words) else words
+
+
+def _is_path(words: list[str]) -> bool:
     first = words[0] if words else ""
     path = Path(first).expanduser()
     is_path = path.exists() or path.suffix or first.startswith(("/", ".", "~"))
-    if not first or first.startswith("-") or "=" in first or path.suffix in (".yaml", ".yml") or not is_path:
-        return words
-    return [_task_of(first), "--data", first, *words[1:]]
+    return bool(first and is_path and not first.startswith("-") and "=" not in first) and path.suffix not in (
+        ".yaml",
+        ".yml",
+    )
+
+
+def _columns_where_no_text(words: list[str]) -> dict[str, Any] | None:
+    """The columns of a table that is named alone and has no field of texts; None of anything else."""
+    if not _is_path(words) or any(word.startswith(("data.", "--data")) for word in words[1:]):
+        return None
+    found = find(Source(path=words[0]))
+    if found.kind not in TABLES or _task_of(words[0]) != "language":
+        return None
+    report = describe_columns(found)
+    names = [column["name"] for column in report["columns"]]
+    return None if usual(dict.fromkeys(names), TEXTS) is not None else report
 
 
 def _task_of(path: str) -> str:
@@ -241,6 +263,8 @@ def _caption(table: Table, number: int) -> str:
 
 def show(report: dict[str, Any]) -> str:
     """The report for people."""
+    if "columns" in report:
+        return show_columns(report)
     lines = [f"task        {report['task']}", *rules_shown(report)]
     for table, counts in report["tables"].items():
         lines.append(f"{table:<12}" + ", ".join(counted(counts)))

@@ -239,21 +239,21 @@ def _encoded_size(picture: Any) -> int:
 
 
 def _video(data: VideoData, named: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
+    from bottega.data.image.decode import probe
     from bottega.data.image.encoder import medium
     from bottega.data.video.decode import frames
     from bottega.data.video.encoder import VIDEO_FIELDS, VideoEncoder
 
     if data.buckets is not None:
         raise UsageError("data.buckets: videos are of one shape; leave it out")
-    if data.image_size is not None:
-        size = (data.image_size, data.image_size)
-    else:
 
-        def look(record: Record) -> tuple[int, int]:
-            video = medium(record, None, names=VIDEO_FIELDS, what="video")
-            picture = next(frames(video).frames) if not hasattr(video, "shape") else video[0]
-            return picture.shape[0], picture.shape[1]
+    def look(record: Record) -> tuple[int, int, int]:
+        """Height, width and channels of the first frame."""
+        video = medium(record, None, names=VIDEO_FIELDS, what="video")
+        return probe(next(frames(video).frames) if not hasattr(video, "shape") else video[0])
 
-        size = first(look)
-    encoder = VideoEncoder(size, channels=data.channels or 3, fps=data.fps, resize=data.resize, **named)
+    side, channels = data.image_size or 0, data.channels or 0
+    height, width, in_colour = (side, side, channels) if side and channels else first(look)
+    size = (side, side) if side else (height, width)
+    encoder = VideoEncoder(size, channels=channels or in_colour, fps=data.fps, resize=data.resize, **named)
     return encoder, {"size": list(size), "channels": encoder.channels}
