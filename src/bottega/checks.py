@@ -32,6 +32,7 @@ from bottega.schema.load import (
     load_recipe,
     parse_overrides,
 )
+from bottega.schema.personalize import PersonalizeRecipe
 from bottega.schema.recipe import BUILT_TASKS, Recipe
 from bottega.schema.section import Section
 from bottega.schema.techniques import UNBUILT
@@ -184,14 +185,31 @@ def find_changes(recipe: Recipe) -> list[BottegaError]:
 
 
 def list_unused(recipe: Recipe) -> list[str]:
-    """Return one line for each value of the recipe that has no effect on this machine."""
-    lines, distributed = list_unused_options(recipe), recipe.distributed
+    """Return one line for each value of the recipe, and for what there is of this machine, that has no effect."""
+    lines, distributed = [*list_unused_options(recipe), *_idle_gpus(recipe), *_other_names(recipe)], recipe.distributed
     given = distributed.model_dump(exclude_defaults=True, exclude={"enabled"})
     if distributed.enabled is False and given:
         lines.append(f"distributed.enabled: false; not used: {', '.join(f'distributed.{key}' for key in given)}")
     elif distributed.offload and _device_type(recipe) == "cpu":
         lines.append("distributed.offload: has no effect on a CPU, where the optimizer state is in host memory anyway")
     return lines
+
+
+def _other_names(recipe: Recipe) -> list[str]:
+    """Say what the folders are called that the guide of PMG promises."""
+    if not isinstance(recipe, PersonalizeRecipe) or recipe.data.collection is None:
+        return []
+    return ["checkpoint-1000/ and final_model/ of PMG are checkpoints/step-00001000/ and, once exported, final/ here"]
+
+
+def _idle_gpus(recipe: Recipe) -> list[str]:
+    """Say how to use the other GPUs of this machine where one process was started for all of them."""
+    from bottega.engines.devices import count_gpus
+
+    is_alone = int(os.environ.get("WORLD_SIZE", 1)) == 1 and recipe.distributed.enabled is not False
+    if not is_alone or _device_type(recipe) != "cuda" or (count := count_gpus()) < 2:
+        return []
+    return [f"{count} GPUs, 1 used: start with torchrun --nproc_per_node {count} -m bottega train … to use all"]
 
 
 def _collect(*checks: Callable[[], Any]) -> list[BottegaError]:

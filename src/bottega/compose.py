@@ -45,8 +45,10 @@ def prepare(recipe: Recipe, console: Console, *, codec: Path | None = None) -> B
 
 def build_engine(recipe: Recipe, task: Task) -> TorchEngine:
     """The engine with its models built; the rates are planned once the length of the run is known."""
+    from bottega.engines.devices import limit_threads
     from bottega.engines.torch import TorchEngine
 
+    limit_threads(recipe.cpu_threads)
     return TorchEngine(
         task,
         recipe.training,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,13 @@ BATCHES = ("training.batch_size", "training.gradient_accumulation_steps")
 """Keys that would move the turns of a sequence, and with them what was remembered at their ends; and of a stream, what
 comes again."""
 
-ROUNDING = ("training.micro_batch_size", "training.compile", "training.gradient_checkpointing", "deterministic")
+ROUNDING = (
+    "training.micro_batch_size",
+    "training.compile",
+    "training.gradient_checkpointing",
+    "deterministic",
+    "cpu_threads",
+)
 """Keys that change a result by rounding, or the draws of dropout."""
 
 LENGTH = ("training.max_steps", "training.num_epochs")
@@ -57,9 +64,11 @@ def named(path: Path) -> Path:
     last = checkpoint.follow(path / "checkpoints", "last")
     if last is not None:
         return last
-    raise UsageError(
-        f"no checkpoint at {path}: give a run directory or a folder such as runs/NAME/checkpoints/step-00000500"
-    )
+    step = re.fullmatch(r"checkpoint-(\d+)", path.name)  # as other trainers name it
+    if step is not None and (path.parent / "checkpoints" / checkpoint.step_name(int(step[1]))).is_dir():
+        return path.parent / "checkpoints" / checkpoint.step_name(int(step[1]))
+    name = checkpoint.step_name(int(step[1]) if step is not None else 500)
+    raise UsageError(f"no checkpoint at {path}: give a run directory or a folder such as runs/NAME/checkpoints/{name}")
 
 
 def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:

@@ -288,6 +288,7 @@ def shape_of(model: RoutingModel, *, num_inputs: int, num_labels: int) -> Routin
         num_layers=model.num_layers,
         dropout=model.dropout or 0.0,
         trunk=trunk,
+        activation=model.activation or "silu",
         experts=experts,
         spiking=spiking if is_spiking else None,
         ssm=_ssm_of(model) if trunk == "state_space" else None,

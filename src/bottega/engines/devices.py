@@ -38,6 +38,17 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def count_gpus() -> int:
+    """Return the number of GPUs that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def limit_threads(count: int | None) -> None:
+    """Compute on so many threads of the CPU; None leaves it to torch and to OMP_NUM_THREADS."""
+    if count is not None:
+        torch.set_num_threads(count)
+
+
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
     """bf16 where the device has it; on a CPU without bf16 units it would be two to three times slower than fp32."""
     if name == "auto":

@@ -44,15 +44,16 @@ class Routed(NamedTuple):
 class Layer(nn.Module):
     """A norm and a perceptron of one inner layer, added to what came in. The unit of checkpointing."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, activation: str = "silu") -> None:
         super().__init__()
+        self.activation: Callable[[Tensor], Tensor] = getattr(F, activation)
         self.norm = RMSNorm(width, EPSILON)
         self.up_proj = nn.Linear(width, width)
         self.down_proj = nn.Linear(width, width)
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + drop(self.down_proj(F.silu(self.up_proj(self.norm(x)))), self.dropout, self.training)
+        return x + drop(self.down_proj(self.activation(self.up_proj(self.norm(x)))), self.dropout, self.training)
 
 
 class Perceptron(nn.Module):
@@ -61,7 +62,9 @@ class Perceptron(nn.Module):
     def __init__(self, shape: RoutingShape) -> None:
         super().__init__()
         self.embed = nn.Linear(shape.num_inputs, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape.hidden_size, shape.dropout) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(shape.hidden_size, shape.dropout, shape.activation) for _ in range(shape.num_layers)
+        )
         self.checkpoint_blocks = False
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

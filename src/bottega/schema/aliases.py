@@ -111,6 +111,8 @@ _TRAINING: dict[str, Target] = {
     "seed": "seed",
     "device": "device",
     "cpu_offloading": "distributed.offload",
+    "cpu_threads": "cpu_threads",
+    "num_threads": "cpu_threads",
     "routing_loss_weight": "model.routing_loss_weight",
     "expert_capacity": "model.expert_capacity",
 }
@@ -257,11 +259,26 @@ def _add(layer: Layer, key: str, entry: Entry) -> None:
     known = layer.entries.get(key)
     if known is None or (known.weak and not entry.weak):
         layer.entries[key] = entry
+    elif key == "checkpoint.every" and isinstance(known.value, Bare) and isinstance(entry.value, Bare):
+        _keep_more_frequent(layer, key, known, entry)
     elif known.value != entry.value and not entry.weak:
         message = (
             f"disagrees with {known.typed} at {known.where}: {_said(entry, key)} and {_said(known, key)} for {key}"
         )
         layer.problems.append(Problem(entry.where, entry.typed, message, key))
+
+
+def _keep_more_frequent(layer: Layer, key: str, first: Entry, second: Entry) -> None:
+    """One guide sets save_frequency and checkpoint_frequency side by side: every checkpoint of ours can be resumed from, so
+    the more frequent of the two serves both."""
+    amounts = [(entry.value.amount, entry) for entry in (first, second) if entry.value.amount]
+    chosen = min(amounts, key=lambda pair: pair[0])[1] if amounts else first
+    layer.entries[key] = chosen
+    if first.value != second.value:
+        layer.notes.append(
+            f"{first.typed} {first.value.amount} and {second.typed} {second.value.amount} both say how often a checkpoint "
+            f"is saved; the more frequent one, {chosen.value.amount}, is used"
+        )
 
 
 def _said(entry: Entry, key: str) -> str:

@@ -125,12 +125,36 @@ class Splitting(Section):
         return self
 
 
+DIFFICULTIES = {"easy": 1 / 3, "medium": 2 / 3, "hard": 1.0}
+"""Named difficulty of a stage -> its share: the easiest third, two thirds, or all of the examples."""
+
+
 class Stage(Section):
     share: Probability = Field(1.0, gt=0, description="the easiest so many of the examples")
     steps: Duration = Field(description='how long: steps, "1 epoch" or "20%"; the last stage goes on to the end')
     batch_size: Positive | None = Field(None, description="of this stage; null is training.batch_size")
     learning_rate: Rate | None = Field(None, description="the schedule's peak in this stage; null is training's")
     replay: Number = Field(0.0, ge=0, lt=1, description="share of each batch from the examples of earlier stages")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, values: Any) -> Any:
+        """`difficulty: easy` and `epochs: 5`, as other guides write a stage."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        if "difficulty" in values:
+            name = values.pop("difficulty")
+            if name not in DIFFICULTIES:
+                raise ValueError(f"difficulty: expected one of {', '.join(DIFFICULTIES)}, got {name!r}")
+            if "share" in values and values["share"] != DIFFICULTIES[name]:
+                raise ValueError(f"difficulty: {name} and share: {values['share']} both say what is seen; keep one")
+            values["share"] = DIFFICULTIES[name]
+        if "epochs" in values:
+            if "steps" in values:
+                raise ValueError("epochs and steps both say how long the stage is; keep one")
+            values["steps"] = f"{values.pop('epochs')} epochs"
+        return values
 
 
 class Competence(Section):

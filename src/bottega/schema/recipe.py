@@ -128,6 +128,7 @@ class Recipe(Section):
     )
     origin: str | None = Field(None, description="the recipe this came from, for the default name; filled in by itself")
     device: Device = Field("auto", description="where it is computed; gpu means cuda")
+    cpu_threads: Whole | None = Field(None, gt=0, description="threads of one process on a CPU; null is torch's choice")
     deterministic: bool = Field(False, description="bit-equal repeats on a GPU, somewhat slower")
     seed: Whole = Field(0, ge=0, lt=2**63, description="of everything random")
     output_dir: str = Field("runs", description="the folder of runs")
@@ -199,6 +200,7 @@ NEUTRAL = (
     "needs.judge",
     "output_dir",
     "device",
+    "cpu_threads",
     "deterministic",
     "distributed",
     "samples",

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from bottega.schema.recipe import Model, Recipe
 from bottega.schema.rules import RoutingData, RoutingHeldOut, RoutingSource, VectorAugmentation
-from bottega.schema.section import Dropout, Number, Positive, Probability, Whole
+from bottega.schema.section import Activation, Dropout, Number, Positive, Probability, Whole
 
 __all__ = ["RoutingData", "RoutingHeldOut", "RoutingModel", "RoutingRecipe", "RoutingSource", "VectorAugmentation"]
 
@@ -19,6 +19,9 @@ class RoutingModel(Model):
     )
     hidden_size: Positive = Field(256, description="width of the trunk")
     num_layers: Whole = Field(2, ge=0, description="layers of the trunk; 0 leaves all but a linear map to the experts")
+    activation: Activation | None = Field(
+        None, description="inside the layers of a perceptron trunk: silu (or swish), gelu or relu; null is silu"
+    )
     num_experts: Positive = Field(4, description="how many experts; 1 is the same network without routing")
     expert_size: Positive = Field(128, description="width inside an expert")
     top_k: Positive = Field(1, description="experts asked for each sample")
@@ -68,6 +71,8 @@ class RoutingModel(Model):
             )
         if self.capacity_factor is not None and self.expert_capacity is not None:
             raise ValueError("capacity_factor and expert_capacity both say how much room an expert has; keep one")
+        if self.activation is not None and (self.spike_threshold is not None or self.trunk != "perceptron"):
+            raise ValueError(f"activation {self.activation} is of the perceptron trunk alone; leave it out")
         if self.plasticity and self.spike_threshold is None:
             raise ValueError(
                 "plasticity changes weights by spike timing, and nothing spikes; set spike_threshold: 1.0, or plasticity: false"

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from bottega.schema.experts import ExpertsShape
+from bottega.schema.section import Activation
 from bottega.schema.spiking import SpikingShape
 from bottega.schema.ssm import SSMShape
 
@@ -22,6 +23,8 @@ class RoutingShape(BaseModel):
     num_layers: int = Field(2, ge=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     trunk: Literal["perceptron", "spiking", "state_space"] = "perceptron"
+    activation: Activation = "silu"
+    """Inside the layers of a perceptron trunk."""
     experts: ExpertsShape
     spiking: SpikingShape | None = None
     """Of the units of a spiking trunk."""

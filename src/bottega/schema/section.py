@@ -45,6 +45,10 @@ def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
+def _activation(value: Any) -> Any:
+    return "silu" if value == "swish" else value
+
+
 def _device(value: Any) -> Any:
     return "cuda" if isinstance(value, str) and value.lower() == "gpu" else value
 
@@ -91,6 +95,7 @@ Rate = Annotated[Number, Field(gt=0)]
 Probability = Annotated[Number, Field(ge=0, le=1)]
 Dropout = Annotated[Number, Field(ge=0, lt=1)]
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], BeforeValidator(_device)]
+Activation = Annotated[Literal["silu", "gelu", "relu"], BeforeValidator(_activation)]
 Precision = Annotated[Literal["auto", "fp32", "bf16", "fp16"], BeforeValidator(_precision)]
 AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_switch)]
 Scale = Annotated[Annotated[Number, Field(ge=0)] | None, BeforeValidator(_frozen)]

@@ -117,6 +117,8 @@ def _unknown(key: str, where: Where | None, typed: str, schema: type[Section]) -
     # The value is not shown, and is never needed here: it may be a secret.
     if _SECRET.search(typed):
         return Problem(where, typed, "unknown key; secrets belong in the environment, never in a recipe", key)
+    if key == "model.activation":
+        return Problem(where, typed, "unknown key; the activation of this model is fixed, leave it out", key)
     near = suggestion(key, schema)
     if near is None:
         return Problem(where, typed, "unknown key", key)
