@@ -33,6 +33,9 @@ RECIPE: dict[str, Any] = {
     "evaluation.every": 2,
     "checkpoint.every": 3,
     "checkpoint.keep": 1,
+    "samples.every": 6,
+    "samples.count": 1,
+    "samples.max_new_tokens": 4,
 }
 """The rate rises until it is far too high, so that the best checkpoint is neither the first nor the last."""
 TIMES = ("seconds", "per_second", "wait", "gib")
@@ -119,6 +122,7 @@ def describe_run(run: Path) -> dict[str, Any]:
     rows = read_metrics(run / "metrics.jsonl")
     result["metrics"] = [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in rows]
     result["export"] = hash_files(run / "final")
+    result["samples"] = hash_files(run / "samples")
     for folder in (run, run / "checkpoints"):
         result[f"temporary files in {folder.name}"] = sorted(
             name for name in os.listdir(folder) if name.startswith(".")

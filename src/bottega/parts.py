@@ -46,7 +46,11 @@ def turn(run: Path, *, quiet: bool) -> Iterator[None]:
                     print_notice(f"bottega: another process is making {run}; waiting for it since {waited:.0f} s")
                     due = waited + 60
                 time.sleep(POLL)
-        yield
+        try:
+            yield
+        except BaseException:
+            place.remove_unused([place.path, place.path.parent])
+            raise
 
 
 def _work_place(run: Path) -> RunDirectory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +106,7 @@ def _train_rank(
         return session().run()
     if fresh and directory.path.exists():
         set_aside(directory.path)
-    with _started(directory):
+    with lock_directory(directory):
         if parts:
             _check_start(recipe, directory, resume_from, allow=allow_data_change, quiet=quiet)
         main = session()
@@ -116,34 +116,24 @@ def _train_rank(
 
 
 @contextmanager
-def _started(directory: RunDirectory) -> Iterator[None]:
-    """The run directory, locked and swept. The error that ends the run goes to its log, and a start that is refused before
-    anything was written leaves nothing behind."""
+def lock_directory(directory: RunDirectory, *, has_log: bool = True) -> Iterator[None]:
+    """The run directory, made, locked and swept. The error that ends the run goes to its log, and a start that is refused
+    before anything was written leaves nothing behind."""
     missing = [folder for folder in (directory.path, *directory.path.parents) if not folder.exists()]
     directory.create()
     with Lock(directory):
         try:
-            remove_leftovers(directory.path)
+            for folder in (directory.path, directory.samples):
+                if folder.is_dir():
+                    remove_leftovers(folder)
             yield
         except BaseException as error:
             level: Level = "WARNING" if isinstance(error, Interrupted | KeyboardInterrupt) else "ERROR"
-            if isinstance(error, Exception | KeyboardInterrupt):
+            if has_log and isinstance(error, Exception | KeyboardInterrupt):
                 LogFile(directory.log).write(describe_error(error)[1], level)
             if not directory.recipe.exists():
-                _remove_unused(directory, missing)
+                directory.remove_unused(missing)
             raise
-
-
-def _remove_unused(directory: RunDirectory, created: list[Path]) -> None:
-    """The run directory of a start that was refused, with the parent folders that it has made."""
-    ours = (Lock(directory).path, directory.log)
-    with suppress(OSError):  # somebody else uses it by now
-        remove_leftovers(directory.path)
-        if {path.name for path in ours}.issuperset(os.listdir(directory.path)):
-            for path in ours:
-                path.unlink(missing_ok=True)
-            for folder in created:
-                folder.rmdir()
 
 
 def _check_start(

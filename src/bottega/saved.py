@@ -26,7 +26,7 @@ from bottega.core.types import Models, Rows
 from bottega.data.loader import evaluate_batches
 from bottega.data.present import writing
 from bottega.data.source import Source
-from bottega.engines.tensors import check_finite, compare, read_tensors
+from bottega.engines.tensors import check_finite, check_tensors, compare, read_tensors
 from bottega.engines.torch import TorchEngine
 from bottega.models.decoder_layout import OWN, shape_from, why_own
 from bottega.schema.data import source_names
@@ -305,7 +305,7 @@ def check_export(folder: Path) -> None:
     """Read back what was written, so that an export that cannot be opened never takes the place of one that can."""
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".safetensors":
-            read_tensors(path)
+            check_tensors(path)
         elif path.suffix == ".json":
             try:
                 json.loads(path.read_text(encoding="utf-8"))

@@ -31,7 +31,7 @@ from bottega.core.callback import Callback, Progress
 from bottega.core.errors import CheckpointError, Diverged, PeerLost
 from bottega.core.loop import Fit, Goal
 from bottega.core.rundir import RunDirectory, read_metrics
-from bottega.core.saver import Saver, explain, preflight
+from bottega.core.saver import Saver, explain, preflight, try_again
 from bottega.data.loader import Loader
 from bottega.methods import applied
 from bottega.methods.lesson import Lesson
@@ -39,7 +39,7 @@ from bottega.methods.range_test import settled
 from bottega.schema import needs
 from bottega.schema.load import to_yaml
 from bottega.schema.recipe import Recipe
-from bottega.storage.durable import discard
+from bottega.storage.durable import discard, writing_folder
 
 if TYPE_CHECKING:
     from bottega.engines.torch import TorchEngine
@@ -167,6 +167,7 @@ class Session:
             score=lesson.task.score,
             summarise=lambda metrics: lesson.summary(branch.summarise(metrics)),
             sample=lambda p: self._sample(branch, engine, p),
+            has_sample=lambda p: self._sample_folder(p).is_dir(),
             saver=saver,
             callbacks=callbacks,
             recover=self._recovery(engine, loader, saver),
@@ -243,15 +244,21 @@ class Session:
         )
 
     def _sample(self, branch: Branch, engine: TorchEngine, progress: Progress) -> Path:
-        folder = self.directory.samples / f"step-{progress.step:08d}"
+        folder = self._sample_folder(progress)
         if engine.rank == 0:
             try:
-                with engine.sampling() as models:
-                    branch.sample(models, folder, device=engine.device)
+                try_again(lambda: self._write_samples(branch, engine, folder))
             except (OSError, Diverged) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error).partition(":")[0]
                 self.console.warn(f"no samples in {folder}: {reason}; training goes on without them")
         return folder
+
+    def _sample_folder(self, progress: Progress) -> Path:
+        return self.directory.samples / f"step-{progress.step:08d}"
+
+    def _write_samples(self, branch: Branch, engine: TorchEngine, folder: Path) -> None:
+        with writing_folder(folder) as temporary, engine.sampling() as models:
+            branch.sample(models, temporary, device=engine.device)
 
     def _recovery(self, engine: TorchEngine, loader: Loader, saver: Saver) -> Any:
         from bottega.engines.nonfinite import Recovery

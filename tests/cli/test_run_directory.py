@@ -128,6 +128,14 @@ def test_a_refused_start_leaves_nothing_behind(
     assert os.listdir(tmp_path) == []
 
 
+def test_a_refused_cross_validation_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"text {n}", "label": "ab"[n % 2]}) + "\n" for n in range(6)))
+    code, err = answer(capsys, "crossval", "classify", "--data", rows, "--folds", 50, f"output_dir={tmp_path / 'runs'}")
+    assert code in (2, 3), err
+    assert os.listdir(tmp_path) == ["rows.jsonl"]
+
+
 def test_a_refused_start_leaves_an_older_run_as_it_was(
     tmp_path: Path, text_file: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -353,3 +353,27 @@ def test_progress_comes_back_from_its_file_and_refuses_nonsense() -> None:
     for wrong in ({"step": "x"}, {"notes": 3}, {"best": [1]}, {"skip_steps": {"a": 1}}):
         with pytest.raises(CheckpointError, match=rf"progress\.json: {next(iter(wrong))}"):
             Progress.from_json(wrong)
+
+
+def test_a_sample_that_a_killed_process_still_owed_is_drawn(tmp_path: Path) -> None:
+    """A checkpoint is saved before the sample of its step; whoever goes on from there draws it, and draws none twice."""
+    drawn: list[int] = []
+
+    def sample(progress: Progress) -> Path:
+        if progress.step == 4 and 4 not in drawn:
+            drawn.append(0)
+            if drawn.count(0) == 1:
+                raise DataError("killed")
+        drawn.append(progress.step)
+        return tmp_path
+
+    def run() -> None:
+        options = {"sample": sample, "has_sample": lambda progress: progress.step in drawn}
+        fit(tmp_path, Counter(), every=Every(save=2, sample=2), **options).run()
+
+    with pytest.raises(DataError, match="killed"):
+        run()
+    run()
+    assert [step for step in drawn if step] == [2, 4, 6]
+    run()
+    assert [step for step in drawn if step] == [2, 4, 6], "a finished run draws nothing again"

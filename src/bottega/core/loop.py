@@ -67,6 +67,7 @@ class Fit:
     score: Callable[[Rows], dict[str, float]] | None = None
     summarise: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
     sample: Callable[[Progress], Path] | None = None
+    has_sample: Callable[[Progress], bool] | None = None
     saver: Saver | None = None
     callbacks: Sequence[Callback] = ()
     recover: Callable[[Progress, int], int] | None = None
@@ -103,6 +104,8 @@ class Fit:
             self._save()
             if self._asked_to_stop():
                 self._interrupted()
+        if self.sample and self.has_sample and p.step and self._sample_due() and not self.has_sample(p):
+            self._tell("after_sample", self.sample(p))  # the last process ended between its checkpoint and this sample
         stream = self.batches(p.step)
         while p.step < p.total and p.stop is None:
             before = time.perf_counter()
@@ -125,7 +128,7 @@ class Fit:
             last = p.step >= p.total
             evaluate = self._evaluation_due()
             save = self._due(every.save, p.step) or last or stopping or self._save_time()
-            sample = self._due(every.sample, p.step) or (last and every.sample > 0)
+            sample = self._sample_due()
             if last or evaluate or save or sample or self._due(every.log, p.step):
                 step = p.step
                 self._log(metrics)
@@ -142,6 +145,10 @@ class Fit:
                 self._interrupted()
             if sample and self.sample:  # last, because nothing that goes wrong with a sample may cost a checkpoint
                 self._tell("after_sample", self.sample(p))
+
+    def _sample_due(self) -> bool:
+        p, every = self.progress, self.every.sample
+        return self._due(every, p.step) or (p.step >= p.total and every > 0)
 
     def _asked_to_stop(self) -> bool:
         return self.engine.agree(self.signals.received is not None)

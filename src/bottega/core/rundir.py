@@ -8,6 +8,8 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError, DirectoryInUse, UsageError
 from bottega.core.saver import explain
-from bottega.storage.durable import TEMPORARY, flush, temporary_name
+from bottega.storage.durable import TEMPORARY, flush, remove_leftovers, temporary_name
 
 LOCK = "LOCK"
 
@@ -67,6 +69,18 @@ class RunDirectory:
                     f"{path} is a link to {os.readlink(path)}, and a run writes only into its own folder; remove the link, "
                     "or choose another name=…"
                 )
+
+    def remove_unused(self, created: Sequence[Path] = ()) -> None:
+        """Delete the folder of a start that was refused, where it holds nothing but the lock and the log, with the parent
+        folders that this start has made. The lock is still held."""
+        ours = (self.path / LOCK, self.log)
+        with suppress(OSError):  # somebody else uses it by now
+            remove_leftovers(self.path)
+            if {path.name for path in ours}.issuperset(os.listdir(self.path)):
+                for path in ours:
+                    path.unlink(missing_ok=True)
+                for folder in created:
+                    folder.rmdir()
 
     def must_exist(self) -> RunDirectory:
         if not self.recipe.is_file():

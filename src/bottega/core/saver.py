@@ -79,9 +79,9 @@ class Saver:
         try:
             files = snapshot.files()
             self._needed = sum(array.nbytes for tensors in files.values() for array in tensors.values())
-            path = _try_again(lambda: self._commit(files, progress))
+            path = try_again(lambda: self._commit(files, progress))
             try:
-                _try_again(self._tidy)
+                try_again(self._tidy)
             except OSError as error:
                 self._error = error
             self._done = (progress, path)
@@ -122,7 +122,7 @@ class Saver:
         self.warn(f"{problem}; older checkpoints are kept, trying again at the next save")
 
 
-def _try_again(work: Callable[[], T]) -> T:
+def try_again(work: Callable[[], T]) -> T:
     """At once after an error of the disk: the state is still in memory, and the next save would be of a later step."""
     for _ in range(TRIES - 1):
         with suppress(OSError, CheckpointError):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -50,6 +51,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is missing")
     try:
         return load_file(path)
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+
+
+def check_tensors(path: Path) -> None:
+    """Read a safetensors file from end to end, one tensor at a time: it may be larger than memory."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is no dict)
+                file.get_tensor(name)
     except Exception as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bottega.checks import find_unbuilt, raise_together
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.core.rundir import Lock, RunDirectory
+from bottega.core.rundir import RunDirectory
 from bottega.insight import fold_table
 from bottega.insight.fold_plan import (
     Fold,
@@ -27,7 +27,7 @@ from bottega.insight.fold_plan import (
     splitting,
 )
 from bottega.insight.fold_runs import Work, places, train_all
-from bottega.run import set_aside
+from bottega.run import lock_directory, set_aside
 from bottega.schema.data import Splitting
 from bottega.schema.load import load_recipe, parse_overrides, to_yaml
 from bottega.schema.recipe import Recipe
@@ -107,13 +107,12 @@ def cross_validate(
     root = RunDirectory(planned[0].run.path.parent)
     if fresh and root.path.exists():
         set_aside(root.path, what="folds are")
-    root.create()
     console = open_console(quiet=quiet)
 
     def say(text: str) -> None:
         console.print(escape_controls(text), soft_wrap=True, markup=False)
 
-    with Lock(root):
+    with lock_directory(root, has_log=False):
         check_same_recipe(root, planned)
         with bars(console) as bar:
             # The last one first: where there are too few rows or groups, it is the one without any.

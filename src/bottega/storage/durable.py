@@ -92,7 +92,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @contextmanager
 def writing_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder to fill, which then takes the place of `target`; after an error it is gone."""
+    """A temporary folder to fill, which then takes the place of `target`; after an error, or left empty, it is gone."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(target)
     temporary.mkdir()
@@ -100,8 +100,11 @@ def writing_folder(target: Path) -> Iterator[Path]:
     try:
         _lock(descriptor)  # as long as we live nobody takes it for a leftover
         yield temporary
-        flush_all(temporary)
-        replace_folder(temporary, target)
+        if any(temporary.iterdir()):
+            flush_all(temporary)
+            replace_folder(temporary, target)
+        else:
+            temporary.rmdir()
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
