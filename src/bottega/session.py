@@ -15,6 +15,8 @@ from bottega.branches.branch import Branch
 from bottega.branches.located import STARTED_IN, UPWARDS
 from bottega.branches.start import PLACE, based, local_start
 from bottega.callbacks.console import Console
+from bottega.callbacks.divergence import diagnose_losses
+from bottega.callbacks.slow_run import SlowRun
 from bottega.checks import find_data_problems, find_size_problems, list_adjusted, raise_together
 from bottega.compose import (
     build_engine,
@@ -157,6 +159,8 @@ class Session:
         )
         saver.resumed_from = found
         callbacks = watchers(recipe, directory, console, is_main=engine.rank == 0)
+        if engine.rank == 0 and engine.device.type == "cpu":
+            callbacks.append(SlowRun(recipe, console.warn))
         fit = Fit(
             engine=engine,
             batches=loader,
@@ -286,6 +290,9 @@ class Session:
             else ""
         )
         console.say(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
+        diverged = diagnose_losses(read_metrics(self.directory.metrics), self.recipe)
+        if diverged is not None:
+            console.warn(diverged)
         verbs = [f"generate {path}{example}"] if (example := self.branch.example()) is not None else []
         verbs += [f"evaluate {path}{'' if is_held_out else ' --data PATH'}", f"export {path}"]
         for number, verb in enumerate(verbs):

@@ -60,8 +60,8 @@ def test_distributions_are_compared_at_equal_counts(
         "training": 27,
         "training_available": 27,
     }
-    last = show(found).splitlines()[-1]
-    assert last == f"compared with 27 of 27 training samples, distributions at {compared} samples each"
+    line = f"compared with 27 of 27 training samples, distributions at {compared} samples each"
+    assert line in show(found).splitlines()
 
 
 def test_fewer_samples_than_are_held_out_are_asked_for_evenly() -> None:
@@ -240,3 +240,29 @@ def test_only_a_generator_is_judged(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="count 4: of a run of classify no samples are judged; leave it out"):
         bottega.evaluate(path, count=4)
     assert bottega.evaluate(path, count=0)["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "num_classes", "is_weak"),
+    [(0.55, 10, True), (0.72, 10, True), (0.74, 10, False), (0.95, 10, False), (0.8, 2, True), (0.9, 2, False)],
+)
+def test_a_judge_that_errs_on_real_data_is_flagged(accuracy: float, num_classes: int, is_weak: bool) -> None:
+    names = ("conditional_accuracy", "shape_accuracy", "frechet_distance", "pitch_accuracy", "variance_ratio")
+    notes: list[str] = []
+    judged = scores._weakly_judged({**dict.fromkeys(names, 0.3), "conditional_accuracy": accuracy}, num_classes, notes)
+    assert judged == (names[:3] if is_weak else ())
+    assert len(notes) == is_weak
+    if is_weak:
+        assert f"names {100 * accuracy:.0f} % right (guessing: {100 / num_classes:.0f} %)" in notes[0]
+        assert "needs.judge" in notes[0]
+    assert scores._weakly_judged({"variance_ratio": 1.0}, 3, notes) == (), "without a judge nothing rests on one"
+
+
+def test_the_table_marks_what_a_weak_judge_says(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for least, names in ((1.1, ["conditional_accuracy", "frechet_distance"]), (-1.0, [])):
+        monkeypatch.setattr(scores, "GOOD_JUDGE", least)
+        result = bottega.evaluate(run, count=6)
+        assert result.get("weakly_judged", []) == names
+        first_words = [line.split()[0] for line in show(result).splitlines() if line.strip()]
+        marked = [word for word in first_words if word.endswith("*")]
+        assert marked == [*(f"{name}*" for name in names), *(["*"] if names else [])]

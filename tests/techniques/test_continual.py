@@ -17,6 +17,7 @@ import bottega
 import small_media
 import small_run
 import small_texts
+from bottega.branches.evaluation_data import DataRequest
 from bottega.core.callback import Progress
 from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Goal, evaluate
@@ -315,7 +316,7 @@ def test_what_evaluate_writes_names_the_right_examples(tmp_path: Path) -> None:
     from bottega.insight.answers import Answers
 
     saved = bottega.load(train("classify", tmp_path).path)
-    _, rows, held_out = saved.examined(split="validation")
+    _, rows, held_out = saved.examined(saved.chosen(DataRequest()))
     lines = Answers(rows, held_out, tuple(saved.branch.classes.names)).lines()
     table = saved.branch.prepared.table("validation")
     labels = {table.row("key", i): table.row("label", i) for i in range(len(table))}

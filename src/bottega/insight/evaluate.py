@@ -143,6 +143,8 @@ def _beside_real(
     if scores.through_codec:
         result["through_codec"] = scores.through_codec
     result["counts"] = scores.counts
+    if scores.judged:
+        result["weakly_judged"] = list(scores.judged)
     notes = (
         result.get("notes", [])
         + scores.notes
@@ -191,7 +193,8 @@ def show(result: dict[str, Any]) -> str:
         columns = {"generated": result["metrics"], **{name: result[name] for name in TITLES if name in result}}
         lines += ["", " " * 20 + "".join(f"{TITLES[name]:>22}" for name in columns)]
         lines += [
-            f"{measure:<20}" + "".join(f"{values[measure]:>22.4f}" for values in columns.values())
+            f"{measure + ('*' if measure in result.get('weakly_judged', ()) else ''):<20}"
+            + "".join(f"{values[measure]:>22.4f}" for values in columns.values())
             for measure in compared
             if measure not in undefined
         ]

@@ -37,6 +37,10 @@ colour. What is more is thinned evenly."""
 CHUNK = 256
 ASKED = {"label", "condition", "input_ids", "attention_mask"}
 HALF_A_SEMITONE = 0.5
+GOOD_JUDGE = 0.7
+"""How far between guessing (0) and always right (1) on real held-out data a judge must be to be believed."""
+UNJUDGED = ("pitch_accuracy", "motion_accuracy")
+"""Measured in the samples themselves."""
 
 Say = Callable[[str, int, int], None]
 
@@ -51,6 +55,8 @@ class Scores:
     counts: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     """What is left out, and why."""
+    judged: tuple[str, ...] = ()
+    """The measures that rest on a judge that is itself weak; empty where it is good enough, or there is none."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,23 @@ def score(
     counts = {"generated": len(generated.samples), "real": len(held_out.samples), "compared": compared}
     if training is not None:
         counts |= {"training": len(training.samples), "training_available": training.available}
-    return Scores(**found, counts=counts, notes=notes)
+    judged = _weakly_judged(found["real"], len(branch.facts.classes), notes)
+    return Scores(**found, counts=counts, notes=notes, judged=judged)
+
+
+def _weakly_judged(real: dict[str, float], num_classes: int, notes: list[str]) -> tuple[str, ...]:
+    """Return the measures that say little because the judge often errs on real data itself, and note that."""
+    accuracy, chance = real.get("conditional_accuracy"), 1 / max(2, num_classes)
+    if accuracy is None or not (accuracy - chance) / (1 - chance) < GOOD_JUDGE:
+        return ()
+    notes.append(
+        f"* the judge is weak: of real held-out samples it names {100 * accuracy:.0f} % right (guessing: {100 * chance:.0f} %), "
+        "so what it says of generated ones means little; train it longer (needs.judge.settings), or name a better one "
+        "(needs.judge.run)"
+    )
+    return tuple(
+        name for name in real if (name.endswith("_accuracy") and name not in UNJUDGED) or name == "frechet_distance"
+    )
 
 
 def _has_own_data(branch: GenerationBranch, notes: list[str]) -> bool:

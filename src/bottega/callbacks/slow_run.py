@@ -1,0 +1,71 @@
+"""Tells a person after the first steps that a run will take hours on a CPU, and which keys make a step cheaper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bottega.core.callback import Callback, Progress
+from bottega.schema.recipe import Recipe
+
+LONG = 3600.0
+"""Seconds from which on a person is asked whether that was meant."""
+MEASURED_STEPS = 3
+"""Steps before an estimate: the first one allocates and warms up."""
+LARGER = ("model.patch_size", "model.temporal_patch_size")
+SMALLER = (
+    *("model.size", "model.hidden_size", "model.num_layers", "data.image_size", "data.num_frames"),
+    *("data.sequence_length", "training.batch_size"),
+)
+BY_PATCHES = ("dit", None)
+"""Backbones that read patches; a U-Net has the key and does not."""
+
+
+class SlowRun(Callback):
+    """Warns once for each start of a run."""
+
+    name = "slow_run"
+
+    def __init__(self, recipe: Recipe, warn: Callable[[str], None]) -> None:
+        self.recipe, self.warn = recipe, warn
+        self._first, self._is_done = 0, False
+
+    def start(self, progress: Progress) -> None:
+        self._first = progress.step
+
+    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
+        if self._is_done or progress.step - self._first < MEASURED_STEPS:
+            return
+        self._is_done = True
+        seconds, left = metrics["step_seconds"], progress.total - progress.step
+        if seconds * left > LONG:
+            self.warn(
+                f"{left:,} more steps of {seconds:.2g} s take about {_duration(seconds * left)} on this CPU; "
+                f"{cheaper_steps(self.recipe)}; Ctrl-C saves and stops"
+            )
+
+
+def cheaper_steps(recipe: Recipe) -> str:
+    """Return which keys of this recipe make a step cheaper, with their values."""
+    larger = _named(recipe, LARGER) if getattr(recipe.model, "backbone", None) in BY_PATCHES else []
+    smaller = _named(recipe, SMALLER)
+    parts = [f"a larger {' or '.join(larger)}"] if larger else []
+    parts += [f"a smaller {', '.join(smaller[:-1])}{' or ' if len(smaller) > 1 else ''}{smaller[-1]}"]
+    return f"a step is cheaper with {', or '.join(parts)}"
+
+
+def _named(recipe: Recipe, keys: tuple[str, ...]) -> list[str]:
+    """The keys that have a value in this recipe."""
+    found = []
+    for key in keys:
+        value: Any = recipe
+        for part in key.split("."):
+            value = getattr(value, part, None)
+        if value is not None:
+            found.append(f"{key} ({value})")
+    return found
+
+
+def _duration(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"
