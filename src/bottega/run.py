@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bottega import resume
+from bottega.branches.located import locate
 from bottega.callbacks.log_file import Level, LogFile
 from bottega.checks import find_problems, list_unused, load_checked, parse_words, raise_together
 from bottega.core import checkpoint
@@ -151,17 +152,27 @@ def _check_start(
 
 
 def part(
-    recipe: Recipe, name: str, *, quiet: bool = True, beside: Path | None = None, allow_data_change: bool = False
+    recipe: Recipe,
+    name: str,
+    *,
+    quiet: bool = True,
+    beside: Path | None = None,
+    allow_data_change: bool = False,
+    started_in: tuple[Path, ...] = (),
 ) -> Path:
     """The finished, exported run of a need; trained first where it is not there yet, and then only once.
 
-    Known by its recipe and by its data: a judge must not have learnt from what is held out by now.
+    Known by its recipe and by its data: a judge must not have learnt from what is held out by now. `started_in` are the
+    folders that relative data paths of the recipe may start from, where that is not the working directory.
     """
     run, need = needs.part_run(recipe, name, beside=beside), recipe.needs[name]
     if need.run is not None:
         RunDirectory(run).must_exist()
         return run
     wanted = needs.part_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
+    data_here = locate(wanted.data, started_in)
+    if data_here != wanted.data:  # its name stays that of the recipe as it was written
+        wanted = wanted.model_copy(update={"data": data_here, "name": run.name})
     is_main = int(os.environ.get("RANK", 0)) == 0
     data = None if need.own_data or allow_data_change else _data_now(wanted, quiet=quiet or not is_main)
     if _is_ready(run, data):

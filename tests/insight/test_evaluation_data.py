@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import bottega
+import small_media
 import small_texts
 from bottega import cli
 from bottega.core.errors import BottegaError, DataError, UsageError
@@ -165,3 +166,29 @@ def test_what_cannot_be_told_is_said(folder: Path, tmp_path: Path) -> None:
         bottega.evaluate(moved / "run")
     with pytest.raises(BottegaError, match="split dev"):
         bottega.evaluate(moved / "run", split="dev")
+
+
+def test_prepared_tables_of_the_same_data_are_measured_by_their_held_out_part(folder: Path, tmp_path: Path) -> None:
+    settings = {**small_texts.settings(tmp_path), **PARTS, "data.train.path": str(folder / "texts.jsonl")}
+    words = [f"{key}={json.dumps(value)}" for key, value in settings.items() if key.startswith("data.")]
+    assert cli.main(["prepare", "classify", *words, "--out", str(tmp_path / "shards")]) == 0
+    found = bottega.evaluate(folder / "runs" / "run", data=tmp_path / "shards")
+    own = bottega.evaluate(folder / "runs" / "run")
+    assert (found["split"], found["samples"], found["metrics"]) == ("validation", 24, own["metrics"])
+
+
+def test_a_judge_is_trained_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    home.mkdir()
+    away.mkdir()
+    monkeypatch.chdir(home)
+    needs = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps": 2, "model.hidden_size": 8}}}
+    settings = {**small_media.image(Path()), "training.max_steps": 2, "needs": needs, "name": "drawn"}
+    run = bottega.train("image", {**settings, "output_dir": "runs"}).path.absolute()
+    monkeypatch.chdir(away)
+    found = bottega.evaluate(run, count=4)
+    assert "conditional_accuracy" in found["metrics"]
+    assert not any(away.iterdir())
+    monkeypatch.chdir(home)
+    assert bottega.evaluate("runs/drawn", count=4)["metrics"] == found["metrics"], "the same judge"
+    assert len(list((home / "runs" / "parts").iterdir())) == 1

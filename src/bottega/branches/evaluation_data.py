@@ -175,7 +175,7 @@ def _named_part(given: GivenData, split: str | None, *, explicit: str | None) ->
     folder = Path(source.path).expanduser()
     if is_prepared(folder):
         tables = opened(folder, task=_task_of(folder)).tables
-        wanted = [explicit] if explicit is not None else ["test", "validation"]
+        wanted = [explicit] if explicit is not None else ["validation", "test"]
         table = next((name for name in wanted if name in tables), "train")
         return replace(given, table=table), table
     if explicit is None or source.split is not None or not folder.is_dir():
@@ -196,6 +196,9 @@ def _shared_files(given: GivenData, branch: Branch) -> tuple[str | None, list[st
     """Whether the files of `given` are training files of the run: "all", or the first of some; with notes."""
     if not isinstance(branch, TableBranch):
         return None, []
+    folder = Path(given.path).expanduser()
+    if is_prepared(folder) and opened(folder, task=_task_of(folder)).fingerprint == branch.data_fingerprint:
+        return "all", []
     data = branch.located_recipe().data
     own = [*(data.sources or (data.train,)), *([data.replay] if data.replay is not None else [])]
     merged = given.section(data).train

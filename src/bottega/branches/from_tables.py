@@ -50,6 +50,11 @@ class TableBranch(Branch):
             self._prepared = prepared
         return self._prepared
 
+    @property
+    def data_fingerprint(self) -> str | None:
+        """Of the data that the run has learnt from, also where that is not there any more."""
+        return self._expected or (self._prepared.fingerprint if self._prepared is not None else None)
+
     def located_recipe(self) -> Any:
         """The recipe with its relative data paths resolved against the folder that the run was started in."""
         return self.recipe.model_copy(update={"data": locate(self.recipe.data, self.started_in)})

@@ -230,7 +230,8 @@ class Judge:
         if not has_own and need.run is None and not is_made(needs.part_run(branch.recipe, "judge", beside=beside)):
             notes.append("needs.judge: is not trained yet, and learns from that data; conditional_accuracy is left out")
             return None
-        path = part(branch.recipe, "judge", quiet=quiet, beside=beside, allow_data_change=not has_own)
+        how: dict[str, Any] = {"quiet": quiet, "beside": beside, "allow_data_change": not has_own}
+        path = part(branch.recipe, "judge", **how, started_in=branch.started_in)
         try:
             # Not its best step: that was chosen on the data which are held out here, and would flatter the real ones.
             opened = load(path, checkpoint="last", device=str(saved.engine.device))
