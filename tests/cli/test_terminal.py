@@ -92,6 +92,7 @@ CASES: dict[str, Any] = {
         lambda p: ["verify-resume", *small_run.words(p.folder, p.text)[1:], "--steps", "4", "--kills", "1"],
         ["equal bit for bit"],
     ),
+    "runs": (lambda p: ["runs", p.folder], ["language", "finished", "8/8"]),
     "crossval": (lambda p: p.crossval(), ["fold-0", "accuracy"]),
     "compare": (lambda p: ["compare", p.classify, p.other], ["A", "B"]),
     "lr-find": (

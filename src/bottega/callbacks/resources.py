@@ -33,5 +33,5 @@ class Resources(Callback):
             metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             try:
                 metrics["gpu_percent"] = float(torch.cuda.utilization())
-            except Exception:  # needs nvidia-ml-py, which is optional
+            except Exception:  # the extra bottega[gpu] is not installed, as doctor says, or the driver does not tell
                 pass

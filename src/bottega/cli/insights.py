@@ -159,7 +159,25 @@ def _lr_find(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return report
 
 
+def _runs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", nargs="?", default="runs", help="the folder that holds runs, or a run (default: runs)"
+    )
+
+
+def _runs(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.insight.runs import list_runs, show
+
+    no_more(rest)
+    folder = Path(arguments.folder)
+    rows = list_runs(folder)
+    if not arguments.json:
+        print_result(show(folder, rows))
+    return {"folder": str(folder), "runs": rows}
+
+
 VERBS = {
+    "runs": Verb("list runs with task, step, best metric and state", _runs_arguments, _runs),
     "lr-find": Verb("which learning rate to begin with, by a range test", _lr_find_arguments, _lr_find),
     "inspect": Verb("the module tree with parameters and gradients", _inspect_arguments, _inspect),
     "ledger": Verb("which samples made a step; replay of that batch", _ledger_arguments, _ledger),

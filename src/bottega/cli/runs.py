@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bottega.cli.train_help import add_keys_to_help
 from bottega.cli.verb import Verb, no_more, words_of
 from bottega.core.errors import UsageError
 from bottega.terminal import ResultStream, open_console, print_notice, print_result
@@ -19,6 +20,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume_from", "--resume-from", metavar="PATH", help="start from this checkpoint or run")
     parser.add_argument("--allow-data-change", action="store_true", help="resume although the data has changed")
     parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    add_keys_to_help(parser)
 
 
 def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ PACKAGES = {
     "peft": "hub",
     "diffusers": "hub",
     "wandb": "wandb",
+    "nvidia-ml-py": "gpu",
     "soundfile": "audio",
     "soxr": "audio",
     "av": "video",
@@ -47,6 +48,7 @@ def examine() -> dict[str, Any]:
         "packages": versions,
         "devices": _devices() if versions["torch"] else [],
         "problems": [],
+        "notes": [],
         "exit_code": 0,
     }
     problems = report["problems"]
@@ -57,6 +59,8 @@ def examine() -> dict[str, Any]:
     ]
     if report["disk_free_gib"] < 2:
         problems.append(f"only {report['disk_free_gib']} GiB of disk are free here: checkpoints may not fit")
+    if any(device.startswith("cuda") for device in report["devices"]) and not versions["nvidia-ml-py"]:
+        report["notes"].append("how busy a GPU is can only be logged with nvidia-ml-py: pip install 'bottega[gpu]'")
     if problems:
         report["exit_code"] = 5
     return report
@@ -71,6 +75,7 @@ def show(report: dict[str, Any]) -> str:
     for name, version in report["packages"].items():
         extra = PACKAGES[name]
         lines.append(f"{name:<13}{version or f'not installed (optional: bottega[{extra}])'}")
+    lines += [f"note         {note}" for note in report["notes"]]
     lines += [f"problem      {problem}" for problem in report["problems"]] or ["everything that is needed is here"]
     return "\n".join(lines)
 

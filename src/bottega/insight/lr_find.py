@@ -31,15 +31,32 @@ def find(
 ) -> dict[str, Any]:
     """The report of a range test; its curve and its numbers are in `out`."""
     check_range(low, high, steps)
-    run = RunDirectory(split_checkpoint(Path(what))[0])
-    is_run = run.recipe.is_file()
+    is_run = is_run_directory(what)
     if is_run and words:
         raise UsageError(f"{what} is a run and has its own recipe; leave out {' '.join(words)}")
-    if is_run:
-        recipe, start = load_saved_recipe(run.recipe), _chosen(run, Path(what))
-    else:
-        sources, overrides = parse_overrides([what, *words])
-        recipe, start = load_recipe(sources, overrides).recipe, None
+    sources, overrides = parse_overrides([what, *words])
+    recipe = None if is_run else load_recipe(sources, overrides).recipe
+    report = find_rate(recipe, run=Path(what) if is_run else None, low=low, high=high, steps=steps, quiet=quiet)
+    report["command"] = _command(what, words, report, is_run=is_run)
+    return write_report(report, out) if int(os.environ.get("RANK", 0)) == 0 else report
+
+
+def is_run_directory(what: str | Path) -> bool:
+    return RunDirectory(split_checkpoint(Path(what))[0]).recipe.is_file()
+
+
+def find_rate(
+    recipe: Recipe | None, *, run: Path | None, low: float, high: float, steps: int, quiet: bool
+) -> dict[str, Any]:
+    """Run the test on a recipe, or on the run directory or checkpoint `run` with its own recipe."""
+    check_range(low, high, steps)
+    start: tuple[Path, str] | None = None
+    folders: tuple[Path, ...] = ()
+    if run is not None:
+        directory = RunDirectory(split_checkpoint(run)[0])
+        recipe, start = load_saved_recipe(directory.recipe), _chosen(directory, run)
+        folders = recorded_folders(directory.path)
+    assert recipe is not None, "a recipe or a run"
     raise_together(find_unbuilt(recipe))
     global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))
     needs.check(recipe)
@@ -47,12 +64,11 @@ def find(
         part(recipe, name, quiet=quiet)
     is_main = int(os.environ.get("RANK", 0)) == 0
     console = Console(unit="samples", quiet=quiet or not is_main)
-    folders = recorded_folders(run.path) if is_run else ()
     branch = prepare(locate(needs.placed(recipe), folders), console)
     if start is not None and start[1] != branch.fingerprint:
-        raise DataError(f"{what}: the data has changed since its last checkpoint; undo the change")
+        raise DataError(f"{run}: the data has changed since its last checkpoint; undo the change")
     with bars(console.rich, in_bytes=False) as say:
-        report = measured(
+        return measured(
             recipe,
             branch,
             start=start[0] if start is not None else None,
@@ -61,8 +77,6 @@ def find(
             steps=steps,
             say=lambda done, total: say("lr-find", done, total),
         )
-    report["command"] = _command(what, words, recipe, report, is_run=is_run)
-    return _written(report, out) if is_main else report
 
 
 def _chosen(run: RunDirectory, path: Path) -> tuple[Path, str]:
@@ -73,19 +87,20 @@ def _chosen(run: RunDirectory, path: Path) -> tuple[Path, str]:
     return found[0], str(found[1].fingerprint.get("data"))
 
 
-def _command(what: str, words: list[str], recipe: Recipe, report: dict[str, Any], *, is_run: bool) -> str:
+def _command(what: str, words: list[str], report: dict[str, Any], *, is_run: bool) -> str:
     rate = f"training.learning_rate={report['suggestion']:g}"
     if not is_run:
         said = [word for word in words if not word.startswith(("training.learning_rate=", "learning_rate=", "lr="))]
         return shlex.join(["bottega", "train", what, *said, rate])
     run = RunDirectory(split_checkpoint(Path(what))[0])
     name, longer = f"name={run.path.resolve().name}-again", []
+    recipe = load_saved_recipe(run.recipe)
     if recipe.training.max_steps is not None and report["from_step"] >= recipe.training.max_steps:
         longer = [f"training.max_steps={report['from_step'] + recipe.training.max_steps}"]
     return shlex.join(["bottega", "train", str(run.recipe), name, rate, *longer, "--resume_from", what])
 
 
-def _written(report: dict[str, Any], out: Path) -> dict[str, Any]:
+def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:
     files = {"picture": str(out / PICTURE), "json": str(out / JSON)}
     with writing(out / JSON):
         with whole(out / JSON) as temporary:

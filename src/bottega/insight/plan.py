@@ -36,6 +36,11 @@ def check(words: list[str], *, show: bool) -> dict[str, Any]:
     A file that several tasks could use is a part of a recipe, and is held against their schemas alone.
     """
     sources, overrides = parse_words(words)
+    return check_sources(sources, overrides, show=show)
+
+
+def check_sources(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[str, Any]:
+    """The same for recipes by name, file or dict."""
     resolved = _resolve(sources, overrides)
     tasks = list(resolved.task_candidates)
     notes = list(resolved.notes)

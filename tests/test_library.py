@@ -1,0 +1,106 @@
+"""The library's calls: listed, fetched on first use, and the same answers as the verbs give."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bottega
+import small_run
+from bottega.cli import main
+from bottega.cli.train_help import KEYS, describe_keys
+from bottega.core.errors import UsageError
+from bottega.schema.aliases import spell
+from bottega.schema.load import load_recipe
+
+CALLS = {"augment", "compare", "crossval", "evaluate", "load", "lr_find", "plan", "predict", "prepare", "runs", "train"}
+
+
+def test_every_call_is_listed_and_documented() -> None:
+    assert set(dir(bottega)) >= CALLS
+    assert {name for name in dir(bottega) if not name.startswith("_")} == CALLS
+    assert set(bottega.__all__) == {*CALLS, "__version__"}
+    page = (Path(__file__).parents[1] / "docs" / "library.md").read_text()
+    for name in sorted(CALLS):
+        assert getattr(bottega, name).__doc__, name
+        assert f"bottega.{name}(" in page, f"docs/library.md says nothing of bottega.{name}"
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        bottega.trian  # noqa: B018
+
+
+def test_listing_them_loads_nothing() -> None:
+    code = "import sys, bottega; dir(bottega); bottega.runs; bottega.augment; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=small_run.environment())
+
+
+def test_plan_and_lr_find_answer_as_the_verbs_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = small_run.write_text(tmp_path / "t.txt")
+    settings = small_run.settings(tmp_path, text)
+    words = small_run.words(tmp_path, text)[1:]
+    assert main(["plan", *words, "--json"]) == 0
+    assert bottega.plan("language/shakespeare", settings) == json.loads(capsys.readouterr().out)
+    with pytest.raises(UsageError, match=r"training\.max_steps"):
+        bottega.plan("language", {"training.max_steps": -1})
+    options = ["--steps", "10", "--min", "1e-4", "--max", "1e-1", "--out", str(tmp_path / "found"), "--json"]
+    assert main(["lr-find", *words, *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    report = bottega.lr_find("language/shakespeare", settings, low=1e-4, high=1e-1, steps=10)
+    assert report == {name: told[name] for name in report}
+    assert not {"picture", "json"} & report.keys(), "nothing is written unasked"
+    bottega.lr_find(["language/shakespeare", settings], low=1e-4, high=1e-1, steps=10, out=tmp_path / "again")
+    assert (tmp_path / "again" / "lr-find.json").is_file()
+    with pytest.raises(UsageError) as caught:
+        bottega.lr_find("language/shakespeare", settings, low=1.0, high=0.1)
+    assert "--" not in str(caught.value)
+
+
+def test_compare_names_no_flags() -> None:
+    with pytest.raises(UsageError, match="alpha 2: expected a number between 0 and 1") as caught:
+        bottega.compare("a", "b", alpha=2)
+    assert "--" not in str(caught.value)
+
+
+def test_augment_is_a_function_of_the_sample_and_its_place() -> None:
+    text = "a really fine film about dogs and their people"
+    copies = bottega.augment(text, probability=0.3, augmentation_factor=3)
+    assert len(copies) == 3
+    assert text not in copies
+    assert copies == bottega.augment(text, probability=0.3, augmentation_factor=3)
+    assert copies != bottega.augment(text, probability=0.3, augmentation_factor=3, index=1)
+    pixels = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
+    before = pixels.copy()
+    flips = [bottega.augment(pixels, flip=True, index=index) for index in range(16)]
+    assert {(one == pixels).all() for one in flips} == {True, False}
+    assert all((one == pixels).all() or (one == pixels[:, ::-1]).all() for one in flips)
+    assert (pixels == before).all(), "the sample itself stays as it is"
+    frames = np.stack([pixels] * 3)
+    assert (bottega.augment(frames, flip=True, index=3) == np.stack([flips[3]] * 3)).all(), "frames are changed alike"
+    sound = np.sin(np.arange(800, dtype=np.float32))
+    assert not np.array_equal(bottega.augment(sound, rate=8000, noise=0.1), sound)
+    for wrong in ({"crop": 2.0}, {"noise": 0.1}):
+        with pytest.raises(UsageError, match="options of this medium are enabled, crop, flip, colour_jitter"):
+            bottega.augment(pixels, **wrong)
+    with pytest.raises(UsageError, match="rate: missing"):
+        bottega.augment(sound, frequency_mask=0.1)
+    with pytest.raises(UsageError, match=r"int64 \[3\] is not a sample"):
+        bottega.augment(np.arange(3))
+
+
+def test_the_help_of_train_names_the_keys_that_are_set_most(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    plain = load_recipe(["language", {"data.train.path": "x"}]).recipe
+    for key, short in KEYS.items():
+        assert key in shown
+        assert short in shown
+        if short:
+            assert set(spell(short.removeprefix("--"), 1)) == {key}
+    assert describe_keys().splitlines()[0] in shown
+    (line,) = (line for line in shown.splitlines() if "training.batch_size" in line)
+    assert line.endswith(f"[{type(plain.training).model_fields['batch_size'].default}]")
