@@ -88,6 +88,8 @@ def test_a_table_without_a_header_is_read_by_number(tmp_path: Path) -> None:
     assert found.classes.names == ("1", "2", "3")
     named = prepared(tmp_path / "news.csv", **numbered, **{"data.class_names": {1: "cook", 2: "sail", 3: "sing"}})
     assert [(text.replace("\n", " "), label) for text, label in rows_of(named)] == expected(rows)
+    words = ["data.train.field=[1, 2]", "data.train.label=0", "data.class_names={1: cook, 2: sail, 3: sing}"]
+    assert cli.main(["prepare", "classify", "--data", str(tmp_path / "news.csv"), *words]) == 0
     by_field = prepared(tmp_path / "news.csv", **{"data.train.field": [1, 2], "data.label_field": 0})
     assert rows_of(by_field) == rows_of(found)
     with pytest.raises(DataError, match="numbered 0 to 2"):

@@ -105,7 +105,7 @@ def test_plain_aliases_work() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("1: a", "a key must be text, got 1"),
+        ("1.5: a", "a key must be text, got 1.5"),
         ("true: a", "a key must be text"),
         ("? [a]\n: 1", "cannot be a key"),
         ("<<: {a: 1}", "use extends"),

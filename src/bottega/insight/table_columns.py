@@ -75,7 +75,7 @@ def show_columns(report: dict[str, Any]) -> str:
     lines = [f"{report['path']}: {report['kind']}, {report['rows']:,} rows, {len(report['columns'])} columns", ""]
     lines.append(f"{'number':<8}{'column':<{widest}}{'type':<8}{'filled':>10}{'distinct':>14}  examples")
     for number, column in enumerate(report["columns"]):
-        examples = ", ".join(repr(example)[:40] for example in column["examples"])
+        examples = ", ".join(_shorten(example) for example in column["examples"])
         distinct = column["distinct"] if isinstance(column["distinct"], str) else f"{column['distinct']:,}"
         named = f"{number:<8}{' '.join(column['name'].split()):<{widest}}{column['type']:<8}"
         lines.append(f"{named}{column['filled']:>10,}{distinct:>14}  {examples}")
@@ -86,3 +86,7 @@ def show_columns(report: dict[str, Any]) -> str:
         f"  bottega data routing --data {path} data.train.label=COLUMN",
     ]
     return "\n".join([*lines, "", *hints])
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 36 else f"{text[:35]}…")

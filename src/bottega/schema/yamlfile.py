@@ -211,6 +211,8 @@ class _Fold:
     def _key(self, parent: _Open, key: Any, line: int) -> None:
         if key == "<<":
             raise UsageError(f"{self.name}:{line}: merge keys (<<) are not supported; use extends")
+        if isinstance(key, int) and not isinstance(key, bool):
+            key = str(key)  # the number of a class, such as {1: world, 2: sports}
         if not isinstance(key, str):
             raise UsageError(f"{self.name}:{line}: a key must be text, got {key!r}")
         if key in parent.keys:
