@@ -12,6 +12,7 @@ from typing import Any
 
 from bottega.branches.start import tokenizer_of
 from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.saver import explain
 from bottega.data.cache import seal
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.language import prepare_language
@@ -193,14 +194,28 @@ def _copy(prepared: Prepared, out: Path) -> None:
     temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(prepared.folder, temporary)
+        _copy_files(prepared.folder, temporary)
         seal(temporary)
         if out.exists():
             out.rmdir()
         os.rename(temporary, out)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise EnvironmentProblem(f"--out {out}: {error.strerror or error}") from error
+        size = sum(path.stat().st_size for path in prepared.folder.rglob("*") if path.is_file())
+        raise EnvironmentProblem(
+            f"--out: {explain(error, out, size)}; make room there, or choose another folder"
+        ) from None
+
+
+def _copy_files(folder: Path, target: Path) -> None:
+    """As shutil.copytree, which goes on after a full disk and then raises a list of what it met."""
+    target.mkdir()
+    for path in sorted(folder.rglob("*")):
+        other = target / path.relative_to(folder)
+        if path.is_dir():
+            other.mkdir()
+        else:
+            shutil.copy2(path, other)
 
 
 def _export(prepared: Prepared, to: tuple[str, str], say: Progress) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import types
 import wave
 from pathlib import Path
 from typing import Any
@@ -91,12 +90,15 @@ def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
 
 def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
     class Full:
-        def add_summary(self, *_: Any) -> None:
+        def add(self, *_: Any) -> None:
             raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            """There is nothing to close."""
 
     said: list[str] = []
     board = TensorBoard(tmp_path, said.append)
-    board._writer = types.SimpleNamespace(file_writer=Full())
+    board._events = Full()  # type: ignore[assignment]
     for step in (1, 2):
         board.after_sample(Progress(step=step), filled(tmp_path / str(step), {"00.png": png()}))
     assert len(said) == 1

@@ -721,3 +721,17 @@ def test_a_disk_that_is_full(say: Any, tmp_path: Path, monkeypatch: pytest.Monke
     assert say(*words).code == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     say(*words).refused(5, path, "XDG_CACHE_HOME")
+
+
+def test_out_on_a_disk_that_is_full(say: Any, tmp_path: Path) -> None:
+    path, out = put(tmp_path / "rows.jsonl", GOOD * 2000), tmp_path / "kept"
+    words = ["prepare", "language", "--data", str(path), BYTES]
+    assert say(*words).code == 0  # what is copied is there already
+    full = bottega(
+        [*words, "--out", str(out)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)),
+    )
+    one_line(full.returncode, full.stderr, 5, f"--out: cannot write {out}", "size limit", "make room there")
+    assert "[(" not in full.stderr, "that would be a list of Python"
+    assert not list(tmp_path.glob(".tmp-*"))
+    assert not out.exists()

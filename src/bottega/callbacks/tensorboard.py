@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
+import os
+import socket
 import time
 import wave
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +73,70 @@ def _after_the_others(folder: Path) -> None:
         time.sleep(0.02)
 
 
+class EventFile:
+    """An event file, written by whoever calls: TensorBoard's own writer does so in a thread, where a full disk is noticed by
+    nobody but a traceback on the terminal.
+
+    What cannot be written whole is taken back, so that the file ends with a whole event.
+    """
+
+    def __init__(self, folder: Path, *, purge_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        number = next(number for number in itertools.count() if not (folder / f"{stem}.{number}").exists())
+        self._file = io.FileIO(folder / f"{stem}.{number}", "xb")
+        # Events from this step on belong to a process that was killed, or were taken back; TensorBoard drops them.
+        start = Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START))
+        try:
+            self._write([Event(wall_time=time.time(), file_version="brain.Event:2"), start])
+        except OSError:
+            self._file.close()
+            raise
+
+    def add(self, summaries: Iterable[Any], step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._write([Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, events: list[Any]) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        records = io.BytesIO()
+        for event in events:
+            RecordWriter(records).write(event.SerializeToString())
+        before, rest = self._file.tell(), records.getbuffer()
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(before)
+            raise
+
+
+def _scalar(tag: str, value: float) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+
+
+def _text(tag: str, text: str) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+    shown = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
+    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=shown, tensor=tensor)])
+
+
 class TensorBoard(Callback):
-    """The writer is imported on first use: it takes seconds, and nobody should wait for it before the first step.
+    """The writer is imported on first use: it takes a second, and nobody should wait for it before the first step.
 
     A full disk must not end a training, so a failed write is reported once and the run goes on.
     """
@@ -79,18 +145,13 @@ class TensorBoard(Callback):
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self.folder, self.warn = folder, warn
-        self._writer: Any = None
+        self._events: EventFile | None = None
 
     def start(self, progress: Progress) -> None:
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
-        from torch.utils.tensorboard import SummaryWriter
-
-        def begin() -> None:
+        with self._reporting():
             _after_the_others(self.folder)
-            # Events after this step belong to a process that was killed, or were taken back; TensorBoard drops them.
-            self._writer = SummaryWriter(str(self.folder), purge_step=progress.step + 1)
-
-        self._try(begin)
+            self._events = EventFile(self.folder, purge_step=progress.step + 1)
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
         self._add("train", progress, metrics)
@@ -99,40 +160,42 @@ class TensorBoard(Callback):
         self._add("validation", progress, metrics)
 
     def after_sample(self, progress: Progress, folder: Path) -> None:
-        def add() -> None:
+        if self._events is None:
+            return
+        with self._reporting():
             for path in sorted(folder.glob("*.txt")):
                 text = "    " + path.read_text(encoding="utf-8").replace("\n", "\n    ")
-                self._writer.add_text(f"samples/{path.stem}", text, progress.step)
+                self._events.add([_text(f"samples/{path.stem}", text)], progress.step)
             for path in [path for suffix in (".png", ".gif", ".wav") for path in media(folder, suffix)]:
                 # With the ending: TensorBoard shows one kind under a name, and there may be sheet.png and sheet.gif.
-                made = summary(path, f"samples/{path.name}")
-                if made is not None:
-                    self._writer.file_writer.add_summary(made, progress.step)
-
-        if self._writer is not None:
-            self._try(add)
+                sample = summary(path, f"samples/{path.name}")
+                if sample is not None:
+                    self._events.add([sample], progress.step)
 
     def rewind(self, progress: Progress) -> None:
         self.finish(progress, None)
         self.start(progress)
 
     def finish(self, progress: Progress, error: BaseException | None) -> None:
-        if self._writer is not None:
-            self._try(self._writer.close)
+        if self._events is not None:
+            with self._reporting():
+                self._events.close()
+            self._events = None
 
     def _add(self, group: str, progress: Progress, metrics: dict[str, float]) -> None:
-        def add() -> None:
-            for name, value in metrics.items():
-                self._writer.add_scalar(f"{group}/{name}", value, progress.step)
+        if self._events is not None:
+            with self._reporting():
+                self._events.add([_scalar(f"{group}/{name}", value) for name, value in metrics.items()], progress.step)
 
-        if self._writer is not None:
-            self._try(add)
-
-    def _try(self, write: Callable[[], None]) -> None:
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Give up after the first write that fails, with a warning."""
         try:
-            write()
+            yield
         except OSError as error:
-            self.warn(
-                f"no TensorBoard events in {self.folder}: {error.strerror or error}; training goes on without them"
-            )
-            self._writer = None
+            reason = error.strerror or error
+            self.warn(f"no more TensorBoard events in {self.folder}: {reason}; training goes on without them")
+            if self._events is not None:
+                with suppress(OSError):
+                    self._events.close()
+            self._events = None
