@@ -23,6 +23,8 @@ def start(output: Path, text: Path) -> tuple[Running, dict[int, psutil.Process]]
     """The launcher, and its ranks."""
     run = Running(output / "x", words(output, text, "--quiet", **ENDLESS), launcher=LAUNCH)
     run.until(7)
+    while not (output / "x" / "checkpoints" / "last").exists():  # of step 5, written behind the training
+        run.until(len(steps_logged(output / "x")) + 1)
     children = psutil.Process(run.process.pid).children()
     return run, {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
 
