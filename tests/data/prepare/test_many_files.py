@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bottega.data.prepare import inputs
+from bottega.data.prepare import inputs, jobs
 from bottega.data.prepare.media import prepare_media
 from bottega.data.readers import find, fingerprint, metadata
 from bottega.schema.data import HeldOut, Source
@@ -92,3 +92,24 @@ def test_a_folder_is_looked_at_once_for_a_table(tmp_path: Path, monkeypatch: pyt
     assert metadata.table_in(folder) == folder / "metadata.csv", "it was written just now, and is seen"
     (folder / "metadata.csv").unlink()
     assert metadata.table_in(folder) is None
+
+
+def test_many_small_files_are_worth_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "MOST_ITEMS", 5)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    data = ImageData(train=Source(path=str(write_pictures(tmp_path, 40))), validation=HeldOut(split=0.2))
+    recipe = ImageRecipe(model=Generator(condition="class"), data=data)
+    started: list[int] = []
+    monkeypatch.setattr(
+        jobs,
+        "prefetch",
+        lambda *words, f=jobs.prefetch, **options: (started.append(options["workers"]), f(*words, **options))[1],
+    )
+    tables = []
+    for least in (8000, 40):
+        monkeypatch.setattr(jobs, "WORTH_FILES", least)
+        ready = prepare_media(recipe, progress=lambda *_: None, cache=tmp_path / str(least))
+        files = sorted(path for path in ready.folder.rglob("*") if path.is_file() and path.name != "MANIFEST.json")
+        tables.append({path.relative_to(ready.folder).as_posix(): path.read_bytes() for path in files})
+    assert started == [0, 0, 2, 2]
+    assert tables[0] == tables[1]

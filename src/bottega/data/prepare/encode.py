@@ -34,6 +34,9 @@ class Encode(Jobs):
     """Whether a bad record ends it all."""
     stage: str = "encode"
 
+    def num_pieces(self, number: int) -> int:
+        return len(self.jobs[number])
+
     def work(self, number: int, out: Path) -> dict[str, Any]:
         tally = Tally()
         counts: dict[str, Counter[str]] = {}

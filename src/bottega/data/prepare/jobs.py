@@ -17,6 +17,8 @@ from bottega.storage.durable import flush_all
 SUMMARY = "summary.json"
 # Starting a process costs half a second, so less work than this is done here.
 WORTH_PROCESSES = 24 << 20
+# A thousand small files take about half a second, however few their bytes.
+WORTH_FILES = 8000
 
 Progress = Callable[[str, int, int], None]
 """What is being done, how many bytes of how many."""
@@ -33,6 +35,10 @@ class Jobs(ABC):
     @abstractmethod
     def work(self, number: int, out: Path) -> dict[str, Any]:
         """Do job `number` into the empty folder `out`, and say in a few words of JSON what came of it."""
+
+    def num_pieces(self, number: int) -> int:
+        """How many files or pieces of files a job reads."""
+        return 1
 
     def part(self, number: int) -> Path:
         return self.folder / f"{number:06d}"
@@ -86,7 +92,7 @@ def run(jobs: Jobs, progress: Progress) -> Iterator[dict[str, Any]]:
 
 def _workers(jobs: Jobs) -> int:
     left = [n for n in range(len(jobs.sizes)) if not jobs.part(n).exists()]
-    if sum(jobs.sizes[n] for n in left) < WORTH_PROCESSES:
+    if sum(jobs.sizes[n] for n in left) < WORTH_PROCESSES and sum(map(jobs.num_pieces, left)) < WORTH_FILES:
         return 0
     cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(left))
     return cores if cores > 1 else 0

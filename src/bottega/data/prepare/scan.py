@@ -71,6 +71,9 @@ class Scan(Jobs):
     """Whether a share is one of the text rather than of the records."""
     stage: str = "scan"
 
+    def num_pieces(self, number: int) -> int:
+        return len(self.jobs[number])
+
     def work(self, number: int, out: Path) -> dict[str, Any]:
         tally = Tally()
         rows = list(self._rows(number, tally))
