@@ -72,6 +72,15 @@ def test_names_of_folders_are_no_labels_here(pictures: Path, tmp_path: Path) -> 
     assert rows == {"holiday/sea.png": "bright", "garden/tree.png": "dark"}
 
 
+def test_other_files_of_a_folder_are_passed_over(pictures: Path, tmp_path: Path) -> None:
+    first, other = png(tmp_path / "new" / "a.png", 30), png(tmp_path / "b.png", 230)
+    for name in ("notes.txt", "list.csv", "tool.py"):
+        (tmp_path / "new" / name).write_text("nothing to look at\n")
+    assert [row["file"] for row in bottega.predict(pictures, str(first.parent))] == ["a.png"]
+    both = bottega.predict(pictures, [str(first.parent), str(other)])
+    assert [(row["file"], row["predicted"]) for row in both] == [("new/a.png", "dark"), ("b.png", "bright")]
+
+
 def test_what_cannot_be_read_is_one_line(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "gone.png is not there" in said(capsys, pictures, tmp_path / "gone.png", code=2)
     assert "name files or folders" in said(capsys, pictures, code=2)

@@ -18,6 +18,7 @@ from bottega.core.types import Models
 from bottega.data.given import GivenData
 from bottega.data.prepare.inputs import find_in_utf8
 from bottega.data.prepare.rules import Rules
+from bottega.data.readers import find
 from bottega.data.record import Bad, Record
 from bottega.schema.data import Source
 from bottega.tasks.multitask import whole
@@ -25,6 +26,7 @@ from bottega.terminal import print_notice
 
 THRESHOLD = 0.5
 """Where a text may have several classes: those that are more likely than not."""
+KINDS = {"image": "images", "audio": "audio", "video": "video"}
 CLASSIFIERS = (TextClassifyBranch, RoutingBranch, ClassifyBranch)
 """In the order in which a run of several tasks is asked, where no part of it is named."""
 
@@ -74,10 +76,23 @@ def predict_classes(
 def _predict_media(branch: ClassifyBranch, models: Models, device: Any, paths: list[str]) -> list[dict[str, Any]]:
     for path in filter(_is_missing, paths):
         raise UsageError(f"{path} is not there; this run classifies {branch.recipe.data.input}: name files or folders")
-    keys, chances = branch.predict(models, GivenData(Source(path=paths)), device=device)
+    keys, chances = branch.predict(models, GivenData(_media_source(paths, branch.recipe.data.input)), device=device)
     return [
         {"file": key, **_one_class(branch.classes.names, row)} for key, row in zip(keys, chances.tolist(), strict=True)
     ]
+
+
+def _media_source(paths: list[str], medium: str) -> Source:
+    """Paths as a source. Of folders only the files of the medium are taken, whatever else lies there."""
+    source = Source.model_validate({"path": paths})
+    if not any(Path(path).expanduser().is_dir() for path in paths):
+        return source
+    try:
+        chosen = Source.model_validate({"path": paths, "kind": KINDS[medium]})
+        find(chosen)
+    except DataError:
+        return source  # archives, tables or arrays
+    return chosen
 
 
 def _is_missing(path: str) -> bool:

@@ -44,6 +44,7 @@ REAL_KINDS = {
     ".tar.gz": "webdataset",
     ".tgz": "webdataset",
     ".tsv": "csv",
+    ".jsonl.xz": "jsonl",
     "input.txt": "text",
     ".mp4": "video",
     ".avi": "video",

@@ -204,11 +204,14 @@ def _find_together(source: Source, first: str) -> Found:
     from bottega.data.readers.remote import fetched
 
     paths = [first, *(str(fetched(path)) if "://" in path else path for path in source.more_paths or ())]
-    listing = files.listed_together(paths)
+    explicit = source.kind if source.kind != "auto" else None
+    listing = files.listed_together(
+        paths, lambda part: _of_kind(part, explicit) if explicit else files.without_notes(part)
+    )
     for path in paths:
         if _is_prepared(Path(path).expanduser()):
             raise UsageError(f"{path} holds shards, which are prepared already and stand alone as data.train")
-    kind = source.kind if source.kind != "auto" else _recognised(listing)[0]
+    kind = explicit or _recognised(listing)[0]
     return Found(source, kind, listing.root, listing.files)
 
 

@@ -6,7 +6,7 @@ import difflib
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -65,10 +65,10 @@ def listed(path: str) -> Listing:
     raise _missing(root, path)
 
 
-def listed_together(paths: Sequence[str]) -> Listing:
-    """The files of several paths, in the order of the paths; of folders, without the notes that lie in them."""
+def listed_together(paths: Sequence[str], choose: Callable[[Listing], list[Path]]) -> Listing:
+    """The files of several paths, in the order of the paths; of folders, those that `choose` takes."""
     parts = [listed(path) for path in paths]
-    files = [file for part in parts for file in (without_notes(part) if part.is_folder else part.files)]
+    files = [file for part in parts for file in (choose(part) if part.is_folder else part.files)]
     files = list(dict.fromkeys(files))
     root = Path(os.path.commonpath([file.absolute().parent for file in files]))
     return Listing(root, [file.absolute() for file in files], is_folder=False)
