@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bottega.checks import find_unbuilt, raise_together
+from bottega.checks import find_problems, raise_together
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import RunDirectory
@@ -100,7 +100,7 @@ def cross_validate(
         raise UsageError(f"--checkpoint {checkpoint}: expected best or last")
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: expected 1 or more")
-    raise_together(find_unbuilt(recipe))
+    raise_together(find_problems(recipe))
     split, notes = splitting(recipe, folds=folds, by=by, field=field)
     planned = plan_folds(recipe, split, repeats=repeats, out=Path(out) if out is not None else None)
     where = places(recipe.device, jobs, wanted=len(planned))

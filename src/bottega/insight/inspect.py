@@ -38,14 +38,14 @@ def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
         saved = open_run(Path(what))
         return saved.engine, saved.branch, saved.recipe.training.batch_size, saved.recipe.seed
     from bottega.callbacks.console import Console
-    from bottega.checks import find_unbuilt, raise_together
+    from bottega.checks import find_problems, raise_together
     from bottega.compose import build_engine, prepare
     from bottega.methods import applied
     from bottega.schema.load import load_recipe, parse_overrides
 
     sources, overrides = parse_overrides([what, *words])
     recipe = load_recipe(sources, overrides).recipe
-    raise_together(find_unbuilt(recipe))
+    raise_together(find_problems(recipe))
     recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"compile": False})})
     branch = prepare(recipe, Console(unit="samples"))
     return build_engine(recipe, applied(recipe, branch).task), branch, recipe.training.batch_size, recipe.seed

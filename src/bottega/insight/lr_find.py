@@ -12,7 +12,7 @@ from bottega import resume
 from bottega.branches.located import locate, recorded_folders
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
-from bottega.checks import find_unbuilt, raise_together
+from bottega.checks import find_problems, raise_together
 from bottega.compose import prepare
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.rundir import RunDirectory, split_checkpoint
@@ -22,7 +22,7 @@ from bottega.methods.range_picture import draw
 from bottega.methods.range_test import JSON, PICTURE, measured
 from bottega.run import part
 from bottega.schema import needs
-from bottega.schema.load import global_batch, load_recipe, load_saved_recipe, parse_overrides
+from bottega.schema.load import load_recipe, load_saved_recipe, parse_overrides
 from bottega.schema.recipe import Recipe
 
 
@@ -57,9 +57,7 @@ def find_rate(
         recipe, start = load_saved_recipe(directory.recipe), _chosen(directory, run)
         folders = recorded_folders(directory.path)
     assert recipe is not None, "a recipe or a run"
-    raise_together(find_unbuilt(recipe))
-    global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))
-    needs.check(recipe)
+    raise_together(find_problems(locate(recipe, folders)))
     for name in needs.referenced(recipe):
         part(recipe, name, quiet=quiet)
     is_main = int(os.environ.get("RANK", 0)) == 0

@@ -9,7 +9,7 @@ import numpy as np
 
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
-from bottega.checks import find_unbuilt, raise_together
+from bottega.checks import find_problems, raise_together
 from bottega.compose import build_engine, prepare
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.types import Batch
@@ -35,8 +35,7 @@ def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
         raise UsageError("bottega plan --memory: is measured by one process; start it without a launcher")
     sources, overrides = parse_overrides(words)
     recipe = load_recipe(sources, overrides).recipe
-    raise_together(find_unbuilt(recipe))
-    needs.check(recipe)
+    raise_together(find_problems(recipe))
     for name in needs.referenced(recipe):
         part(recipe, name, quiet=quiet)
     console = Console(unit="samples", quiet=quiet)
