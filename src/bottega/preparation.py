@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -27,6 +28,8 @@ from bottega.schema.routing import RoutingRecipe
 from bottega.terminal import open_console
 
 Progress = Callable[[str, int, int], None]
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors that go away where there is more room."""
 FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
 KNOWN = ("num_rules", "bayes_accuracy", "input_columns", "left_out_columns")
 """Of rows of numbers: how many rules there are, how often the best possible answer is right, and the names of columns."""
@@ -201,6 +204,8 @@ def _copy(prepared: Prepared, out: Path) -> None:
         os.rename(temporary, out)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if error.errno not in NO_ROOM:
+            raise EnvironmentProblem(f"--out {out}: {error.strerror or error}; choose another folder") from None
         size = sum(path.stat().st_size for path in prepared.folder.rglob("*") if path.is_file())
         raise EnvironmentProblem(
             f"--out: {explain(error, out, size)}; make room there, or choose another folder"
