@@ -78,7 +78,7 @@ CASES: dict[str, Any] = {
     "prepare": (lambda p: ["prepare", "language", f"data.train.path={p.text}"], ["train", "shards"]),
     "data": (lambda p: ["data", p.table, "--out", p.folder / "report"], ["rows", "cook"]),
     "plan": (
-        lambda p: ["plan", "language", f"data.train.path={p.text}", "--check"],
+        lambda p: ["plan", *small_run.words(p.folder, p.text)[1:], "--check"],
         ["valid; language"],
     ),
     "recipes": (lambda p: ["recipes"], ["language/shakespeare"]),
