@@ -97,7 +97,7 @@ class PartFailed(BottegaError):
 def train_apart(recipe: Recipe, run: Path, *, name: str, quiet: bool, allow_data_change: bool) -> None:
     """A part is one process's work; inside a launched group it needs an environment without the group."""
     place = _work_place(run)
-    place.create()
+    place.path.mkdir(parents=True, exist_ok=True)
     file = place.path / f"{run.name}.yaml"
     place.write(file, to_yaml(recipe))
     train = ["train", str(file), f"name={run.name}", *(["--quiet"] if quiet else [])]

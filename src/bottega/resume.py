@@ -61,7 +61,7 @@ def named(path: Path) -> Path:
         )
     if (path / "MANIFEST.json").is_file():
         return path
-    last = checkpoint.follow(path / "checkpoints", "last")
+    last = checkpoint.find_newest(path / "checkpoints")
     if last is not None:
         return last
     step = re.fullmatch(r"checkpoint-(\d+)", path.name)  # as other trainers name it

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -146,6 +148,7 @@ class SavedRun:
             remove_leftovers(place.parent, place.name)
             with writing_folder(place) as temporary:
                 self._export_to(temporary)
+                _copy_others(place, temporary)
         return target
 
     def _export_to(self, folder: Path) -> None:
@@ -313,6 +316,15 @@ def check_export(folder: Path) -> None:
                 raise EnvironmentProblem(f"cannot write {path}: it reads back damaged ({error}); try again") from None
 
 
+def _copy_others(before: Path, after: Path) -> None:
+    """What else lies in an exported folder, such as notes, stays there."""
+    for path in sorted(before.rglob("*")) if before.is_dir() else ():
+        other = after / path.relative_to(before)
+        if not path.is_dir() and not os.path.lexists(other):
+            other.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, other, follow_symlinks=False)
+
+
 def _share(folder: Path) -> None:
     """Every file as readable as a new one is here: safetensors are written for their owner alone."""
     probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
@@ -362,7 +374,7 @@ def choose(directory: RunDirectory, which: str, *, needs_best: bool = False) -> 
     """best (or last where nothing was evaluated), last, or a step number."""
     folder = directory.checkpoints
     if which in ("best", "last"):
-        newest = next((path for path, _ in checkpoints.candidates(folder)), None)
+        newest = checkpoints.find_newest(folder)
         if newest is None:
             is_empty = not checkpoints.list_folders(folder)
             problem = "has no checkpoint yet" if is_empty else "has no checkpoint with a readable MANIFEST.json"

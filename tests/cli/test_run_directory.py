@@ -424,6 +424,10 @@ def test_files_beside_an_export_stay(run: Path, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / ".tmp-out-0123abcd").mkdir()
     bottega.load(run).export(tmp_path / "out")
+    (tmp_path / "out" / "notes").mkdir()
+    (tmp_path / "out" / "notes" / "link").symlink_to("nowhere")
+    bottega.load(run).export(tmp_path / "out")
+    assert os.readlink(tmp_path / "out" / "notes" / "link") == "nowhere", "what else lies there stays"
     assert sorted(set(os.listdir(tmp_path)) - {"run"}) == sorted([*others, "out"])
 
 

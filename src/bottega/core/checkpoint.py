@@ -96,6 +96,11 @@ def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda item: (item[1].sequence, item[1].step), reverse=True)
 
 
+def find_newest(folder: Path) -> Path | None:
+    """The last checkpoint that was saved, if any."""
+    return next((path for path, _ in candidates(folder)), None)
+
+
 def find_best(folder: Path) -> tuple[Path | None, int]:
     """The best checkpoint that is there, and the step that the newest progress names as the best (0: none).
 
@@ -120,8 +125,7 @@ def _best_step(path: Path, manifest: Manifest) -> int | None:
 
 def update_links(folder: Path, *, last: Path | None = None) -> None:
     """Let `last` (the newest, unless it is given) and `best` point where manifests and progress say."""
-    newest = last or next((path for path, _ in candidates(folder)), None)
-    for name, target in (("last", newest), ("best", find_best(folder)[0])):
+    for name, target in (("last", last or find_newest(folder)), ("best", find_best(folder)[0])):
         if target is not None and follow(folder, name) != folder / target.name:
             point(folder, name, target)
         elif target is None and os.path.lexists(folder / name):

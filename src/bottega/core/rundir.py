@@ -50,10 +50,11 @@ class RunDirectory:
 
     def refuse_foreign(self) -> None:
         """A folder is ours if it is empty or shows that a run was started in it: a lock with its owner, or what follows.
+        Folds of a cross-validation are runs of their own.
 
         A recipe.yaml alone shows nothing, anybody may have one.
         """
-        names = [name for name in os.listdir(self.path) if not name.startswith(TEMPORARY)]
+        names = [name for name in os.listdir(self.path) if not name.startswith((*TEMPORARY, "fold-"))]
         has_checkpoint = any(self.checkpoints.glob("step-*/MANIFEST.json"))
         if set(names) - {LOCK} and not has_checkpoint and not Lock(self).has_owner():
             raise UsageError(

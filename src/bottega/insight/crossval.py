@@ -260,7 +260,7 @@ def _reported(
 
 
 def _last_step(fold: Fold) -> int:
-    last = checkpoints.follow(fold.run.checkpoints, "last")
+    last = checkpoints.find_newest(fold.run.checkpoints)
     return checkpoints.read_manifest(last).step if last is not None else 0
 
 

@@ -159,7 +159,7 @@ def check_same_data(folds: list[Fold], prepared: list[Prepared | None]) -> None:
 
 def is_trained(fold: Fold) -> bool:
     """To its end, by the recipe as it is now; such a run is not touched again."""
-    last = checkpoints.follow(fold.run.checkpoints, "last")
+    last = checkpoints.find_newest(fold.run.checkpoints)
     if last is None or changed_keys(load_saved_recipe(fold.run.recipe), fold.recipe):
         return False
     progress, early = checkpoints.read_progress(last), fold.recipe.training.early_stopping

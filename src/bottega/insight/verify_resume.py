@@ -100,7 +100,7 @@ def _step(run: Path) -> int:
 
 def compare(one: Path, other: Path) -> str | None:
     """The first difference between two runs, or None."""
-    a, b = (checkpoint.follow(RunDirectory(path).checkpoints, "last") for path in (one, other))
+    a, b = (checkpoint.find_newest(RunDirectory(path).checkpoints) for path in (one, other))
     if a is None or b is None:
         return "one of them has no checkpoint"
     first, second = checkpoint.verify(a), checkpoint.verify(b)

@@ -31,7 +31,8 @@ def flush(path: Path) -> None:
 def flush_all(folder: Path) -> None:
     """Every file and folder below, and the folder itself."""
     for path in sorted(folder.rglob("*")):
-        flush(path)
+        if not path.is_symlink():
+            flush(path)
     flush(folder)
 
 
