@@ -437,7 +437,12 @@ def test_questions_that_evaluate_cannot_answer(say: Any, train: Any, tmp_path: P
     say("evaluate", run, "--inception", damaged).refused(4, damaged, "damaged")
     say("evaluate", run, "--count", -1).refused(2, "--count -1")
     put(data / "c9" / "new.png", picture())
-    say("evaluate", run, "--data", data, "--count", 0).refused(3, "c9/new.png", "none of the 3 classes")
+    say("evaluate", run, "--data", data, "--count", 0).refused(
+        3, str(data), "has changed since this run learnt from it"
+    )
+    other = put(tmp_path / "other" / "c9" / "new.png", picture(Image.new("RGB", (8, 8), "red"))).parents[1]
+    put(other / "c1" / "new.png", picture(Image.new("RGB", (8, 8), "blue")))
+    say("evaluate", run, "--data", other, "--count", 0).refused(3, "c9/new.png", "none of the 3 classes")
     say("evaluate", run, "--data", put(tmp_path / "a.txt", b"hello\n" * 50)).refused(3, "holds text")
     say("generate", run, "--guidance", 3).refused(2, "--guidance 3", "condition_dropout is 0")
     say("generate", run, "--class", 9).refused(2, "--class 9", "3 classes")
