@@ -32,7 +32,7 @@ KINDS = (time.sleep, compute, keep_the_interpreter)
 
 def main() -> int:
     heartbeat.BEAT, heartbeat.SILENT, heartbeat.GRACE, heartbeat.TICK = 0.1, 1.0, 0.5, 0.05
-    pauses, rank = int(os.environ["PAUSES"]), int(os.environ["RANK"])
+    pauses, rank = int(os.environ.get("PAUSES", 0)), int(os.environ["RANK"])
     step = torch.TorchEngine.train_step
 
     def paused(self, number, batch):  # type: ignore[no-untyped-def]
@@ -43,7 +43,8 @@ def main() -> int:
     torch.TorchEngine.train_step = paused  # type: ignore[method-assign]
     from bottega.cli import main as run_command
 
-    return run_command(sys.argv[1:])
+    words = sys.argv[1:]
+    return run_command(words[2:] if words[:2] == ["-m", "bottega"] else words)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,15 @@ import pytest
 from bottega.core import checkpoint
 from small_run import Running, bottega, environment, steps_logged, words
 
+SHORT_LIMITS = str(Path(__file__).parents[1] / "paused_ranks.py")
+"""The command with a heartbeat that gives up after a second."""
 LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": 5, "evaluation.every": None, "name": "x"}
 
 
-def start(output: Path, text: Path) -> tuple[Running, dict[int, psutil.Process]]:
+def start(output: Path, text: Path, *script: str) -> tuple[Running, dict[int, psutil.Process]]:
     """The launcher, and its ranks."""
-    run = Running(output / "x", words(output, text, "--quiet", **ENDLESS), launcher=LAUNCH)
+    run = Running(output / "x", words(output, text, "--quiet", **ENDLESS), launcher=(*LAUNCH, *script))
     run.until(7)
     while not (output / "x" / "checkpoints" / "last").exists():  # of step 5, written behind the training
         run.until(len(steps_logged(output / "x")) + 1)
@@ -64,7 +66,7 @@ def test_the_loss_of_a_rank_ends_the_others_and_loses_nothing(tmp_path: Path, te
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_ends_the_job_by_name(tmp_path: Path, text_file: Path, rank: int) -> None:
     """SIGSTOP closes no connection: whoever waits for it in a collective would do so for ever."""
-    run, ranks = start(tmp_path, text_file)
+    run, ranks = start(tmp_path, text_file, SHORT_LIMITS)
     ranks[rank].suspend()
     code, err = run.end()
     assert code != 0
@@ -110,10 +112,9 @@ def test_ctrl_c_in_a_terminal_saves(tmp_path: Path, text_file: Path) -> None:
 
 def survive(output: Path, text: Path, *, pauses: int) -> None:
     """Every pause is three times as long as silence may be."""
-    script = str(Path(__file__).parents[1] / "paused_ranks.py")
     changes = {"training.max_steps": pauses + 2, "evaluation.every": None, "checkpoint.every": None, "name": "x"}
     done = subprocess.run(
-        [sys.executable, *LAUNCH, script, *words(output, text, "--quiet", **changes)],
+        [sys.executable, *LAUNCH, SHORT_LIMITS, *words(output, text, "--quiet", **changes)],
         env=environment(PAUSES=str(pauses)),
         capture_output=True,
         text=True,
