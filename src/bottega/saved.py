@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from bottega import branches
 from bottega.branches.branch import Branch
@@ -97,27 +97,11 @@ class SavedRun:
         means, rows = evaluated(self.engine, evaluate_batches(source, size))
         return self.branch.summarise({**means, **(self.task.score(rows) if rows else {})}), rows, source
 
-    def predict(
-        self,
-        inputs: str | Sequence[str] = (),
-        *,
-        data: str | Path | None = None,
-        part: str | None = None,
-        standard_input: TextIO | None = None,
-    ) -> list[dict[str, Any]]:
-        """The class of each text, file or row of numbers, with the probabilities of all classes; see `bottega.predict`."""
-        words = [inputs] if isinstance(inputs, str | Path) else list(inputs)
-        path = str(data) if data is not None else None
+    def predict(self, inputs: str | Sequence[str] = (), **options: Any) -> list[dict[str, Any]]:
+        """The class of each text, file or row of numbers, with the probabilities of all; options as of `bottega.predict`."""
+        words = [inputs] if isinstance(inputs, str | Path) else inputs
         with self.engine.sampling() as models:
-            return predict_classes(
-                self.branch,
-                models,
-                self.engine.device,
-                list(map(str, words)),
-                data=path,
-                part=part,
-                standard_input=standard_input,
-            )
+            return predict_classes(self.branch, models, self.engine.device, list(map(str, words)), **options)
 
     def generate(self, prompt: str | list[str] | None = None, **asked: Any) -> Any:
         """Texts that go on from the prompts, or an array of samples; options as `bottega generate --help` lists them."""

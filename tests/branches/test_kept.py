@@ -103,4 +103,4 @@ def test_clips_of_other_sides_are_brought_to_those_of_the_run(tmp_path: Path) ->
     video = np.zeros((4, 4, 16, 12), np.uint8)
     np.savez(tmp_path / "large.npz", video=video, label=np.array(["dark"] * 4), fps=np.full(4, 8, np.uint8))
     rows = branch.other(GivenData(SourceOptions(path=str(tmp_path / "large.npz")))).rows(np.arange(4), np.zeros(4, int))
-    assert rows["video"].shape == (4, 4, 8, 8, 3)
+    assert rows["video"].shape == (4, 4, 8, 8, 1)

@@ -49,7 +49,7 @@ def predict_classes(
     device: Any,
     inputs: Sequence[str] = (),
     *,
-    data: str | None = None,
+    data: str | Path | None = None,
     part: str | None = None,
     standard_input: TextIO | None = None,
 ) -> list[dict[str, Any]]:
@@ -58,6 +58,7 @@ def predict_classes(
     `inputs` are texts of a classifier of text, and paths of any other; `data` is a path. A classifier of text without
     either reads the lines of `standard_input`.
     """
+    data = str(data) if data is not None else None
     one, part = choose_part(branch, part)
     own = models if part is None else whole(models, part)
     if isinstance(one, TextClassifyBranch):
