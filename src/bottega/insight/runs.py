@@ -29,7 +29,9 @@ _NOT_FINITE = re.compile(r"not finite|diverged", re.IGNORECASE)
 def list_runs(folder: Path) -> list[dict[str, Any]]:
     """Return the runs of a folder, or the one that it is, the last changed first."""
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder; give the one that holds runs, such as bottega runs runs")
+        raise UsageError(
+            f"there is no folder {folder} here; name the one that holds runs, or make one with bottega train"
+        )
     found = [describe_run(path, folder) for path in _find(folder)]
     return sorted(found, key=lambda row: (row["updated"] or "", row["run"]), reverse=True)
 
@@ -46,7 +48,7 @@ def _find(folder: Path, depth: int = 0) -> list[Path]:
 def describe_run(path: Path, folder: Path) -> dict[str, Any]:
     """Return what the files of a run say: task, step of how many, best metric, state and why."""
     run = RunDirectory(path)
-    task, metric, problem = _recipe(run)
+    task, metric, planned, problem = _recipe(run)
     progress, has_checkpoint = _progress(run)
     last = _last_row(run.metrics)
     step = max(progress.get("step") or 0, last.get("step") or 0)
@@ -57,7 +59,7 @@ def describe_run(path: Path, folder: Path) -> dict[str, Any]:
         "name": path.name if path == folder else path.relative_to(folder).as_posix(),
         "task": task,
         "step": step if state == "running" else progress.get("step") or 0,
-        "total": progress.get("total") or None,
+        "total": progress.get("total") or planned,
         "metric": metric,
         "best": best if isinstance(best, int | float) else None,
         "best_step": progress.get("best_step") or None,
@@ -67,17 +69,19 @@ def describe_run(path: Path, folder: Path) -> dict[str, Any]:
     }
 
 
-def _recipe(run: RunDirectory) -> tuple[str | None, str | None, str | None]:
-    """Task, metric, and what is wrong with the file. Only these two are read: a recipe of another version is listed too."""
+def _recipe(run: RunDirectory) -> tuple[str | None, str | None, int | None, str | None]:
+    """Task, metric, length in steps, and what is wrong with the file. Nothing else is read, so that a recipe of another
+    version is listed too."""
     try:
         values = read_yaml(run.recipe).value
     except (BottegaError, OSError):
         values = None
     if not isinstance(values, dict):
-        return None, None, f"{run.recipe.name} cannot be read"
-    evaluation = values.get("evaluation")
-    metric = evaluation.get("metric") if isinstance(evaluation, dict) else None
-    return str(values.get("task")), str(metric) if metric is not None else None, None
+        return None, None, None, f"{run.recipe.name} cannot be read"
+    blocks = {name: values[name] if isinstance(values.get(name), dict) else {} for name in ("evaluation", "training")}
+    metric, steps = blocks["evaluation"].get("metric"), blocks["training"].get("max_steps")
+    planned = steps if isinstance(steps, int) else None
+    return str(values.get("task")), str(metric) if metric is not None else None, planned, None
 
 
 def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool]:
