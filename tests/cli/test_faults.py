@@ -6,6 +6,7 @@ import os
 import random
 import re
 import resource
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -26,30 +27,39 @@ EVERYTHING: dict[str, Any] = {
     "checkpoint.keep": 2,
     "evaluation.every": 5,
 }
-MOMENTS = ("start", "step", "save", "rotate")
+MOMENTS: dict[str, list[tuple[str, str]]] = {
+    "start": [("import", "torch"), ("import", "bottega.compose"), ("import", "bottega.engines.torch")],
+    "step": [("open", "metrics.jsonl")],
+    "save": [("os.mkdir", ".tmp-"), ("open", ".tmp-"), ("os.rename", "/step-")],
+    "rotate": [("os.rename", ".trash-"), ("shutil.rmtree", ".trash-"), ("os.remove", "safetensors")],
+}
+"""What Python announces of an operation before it is done, and what its last name holds."""
+KILLER = """
+import os, signal, sys
+
+event, part, count = os.environ["KILL_AT"].split("|")
+left = [int(count)]
+
+def hook(name, arguments):
+    if name == event and part in str(arguments[1 if name == "os.rename" else 0]):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(hook)
+"""
 
 
-def kill_at(moment: str, process: subprocess.Popen[str], run: Path, rng: random.Random) -> bool:
-    """Wait for the moment and kill; False when the run ended before it came."""
-    metrics, folder = run / "metrics.jsonl", run / "checkpoints"
-    before = metrics.read_text().count("\n") if metrics.exists() else 0
-    more, delay = rng.randint(1, 10), rng.uniform(0.2, 3.0)
-    began = time.monotonic()
-    while process.poll() is None:
-        lines = metrics.read_text().count("\n") if metrics.exists() else 0
-        names = os.listdir(folder) if folder.exists() and lines != before else []
-        if (
-            (moment == "start" and time.monotonic() - began > delay)
-            or (moment == "step" and lines >= before + more)
-            or (moment == "save" and any(name.startswith(".tmp-") for name in names))
-            or (moment == "rotate" and any(name.startswith(".trash-") for name in names))
-        ):
-            break
-        assert time.monotonic() - began < 200, f"the moment {moment!r} does not come"
-    lived = process.poll() is None
-    process.kill()
-    process.communicate()
-    return lived
+def kill_at(moment: str, arguments: list[str], hooks: Path, rng: random.Random) -> bool:
+    """Run the command until it kills itself in that moment; False when it ended before it came."""
+    hooks.mkdir(exist_ok=True)
+    (hooks / "sitecustomize.py").write_text(KILLER)
+    event, part = rng.choice(MOMENTS[moment])
+    count = 1 if moment == "start" else rng.randint(1, 6)
+    paths = os.pathsep.join([str(hooks), environment()["PYTHONPATH"]])
+    done = bottega(arguments, env={"PYTHONPATH": paths, "KILL_AT": f"{event}|{part}|{count}"})
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode != 0
 
 
 def nothing_announced_is_lost(run: Path) -> None:
@@ -68,14 +78,9 @@ def campaign(output: Path, text: Path, *, kills: int, steps: int) -> None:
     straight = train(output / "straight", text, **{**options, "data.workers": 0}).path
     run, rng, killed = output / "killed", random.Random(kills), 0
     arguments = words(output, text, "--quiet", **options)
-    moments = (
-        [MOMENTS[i % len(MOMENTS)] for i in range(kills)]
-        if kills >= len(MOMENTS)
-        else ["step", "save", "rotate"][:kills]
-    )
-    for moment in moments:
-        process = subprocess.Popen(command(arguments), env=environment(), stderr=subprocess.PIPE, text=True)
-        killed += kill_at(moment, process, run, rng)
+    names = list(MOMENTS) if kills >= len(MOMENTS) else ["step", "save", "rotate"]
+    for number in range(kills):
+        killed += kill_at(names[number % len(names)], arguments, output / "hooks", rng)
         nothing_announced_is_lost(run)
     assert killed == kills, "the run ended before all kills; give it more steps"
     done = bottega(arguments)
