@@ -842,3 +842,15 @@ def test_the_verb(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     told = capsys.readouterr().err
     assert "corpus does not exist" in told
     assert "distributed.strategy: fsdp" in told
+
+
+def test_credentials_of_addresses_are_not_taken_over(tmp_path: Path) -> None:
+    text = (
+        "base_model: gpt2\ndatasets: [{path: 'https://user:canary@far.example/a.jsonl?sig=canary', type: completion}]\n"
+    )
+    (tmp_path / "theirs.yaml").write_text(text)
+    result = import_file(tmp_path / "theirs.yaml", kind="axolotl")
+    recipe = (tmp_path / "theirs.bottega.yaml").read_text()
+    assert "https://far.example/a.jsonl" in recipe
+    assert "credentials of addresses are left out" in recipe
+    assert "canary" not in recipe + json.dumps(result)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import UsageError
+from bottega.schema.addresses import strip_values
 from bottega.schema.foreign import axolotl, lightning, llamafactory, trainer
 from bottega.schema.foreign.mapping import Sheet
 from bottega.schema.foreign.written import file_text, report
@@ -28,10 +29,13 @@ FORMATS: dict[str, Callable[[Sheet], None]] = {
 
 def import_file(path: Path, *, out: Path | None = None, kind: str | None = None) -> dict[str, Any]:
     """Write the recipe that `path` makes, and tell what became of each key. Nothing is overwritten."""
-    said = _read(path)
+    whole = _read(path)
+    said = strip_values(whole)
     _refuse_ours(path, said, is_told=kind is not None)
     kind = kind or told(path, said)
     sheet = translated(path, said, kind)
+    if said != whole:
+        sheet.notes.append("credentials of addresses are left out; give an address with them on the command line")
     out = out or path.with_name(f"{path.stem}.bottega.yaml")
     if out.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out: {out}: a recipe file ends in .yaml or .yml")
