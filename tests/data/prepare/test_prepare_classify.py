@@ -16,6 +16,7 @@ from bottega.core.errors import DataError, UsageError
 from bottega.data.classes import texts_of
 from bottega.data.labelled import TextForm, labelled_texts
 from bottega.data.prepare.classify import prepare_classify
+from bottega.data.prepare.inputs import inputs_of
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.vocabulary import TokenizerSpec
 from bottega.schema.classify import ClassifyData, TextAugmentation
@@ -250,3 +251,18 @@ def test_a_plain_text_has_no_labels_and_is_told_by_its_own_fields(tmp_path: Path
     path.write_text("no class in it, no class at all\n")
     with pytest.raises(DataError, match=r"no sign divides all lines .* write label, tab, text on each line"):
         read(path, tmp_path, WORDS)
+
+
+@pytest.mark.parametrize(
+    ("parts", "validation", "test"),
+    [(("train", "dev", "test"), "dev", "test"), (("train", "test"), "test", "test"), (("train", "dev"), "dev", "dev")],
+)
+def test_held_out_data_of_a_folder_is_never_its_part_train(
+    tmp_path: Path, parts: tuple[str, ...], validation: str, test: str
+) -> None:
+    for part in parts:
+        (tmp_path / f"{part}.csv").write_text(f"text,label\nwords of {part},a\n")
+    held_out = HeldOut(path=str(tmp_path))
+    inputs, _ = inputs_of(ClassifyData(train=Source(path=str(tmp_path)), validation=held_out, test=held_out))
+    files = {one.table: [file.stem for file in one.found.files] for one in inputs}
+    assert files == {"validation": [validation], "test": [test], "train": ["train"]}

@@ -14,6 +14,7 @@ from bottega.core.errors import DataError, UsageError
 from bottega.data.cache import cached, default_cache
 from bottega.data.readers import Found, compressed, find
 from bottega.data.readers.fingerprint import content_hash, content_hashes
+from bottega.data.readers.idx import parts_in
 from bottega.data.readers.reader import Piece
 from bottega.schema.data import Data, HeldOut, Source
 
@@ -80,7 +81,7 @@ def inputs_of(data: Data) -> tuple[tuple[Input, ...], Shares]:
     if (shares.validation or 0) + (shares.test or 0) >= 1:
         raise UsageError("data.validation.split and data.test.split leave nothing of train; their sum must be below 1")
     found = [
-        Input(_find(_labelled(_own(part, sources[i or 0]), sources, i), f"data.{name}"), name, source=i)
+        Input(_find_held_out(_labelled(_own(part, sources[i or 0]), sources, i), name), name, source=i)
         for name, part in held_out
         if part is not None and not isinstance(part.split, float)
         for i in _told_apart(part, data)
@@ -134,6 +135,20 @@ def _labelled(held_out: Source, sources: Sequence[Source], number: int | None) -
     chosen = [source.labels for source in wanted if source.labels is not None]
     every = tuple(dict.fromkeys(label for labels in chosen for label in labels)) if len(chosen) == len(wanted) else None
     return held_out.model_copy(update={"labels": held_out.labels if number is None and held_out.labels else every})
+
+
+def _find_held_out(source: Source, table: str) -> Found:
+    """Return the files of validation or test; of a folder with named parts those of that name, or else of the other one.
+
+    Without a name a folder's part is train, which must not be measured.
+    """
+    found = _find(source, f"data.{table}")
+    if source.split is not None:
+        return found
+    parts = parts_in(found.root) if found.kind == "idx" else found.other_parts
+    order = (table, "test" if table == "validation" else "validation")
+    chosen = next((part for part in order if part in parts), None)
+    return found if chosen is None else _find(source.model_copy(update={"split": chosen}), f"data.{table}")
 
 
 def _find(source: Source, key: str) -> Found:

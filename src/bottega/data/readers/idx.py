@@ -42,6 +42,12 @@ def images_in(folder: Path, split: str | None) -> Path:
     return found[0]
 
 
+def parts_in(path: Path) -> set[str]:
+    """Return the parts that a folder has images of: train, test, validation."""
+    files = sorted(path.iterdir()) if path.is_dir() else ()
+    return {_part(file) for file in files if _what(file) == "images"}
+
+
 def _what(file: Path) -> str | None:
     match = NAME.fullmatch(file.name)
     return match["what"].lower() if match else None
