@@ -140,7 +140,7 @@ def test_colour_of_video_is_read_off_the_data(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_no_classifier_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no classifier"):
+    with pytest.raises(UsageError, match="not a classifier"):
         bottega.predict(small_media.train(tmp_path).path, "a.png")
 
 

@@ -342,7 +342,7 @@ def test_an_export_has_everything_that_answers(lasting_run: Path, tmp_path: Path
     ("verb", "message"),
     [
         (["generate"], "a run of recall does not generate"),
-        (["predict", "--data", "x.txt"], "classifies no text"),
+        (["predict", "--data", "x.txt"], "is not a classifier"),
         (["evaluate", "--data", "x.txt"], "--data x.txt: the data of recall is made up"),
     ],
 )

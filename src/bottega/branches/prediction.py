@@ -64,7 +64,7 @@ def predict_classes(
     if isinstance(one, TextClassifyBranch):
         return _predict_texts(one, own, device, _texts(one, inputs, data, standard_input))
     if not isinstance(one, RoutingBranch | ClassifyBranch):
-        raise UsageError(f"this is a run of {one.recipe.task}, which is no classifier")  # type: ignore[attr-defined]
+        raise UsageError(f"this is a run of {one.recipe.task}, which is not a classifier")  # type: ignore[attr-defined]
     if isinstance(one, RoutingBranch):
         return _predict_numbers(one, own, device, inputs, data)
     paths = [*inputs, *([data] if data is not None else [])]

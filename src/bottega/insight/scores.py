@@ -238,7 +238,7 @@ class Judge:
         except CheckpointError as error:
             raise CheckpointError(f"needs.judge: {path}: {error}; delete it to have it trained again") from error
         if not isinstance(opened.branch, ClassifyBranch):
-            raise UsageError(f"needs.judge: {path} is no classifier")
+            raise UsageError(f"needs.judge: {path} is not a classifier")
         return cls(opened, getattr(opened.recipe.data, "normalise", None))
 
     def read(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -140,10 +140,14 @@ def _with_maml(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
 
 
 def absent(recipe: Recipe) -> list[str]:
-    """Folders that techniques name and that are not there. Not among the clashes: a finished run is opened without them."""
+    """Folders that techniques name and that are not there. Not among the clashes: a finished run is opened without them, and
+    the run itself, which is no teacher either, is refused as such."""
+    own = Path(recipe.output_dir) / recipe.run_name()
     teachers = [str(one.options.teacher) for one in recipe.techniques if hasattr(one.options, "teacher")]
     return [
         f"techniques.distill.teacher: there is no run and no folder at {name}"
         for name in teachers
-        if not name.startswith("needs.") and not Path(name).expanduser().is_dir()
+        if not name.startswith("needs.")
+        and not Path(name).expanduser().is_dir()
+        and Path(name).expanduser().resolve() != own.resolve()
     ]
