@@ -230,4 +230,5 @@ def test_a_sequence_is_evaluated_by_source_as_training_does(tmp_path: Path) -> N
     found = bottega.load(run.path, checkpoint="last", device="cpu").evaluate()
     assert {"loss", "first/loss", "second/loss", "first/bits_per_byte"} <= found.keys()
     assert found == {name: measured[name] for name in found}
-    assert "first/loss" not in bottega.load(run.path, device="cpu").evaluate(first)
+    other = small_run.write_text(tmp_path / "other.txt", seed=2)
+    assert "first/loss" not in bottega.load(run.path, device="cpu").evaluate(other)
