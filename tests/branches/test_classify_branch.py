@@ -176,7 +176,7 @@ def test_a_branch_comes_back_from_its_codec(medium: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("medium", ["audio", "video"])
 def test_sound_and_video_are_learned_and_judged(medium: str, tmp_path: Path) -> None:
-    run = bottega.train(settings(medium, tmp_path, name=medium))
+    run = bottega.train(settings(medium, tmp_path, name="run"))
     assert run.metrics["accuracy"] >= 0.9
     saved = bottega.load(run.path, device="cpu")
     branch = saved.branch
