@@ -125,7 +125,7 @@ def survive(output: Path, text: Path, *, pauses: int) -> None:
 
 
 def test_a_busy_rank_is_not_taken_for_a_dead_one(tmp_path: Path, text_file: Path) -> None:
-    survive(tmp_path, text_file, pauses=6)
+    survive(tmp_path, text_file, pauses=3)
 
 
 @pytest.mark.slow

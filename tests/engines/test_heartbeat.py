@@ -20,11 +20,11 @@ NODE = """
 import os, sys, time
 from bottega.engines import heartbeat
 
-heartbeat.BEAT, heartbeat.SILENT, heartbeat.TICK = 0.1, 4.0, 0.05
+heartbeat.BEAT, heartbeat.SILENT, heartbeat.TICK = 0.1, 3.0, 0.05
 own = heartbeat._who()
 heartbeat._who = lambda: {**own, "namespace": os.environ["RANK"], "host": "node" + os.environ["RANK"]}
 with heartbeat.Heartbeat(int(os.environ["RANK"]), 2):
-    until = time.monotonic() + 6
+    until = time.monotonic() + 4
     while time.monotonic() < until:
         sum(range(1000))
     print("busy no more", flush=True)
@@ -71,7 +71,7 @@ def test_a_rank_that_has_finished_is_not_missed() -> None:
     try:
         assert second.communicate(timeout=60)[0] == "busy no more\n"
         assert second.returncode == 0
-        time.sleep(6.0)  # longer than silence may be
+        time.sleep(4.0)  # longer than silence may be
         assert first.poll() is None, first.communicate()[1]
     finally:
         first.kill()
