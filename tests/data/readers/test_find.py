@@ -391,3 +391,17 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
     old = fingerprint.content_hash(file)
     monkeypatch.setattr(fingerprint, "_hashed", original)
     assert fingerprint.content_hash(file) != old
+
+
+def test_several_folders_without_a_file_are_named(tmp_path: Path) -> None:
+    folders = [tmp_path / "e1", tmp_path / "e2"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / ".hidden").write_text("not data")
+    for kind in ("auto", "text"):
+        with pytest.raises(DataError) as caught:
+            find(Source(path=str(folders[0]), more_paths=(str(folders[1]),), kind=kind))
+        assert str(folders[0]) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    (folders[1] / "a.txt").write_text("data")
+    assert find(Source(path=str(folders[0]), more_paths=(str(folders[1]),))).files == [folders[1] / "a.txt"]

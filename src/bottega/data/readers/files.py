@@ -70,6 +70,8 @@ def listed_together(paths: Sequence[str], choose: Callable[[Listing], list[Path]
     parts = [listed(path) for path in paths]
     files = [file for part in parts for file in (choose(part) if part.is_folder else part.files)]
     files = list(dict.fromkeys(files))
+    if not files:
+        raise DataError(f"{', '.join(paths)}: no files in any of them; name files or folders that hold the data")
     root = Path(os.path.commonpath([file.absolute().parent for file in files]))
     return Listing(root, [file.absolute() for file in files], is_folder=False)
 
