@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,10 @@ import pytest
 import bottega
 import small_run
 from bottega.cli import main
+from bottega.core import checkpoint
 from bottega.core.errors import UsageError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.insight.runs import is_locked
+from bottega.insight.runs import is_locked, show
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,48 @@ def test_damaged_and_foreign_folders_are_listed_or_left(folder: Path, tmp_path: 
     assert {one["name"] for one in bottega.runs(folder.parent)} == {"all/whole", "all/part"}
     with pytest.raises(UsageError, match="there is no folder"):
         bottega.runs(tmp_path / "nowhere")
+
+
+def test_a_run_that_cannot_be_read_leaves_the_others_listed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder / "whole", tmp_path / "whole")
+    shutil.copytree(folder / "whole", tmp_path / "locked")
+    shutil.rmtree(tmp_path / "locked" / "checkpoints")
+    os.symlink("checkpoints", tmp_path / "locked" / "checkpoints")  # a circle, which nobody can list, not even root
+    assert main(["runs", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert row(tmp_path, "whole")["state"] == "finished"
+    found = row(tmp_path, "locked")
+    assert (found["state"], found["task"]) == ("damaged", "language")
+    assert f"cannot read {tmp_path / 'locked' / 'checkpoints'}" in str(found["reason"])
+
+
+def test_a_folder_that_cannot_be_entered_leaves_the_others_listed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder / "whole", tmp_path / "whole")
+    (tmp_path / "private").mkdir()
+    original = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path.name == "private":
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert [one["name"] for one in bottega.runs(tmp_path)] == ["whole"]
+
+
+@pytest.mark.parametrize("progress", [{"best": 0.5, "best_step": 0}, {"best": 0.5}, {"best": 0.5, "best_step": 4}])
+def test_a_best_is_shown_with_its_metric_and_step_alone(progress: dict[str, object], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text("task: language\n")
+    checkpoint.write(run / "checkpoints", step=4, files={}, progress={"step": 4, **progress}, fingerprint={})
+    table = show(tmp_path, bottega.runs(tmp_path))
+    assert "None" not in table
+    assert ("loss 0.5000 at 4" in table) == (progress.get("best_step") == 4)
 
 
 def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

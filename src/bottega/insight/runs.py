@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from bottega.core import checkpoint
-from bottega.core.errors import BottegaError, CheckpointError, UsageError
+from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.schema.yamlfile import read_yaml
 
@@ -37,11 +37,16 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def _find(folder: Path, depth: int = 0) -> list[Path]:
-    if (folder / "recipe.yaml").is_file():
-        return [folder]
-    if depth > DEPTH:
-        return []
-    inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    try:
+        if (folder / "recipe.yaml").is_file():
+            return [folder]
+        if depth > DEPTH:
+            return []
+        inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except PermissionError:
+        if depth == 0:
+            raise
+        return []  # a folder of somebody else
     return [run for path in inner for run in _find(path, depth + 1)]
 
 
@@ -49,11 +54,11 @@ def describe_run(path: Path, folder: Path) -> dict[str, Any]:
     """Return what the files of a run say: task, step of how many, best metric, state and why."""
     run = RunDirectory(path)
     task, metric, planned, problem = _recipe(run)
-    progress, has_checkpoint = _progress(run)
+    progress, has_checkpoint, unreadable = _progress(run)
     last = _last_row(run.metrics)
     step = max(progress.get("step") or 0, last.get("step") or 0)
-    state, reason = _state(run, progress, has_checkpoint=has_checkpoint, problem=problem)
-    best = progress.get("best")
+    state, reason = _state(run, progress, has_checkpoint=has_checkpoint, problem=problem or unreadable)
+    best, best_step = progress.get("best"), progress.get("best_step") or None
     return {
         "run": str(path),
         "name": path.name if path == folder else path.relative_to(folder).as_posix(),
@@ -61,8 +66,8 @@ def describe_run(path: Path, folder: Path) -> dict[str, Any]:
         "step": step if state == "running" else progress.get("step") or 0,
         "total": progress.get("total") or planned,
         "metric": metric,
-        "best": best if isinstance(best, int | float) else None,
-        "best_step": progress.get("best_step") or None,
+        "best": best if isinstance(best, int | float) and best_step is not None else None,
+        "best_step": best_step,
         "state": state,
         "reason": reason,
         "updated": _updated(run),
@@ -79,20 +84,23 @@ def _recipe(run: RunDirectory) -> tuple[str | None, str | None, int | None, str 
     if not isinstance(values, dict):
         return None, None, None, f"{run.recipe.name} cannot be read"
     blocks = {name: values[name] if isinstance(values.get(name), dict) else {} for name in ("evaluation", "training")}
-    metric, steps = blocks["evaluation"].get("metric"), blocks["training"].get("max_steps")
+    metric, steps = blocks["evaluation"].get("metric") or "loss", blocks["training"].get("max_steps")
     planned = steps if isinstance(steps, int) else None
-    return str(values.get("task")), str(metric) if metric is not None else None, planned, None
+    return str(values.get("task")), str(metric), planned, None
 
 
-def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool]:
-    """Of the newest checkpoint whose progress can be read, and whether there is a checkpoint at all."""
-    found = checkpoint.candidates(run.checkpoints)
+def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
+    """Of the newest checkpoint whose progress can be read, whether there is a checkpoint at all, and why none can be listed."""
+    try:
+        found = checkpoint.candidates(run.checkpoints)
+    except EnvironmentProblem as error:
+        return {}, False, str(error)
     for path, _ in found:
         try:
-            return checkpoint.read_progress(path), True
+            return checkpoint.read_progress(path), True, None
         except CheckpointError:
             continue
-    return {}, bool(found)
+    return {}, bool(found), None
 
 
 def _state(
@@ -177,10 +185,11 @@ def show(folder: Path, rows: list[dict[str, Any]]) -> str:
     table = [("run", "task", "step", "best", "changed", "state")]
     for row in rows:
         step = f"{row['step']}/{row['total']}" if row["total"] else str(row["step"])
-        best = f"{row['metric']} {row['best']:.4f} at {row['best_step']}" if row["best"] is not None else ""
+        # A metric has no name where the recipe cannot be read.
+        best = f"{row['metric'] or ''} {row['best']:.4f} at {row['best_step']}" if row["best"] is not None else ""
         state = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
         changed = (row["updated"] or "")[:16]
-        table.append((row["name"], row["task"] or "", step, best, changed, state))
+        table.append((row["name"], row["task"] or "", step, best.lstrip(), changed, state))
     widths = [max(len(cells[column]) for cells in table) for column in range(5)]
     lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(cells, widths, strict=False)), cells[5]]) for cells in table)
     return "\n".join(line.rstrip() for line in lines)
