@@ -181,7 +181,8 @@ def find_size_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
 def find_changes(recipe: Recipe) -> list[BottegaError]:
     """Return what an earlier run of this name was trained with and this recipe says otherwise."""
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
-    return _collect(lambda: resume.check_recipe_unchanged(run, recipe))
+    checks = [run.check_usable] if run.path.exists() else []
+    return _collect(*checks) or _collect(lambda: resume.check_recipe_unchanged(run, recipe))
 
 
 def list_unused(recipe: Recipe) -> list[str]:

@@ -28,6 +28,7 @@ from bottega.core.types import Models, Rows
 from bottega.data.loader import evaluate_batches
 from bottega.data.present import writing
 from bottega.data.source import Source
+from bottega.engines.devices import limit_threads
 from bottega.engines.tensors import check_finite, check_tensors, compare, read_tensors
 from bottega.engines.torch import TorchEngine
 from bottega.models.decoder_layout import OWN, shape_from, why_own
@@ -218,6 +219,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     task = parts or branch.task
     if recipe.data.mixture == "sequence":  # measured as training measures it
         task = BySource(inner=task, names=tuple(source_names(recipe.data.sources or ())))
+    limit_threads(recipe.cpu_threads)
     engine = TorchEngine(task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
     base = parts.base_of(engine.model) if parts is not None else None
     before = (manifest.fingerprint.get("frozen") or {}).get(BASE)

@@ -290,7 +290,8 @@ class Session:
             else ""
         )
         console.say(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
-        diverged = diagnose_losses(read_metrics(self.directory.metrics), self.recipe)
+        is_main = int(os.environ.get("RANK", 0)) == 0
+        diverged = diagnose_losses(read_metrics(self.directory.metrics), self.recipe) if is_main else None
         if diverged is not None:
             console.warn(diverged)
         verbs = [f"generate {path}{example}"] if (example := self.branch.example()) is not None else []

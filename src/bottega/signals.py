@@ -49,7 +49,9 @@ def exit_code(number: int | None) -> int:
 class StopSignals:
     """A context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C set `received` in place of ending the process."""
 
-    KINDS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    KINDS = tuple(  # Windows has two of them
+        getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name)
+    )
     current: ClassVar[StopSignals | None] = None
     """The innermost context that is open."""
 

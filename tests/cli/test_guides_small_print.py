@@ -75,10 +75,11 @@ def test_named_stages_of_a_curriculum() -> None:
 def test_threads_of_the_cpu_are_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    train(tmp_path, write_text(tmp_path / "t.txt"), name="x", cpu_threads=3)
+    run = train(tmp_path, write_text(tmp_path / "t.txt"), name="x", cpu_threads=3)
     assert counts == [3]
+    bottega.load(run.path)
     devices.limit_threads(None)
-    assert counts == [3]
+    assert counts == [3, 3]
     one, other = (load_recipe(["language", {"num_threads": count}]).recipe for count in (1, 8))
     assert (one.cpu_threads, other.cpu_threads) == (1, 8)
     assert one.run_name() == other.run_name()

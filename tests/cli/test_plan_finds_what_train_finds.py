@@ -108,6 +108,15 @@ def test_a_run_of_another_recipe_is_in_the_way_of_both(words: list[str], tmp_pat
     assert told == refused
 
 
+def test_a_folder_of_somebody_else_is_in_the_way_of_both(words: list[str], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "thesis.txt").write_text("years of work")
+    for verb in (["plan"], ["train"]):
+        code, err = call(capsys, *verb, *words, f"output_dir={tmp_path / 'runs'}", "name=mine")
+        assert code == 2
+        assert "mine is there already and is not a run" in err
+
+
 def test_the_guide_of_routing_is_not_refused_three_times(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """`enabled: false` switches the whole section off, and what then has no effect is said."""
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -22,6 +23,7 @@ from bottega.core.errors import DataError, Diverged, Interrupted
 from bottega.core.loop import Every, Fit, Goal
 from bottega.core.saver import Saver
 from bottega.core.types import Batch, Tensors
+from bottega.signals import StoppedWaiting
 
 
 class Values(Snapshot):
@@ -377,3 +379,18 @@ def test_a_sample_that_a_killed_process_still_owed_is_drawn(tmp_path: Path) -> N
     assert [step for step in drawn if step] == [2, 4, 6]
     run()
     assert [step for step in drawn if step] == [2, 4, 6], "a finished run draws nothing again"
+
+
+def test_a_stop_while_a_batch_is_waited_for_saves_nothing_that_is_not_finite(tmp_path: Path) -> None:
+    class Stalled(Numbers):
+        def __call__(self, step: int) -> Iterator[Batch]:
+            yield from itertools.islice(super().__call__(step), 2)
+            raise StoppedWaiting
+
+    engine = Counter()
+    engine.bad = {1}
+    stalled = fit(tmp_path, engine, every=Every(log=100, save=100))
+    stalled.batches = Stalled()
+    with pytest.raises(Diverged, match="not finite at step 2"):
+        stalled.run()
+    assert saved(tmp_path) == []

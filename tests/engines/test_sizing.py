@@ -122,7 +122,7 @@ def test_auto_backs_off_when_the_host_refuses() -> None:
     plenty, scarce = engine(options), engine(options, task=Refusing(fits=3))
     for one in (plenty, scarce):
         advance(one, loader(of=one), 0, 3)
-    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (None, 2)
+    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (8, 2)
     close(plenty, scarce)
     fixed = engine(training(micro_batch_size=8), task=Refusing(fits=3), micro=8)
     with pytest.raises(
@@ -150,7 +150,7 @@ def test_auto_measures_before_the_kernel_ends_the_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(fitting, "available_memory", lambda: int(peak * 2.9 * fitting.OVERHEAD))
     scarce = engine(options)
     advance(scarce, loader(of=scarce), 0, 3)
-    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (None, 2)
+    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (8, 2)
     close(plenty, scarce)
 
 

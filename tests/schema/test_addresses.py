@@ -45,6 +45,7 @@ def test_what_may_be_a_credential_goes(address: str, public: str) -> None:
         "data/my file.txt",
         "C:/data?sig=1",
         "s3://bucket/part-?.csv",
+        "s3://bucket/part?/year=2020/a.parquet",
         "s3://bucket/a#1.csv",
         "abfs://box@account.dfs.core.windows.net/a.csv",
         "https://h.org/a.csv?download=1",

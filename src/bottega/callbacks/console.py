@@ -14,6 +14,10 @@ from bottega.callbacks.log_file import Level, LogFile
 from bottega.core.callback import Callback, Progress
 from bottega.terminal import ConsoleStream, escape_controls, open_console
 
+BAR, GAP = 10, 2
+"""Columns of the shortest bar, and between two parts of the live line."""
+LEAST_FIRST = ("wait ", "mem ", "grad ", "drop ", "lr ", "eta ")
+"""What a narrow terminal does without, in this order; step, loss and speed are always there."""
 DROPPED = 0.1
 """The share of choices without room in their expert from which on a person is warned."""
 
@@ -74,7 +78,7 @@ class Console(Callback):
             self._print(self.rich, "  ".join(parts))
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in self.chosen(metrics).items())
+        shown = "  ".join(f"{name} {format_metric(value)}" for name, value in self.chosen(metrics).items())
         mark = "  best so far" if progress.best_step == progress.step else ""
         self.say(f"step {progress.step}  validation  {shown}{mark}", style="green" if mark else "")
 
@@ -125,9 +129,13 @@ class Console(Callback):
         return parts
 
     def _line(self, progress: Progress, parts: list[str]) -> Any:
-        grid = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=progress.total, completed=progress.step, width=max(10, min(30, self.rich.width - 90)))
-        grid.add_row(bar, *parts)
+        shown = fit_parts(parts, self.rich.width - BAR - GAP)
+        free = self.rich.width - sum(len(part) + GAP for part in shown)
+        bar = ProgressBar(total=progress.total, completed=progress.step, width=max(1, min(3 * BAR, free)))
+        grid = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+        for _ in range(1 + len(shown)):
+            grid.add_column(no_wrap=True)
+        grid.add_row(bar, *shown)
         return grid
 
     def _keep(self, text: str, level: Level = "INFO") -> None:
@@ -135,8 +143,23 @@ class Console(Callback):
             self.log.write(text, level)
 
 
+def fit_parts(parts: list[str], room: int) -> list[str]:
+    """Return the parts of the live line that fit in so many columns, in their order, the less important ones left out."""
+    chosen = list(parts)
+    for prefix in LEAST_FIRST:
+        if sum(len(part) + GAP for part in chosen) <= room:
+            break
+        chosen = [part for part in chosen if not part.startswith(prefix)]
+    return chosen
+
+
 def _is_drop(name: str) -> bool:
     return name.rpartition("/")[2] == "drop_rate"
+
+
+def format_metric(value: float) -> str:
+    """Return a metric with four decimals, or its power of ten where it is too large to be read."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
 def short(number: float) -> str:

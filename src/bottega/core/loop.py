@@ -107,11 +107,14 @@ class Fit:
         if self.sample and self.has_sample and p.step and self._sample_due() and not self.has_sample(p):
             self._tell("after_sample", self.sample(p))  # the last process ended between its checkpoint and this sample
         stream = self.batches(p.step)
+        metrics: dict[str, Any] = {}
         while p.step < p.total and p.stop is None:
             before = time.perf_counter()
             try:
                 batch = next(stream, None)
             except StoppedWaiting:
+                if self._steps:  # not looked at yet; one that was not finite must not be saved unseen
+                    self._log(metrics)
                 self._save()
                 self._interrupted()
             self._waited += time.perf_counter() - before

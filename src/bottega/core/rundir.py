@@ -40,11 +40,18 @@ class RunDirectory:
         """Make the folder where there is none. A folder of somebody else's, and links in our own, are refused."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.refuse_foreign()
-            self.refuse_links()
+            self.check_usable()
             probe = self.path / f".probe-{uuid.uuid4().hex[:8]}"
             probe.write_bytes(b"")
             probe.unlink()
+        except OSError as error:
+            raise explain(error, self.path) from None
+
+    def check_usable(self) -> None:
+        """Refuse a folder that is not a run, and a run with links in it."""
+        try:
+            self.refuse_foreign()
+            self.refuse_links()
         except OSError as error:
             raise explain(error, self.path) from None
 

@@ -25,7 +25,8 @@ COMMAND = "import sys; sys.path.insert(0, sys.argv[2]); from bottega.data.worker
 def main(descriptor: int) -> NoReturn:
     # Ctrl-C and the end of a terminal reach whole groups, but only the trainer decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The cores are shared out among the processes already: libraries with threads of their own use one here.
     os.environ.update(BOTTEGA_WORKER="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")

@@ -61,8 +61,7 @@ def _measure_on_host(engine: TorchEngine, step: int, batch: Batch, counts: Mappi
     free, micro = available_memory(), size
     while micro > 1 and engine.agree(kept.peak * micro * engine.processes_here * OVERHEAD > free):
         micro = -(-micro // 2)
-    if micro < size:
-        engine.micro_batch_size = micro
+    engine.micro_batch_size = micro  # also where all of it fits: a resumed run on a busier machine keeps its rounding
 
 
 def _rehearse(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:

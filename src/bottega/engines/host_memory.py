@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,10 @@ def available_memory() -> int:
 
 def _address_limit() -> int | None:
     """What `ulimit -v` leaves."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit - psutil.Process().memory_info().vms
 

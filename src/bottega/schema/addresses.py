@@ -26,7 +26,8 @@ _CONTAINER = frozenset({"abfs", "abfss", "az", "wasb", "wasbs"})
 
 # One slash where an address has been through a path; quotes and brackets end it in a message.
 _ADDRESS = re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]*:/{1,3}[^\s\"'<>`]+")
-_QUERY = re.compile(r"\?(?=[^?]*=)")
+_QUERY = re.compile(r"\?(?=[^?/]*=)")
+"""Outside of http a question mark also stands for any letter, as in part?/year=2020/a.parquet."""
 
 
 def strip_credentials(address: str) -> str:

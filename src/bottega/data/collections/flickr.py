@@ -71,7 +71,7 @@ def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | Bad]]:
             text = stream.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{table}: not UTF-8 at byte {error.start}; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
+                f"{table}: not UTF-8 at byte {error.start}; convert it, for example with iconv -f latin1 -t utf-8"
             ) from error
     lines = text.splitlines()
     first = lines[0] if lines else ""

@@ -138,7 +138,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip("\r\n")
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{file}, line {number}: not UTF-8; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
+                    f"{file}, line {number}: not UTF-8; convert it, for example with iconv -f latin1 -t utf-8"
                 ) from error
             if text.strip():
                 yield number, text

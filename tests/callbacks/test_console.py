@@ -1,0 +1,41 @@
+"""What a person sees of a training: one line that fits the terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console as Rich
+
+from bottega.callbacks.console import Console, format_metric
+from bottega.core.callback import Progress
+
+METRICS = {
+    "loss": 4.8298,
+    "learning_rate": 6e-4,
+    "grad_norm": 2.13,
+    "units_per_second": 11_700.0,
+    "data_wait": 0.0,
+    "ram_gib": 0.5,
+    "step_seconds": 0.3,
+}
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_the_live_line_is_one_line_with_nothing_cut(width: int) -> None:
+    console, screen = Console(unit="tokens"), io.StringIO()
+    console.rich = Rich(file=screen, width=width, force_terminal=True, color_system=None)
+    progress = Progress(step=1_000, total=20_000)
+    parts = console._parts(progress, METRICS)
+    console.rich.print(console._line(progress, parts))
+    (line,) = screen.getvalue().splitlines()
+    assert len(line) <= width
+    assert "\u2026" not in line
+    for part in ("step  1000/20000", "loss 4.8298", "11.7k tokens/s"):
+        assert part in line
+    assert all(part in line for part in parts) or width < 120
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.5, "0.5000"), (54321.0, "54321.0000"), (1.04e193, "1.0400e+193")])
+def test_a_metric_is_never_a_page_of_digits(value: float, shown: str) -> None:
+    assert format_metric(value) == shown
