@@ -274,6 +274,33 @@ def test_results_of_an_evaluation(seeds: Callable[..., str]) -> None:
     assert "bottega evaluate runs/b-s1 --split test --out" in refused(*names, split="test")
 
 
+def test_results_of_other_data_are_not_those_of_a_run(seeds: Callable[..., str], make: Make) -> None:
+    """Evaluated on a folder of somebody else with a part test, metrics.json says test too."""
+    names = [seeds("a", GOOD[:3]), seeds("b", BETTER[:3])]
+    for run in Path("runs").iterdir():
+        (run / "results").mkdir()
+        metrics = {"accuracy": 0.5 + int(run.name[-1]) / 10, "split": "test", "data": None}
+        (run / "results" / "metrics.json").write_text(json.dumps(metrics))
+    assert compare(names, split="test")["pairs"][0]["n"] == 3
+    (Path("runs") / "b-s1" / "results" / "metrics.json").write_text(json.dumps({**metrics, "data": "elsewhere/x"}))
+    text = refused(*names, split="test")
+    assert "runs/b-s1/results/metrics.json was measured on elsewhere/x" in text
+    assert "bottega evaluate runs/b-s1 --split test --out" in text
+
+
+def test_answers_to_other_data_are_not_those_of_a_split(make: Make) -> None:
+    runs = [make("a", 0.8), make("b", 0.9)]
+    for run in runs:
+        answers(run, [True, False, True])
+    for fields, expected in (
+        ({"split": "test", "data": "elsewhere/x"}, "was measured on elsewhere/x"),
+        ({"split": "validation", "data": None}, "is of the split validation, not test"),
+    ):
+        (runs[1] / "results" / "metrics.json").write_text(json.dumps({"accuracy": 0.7, **fields}))
+        assert expected in refused("runs/a", "runs/b", split="test")
+        assert compare(["runs/a", "runs/b"])["pairs"][0]["paired_by"] == "key"
+
+
 # What may be compared.
 
 
@@ -355,6 +382,9 @@ def test_folds_without_a_record_are_told_by_their_answers(make: Make) -> None:
             (run / "results" / "metrics.json").write_text(json.dumps({"split": "validation"}))
     assert compare(["runs/cv-a", "runs/cv-b"])["pairs"][0]["paired_by"] == "fold"
     assert "data.train.columns" in refused("runs/cv-a", "runs/cv-c")
+    for file in Path("runs/cv-b").glob("fold-*/results/metrics.json"):
+        file.write_text(json.dumps({"split": "validation", "data": "elsewhere/x"}))
+    assert "data.train.columns" in refused("runs/cv-a", "runs/cv-b")  # answers to other data tell nothing of their own
 
 
 def test_a_loss_over_other_tokens_is_refused(make: Make) -> None:

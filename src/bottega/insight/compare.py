@@ -66,7 +66,7 @@ def _report(names: Sequence[str], *, metric: str | None, split: str | None, leve
     groups = read_groups(names)
     goal = one_goal(groups)
     if all(len(group.members) == 1 for group in groups):
-        return by_answers(groups, metric=metric, level=level)
+        return by_answers(groups, metric=metric, split=split, level=level)
     return _by_values(groups, metric=metric or goal.metric, goal=goal, split=split, level=level)
 
 

@@ -37,6 +37,9 @@ BY_LABEL = ("classify", "routing")
 LABELS = ("model.num_labels", "model.num_classes", "model.condition")
 """Keys of a model that change how its data is prepared, though not which rows there are."""
 
+RESULTS = Path("results", "metrics.json")
+"""Where `bottega evaluate RUN --out RUN/results` writes what it measured."""
+
 
 @dataclass(frozen=True)
 class Member:
@@ -236,7 +239,7 @@ def _answered(run: Path, part: str) -> dict[str, str] | None:
     for folder in (run / "results" / part, run / "results"):
         try:
             fields = json.loads((folder / "metrics.json").read_bytes())
-            is_of_part = fields.get("split") == part
+            is_of_part = fields.get("split") == part and fields.get("data") is None
         except (OSError, ValueError, AttributeError):
             continue
         answers = _predictions(folder) if is_of_part else None
@@ -291,18 +294,26 @@ def best_value(run: Path, metric: str, goal: Goal) -> float:
 
 def result_value(run: Path, metric: str, split: str) -> tuple[float, bool]:
     """What `bottega evaluate` wrote beside the run, and whether it says of which split it is."""
-    file = run / "results" / "metrics.json"
+    file, fields = run / RESULTS, read_results(run, split)
+    return _number(dict(fields.get("metrics", fields)), metric, where=file), "split" in fields
+
+
+def read_results(run: Path, split: str) -> dict[str, Any]:
+    """Return what `bottega evaluate` wrote beside a run; refuse what it measured on another split or on other data."""
+    file = run / RESULTS
     again = f"write it: bottega evaluate {run} --split {split} --out {file.parent}"
     try:
-        fields = json.loads(file.read_bytes())
-        metrics = dict(fields.get("metrics", fields))
+        fields: dict[str, Any] = json.loads(file.read_bytes())
+        dict(fields.get("metrics", {}))
     except FileNotFoundError:
         raise UsageError(f"{file} is not there; {again}") from None
     except (ValueError, AttributeError, TypeError):
         raise DataError(f"{file} is no JSON object; {again}") from None
+    if fields.get("data") is not None:
+        raise UsageError(f"{file} was measured on {fields['data']}, not on the {split} part of the run; {again}")
     if fields.get("split", split) != split:
         raise UsageError(f"{file} is of the split {fields['split']}, not {split}; {again}")
-    return _number(metrics, metric, where=file), "split" in fields
+    return fields
 
 
 def _number(row: dict[str, Any], metric: str, *, where: Path) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from bottega.core.errors import UsageError
 from bottega.insight import statistics as st
-from bottega.insight.compare_groups import FOLD, Group, right_answers
+from bottega.insight.compare_groups import FOLD, RESULTS, Group, read_results, right_answers
 from bottega.schema.recipe import changed_keys
 
 SEEDS_NEEDED = (
@@ -18,8 +18,11 @@ SEEDS_NEEDED = (
 )
 
 
-def by_answers(groups: list[Group], *, metric: str | None, level: float) -> dict[str, Any]:
+def by_answers(groups: list[Group], *, metric: str | None, split: str | None, level: float) -> dict[str, Any]:
     """Single classifiers, by the samples that each has right."""
+    for run in (group.members[0].path for group in groups):
+        if split is not None and (run / RESULTS).is_file():
+            read_results(run, split)
     right = right_answers(groups)
     if isinstance(right, str):
         raise UsageError(
