@@ -140,7 +140,8 @@ class Session:
             console.say(change)
         if engine.rank == 0:
             self._write_down(branch, engine, progress)
-        for note in (*lesson.notes, *list_adjusted(recipe, lesson)):
+        adjusted = list_adjusted(recipe, lesson) if progress.step < total else []
+        for note in (*lesson.notes, *adjusted):
             console.say(note)
         if lesson.begin is not None:
             lesson.begin(engine, loader)
@@ -209,7 +210,12 @@ class Session:
         if path.resolve().parent != self.directory.checkpoints.resolve():
             progress.best_step = 0  # that checkpoint is another run's
         done = " (already finished)" if progress.step >= total else ""
-        self.console.say(f"resumed {path} at step {progress.step} of {total}{done}")
+        if progress.step > total:
+            self.console.say(
+                f"{path} is at step {progress.step}, past the {total} of this recipe; nothing is left to train"
+            )
+        else:
+            self.console.say(f"resumed {path} at step {progress.step} of {total}{done}")
         return path, progress
 
     def _write_down(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:

@@ -137,3 +137,15 @@ def test_what_cannot_be_meant_is_answered_in_one_line(
     err = capsys.readouterr().err
     assert part in err
     assert err.count("\n") == 1
+
+
+def test_a_table_in_another_encoding_says_so_and_is_shown_once_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "films.csv"
+    table.write_bytes(b"text,label\n" + "".join(f"café {n},{'ab'[n % 2]}\n" for n in range(20)).encode("latin-1"))
+    assert cli.main(["data", str(table)]) == 3
+    assert "set data.train.encoding" in capsys.readouterr().err
+    report = said(capsys, "data", table, "data.train.encoding=latin-1")
+    assert report["task"] == "classify"
+    assert set(report["labels"]["train"]) == {"a", "b"}

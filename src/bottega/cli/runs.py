@@ -220,6 +220,11 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         raise UsageError(f"--data {arguments.data}: {words[0]} is given as well; leave one of them out")
     chosen = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
     rows = predict(_the_run(arguments), words, data=arguments.data, **chosen, standard_input=sys.stdin)
+    for word in words:
+        if rows and "text" in rows[0] and os.path.isfile(word):
+            print_notice(
+                f"bottega: {word} is a file, and its name was labelled as a text; --data {word} labels what is in it"
+            )
     if arguments.out:
         write(rows, Path(arguments.out))
     if not arguments.json:

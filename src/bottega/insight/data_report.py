@@ -13,6 +13,7 @@ import numpy as np
 
 from bottega.data.classes import texts_of
 from bottega.data.fields import TEXTS, usual
+from bottega.data.prepare.inputs import find_in_utf8
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers import find
 from bottega.data.readers.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
@@ -61,7 +62,7 @@ def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any
 
 def _with_task(words: list[str]) -> list[str]:
     """`bottega data photos/` is about a path, not a recipe: its kind says which task would learn from it."""
-    return [_task_of(words[0]), "--data", *words] if _is_path(words) else words
+    return [_task_of(words), "--data", *words] if _is_path(words) else words
 
 
 def _is_path(words: list[str]) -> bool:
@@ -79,16 +80,19 @@ def _columns_where_no_text(words: list[str]) -> dict[str, Any] | None:
     if not _is_path(words) or any(word.startswith(("data.", "--data")) for word in words[1:]):
         return None
     found = find(Source(path=words[0]))
-    if found.kind not in TABLES or _task_of(words[0]) != "language":
+    if found.kind not in TABLES or _task_of(words) != "language":
         return None
     report = describe_columns(found)
     names = [column["name"] for column in report["columns"]]
-    return None if usual(dict.fromkeys(names), TEXTS) is not None else report
+    # Without a column nothing could be read, and preparing the data says why.
+    return None if not names or usual(dict.fromkeys(names), TEXTS) is not None else report
 
 
-def _task_of(path: str) -> str:
+def _task_of(words: list[str]) -> str:
     """By the kind of the files; of archives and tables, by what the first record holds."""
-    found = find(Source(path=path))
+    path, option = words[0], "data.train.encoding="
+    encoding = next((word.removeprefix(option) for word in words if word.startswith(option)), None)
+    found = find_in_utf8(Source(path=path, encoding=encoding))
     if found.kind == "shards":
         return str(json.loads((Path(path).expanduser() / "meta.json").read_bytes()).get("task", "language"))
     if found.kind in TASK_OF_KIND:
