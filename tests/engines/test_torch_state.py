@@ -219,3 +219,12 @@ def test_a_run_may_change_to_half_precision_and_back(tmp_path: Path) -> None:
     back.load(path)
     assert back._scale.item() == 512.0
     engine().load(path)
+
+
+def test_weights_that_are_not_finite_are_not_trained_on(tmp_path: Path) -> None:
+    one = engine()
+    with torch.no_grad():
+        one.model.second.weight[0, 0] = torch.nan
+    folder = save(one, tmp_path, 0)
+    with pytest.raises(CheckpointError, match=r"second\.weight holds values that are not finite"):
+        engine().load(folder)

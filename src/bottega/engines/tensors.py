@@ -85,7 +85,7 @@ def check_finite(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path
         if tensor.is_floating_point() and not is_finite(tensor) and is_finite(wanted[name]):
             raise CheckpointError(
                 f"{path}: {name} holds values that are not finite (NaN or infinity), so this checkpoint cannot be used; "
-                "give an earlier one with --checkpoint, or train again with a lower learning rate"
+                "give an earlier one (--checkpoint; --resume_from to train on), or train again with a lower learning rate"
             )
 
 

@@ -37,7 +37,7 @@ from bottega.engines.devices import (
 from bottega.engines.grouping import parameter_settings, thaw
 from bottega.engines.noise import draw
 from bottega.engines.sums import INDEX, Local, add_up, fetched, in_order, reduced, sum_terms
-from bottega.engines.tensors import TorchSnapshot, compare, read_tensors, take
+from bottega.engines.tensors import TorchSnapshot, check_finite, compare, read_tensors, take
 from bottega.engines.wrapping import compile_frozen, compiled, replicated, require
 from bottega.schema.training import Training
 
@@ -341,6 +341,7 @@ class TorchEngine(Engine):
         wanted = self.state()
         model = read_tensors(folder / "model.safetensors")
         compare(model, wanted["model.safetensors"], folder / "model.safetensors")
+        check_finite(model, wanted["model.safetensors"], folder / "model.safetensors")
         self.model.load_state_dict(model, strict=False)  # the rest is as it was built
         state = read_tensors(folder / "optimizer.safetensors")
         scaling = {name: state.pop(name) for name in list(state) if name.startswith("loss_scale/")}
