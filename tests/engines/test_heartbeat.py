@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
+import torch.distributed as dist
 
+from bottega.core.errors import Diverged, Interrupted
 from bottega.engines import heartbeat
-from bottega.engines.heartbeat import FINISHED, Heartbeat, Peer
+from bottega.engines.heartbeat import FAILED, FINISHED, Heartbeat, Peer
 from small_run import environment
 
 # Two processes that take each other for one on another machine. The second is busy for long, then says so and waits.
@@ -20,20 +26,22 @@ NODE = """
 import os, sys, time
 from bottega.engines import heartbeat
 
-heartbeat.BEAT, heartbeat.SILENT, heartbeat.TICK = 0.1, 3.0, 0.05
+heartbeat.BEAT, heartbeat.SILENT, heartbeat.TICK, heartbeat.SETTLE = 0.1, 3.0, 0.05, 0.5
 own = heartbeat._who()
 heartbeat._who = lambda: {**own, "namespace": os.environ["RANK"], "host": "node" + os.environ["RANK"]}
 with heartbeat.Heartbeat(int(os.environ["RANK"]), 2):
-    until = time.monotonic() + 4
+    until = time.monotonic() + (0 if os.environ["ENDS"] == "badly" else 4)
     while time.monotonic() < until:
         sum(range(1000))
     print("busy no more", flush=True)
     if os.environ["RANK"] == "0" or os.environ["ENDS"] == "no":
         time.sleep(100)
+    if os.environ["ENDS"] == "badly":
+        raise ValueError("an error of this rank alone")
 """
 
 
-def start_nodes(*, ends: bool) -> list[subprocess.Popen[str]]:
+def start_nodes(*, ends: str) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -41,7 +49,7 @@ def start_nodes(*, ends: bool) -> list[subprocess.Popen[str]]:
     return [
         subprocess.Popen(
             [sys.executable, "-c", NODE],
-            env=environment(**common, RANK=rank, ENDS="yes" if ends else "no"),
+            env=environment(**common, RANK=rank, ENDS=ends),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -51,7 +59,7 @@ def start_nodes(*, ends: bool) -> list[subprocess.Popen[str]]:
 
 
 def test_a_stopped_rank_of_another_node() -> None:
-    first, second = start_nodes(ends=False)
+    first, second = start_nodes(ends="no")
     try:
         for process in (first, second):
             assert process.stdout is not None
@@ -67,7 +75,7 @@ def test_a_stopped_rank_of_another_node() -> None:
 
 
 def test_a_rank_that_has_finished_is_not_missed() -> None:
-    first, second = start_nodes(ends=True)
+    first, second = start_nodes(ends="well")
     try:
         assert second.communicate(timeout=60)[0] == "busy no more\n"
         assert second.returncode == 0
@@ -76,6 +84,120 @@ def test_a_rank_that_has_finished_is_not_missed() -> None:
     finally:
         first.kill()
         first.communicate()
+
+
+def test_a_rank_of_another_node_that_ends_with_an_error_is_missed() -> None:
+    first, second = start_nodes(ends="badly")
+    try:
+        assert "an error of this rank alone" in second.communicate(timeout=60)[1]
+        _, err = first.communicate(timeout=60)
+    finally:
+        first.kill()
+        first.communicate()
+    assert first.returncode == 8
+    assert err.startswith("bottega: rank 0: rank 1 on node1 has ended with an error; ")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of a launcher, without its server."""
+    store = dist.HashStore()
+    monkeypatch.setattr(heartbeat, "BEAT", 0.01)
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_well"),
+    [
+        (None, True),
+        (Interrupted("stopped by SIGTERM at step 3; saved", 85), True),
+        (KeyboardInterrupt(), True),
+        (Diverged("the loss was not finite"), False),
+        (ValueError("a defect"), False),
+    ],
+)
+@pytest.mark.usefixtures("store")
+def test_only_a_training_that_ends_well_is_reported_as_finished(error: BaseException | None, is_well: bool) -> None:
+    watch = Heartbeat(1, 2)
+    with suppress(Interrupted, KeyboardInterrupt, Diverged, ValueError), watch:
+        if error is not None:
+            raise error
+    beats = heartbeat._connect(1, watch.number).add("1/beats", 0)
+    assert beats >= FINISHED if is_well else FAILED <= beats < FINISHED
+
+
+def test_ranks_that_fail_together_each_have_time_to_save_and_say_why() -> None:
+    now = time.monotonic()
+    peer = Peer(1, is_here=False, seen=now, beats=5 + FAILED, host="node1")
+    watch = Heartbeat(0, 2)
+    assert watch._judge(peer, now) is None
+    assert watch._judge(peer, now + heartbeat.SETTLE - 1) is None
+    assert watch._judge(peer, now + heartbeat.SETTLE + 1) == "rank 1 on node1 has ended with an error"
+
+
+@pytest.mark.usefixtures("store")
+def test_nobody_polls_a_process_that_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor of a process that has ended is always ready: waiting for it would not wait."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    polled: list[list[int]] = []
+
+    def record(pidfds: list[int | None]) -> None:
+        polled.append([pidfd for pidfd in pidfds if pidfd is not None])
+        time.sleep(0.01)
+
+    monkeypatch.setattr(heartbeat, "_wait_for_ends", record)
+    with Heartbeat(0, 2) as watch:
+        own = heartbeat._connect(0, watch.number)
+        own.add("1/beats", FINISHED)
+        own.set("1/who", json.dumps({**heartbeat._who(), "pid": child.pid}))
+        (peer,) = watch.peers
+        wait_until(lambda: peer.beats >= FINISHED and peer.pidfd is not None)
+        count = len(polled)
+        wait_until(lambda: len(polled) > count + 2)
+        assert polled[-1] == []
+    watch._watching.join(timeout=30)
+    assert peer.pidfd is None, "closed"
+    child.wait()
+
+
+@pytest.mark.usefixtures("store")
+def test_a_second_training_of_one_process_begins_anew() -> None:
+    with Heartbeat(0, 2) as first:
+        heartbeat._connect(1, first.number).add("1/beats", FINISHED)
+    with Heartbeat(0, 2) as second:
+        own = heartbeat._connect(0, second.number)
+        wait_until(lambda: own.add("0/beats", 0) > 1)  # so the first look at the others is over
+        assert second.peers[0].beats == 0, "nothing is left of the first"
+
+
+def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = threading.Event()
+
+    def refuse(*_: object, **__: object) -> None:
+        called.set()
+        raise dist.DistNetworkError("The server socket has failed to listen: EADDRINUSE\nException raised from …")
+
+    monkeypatch.setattr(dist, "TCPStore", refuse)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    now = time.monotonic()
+    with Heartbeat(0, 2) as watch:
+        assert called.wait(30)
+    reason = watch._judge(Peer(1, is_here=True, seen=now - 21), now)
+    assert reason == (
+        "rank 1 has not joined within 20 s: rank 0 has no connection to the store at 127.0.0.1:29999 "
+        "(The server socket has failed to listen: EADDRINUSE)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ launcher, and so does a neighbour on its node while it sees the process alive.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -24,7 +25,7 @@ from typing import Any, ClassVar, Self
 import psutil
 import torch.distributed as dist
 
-from bottega.core.errors import PeerLost
+from bottega.core.errors import Interrupted, PeerLost
 from bottega.signals import leave_at_once
 from bottega.terminal import escape_controls
 
@@ -36,9 +37,13 @@ JOIN_HERE, JOIN_ELSEWHERE = 20.0, 120.0
 """Seconds that a rank of this node, and of another, may take to begin; a process that is seen to live may take any time."""
 GRACE = 5.0
 """Seconds for the training thread to say by itself that a rank has ended."""
+SETTLE = 60.0
+"""Seconds from the error that ends another rank: all may have the same one, and each says so once its checkpoint is written."""
 TICK = 1.0
-FINISHED = 1 << 40
-"""Added to the beats of a rank that has ended as it should."""
+FAILED, FINISHED = 1 << 39, 1 << 40
+"""Added to the beats of a rank whose training has ended with an error, and of one that has ended as it should."""
+NUMBERS = itertools.count()
+"""Numbers the trainings of this process; all ranks do the same ones."""
 AGAIN = "start the same command again"
 
 
@@ -76,24 +81,31 @@ class Heartbeat:
             other for other in range(world) if other != rank and (rank == 0 or other == 0 or _same(other, rank, here))
         ]
         self.peers = [Peer(other, _same(other, rank, here)) for other in watched]
+        self.number = next(NUMBERS)
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._closed, self._wake = threading.Event(), threading.Event()
         self._exchanged = time.monotonic()
         self._verdict: str | None = None
         """What ends the job, as another rank or this one has found."""
+        self._outcome = FINISHED
+        self._store_error: str | None = "it does not answer"
+        """Why there is no connection to the store; None while there is one."""
         self._is_published = threading.Event()
         self._beating = threading.Thread(target=self._exchange, name="bottega-heartbeat", daemon=True)
+        self._watching = threading.Thread(target=self._watch, name="bottega-ranks", daemon=True)
 
     def __enter__(self) -> Self:
         Heartbeat.current = self
         self._beating.start()
-        threading.Thread(target=self._watch, name="bottega-ranks", daemon=True).start()
+        self._watching.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         Heartbeat.current = None
+        is_stopped = isinstance(error, Interrupted | KeyboardInterrupt)  # as all the others are
+        self._outcome = FINISHED if error is None or is_stopped else FAILED
         self._closed.set()
         self._wake.set()
         self._beating.join(timeout=GRACE)
@@ -112,10 +124,12 @@ class Heartbeat:
 
     def _exchange(self) -> None:
         try:
-            store = _connect(self.rank)
+            store = _connect(self.rank, self.number)
             store.set(f"{self.rank}/who", json.dumps(_who()))
-        except Exception:  # nobody answers: _watch notices that no beat comes
+        except Exception as error:  # _watch says so when it notices that no beat comes
+            self._store_error = (str(error) or type(error).__name__).splitlines()[0]
             return
+        self._store_error = None
         while not self._closed.is_set():
             with suppress(Exception):
                 self._beat(store)
@@ -126,7 +140,7 @@ class Heartbeat:
                     store.set("verdict", self._verdict)
                 self._is_published.set()
         with suppress(Exception):
-            store.add(f"{self.rank}/beats", FINISHED)
+            store.add(f"{self.rank}/beats", self._outcome)
 
     def _beat(self, store: Any) -> None:
         store.add(f"{self.rank}/beats", 1)
@@ -155,7 +169,8 @@ class Heartbeat:
         launcher = _pidfd(self._launcher)
         while not self._closed.is_set():
             before = time.monotonic()
-            _wait_for_ends([launcher, *(peer.pidfd for peer in self.peers if peer.end is None)])
+            running = [peer for peer in self.peers if peer.end is None and peer.beats < FAILED]
+            _wait_for_ends([launcher, *(peer.pidfd for peer in running)])
             now = time.monotonic()
             if now - before > GRACE:  # this process was stopped itself, and so may all the others have been
                 for peer in self.peers:
@@ -170,11 +185,21 @@ class Heartbeat:
                     self._is_published.wait(2 * BEAT)
             if self._verdict is not None and not self._closed.is_set():
                 self._end_job(self._verdict)
+        self._beating.join()  # it may have met another rank meanwhile
+        for pidfd in (launcher, *(peer.pidfd for peer in self.peers)):
+            if pidfd is not None:
+                os.close(pidfd)
+        for peer in self.peers:
+            peer.pidfd = None
 
     def _judge(self, peer: Peer, now: float) -> str | None:
         """Why a rank is lost; None while it is not."""
         if peer.beats >= FINISHED:
             return None
+        if peer.beats >= FAILED:
+            if peer.end is None:
+                peer.end, peer.ended_at = "has ended with an error", now
+            return f"{peer.name} {peer.end}" if now - peer.ended_at > SETTLE else None
         if peer.process is None and peer.is_here and now - peer.seen > GRACE:
             _attach(peer, _find_sibling(peer.rank))  # it has not joined yet: is it only slow?
         stopped = None
@@ -192,12 +217,20 @@ class Heartbeat:
         silent = now - peer.seen
         if peer.beats == 0 and peer.process is None:
             limit = JOIN_HERE if peer.is_here else JOIN_ELSEWHERE
-            return f"{peer.name} has not joined within {limit:.0f} s" if silent > limit else None
+            return (
+                f"{peer.name} has not joined within {limit:.0f} s{self._describe_store()}" if silent > limit else None
+            )
         if silent < SILENT:
             return None
         if stopped is not None:
             return f"{peer.name} was stopped by {stopped} and has done nothing for {silent:.0f} s"
         return f"{peer.name} has not answered for {silent:.0f} s: it is stopped, or its machine or the network is gone"
+
+    def _describe_store(self) -> str:
+        if self._store_error is None:
+            return ""
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f": rank {self.rank} has no connection to the store at {address} ({self._store_error})"
 
     def _end_job(self, reason: str) -> None:
         here = [peer for peer in self.peers if peer.process is not None and peer.end is None]
@@ -234,8 +267,8 @@ def _same(one: int, other: int, here: int) -> bool:
     return one // here == other // here
 
 
-def _connect(rank: int) -> Any:
-    """The launcher's store, or where it has none that of rank 0, apart from what earlier starts have left there."""
+def _connect(rank: int, number: int) -> Any:
+    """The launcher's store, or where it has none that of rank 0, apart from what earlier starts and trainings left there."""
     has_own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
@@ -245,7 +278,7 @@ def _connect(rank: int) -> Any:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    return dist.PrefixStore(f"bottega/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(f"bottega/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{number}", store)
 
 
 def _who() -> dict[str, Any]:
@@ -257,7 +290,7 @@ def _who() -> dict[str, Any]:
 
 def _attach(peer: Peer, process: int | None) -> None:
     """Look at the process of a rank on this node from now on."""
-    if process is not None:
+    if process is not None and (peer.process is None or peer.process.pid != process):
         with suppress(psutil.Error):
             found = psutil.Process(process)
             peer.pidfd, peer.process = _pidfd(process), found
