@@ -220,3 +220,14 @@ def test_options_of_a_technique_are_worded_like_other_keys() -> None:
     for value, said in ((-1, "must be at least 0, got -1"), ("a", "expected a number, got 'a'")):
         with pytest.raises(UsageError, match=f"strength: {said}"):
             check_recipe(["language", {"techniques": [{"name": "ewc", "options": {"strength": value}}]}])
+
+
+def test_a_wrong_option_of_the_data_does_not_make_its_path_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\n")
+    sources, overrides = parse_overrides(
+        ["classify/cnn", "--data", str(tmp_path / "a.csv"), "data.train.encoding=latn-1"]
+    )
+    with pytest.raises(UsageError) as refused:
+        load_recipe(sources, overrides)
+    assert str(refused.value).count("\n") == 0
+    assert "latn-1" in str(refused.value)

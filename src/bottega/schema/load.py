@@ -301,8 +301,11 @@ def _without(problems: list[Problem], schema: type[Recipe], flat: Flat) -> Recip
     """The recipe that the entries without a problem make, so that what is missing is reported in the same breath."""
 
     def is_good(key: str, entry: Entry) -> bool:
+        # Not by the beginning of what was typed: `--data` is short for one key, and not the block of that name.
         touched = any(
-            f"{problem.typed}.".startswith(f"{entry.typed}.") or f"{key}.".startswith(f"{problem.key}.")
+            problem.typed == entry.typed
+            or f"{problem.key}.".startswith(f"{key}.")
+            or f"{key}.".startswith(f"{problem.key}.")
             for problem in problems
         )
         return has_key(key, schema) and not touched
