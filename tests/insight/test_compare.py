@@ -44,6 +44,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         settings: Mapping[str, Any] | None = None,
         more: Mapping[str, Any] | None = None,
         held_out: str | None = None,
+        content: str | None = None,
     ) -> Path:
         run = tmp_path / "runs" / name
         run.mkdir(parents=True)
@@ -57,7 +58,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         lines = [{"step": 1, "kind": "train", "samples": 1, "loss": 9.0, "accuracy": 0.99}, *rows]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
         if data is not None:
-            fingerprint = {"data": data} if held_out is None else {"data": data, "held_out": {"validation": held_out}}
+            hashes = {"validation": held_out, "validation.content": content}
+            recorded = {name: value for name, value in hashes.items() if value is not None}
+            fingerprint = {"data": data, "held_out": recorded} if recorded else {"data": data}
             checkpoint.write(run / "checkpoints", step=1, files={}, progress={}, fingerprint=fingerprint)
         return run
 
@@ -357,6 +360,23 @@ def test_samples_and_labels_decide_and_not_how_they_are_read(seeds: Callable[...
         one, seeds("e", BETTER, data="d5", held_out="h1", settings=few)
     )
     assert "its files changed in between" in refused(one, seeds("f", BETTER, data="d6", held_out="h1"))
+
+
+def test_equal_names_and_labels_of_other_files_are_other_samples(seeds: Callable[..., str]) -> None:
+    moved = {"data.train.path": "elsewhere/reviews.jsonl", **READ_OTHERWISE}
+    apart = {"data.train.path": "many.jsonl", "data.validation.path": "dev.jsonl"}
+    one = seeds("a", GOOD, held_out="h1", content="c1")
+    same = seeds("b", BETTER, data="d2", held_out="h1", content="c1", settings=moved)
+    assert "the samples measured and their labels are the same" in compare([one, same])["notes"][0]
+    assert compare([one, seeds("c", BETTER, data="d3", held_out="h1", content="c1", settings=READ_OTHERWISE)])["pairs"]
+    for name, content in (("d", "c2"), ("e", None)):
+        other = seeds(name, BETTER, data="d4", held_out="h1", content=content, settings=moved)
+        assert 'data.train.path ("reviews.jsonl" and "elsewhere/reviews.jsonl")' in refused(one, other)
+    changed = seeds("f", BETTER, data="d5", held_out="h1", content="c2", settings=READ_OTHERWISE)
+    assert "measured on different data" in refused(one, changed)
+    held = seeds("g", GOOD, data="d6", held_out="h1", settings=apart)
+    few = {**apart, "data.train.path": "few.jsonl"}
+    assert compare([held, seeds("h", BETTER, data="d7", held_out="h1", settings=few)])["pairs"]
 
 
 def test_the_loss_of_other_texts_of_the_same_samples_is_refused(make: Make) -> None:

@@ -52,7 +52,8 @@ class Branch(ABC):
 
     @property
     def held_out(self) -> dict[str, str]:
-        """Table -> hash of the samples and labels that it holds back from training, however they are read."""
+        """Table -> hash of the keys and labels of the samples that it holds back from training, however they are read; and
+        TABLE.content -> hash of the files that they come from, where that is known."""
         return {}
 
     @abstractmethod

@@ -85,7 +85,10 @@ class TableBranch(Branch):
     @property
     def held_out(self) -> dict[str, str]:
         tables = [name for name in ("validation", "test") if name in self.prepared.tables]
-        return {name: self.prepared.hash_samples(name) for name in tables}
+        contents = {
+            f"{name}.content": self.prepared.contents[name] for name in tables if name in self.prepared.contents
+        }
+        return {name: self.prepared.hash_samples(name) for name in tables} | contents
 
     @property
     def notes(self) -> list[str]:

@@ -49,7 +49,8 @@ class Member:
     data: str | None
     """The fingerprint of its data; None where no checkpoint says it."""
     held_out: Mapping[str, str] = field(default_factory=dict)
-    """Split -> hash of the samples and labels that were held back; empty before that was recorded."""
+    """Split -> hash of the keys and labels that were held back, and SPLIT.content -> hash of the files that these come from;
+    empty before that was recorded."""
 
 
 @dataclass(frozen=True)
@@ -229,9 +230,25 @@ def check_same_data(one: Member, other: Member, *, metric: str, split: str | Non
 def _have_same_samples(one: Member, other: Member, part: str) -> bool | None:
     """Whether both held back the same samples with the same labels; None where that was not recorded."""
     if part in one.held_out and part in other.held_out:
-        return one.held_out[part] == other.held_out[part]
-    answers = [_answered(member.path, part) for member in (one, other)]
-    return None if None in answers else answers[0] == answers[1]
+        is_same = one.held_out[part] == other.held_out[part]
+    else:
+        answers = [_answered(member.path, part) for member in (one, other)]
+        if None in answers:
+            return None
+        is_same = answers[0] == answers[1]
+    contents = [member.held_out.get(f"{part}.content") for member in (one, other)]
+    if None not in contents:
+        return is_same and contents[0] == contents[1]
+    # Files of other folders may bear the same names, and have the same labels.
+    return None if is_same and _read_other_files(one, other, part) else is_same
+
+
+def _read_other_files(one: Member, other: Member, part: str) -> bool:
+    """Whether the recipes name different files for a split, as far as they say it."""
+    changed, places = changed_keys(one.recipe, other.recipe), _held_out_keys(one, other, part)
+    return any(
+        _under(key, places) and key.rsplit(".", 1)[-1] in ("path", "more_paths", "sources") for key, *_ in changed
+    )
 
 
 def _answered(run: Path, part: str) -> dict[str, str] | None:

@@ -17,7 +17,7 @@ from bottega.data.classes import texts_of
 from bottega.data.labelled import TextForm, labelled_texts
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.inputs import inputs_of
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.prepare.prepared import Prepared, opened
 from bottega.data.vocabulary import TokenizerSpec
 from bottega.schema.classify import ClassifyData, TextAugmentation
 from bottega.schema.data import HeldOut, Source, Splitting
@@ -266,3 +266,23 @@ def test_held_out_data_of_a_folder_is_never_its_part_train(
     inputs, _ = inputs_of(ClassifyData(train=Source(path=str(tmp_path)), validation=held_out, test=held_out))
     files = {one.table: [file.stem for file in one.found.files] for one in inputs}
     assert files == {"validation": [validation], "test": [test], "train": ["train"]}
+
+
+def test_what_is_held_out_has_a_hash_of_its_files_however_they_are_read(tmp_path: Path) -> None:
+    def contents(folder: str, text: str, **options: Any) -> dict[str, str]:
+        rows = [{"text": f"{text} {i}", "title": f"title {i}", "label": "ab"[i % 2]} for i in range(40)]
+        file = tmp_path / folder / "rows.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        train = {"path": str(file), **options}
+        data = ClassifyData(train=train, validation={"split": 0.2}, test={"split": 0.2}, label_field="label")
+        ready = prepare_classify(data, BYTES, seed=0, progress=quiet, cache=tmp_path / "cache")
+        assert opened(ready.folder, task="classify").contents == ready.contents
+        return {**ready.contents, "samples": ready.hash_samples("validation")}
+
+    one = contents("a", "good")
+    assert one.keys() == {"validation", "test", "samples"}
+    assert contents("a", "good", field="title") == contents("b", "good") == one
+    other = contents("c", "bad")
+    assert other["samples"] == one["samples"]
+    assert other["validation"] != one["validation"]

@@ -48,6 +48,8 @@ class Prepared:
     unread_parts: tuple[str, ...] = ()
     """Parts of the folder that train is a part of, and that nothing reads. The same rows may come from a file that has no
     parts, so this is not kept with them."""
+    contents: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """validation and test -> hash of the files that their rows come from; empty where that was not recorded."""
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -146,6 +148,16 @@ class Plan:
         return hashlib.sha256(repr((parts, policy, self.options, tables)).encode()).hexdigest()[:32]
 
     @property
+    def contents(self) -> dict[str, str]:
+        """validation and test -> hash of the files that their rows come from, however these are read."""
+        found: dict[str, str] = {}
+        for name in (table for table in ("validation", "test") if table in self.tables):
+            has_own = any(input.table == name for input in self.inputs)
+            sources = [input.found for input in self.inputs if (input.table == name if has_own else input.is_split)]
+            found[name] = hashlib.sha256("\n".join(source.content for source in sources).encode()).hexdigest()[:32]
+        return found
+
+    @property
     def score_field(self) -> str | None:
         """The field that a curriculum goes by, where it is none of those that are computed."""
         curriculum = self.data.curriculum
@@ -187,7 +199,7 @@ def prepare(plan: Plan, *, cache: Path, progress: Progress = lambda stage, done,
     for input in plan.inputs:
         input.found.hash_files(progress)
     folder = cached(cache, plan.key, lambda folder: _build(plan, folder, progress))
-    return Prepared(folder, plan.key, _unread_parts(plan.inputs))
+    return Prepared(folder, plan.key, _unread_parts(plan.inputs), plan.contents)
 
 
 def opened(folder: Path, *, task: str) -> Prepared:
@@ -205,7 +217,8 @@ def opened(folder: Path, *, task: str) -> Prepared:
     problem = damage(folder) or next((f"{name!r} is no table" for name in meta["tables"] if not _TABLE(name)), None)
     if problem is not None:
         raise DataError(f"{folder} is damaged: {problem}; copy or prepare it again")
-    return Prepared(folder, key)
+    contents = meta.get("contents")
+    return Prepared(folder, key, contents=contents if isinstance(contents, dict) else {})
 
 
 def is_prepared(folder: Path) -> bool:
@@ -266,6 +279,7 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
         "format": FORMAT,
         "task": plan.task,
         "key": plan.key,
+        "contents": plan.contents,
         **known,
         "classes": classes,
         **plan.facts,

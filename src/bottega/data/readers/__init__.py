@@ -94,6 +94,12 @@ class Found:
         """A hash of everything the records depend on, wherever the files lie."""
         return self._hash(lambda stage, done, total: None)
 
+    @cached_property
+    def content(self) -> str:
+        """A hash of the files that the records come from, however these are read."""
+        self._hash(lambda stage, done, total: None)
+        return str(vars(self)["content"])
+
     def hash_files(self, progress: Progress) -> None:
         """Compute the fingerprint now, which reads every file that was not hashed before, and say how far it is."""
         if "fingerprint" not in vars(self):
@@ -107,13 +113,20 @@ class Found:
         if self.kind == "huggingface":
             from bottega.data.readers.hub import fingerprint
 
-            digest.update(fingerprint(self.source).encode())
+            version = fingerprint(self.source).encode()
+            digest.update(version)
+            vars(self)["content"] = hashlib.sha256(version + f"\0{self.source.split or 'train'}".encode()).hexdigest()
             return digest.hexdigest()
         parts = [*self.files, *self._beside()]
+        own, samples = set(self.files), hashlib.sha256()
         for file, content in zip(parts, content_hashes(parts, partial(progress, "hash")), strict=True):
             # A table that the recipe names may lie anywhere, and is no other table there.
             name = self.name(file) if file == self.root or file.is_relative_to(self.root) else file.name
-            digest.update(f"{name}\0{content}\0".encode(errors="surrogateescape"))
+            line = f"{name}\0{content}\0".encode(errors="surrogateescape")
+            digest.update(line)
+            if file in own:
+                samples.update(line)
+        vars(self)["content"] = samples.hexdigest()
         return digest.hexdigest()
 
     @property
