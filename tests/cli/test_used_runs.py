@@ -279,3 +279,10 @@ def test_a_run_may_be_made_shorter_and_longer_again(tmp_path: Path) -> None:
     recipe.write_text(recipe.read_text().replace("max_steps: 2", "max_steps: 90"))
     assert small_media.train(tmp_path, **{**TINY, "name": "x", "training.max_steps": 6}).step == 6
     assert small_media.train(tmp_path, **{**TINY, "name": "x", "training.max_steps": 7}).step == 7
+
+
+def test_the_ledger_says_that_a_step_was_never_taken(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ledger", str(finished_run), "--step", "500"]) == 0
+    assert "the run has taken 8 steps; step 500 would see these samples" in capsys.readouterr().out
+    assert cli.main(["ledger", str(finished_run), "--step", "8"]) == 0
+    assert "would see" not in capsys.readouterr().out

@@ -224,7 +224,7 @@ def test_a_signal_saves_at_the_end_of_its_step(tmp_path: Path, kind: signal.Sign
     before = signal.getsignal(kind)
     stopped = interrupted(tmp_path, Counter(), 3, every=Every(), kind=kind)
     assert stopped.code == code
-    assert str(stopped) == f"stopped by {kind.name} at step 3; saved"
+    assert str(stopped) == f"stopped by {kind.name} at step 3; saved, and the same command goes on"
     assert saved(tmp_path) == [3]
     assert signal.getsignal(kind) is before, "afterwards signals mean what they meant"
     assert fit(tmp_path, engine := Counter(), every=Every()).run().step == 6

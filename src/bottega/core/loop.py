@@ -252,7 +252,10 @@ class Fit:
         # A launcher ends everybody as soon as one rank is gone, so nobody goes before rank 0 has written.
         self.engine.agree(False)
         name = self.signals.received.name if self.signals.received else "a signal on another rank"
-        raise Interrupted(f"stopped by {name} at step {self.progress.step}; saved", self.signals.exit_code)
+        raise Interrupted(
+            f"stopped by {name} at step {self.progress.step}; saved, and the same command goes on",
+            self.signals.exit_code,
+        )
 
 
 class _Stopped(Exception):

@@ -7,6 +7,7 @@ from typing import Any
 
 from bottega.branches.located import locate
 from bottega.compose import plain_loader
+from bottega.core.checkpoint import candidates
 from bottega.core.errors import UsageError
 from bottega.engines.devices import batch_length
 from bottega.methods import applied
@@ -31,6 +32,9 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
         "epochs": epoch.tolist(),
         "described": [source.describe(int(i), int(e)) for i, e in zip(index[:4], epoch[:4], strict=True)],
     }
+    trained = max((manifest.step for _, manifest in candidates(saved.directory.checkpoints)), default=0)
+    if step > trained:
+        report["note"] = f"the run has taken {trained} steps; step {step} would see these samples"
     if replay:
         batch = loader.batch(step - 1)
         if "query" in batch:  # an episode is adapted to, and only the lesson's own task knows how
@@ -52,7 +56,8 @@ def _world(environment: Path) -> int:
 
 
 def show(report: dict[str, Any]) -> str:
-    lines = [f"step {report['step']}: samples {', '.join(map(str, report['samples']))}"]
+    lines = [report["note"]] if "note" in report else []
+    lines += [f"step {report['step']}: samples {', '.join(map(str, report['samples']))}"]
     for text in report["described"]:
         lines += ["", text]
     if "replay" in report:

@@ -173,6 +173,11 @@ def _is_of_other_weights(key: str, base: Flat, layer: Flat) -> bool:
     return found.get("task") == "language"
 
 
+def are_nested(one: str, other: str) -> bool:
+    """Whether two dotted keys are the same, or one is a block that holds the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
 def asks_for_stream(key: str, entry: Entry) -> bool:
     """A stream is as long as it is, so whoever asks for one takes back the length of an earlier layer."""
     said = entry.value is not None and entry.value is not False  # a share of 0 is one, too

@@ -25,6 +25,7 @@ from bottega.schema.flat import (
     Layer,
     Problem,
     Where,
+    are_nested,
     asks_for_stream,
     flatten,
     merge,
@@ -302,13 +303,9 @@ def _without(problems: list[Problem], schema: type[Recipe], flat: Flat) -> Recip
 
     def is_good(key: str, entry: Entry) -> bool:
         # Not by the beginning of what was typed: `--data` is short for one key, and not the block of that name.
-        touched = any(
-            problem.typed == entry.typed
-            or f"{problem.key}.".startswith(f"{key}.")
-            or f"{key}.".startswith(f"{problem.key}.")
-            for problem in problems
+        return has_key(key, schema) and not any(
+            problem.typed == entry.typed or are_nested(problem.key, key) for problem in problems
         )
-        return has_key(key, schema) and not touched
 
     try:
         return schema.model_validate(nest({key: entry for key, entry in flat.items() if is_good(key, entry)}))
