@@ -292,7 +292,7 @@ def test_auto_halves_the_micro_batch_and_changes_nothing_else() -> None:
     options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
     plenty, scarce = engine(options, task=Greedy(fits=8)), engine(options, task=Greedy(fits=3))
     reports = [advance(one, loader(of=one), 0, 3) for one in (plenty, scarce)]
-    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (None, 2)
+    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (8, 2)
     close(weights(plenty), weights(scarce))
     assert [r["absolute"] for r in reports[1]] == pytest.approx([r["absolute"] for r in reports[0]], rel=1e-5)
 
