@@ -439,11 +439,13 @@ def untouched(tmp_path: Path, error: type[BottegaError], match: str, **changes: 
 
 
 def test_what_is_wrong_without_the_parts_is_said_before_them(tmp_path: Path) -> None:
-    untouched(tmp_path, UsageError, r"model\.hidden_size: 32 is no multiple of num_heads 3", **{"model.num_heads": 3})
+    untouched(
+        tmp_path, UsageError, r"model\.hidden_size: 32 is not a multiple of num_heads 3", **{"model.num_heads": 3}
+    )
     untouched(tmp_path, UsageError, r"fp16 needs a GPU", **{"training.mixed_precision": "fp16", "device": "cpu"})
     untouched(tmp_path, UsageError, r"needs\.vae: .*nowhere", **{"needs.vae": {"recipe": "nowhere.yaml"}})
     codes = {"model.backbone": "tokens", "model.vae": None, "model.tokenizer": "needs.vae", "model.num_heads": 32}
-    untouched(tmp_path, UsageError, r"model\.hidden_size: 32 is no multiple of twice num_heads 32", **codes)
+    untouched(tmp_path, UsageError, r"model\.hidden_size: 32 is not a multiple of twice num_heads 32", **codes)
     directory = RunDirectory(tmp_path / "x")
     directory.create()
     with Lock(directory):

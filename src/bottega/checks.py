@@ -272,7 +272,9 @@ def _shape_problems(recipe: Recipe) -> list[BottegaError]:
     twice, each = ("twice ", 2) if model.backbone == "tokens" else ("", 1)
     if model.hidden_size % (each * model.num_heads) == 0:
         return []
-    return [UsageError(f"model.hidden_size: {model.hidden_size} is no multiple of {twice}num_heads {model.num_heads}")]
+    return [
+        UsageError(f"model.hidden_size: {model.hidden_size} is not a multiple of {twice}num_heads {model.num_heads}")
+    ]
 
 
 def _file_problems(recipe: Recipe) -> list[BottegaError]:

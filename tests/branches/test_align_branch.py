@@ -201,7 +201,7 @@ def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path
         train(tmp_path, pictures, **{"model.patch_size": 3, "data.image_size": 8})
     with pytest.raises(UsageError, match="3 does not divide the side of the pictures, 8"):
         train(tmp_path, pictures, **{"model.patch_size": 3})
-    with pytest.raises(UsageError, match=r"32 is no multiple of model\.num_heads 5"):
+    with pytest.raises(UsageError, match=r"32 is not a multiple of model\.num_heads 5"):
         train(tmp_path, pictures, **{"model.num_heads": 5})
     plain = tmp_path / "plain"
     plain.mkdir()

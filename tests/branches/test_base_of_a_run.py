@@ -124,14 +124,14 @@ def test_a_base_outside_the_runs_is_remembered_as_a_folder(
 def test_a_path_is_never_asked_of_the_hub(home: Path, no_hub: list[str]) -> None:
     (home / "kept").mkdir()
     for name in ("./no", "/no/where", "~/no", "runs/no", "a/b/c", "kept/no", "../no"):
-        with pytest.raises(UsageError, match=rf"^model\.from: {re.escape(name)} is no folder here; ") as caught:
+        with pytest.raises(UsageError, match=rf"^model\.from: {re.escape(name)} is not a folder here; ") as caught:
             fetch_folder(name)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UsageError, match=r"^model\.from: mine/no is no folder here; "):
+    with pytest.raises(UsageError, match=r"^model\.from: mine/no is not a folder here; "):
         adapted(home, start="mine/no", output_dir="mine")
     assert no_hub == []
     for name in ("nosuchdir", "owner/model"):
-        said = rf"^model\.from: {name} is no folder here, and the hub could not be reached; .*$"
+        said = rf"^model\.from: {name} is not a folder here, and the hub could not be reached; .*$"
         with pytest.raises(EnvironmentProblem, match=said):
             start_folder(name)
     assert no_hub == ["nosuchdir", "owner/model"]

@@ -131,7 +131,7 @@ def test_weights_of_a_judge_that_were_cut_are_told_at_once(tmp_path: Path, bases
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"model.diffusion": "/nowhere/at/all"}, UsageError, "model.diffusion: /nowhere/at/all is no folder here"),
+        ({"model.diffusion": "/nowhere/at/all"}, UsageError, "model.diffusion: /nowhere/at/all is not a folder here"),
         ({"model.language_model": "/nowhere/at/all"}, UsageError, "model.language_model: /nowhere/at/all is no folder"),
         ({"data.image_size": 30}, UsageError, "data.image_size: 30 is no multiple"),
         ({"data.sequence_length": 12}, UsageError, "data.sequence_length: 12 tokens do not hold"),

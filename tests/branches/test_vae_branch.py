@@ -171,7 +171,11 @@ def test_video_is_causal(tmp_path: Path) -> None:
         (small_media.pictures, {"data.latents": True}, r"data\.latents: true, and there is no model\.vae"),
         (small_media.pictures, {"data.input": "text"}, r"data\.input"),
         (small_media.pictures, {"model.from": "nowhere"}, r"model\.from: nowhere is no folder"),
-        (small_media.sounds, {**SOUND, "data.num_mels": 9}, r"data\.num_mels: 9 is no multiple of model\.downsample 2"),
+        (
+            small_media.sounds,
+            {**SOUND, "data.num_mels": 9},
+            r"data\.num_mels: 9 is not a multiple of model\.downsample 2",
+        ),
         (
             small_media.clips,
             {"data.input": "video", "data.num_frames": 4, "model.temporal_downsample": 2},

@@ -74,7 +74,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         ),
         "more than 64 tokens around a text",
     ),
-    "no object": (lambda f: f.update(model=[1, 2]), "is no tokenizer"),
+    "no object": (lambda f: f.update(model=[1, 2]), "is not a tokenizer"),
 }
 
 

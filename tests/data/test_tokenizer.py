@@ -284,7 +284,7 @@ def test_a_wrong_tokenizer_is_answered_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no tokenizer\.json"):
         pretrained_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="is no tokenizer"):
+    with pytest.raises(DataError, match="is not a tokenizer"):
         pretrained_tokenizer(str(tmp_path))
     core = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
     core.save(str(tmp_path / "tokenizer.json"))

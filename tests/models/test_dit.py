@@ -198,7 +198,7 @@ def test_a_value_in_bfloat16_is_near_the_exact_one() -> None:
     [
         ({"grid": (8, 6), "patch": (2, 4)}, "patches of 4 do not divide a side of 6 (of 8 x 6); 1, 2, 3, 6 do"),
         ({"grid": (8, 8), "patch": (2,)}, "a patch of 1 sides for a sample of 2"),
-        ({"num_heads": 5}, "24 is no multiple of num_heads 5"),
+        ({"num_heads": 5}, "24 is not a multiple of num_heads 5"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:

@@ -297,7 +297,7 @@ def test_facts_are_those_of_the_configurations(models: dict[str, FrozenImage], f
     flow.check_side(64)
     with pytest.raises(UsageError, match="is more than the 64"):
         flow.check_side(72)
-    with pytest.raises(UsageError, match="is no multiple of 8"):
+    with pytest.raises(UsageError, match="is not a multiple of 8"):
         found["sd"].check_side(20)
     assert type(flow).model_validate_json(flow.model_dump_json()) == flow
 
@@ -544,6 +544,6 @@ def test_a_gated_or_absent_model_is_said_in_a_line(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
         with pytest.raises(BottegaError, match=f"model.diffusion: someone/something .*{line}"):
             pipeline_parts.find_pipeline("someone/something")
-    with pytest.raises(UsageError, match="is no folder here"):
+    with pytest.raises(UsageError, match="is not a folder here"):
         pipeline_parts.find_pipeline(str(tmp_path / "absent"))
     assert pretrained.fetch_folder(str(tmp_path)) == tmp_path

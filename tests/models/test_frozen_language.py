@@ -409,7 +409,7 @@ def test_bad_folders_are_one_line_with_a_remedy(folder: Callable[[str], Path], t
             load_language_model(place, precision="fp32", checkpointing=False)
         assert "\n" not in str(problem.value)
 
-    refused(tmp_path / "none", r"model\.language_model: .*/none is no folder here")
+    refused(tmp_path / "none", r"model\.language_model: .*/none is not a folder here")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", r"has no config\.json")
     code = _copy(folder("llama"), tmp_path / "code")

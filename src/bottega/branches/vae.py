@@ -196,7 +196,7 @@ def _in_turns(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def _mel(recipe: AudioVaeRecipe, prepared: Prepared) -> MelCodec:
     factor = recipe.model.downsample
     if recipe.model.axes == 2 and recipe.data.num_mels % factor:
-        raise UsageError(f"data.num_mels: {recipe.data.num_mels} is no multiple of model.downsample {factor}")
+        raise UsageError(f"data.num_mels: {recipe.data.num_mels} is not a multiple of model.downsample {factor}")
     # Twice, so that the latents of a generator can also be cut into patches of two.
     return mel_codec(recipe, prepared, multiple=2 * factor)
 

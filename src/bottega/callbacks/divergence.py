@@ -47,7 +47,7 @@ def describe_divergence(
     """Return what became of the logged training losses where they diverged, in words; None where they did not.
 
     Medians over the last and first few are compared, so that a single spike or a lucky batch says nothing. Where the data
-    changes as training goes on (`is_one_task` is false), a loss that rises again is no divergence, only one far above its
+    changes as training goes on (`is_one_task` is false), a loss that rises again is not divergence, only one far above its
     start.
     """
     if len(losses) < 2:

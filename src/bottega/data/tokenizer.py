@@ -142,7 +142,7 @@ class Tokenizer:
         except DataError:
             raise
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{path} is no tokenizer: {error}") from error
+            raise DataError(f"{path} is not a tokenizer: {error}") from error
         config_path = path.with_name("tokenizer_config.json")
         config = _read_object(config_path) if config_path.is_file() else {}
         config.pop("auto_map", None)  # names code to run; nothing here may

@@ -154,7 +154,7 @@ def _downloaded(name: str) -> Path:
         from huggingface_hub.errors import EntryNotFoundError
     except ImportError as error:
         raise EnvironmentProblem(
-            f"tokenizer {name!r} is no folder here, and huggingface_hub is not installed"
+            f"tokenizer {name!r} is not a folder here, and huggingface_hub is not installed"
         ) from error
     with hub_if_it_answers() as silence:
         try:

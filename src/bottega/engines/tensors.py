@@ -59,7 +59,7 @@ def check_tensors(path: Path) -> None:
     """Read a safetensors file from end to end, one tensor at a time: it may be larger than memory."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no dict)
+            for name in file.keys():  # noqa: SIM118  (it is not a dict)
                 file.get_tensor(name)
     except Exception as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None

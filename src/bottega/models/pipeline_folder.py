@@ -73,7 +73,7 @@ class ImageFacts(BaseModel):
     def check_side(self, side: int, *, key: str = "data.image_size") -> None:
         """Refuse pictures that the model cannot draw."""
         if side % self.side_step:
-            raise UsageError(f"{key}: {side} is no multiple of {self.side_step}, which {self.folder} needs")
+            raise UsageError(f"{key}: {side} is not a multiple of {self.side_step}, which {self.folder} needs")
         if self.max_side is not None and side > self.max_side:
             raise UsageError(f"{key}: {side} is more than the {self.max_side} that {self.folder} can draw")
 

@@ -50,7 +50,7 @@ def _of_file(folder: Path, length: int) -> Encode:
     except DataError:
         raise
     except Exception as error:  # the library raises nothing more specific
-        raise UsageError(f"{file}: is no tokenizer that can be read ({str(error).splitlines()[0]})") from error
+        raise UsageError(f"{file}: is not a tokenizer that can be read ({str(error).splitlines()[0]})") from error
     # A caption that spells a mark, such as the one that ends a text, is text.
     core.encode_special_tokens = True
     number, token = _filler(core, folder)

@@ -89,7 +89,7 @@ def fetch_folder(
     if folder.is_dir():
         return folder
     if is_local or is_path(name):
-        raise UsageError(f"{key}: {name} is no folder here; correct the path, or put the folder there")
+        raise UsageError(f"{key}: {name} is not a folder here; correct the path, or put the folder there")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
@@ -101,7 +101,7 @@ def fetch_folder(
         )
     except ImportError as error:
         raise EnvironmentProblem(
-            f"{key}: {name} is no folder here, and the hub needs a package; pip install 'bottega[hub]'"
+            f"{key}: {name} is not a folder here, and the hub needs a package; pip install 'bottega[hub]'"
         ) from error
     try:
         with hub_if_it_answers() as silence:
@@ -115,17 +115,17 @@ def fetch_folder(
         ) from error
     except RepositoryNotFoundError as error:
         raise UsageError(
-            f"{key}: {name} is no folder here, and the hub shows no such model; correct it, or log in if it is private"
+            f"{key}: {name} is not a folder here, and the hub shows no such model; correct it, or log in if it is private"
         ) from error
     except (LocalEntryNotFoundError, ConnectionError) as error:
         why = silence or "the hub could not be reached"
         raise EnvironmentProblem(
-            f"{key}: {name} is no folder here, and {why}; correct the path, or check the network and try again"
+            f"{key}: {name} is not a folder here, and {why}; correct the path, or check the network and try again"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         reason = first_line(error)
         raise EnvironmentProblem(
-            f"{key}: {name} is no folder here, and could not be downloaded ({reason}); try again"
+            f"{key}: {name} is not a folder here, and could not be downloaded ({reason}); try again"
         ) from error
 
 

@@ -44,9 +44,9 @@ def read_tokenizer(path: Path) -> str:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(f"{path} is no tokenizer: {reason}") from None
+        raise DataError(f"{path} is not a tokenizer: {reason}") from None
     if not isinstance(fields, dict):
-        raise DataError(f"{path} is no tokenizer: it holds a {type(fields).__name__} where an object was expected")
+        raise DataError(f"{path} is not a tokenizer: it holds a {type(fields).__name__} where an object was expected")
     _check_ids(fields, path)
     _check_growth(fields, path)
     _check_frame(fields.get("post_processor"), path)

@@ -120,7 +120,7 @@ class AlignRecipe(MediaRecipe):
         for key in ("hidden_size", "text_hidden_size"):
             width = getattr(model, key)
             if width % model.num_heads:
-                said = f"{width} is no multiple of model.num_heads {model.num_heads}"
+                said = f"{width} is not a multiple of model.num_heads {model.num_heads}"
                 found.append((f"model.{key}", "model.num_heads", said))
         if side is not None and side % model.patch_size:
             said = f"patches of {model.patch_size} do not divide a side of {side} (data.image_size)"

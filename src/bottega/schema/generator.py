@@ -116,7 +116,7 @@ class DiTShape(BaseModel):
                 "is the most; make the sample smaller, or the patches larger"
             )
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size: {self.hidden_size} is no multiple of num_heads {self.num_heads}")
+            raise ValueError(f"hidden_size: {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
         return self
 
     @property

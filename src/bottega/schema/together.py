@@ -141,7 +141,7 @@ def _with_maml(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
 
 def absent(recipe: Recipe) -> list[str]:
     """Folders that techniques name and that are not there. Not among the clashes: a finished run is opened without them, and
-    the run itself, which is no teacher either, is refused as such."""
+    the run itself, which cannot teach itself, is refused as such."""
     own = Path(recipe.output_dir) / recipe.run_name()
     teachers = [str(one.options.teacher) for one in recipe.techniques if hasattr(one.options, "teacher")]
     return [

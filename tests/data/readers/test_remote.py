@@ -128,7 +128,7 @@ def test_a_missing_driver_is_named(store: Any, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_pattern_that_is_none(store: Any) -> None:
-    with pytest.raises(UsageError, match=r"memory://far/\*\*\.jsonl is no valid pattern"):
+    with pytest.raises(UsageError, match=r"memory://far/\*\*\.jsonl is not a valid pattern"):
         keys("memory://far/**.jsonl")
 
 

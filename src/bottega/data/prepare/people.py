@@ -113,7 +113,7 @@ def _check_options(data: PersonalizeData) -> None:
     if data.min_score is not None and data.collection != "flickr":
         raise UsageError("data.min_score: points are given in the collection flickr alone; leave it out")
     if data.pictures is not None and not Path(data.pictures).expanduser().is_dir():
-        raise UsageError(f"data.pictures: {data.pictures} is no folder here; correct it")
+        raise UsageError(f"data.pictures: {data.pictures} is not a folder here; correct it")
     for name in ("train", "validation", "test"):
         part = getattr(data, name)
         if part is not None and part.kind not in KINDS:

@@ -19,7 +19,7 @@ DIVIDERS = "\t|;,: "
 SAMPLE_LINES = 200
 LONGEST_LABEL = 64
 MOST_LABELS = 0.5
-"""Of the lines: where more of them differ in their label, it is no label but the beginning of a text."""
+"""Of the lines: where more of them differ in their label, it is not a label but the beginning of a text."""
 
 
 class LineForm(NamedTuple):

@@ -145,7 +145,7 @@ def _matches(store: Any, pattern: str, address: str) -> list[tuple[str, dict[str
         matches = [(name, info) for name, info in store.glob(pattern, detail=True).items() if info["type"] == "file"]
     except ValueError as error:
         raise UsageError(
-            f"{strip_credentials(address)} is no valid pattern; ** stands alone between slashes"
+            f"{strip_credentials(address)} is not a valid pattern; ** stands alone between slashes"
         ) from error
     if not matches:
         raise DataError(f"no file matches {strip_credentials(address)}")
