@@ -339,7 +339,7 @@ def _part_problems(recipe: Recipe) -> list[BottegaError]:
 
 def _of_part(recipe: Recipe, name: str) -> list[BottegaError]:
     part = needs.part_recipe(recipe, name)
-    found = [*find_unbuilt(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
+    problems = [*find_unbuilt(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
     own = {str(problem) for problem in [*_machine_problems(recipe, 1), *_file_problems(recipe)]}
-    named = [type(one)(f"needs.{name}: {one}") for one in found if str(one) not in own]
+    named = [type(one)(f"needs.{name}: {one}") for one in problems if str(one) not in own]
     return [*named, *_part_problems(part)]

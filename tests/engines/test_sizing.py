@@ -135,13 +135,13 @@ def test_auto_measures_before_the_kernel_ends_the_process(monkeypatch: pytest.Mo
     """What one example keeps for backward tells how many fit in what is free, and the result is the same."""
     options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
 
-    class Counted(fitting.Kept):
+    class Counted(fitting.SavedTensorMeter):
         def __init__(self, models: Any) -> None:
             super().__init__(models)
             counts.append(self)
 
     counts: list[Any] = []
-    monkeypatch.setattr(fitting, "Kept", Counted)
+    monkeypatch.setattr(fitting, "SavedTensorMeter", Counted)
     plenty = engine(options)
     advance(plenty, loader(of=plenty), 0, 3)
     assert len(counts) == 1, "only before the first step"

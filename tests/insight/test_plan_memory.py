@@ -11,7 +11,7 @@ import torch
 
 from bottega.core.errors import UsageError
 from bottega.engines.footprint import Taken
-from bottega.engines.saved_tensors import Kept
+from bottega.engines.saved_tensors import SavedTensorMeter
 from bottega.insight.memory import GIB, cards, plan_memory, show
 from bottega.schema.load import load_recipe
 from small_run import settings, write_text
@@ -57,7 +57,7 @@ def test_checkpointing_keeps_less(tmp_path: Path) -> None:
 
 
 def test_kept_counts_each_storage_once_and_forgets_what_is_gone() -> None:
-    kept = Kept([torch.nn.Linear(4, 4)])
+    kept = SavedTensorMeter([torch.nn.Linear(4, 4)])
     x = torch.ones(1000, requires_grad=True)
     with kept.counting():
         y = (x * x).sum()  # both factors are the same storage

@@ -153,10 +153,10 @@ def _is_of_data(key: str) -> bool:
 def _part(data: Data, part: HeldOut, name: str) -> GivenData:
     if isinstance(part.split, float) or (part.path is None and part.kind == "auto" and part.split is None):
         return GivenData(data.train, table=name, held_out=part, split=data.split)
-    said = {key: getattr(part, key) for key in part.model_fields_set}
+    options = {key: getattr(part, key) for key in part.model_fields_set}
     if part.path is None and part.kind == "auto":  # another named part of where train is from
-        return GivenData(_source({**_said(data.train), **said}))
-    return GivenData(_source({**{k: v for k, v in _said(data.train).items() if k in INHERITED}, **said}))
+        return GivenData(_source({**_said(data.train), **options}))
+    return GivenData(_source({**{k: v for k, v in _said(data.train).items() if k in INHERITED}, **options}))
 
 
 def _said(source: SourceOptions) -> dict[str, Any]:
@@ -180,8 +180,8 @@ def _named_part(given: GivenData, split: str | None, *, explicit: str | None) ->
         return replace(given, table=table), table
     if explicit is None or source.split is not None or not folder.is_dir():
         return given, split
-    found = find(source)
-    if found.part is None or meaning(explicit) not in (found.part, *found.other_parts):
+    files = find(source)
+    if files.part is None or meaning(explicit) not in (files.part, *files.other_parts):
         return given, split
     return replace(given, source=source.model_copy(update={"split": explicit})), explicit
 
@@ -207,8 +207,8 @@ def _shared_files(given: GivenData, branch: Branch) -> tuple[str | None, list[st
     try:
         learnt = {content for one in own for content in _contents(one).values()}
     except (DataError, UsageError, OSError):
-        said = f"{branch.named_data()} is not there any more"
-        return None, [f"whether {given.path} was learnt from cannot be told: {said}"]
+        reason = f"{branch.named_data()} is not there any more"
+        return None, [f"whether {given.path} was learnt from cannot be told: {reason}"]
     contents = _contents(merged)
     shared = [name for name, content in contents.items() if content in learnt]
     if not shared:
@@ -220,8 +220,8 @@ def _contents(source: SourceOptions) -> dict[str, str]:
     """The files of a source with a hash of each; a data set of a hub stands for itself."""
     if source.kind == "embedded":
         return {}
-    found = find(source)
-    if found.kind == "huggingface":
-        return {str(source.path): found.fingerprint}
-    files = [file for file in found.files if file.stat().st_size]
+    listing = find(source)
+    if listing.kind == "huggingface":
+        return {str(source.path): listing.fingerprint}
+    files = [file for file in listing.files if file.stat().st_size]
     return dict(zip(map(str, files), content_hashes(files), strict=True))

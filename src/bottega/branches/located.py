@@ -30,8 +30,8 @@ def recorded_folders(start: Path) -> tuple[Path, ...]:
     if run is None:
         return ()
     try:
-        facts = json.loads((run / "environment.json").read_bytes())
-        named = [facts.get(STARTED_IN), facts.get(UPWARDS)]
+        metadata = json.loads((run / "environment.json").read_bytes())
+        named = [metadata.get(STARTED_IN), metadata.get(UPWARDS)]
     except (OSError, ValueError, AttributeError):
         return ()
     return tuple(dict.fromkeys((run.absolute() / name).resolve() for name in named if isinstance(name, str)))

@@ -174,17 +174,17 @@ def _texts(
 
 def texts_in(path: str, own: Source) -> list[str]:
     """The texts of a file: its lines, or the rows of a table, by the fields that a run has learnt from."""
-    said = own.model_dump(include={"field", "columns", "delimiter", "encoding"})
-    found = find_in_utf8(Source(path=path, **said))
-    if found.kind == "text":
-        with found.files[0].open("rb") as file:
+    options = own.model_dump(include={"field", "columns", "delimiter", "encoding"})
+    listing = find_in_utf8(Source(path=path, **options))
+    if listing.kind == "text":
+        with listing.files[0].open("rb") as file:
             return lines_of(file, where=path)
-    rules, usual = Rules("text"), found.source.model_copy(update={"field": None})
-    by_number = found.kind == "csv"
+    rules, usual = Rules("text"), listing.source.model_copy(update={"field": None})
+    by_number = listing.kind == "csv"
     texts = []
-    for piece in found.pieces(1 << 20):
-        for record in found.read(piece):
-            row = record if isinstance(record, Bad) else rules.apply(record, found.source, by_number=by_number)
+    for piece in listing.pieces(1 << 20):
+        for record in listing.read(piece):
+            row = record if isinstance(record, Bad) else rules.apply(record, listing.source, by_number=by_number)
             if isinstance(row, Bad) and not isinstance(record, Bad) and own.field is not None:
                 retried = rules.apply(record, usual, by_number=by_number)
                 row = row if isinstance(retried, Bad) else retried

@@ -175,10 +175,10 @@ def verify(path: Path) -> Manifest:
 
 def newest_good(folder: Path, say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint that verifies; every one that does not is named."""
-    found = candidates(folder)
-    for path in sorted(set(list_folders(folder)) - {path for path, _ in found}, reverse=True):
+    saved = candidates(folder)
+    for path in sorted(set(list_folders(folder)) - {path for path, _ in saved}, reverse=True):
         say(f"checkpoint {path.name} damaged: MANIFEST.json cannot be read; ignored")
-    for path, _ in found:
+    for path, _ in saved:
         try:
             return path, verify(path)
         except CheckpointError as error:
@@ -203,11 +203,11 @@ def sweep(folder: Path) -> None:
 
 def retain(folder: Path, *, keep: int, protect: Sequence[Path]) -> None:
     """Keep the newest `keep` and the protected ones; delete the rest, once the newest is known to be good."""
-    found = candidates(folder)
-    doomed = [path for path, _ in found[keep:] if path not in protect]
+    saved = candidates(folder)
+    doomed = [path for path, _ in saved[keep:] if path not in protect]
     if not doomed:
         return
-    verify(found[0][0])
+    verify(saved[0][0])
     for path in doomed:
         discard(path)
 

@@ -15,7 +15,7 @@ from bottega.core.errors import OutOfMemory
 from bottega.core.types import Batch
 from bottega.engines.devices import slice_batch
 from bottega.engines.host_memory import available_memory
-from bottega.engines.saved_tensors import Kept
+from bottega.engines.saved_tensors import SavedTensorMeter
 
 if TYPE_CHECKING:
     from bottega.engines.torch import TorchEngine
@@ -47,10 +47,10 @@ def back_off(engine: TorchEngine, size: int, error: BaseException, *, allowed: b
 
 
 def _measure_on_host(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
-    kept = Kept((engine.model, *engine.frozen.values()))
+    meter = SavedTensorMeter((engine.model, *engine.frozen.values()))
     engine.model.train()
     try:
-        with kept.counting(), engine.without_sync():
+        with meter.counting(), engine.without_sync():
             engine.backward(step, slice_batch(batch, 0, 1), counts, 1)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -59,7 +59,7 @@ def _measure_on_host(engine: TorchEngine, step: int, batch: Batch, counts: Mappi
         _halve(engine, 1, error)
     _forget_gradients(engine)
     free, micro = available_memory(), size
-    while micro > 1 and engine.agree(kept.peak * micro * engine.processes_here * OVERHEAD > free):
+    while micro > 1 and engine.agree(meter.peak * micro * engine.processes_here * OVERHEAD > free):
         micro = -(-micro // 2)
     engine.micro_batch_size = micro  # also where all of it fits: a resumed run on a busier machine keeps its rounding
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bottega.core.errors import OutOfMemory
 from bottega.core.types import Batch
-from bottega.engines.saved_tensors import Kept
+from bottega.engines.saved_tensors import SavedTensorMeter
 from bottega.engines.torch import TorchEngine
 
 TIMED = 3
@@ -93,13 +93,13 @@ def _taken(engine: TorchEngine, batch: Batch, size: int) -> Taken:
     if is_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds, kept = [], Kept((engine.model, *engine.frozen.values()))
+    seconds, meter = [], SavedTensorMeter((engine.model, *engine.frozen.values()))
     for step in range(1, TIMED + 1):
-        with nullcontext() if is_gpu or step > 1 else kept.counting():
+        with nullcontext() if is_gpu or step > 1 else meter.counting():
             begun = time.perf_counter()
             engine.fetch(engine.train_step(step, batch))
             seconds.append(time.perf_counter() - begun)
-    peak = torch.cuda.max_memory_allocated() if is_gpu else kept.peak
+    peak = torch.cuda.max_memory_allocated() if is_gpu else meter.peak
     reserved = torch.cuda.max_memory_reserved() if is_gpu else 0
     # The one that was counted took longer for it.
     return Taken(size, peak, reserved, size / sorted(seconds[0 if is_gpu else 1 :])[(TIMED - 1) // 2])

@@ -292,8 +292,8 @@ def _attach(peer: Peer, process: int | None) -> None:
     """Look at the process of a rank on this node from now on."""
     if process is not None and (peer.process is None or peer.process.pid != process):
         with suppress(psutil.Error):
-            found = psutil.Process(process)
-            peer.pidfd, peer.process = _pidfd(process), found
+            other = psutil.Process(process)
+            peer.pidfd, peer.process = _pidfd(process), other
             peer.host = peer.host or socket.gethostname()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Kept:
+class SavedTensorMeter:
     """Counts the bytes that autograd holds, each storage once, and remembers the most there were at a time."""
 
     def __init__(self, models: Iterable[Any]) -> None:
@@ -41,7 +41,7 @@ class _Held:
 
     __slots__ = ("meter", "size", "storage", "tensor")
 
-    def __init__(self, tensor: Tensor, meter: Kept) -> None:
+    def __init__(self, tensor: Tensor, meter: SavedTensorMeter) -> None:
         self.tensor, self.meter = tensor.detach(), meter
         self.storage, self.size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         meter.change(self.storage, self.size, by=1)

@@ -79,10 +79,10 @@ def _columns_where_no_text(words: list[str]) -> dict[str, Any] | None:
     """The columns of a table that is named alone and has no field of texts; None of anything else."""
     if not _is_path(words) or any(word.startswith(("data.", "--data")) for word in words[1:]):
         return None
-    found = find(Source(path=words[0]))
-    if found.kind not in TABLES or _task_of(words) != "language":
+    listing = find(Source(path=words[0]))
+    if listing.kind not in TABLES or _task_of(words) != "language":
         return None
-    report = describe_columns(found)
+    report = describe_columns(listing)
     names = [column["name"] for column in report["columns"]]
     # Without a column nothing could be read, and preparing the data says why.
     return None if not names or usual(dict.fromkeys(names), TEXTS) is not None else report
@@ -92,14 +92,14 @@ def _task_of(words: list[str]) -> str:
     """By the kind of the files; of archives and tables, by what the first record holds."""
     path, option = words[0], "data.train.encoding="
     encoding = next((word.removeprefix(option) for word in words if word.startswith(option)), None)
-    found = find_in_utf8(Source(path=path, encoding=encoding))
-    if found.kind == "shards":
+    listing = find_in_utf8(Source(path=path, encoding=encoding))
+    if listing.kind == "shards":
         return str(json.loads((Path(path).expanduser() / "meta.json").read_bytes()).get("task", "language"))
-    if found.kind in TASK_OF_KIND:
-        return TASK_OF_KIND[found.kind]
-    if found.kind in ("text", "embedded"):
+    if listing.kind in TASK_OF_KIND:
+        return TASK_OF_KIND[listing.kind]
+    if listing.kind in ("text", "embedded"):
         return "language"
-    records = (record for piece in found.pieces(1 << 20)[:1] for record in found.read(piece))
+    records = (record for piece in listing.pieces(1 << 20)[:1] for record in listing.read(piece))
     first = next((record for record in records if isinstance(record, Record)), None)
     names = set(first.fields) if first is not None else set()
     suffixes, stems = {f".{name.rpartition('.')[2]}" for name in names}, {name.partition(".")[0] for name in names}

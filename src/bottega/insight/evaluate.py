@@ -48,9 +48,9 @@ def evaluate(
     `count` samples are drawn for that; 0 measures the loss alone. A classifier's answers are written to `out`. Of a
     personalised run `count` are people, and {"arms": ...} what they were drawn with and without being known.
     """
-    said = [(key, json.dumps(value), "settings") for key, value in (settings or {}).items()]
+    overrides = [(key, json.dumps(value), "settings") for key, value in (settings or {}).items()]
     named = [str(one) if one is not None else None for one in (data, data_config)]
-    request = DataRequest(named[0], named[1], said, split)
+    request = DataRequest(named[0], named[1], overrides, split)
     options: dict[str, Any] = {"checkpoint": checkpoint, "device": device}
     options |= {"count": count, "inception": inception, "lpips": lpips, "quiet": quiet}
     try:

@@ -32,8 +32,8 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
         raise UsageError(
             f"there is no folder {folder} here; name the one that holds runs, or make one with bottega train"
         )
-    found = [describe_run(path, folder) for path in _find(folder)]
-    return sorted(found, key=lambda row: (row["updated"] or "", row["run"]), reverse=True)
+    rows = [describe_run(path, folder) for path in _find(folder)]
+    return sorted(rows, key=lambda row: (row["updated"] or "", row["run"]), reverse=True)
 
 
 def _find(folder: Path, depth: int = 0) -> list[Path]:
@@ -92,15 +92,15 @@ def _recipe(run: RunDirectory) -> tuple[str | None, str | None, int | None, str 
 def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
     """Of the newest checkpoint whose progress can be read, whether there is a checkpoint at all, and why none can be listed."""
     try:
-        found = checkpoint.candidates(run.checkpoints)
+        saved = checkpoint.candidates(run.checkpoints)
     except EnvironmentProblem as error:
         return {}, False, str(error)
-    for path, _ in found:
+    for path, _ in saved:
         try:
             return checkpoint.read_progress(path), True, None
         except CheckpointError:
             continue
-    return {}, bool(found), None
+    return {}, bool(saved), None
 
 
 def _state(

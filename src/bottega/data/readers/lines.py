@@ -62,8 +62,8 @@ def divide(line: str, form: LineForm) -> tuple[str | list[str], str] | None:
         text = " ".join(word for word in words if not word.startswith(MARK))
         return (labels[0] if len(labels) == 1 else labels), text
     line = line.lstrip() if form.divider == " " else line
-    head, found, tail = line.partition(form.divider) if form.label_first else line.rpartition(form.divider)
-    if not found:
+    head, divider, tail = line.partition(form.divider) if form.label_first else line.rpartition(form.divider)
+    if not divider:
         return None
     label, text = (head, tail) if form.label_first else (tail, head)
     return label.strip(), text.strip()
