@@ -82,6 +82,7 @@ def _dispatch(name: str, words: list[str]) -> int:
         raise UsageError(f"{name!r} is not a verb; " + (f"did you mean {near[0]}?" if near else "see bottega --help"))
     parser = _Parser(prog=f"bottega {name}", description=verb.says, allow_abbrev=False)
     verb.arguments(parser)
+    parser.set_defaults(verb=name)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     arguments, rest = parser.parse_known_args(_joined(parser, words))
     result = verb.run(arguments, rest)
@@ -109,7 +110,7 @@ def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise UsageError(f"{self.prog}: {message}")
+        raise UsageError(f"{self.prog.removeprefix('bottega ')}: {message}")  # the line begins with the program's name
 
 
 def _explain(error: Exception) -> int:

@@ -57,7 +57,7 @@ def _run_argument(parser: argparse.ArgumentParser) -> None:
 def _the_run(arguments: argparse.Namespace) -> Path:
     given = [p for p in (arguments.run, arguments.model_path) if p]
     if len(given) != 1:
-        raise UsageError("say which run: bottega VERB runs/NAME")
+        raise UsageError(f"say which run: bottega {arguments.verb} runs/NAME")
     return Path(given[0])
 
 
