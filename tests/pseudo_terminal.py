@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from small_run import command, environment
+from small_run import environment
+from warm_process import WarmCommand
 
 # What rich draws with: colours, the cursor shown or hidden, moved up or to the left, lines erased.
 DRAWING = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh]|\d*[AKG]|2?J)")
@@ -57,8 +57,8 @@ def run_on_terminal(
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as terminal:
         more = {"TERM": "xterm-256color", "COLUMNS": "200", "LINES": "50", **(env or {})}
-        process = subprocess.Popen(
-            command(arguments),
+        process = WarmCommand(
+            arguments,
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

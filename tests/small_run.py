@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from bottega.core import checkpoint
+from warm_process import WarmCommand
 
 SMALL: dict[str, Any] = {
     "model.num_layers": 1,
@@ -77,18 +78,21 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def bottega(
-    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+    arguments: Sequence[str], *, env: Mapping[str, str] | None = None, cold: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
-    return subprocess.run(
-        command(arguments),
-        env=environment(**(env or {})),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        **options,
-    )
+    """The real command in a process of its own: a fork of one that is warm, or with `cold` a new Python."""
+    variables = environment(**(env or {}))
+    if cold:
+        return subprocess.run(
+            command(arguments), env=variables, capture_output=True, text=True, timeout=200, check=False, **options
+        )
+    process = WarmCommand(arguments, env=variables, **options)
+    try:
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(list(arguments), process.returncode, out, err)
 
 
 def tensors(run: Path, which: str = "last") -> dict[str, np.ndarray]:
@@ -114,12 +118,18 @@ def steps_logged(run: Path, kind: str = "train") -> list[int]:
 
 
 class Running:
-    """A command in the background; `until` waits for it to have logged some steps."""
+    """A command in the background; `until` waits for it to have logged some steps. `cold` and a launcher start Python."""
 
-    def __init__(self, run: Path, arguments: Sequence[str], *, launcher: Sequence[str] = ()) -> None:
+    def __init__(
+        self, run: Path, arguments: Sequence[str], *, launcher: Sequence[str] = (), cold: bool = False
+    ) -> None:
         self.metrics = run / "metrics.jsonl"
-        whole = [sys.executable, *launcher, "-m", "bottega", *arguments]
-        self.process = subprocess.Popen(whole, env=environment(), stderr=subprocess.PIPE, text=True)
+        self.process: subprocess.Popen[str] | WarmCommand
+        if launcher or cold:
+            whole = [sys.executable, *launcher, "-m", "bottega", *arguments]
+            self.process = subprocess.Popen(whole, env=environment(), stderr=subprocess.PIPE, text=True)
+        else:
+            self.process = WarmCommand(arguments, env=environment())
 
     def has(self, steps: int) -> bool:
         assert self.process.poll() is None, self.process.communicate()[1]

@@ -203,7 +203,7 @@ def image(folder: Path) -> None:
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    # Each engine would leave the group, and a launcher lets nobody join twice; so it lasts until the end.
+    # Engines that are built here and never closed share one group.
     leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     splits(out)
     thawing(out)
@@ -213,8 +213,10 @@ if __name__ == "__main__":
     evaluation(out)
     disagreement(out)
     rollback(out)
-    language(out, Path(sys.argv[2]))
-    image(out)
     gc.collect()  # wrappers of engines that were never closed, which would outlive the group
     dist.barrier()  # nobody leaves while another still talks
+    dist.destroy_process_group = leave
     leave()
+    # Each command joins a group of its own, under the same launcher.
+    language(out, Path(sys.argv[2]))
+    image(out)

@@ -28,8 +28,8 @@ from bottega.data.in_turn import InTurn
 from bottega.data.loader import Loader, evaluate_batches
 from bottega.data.orders import Order, Staged
 from bottega.data.source import Source
+from bottega.nearness import near_names
 from bottega.schema.load import global_batch
-from bottega.schema.nearness import near_names
 from bottega.schema.recipe import Recipe
 from bottega.schema.units import Cadence
 

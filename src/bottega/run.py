@@ -49,9 +49,12 @@ def train(
 
 def load(path: str | Path, *, checkpoint: str | int = "best", device: str = "auto") -> SavedRun:
     """A run back from its directory: its task, its model, and what one can do with them."""
-    from bottega.saved import open_run
+    from bottega.saved import open_run, without_dashes
 
-    return open_run(Path(path), checkpoint=checkpoint, device=device)
+    try:
+        return open_run(Path(path), checkpoint=checkpoint, device=device)
+    except UsageError as error:
+        raise without_dashes(error) from None
 
 
 def train_command(

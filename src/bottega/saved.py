@@ -45,6 +45,8 @@ CARD = "README.md"
 TAG = "tags: [bottega]"
 ADAPTER = "adapter"
 """In an export, the folder of what was put into a base."""
+WEIGHTS = ("model.safetensors", "ema.safetensors")
+"""The files of a checkpoint that a saved run is opened from."""
 TRIES = 5
 """How often a checkpoint is looked for: a training beside us may delete the one that was the last a moment ago."""
 
@@ -64,6 +66,10 @@ class SavedRun:
     """What was put into the model, where something was."""
     base: str | None = None
     """The hash of what the model is then built on and does not train."""
+
+    def __repr__(self) -> str:
+        """One line: the run, its task and the checkpoint that was opened."""
+        return f"<SavedRun {self.directory.path}: {self.recipe.task}, {self.checkpoint.name}>"
 
     @property
     def task(self) -> Any:
@@ -270,9 +276,9 @@ def _read(
 
 
 def _read_folder(folder: Path) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
-    manifest = checkpoints.verify(folder)
+    manifest = checkpoints.verify(folder, only=(*WEIGHTS, "progress.json"))
     # What the manifest does not list was not verified, so a file that merely lies there is not read.
-    files: list[str] = [name for name in ("model.safetensors", "ema.safetensors") if name in manifest.files]
+    files = [name for name in WEIGHTS if name in manifest.files]
     weights = {name: read_tensors(folder / name) for name in files}
     return folder, manifest, checkpoints.read_progress(folder), weights
 

@@ -288,7 +288,7 @@ def test_steps_that_the_path_does_not_have(say: Any, tmp_path: Path) -> None:
     ("changes", "parts"),
     [
         ({"model.patch_size": 3}, ["model.patch_size", "3 do not divide a side of 8", "1, 2, 4, 8 do"]),
-        ({"model.num_heads": 3}, ["model.hidden_size", "no multiple of num_heads 3"]),
+        ({"model.num_heads": 3}, ["model.hidden_size", "not a multiple of num_heads 3"]),
         ({"data.buckets": 3, "data.image_size": 8}, ["data.buckets", "one shape"]),
         ({"model.condition": "none", "samples.guidance": 2}, ["samples.guidance 2", "no condition"]),
         ({"model.condition_dropout": 0, "samples.guidance": 2}, ["samples.guidance 2", "condition_dropout"]),

@@ -132,8 +132,12 @@ def test_weights_of_a_judge_that_were_cut_are_told_at_once(tmp_path: Path, bases
     ("changes", "error", "message"),
     [
         ({"model.diffusion": "/nowhere/at/all"}, UsageError, "model.diffusion: /nowhere/at/all is not a folder here"),
-        ({"model.language_model": "/nowhere/at/all"}, UsageError, "model.language_model: /nowhere/at/all is no folder"),
-        ({"data.image_size": 30}, UsageError, "data.image_size: 30 is no multiple"),
+        (
+            {"model.language_model": "/nowhere/at/all"},
+            UsageError,
+            "model.language_model: /nowhere/at/all is not a folder",
+        ),
+        ({"data.image_size": 30}, UsageError, "data.image_size: 30 is not a multiple"),
         ({"data.sequence_length": 12}, UsageError, "data.sequence_length: 12 tokens do not hold"),
         ({"model.weights.soft": 0.0}, UsageError, "model.weights.*nothing would learn"),
         ({"samples.weightings": [{"soft": 0, "keywords": 0, "target": 0}]}, UsageError, "all weights are 0"),
@@ -141,7 +145,7 @@ def test_weights_of_a_judge_that_were_cut_are_told_at_once(tmp_path: Path, bases
         ({"model.start_words": [""]}, UsageError, "model.start_words: '' is no token"),
         ({"model.num_image_tokens": 100_000}, UsageError, "num_image_tokens .* lower these"),
         ({"data.min_score": 4}, UsageError, "data.min_score: points are given in the collection flickr"),
-        ({"data.pictures": "nowhere"}, UsageError, "data.pictures: nowhere is no folder"),
+        ({"data.pictures": "nowhere"}, UsageError, "data.pictures: nowhere is not a folder"),
     ],
 )
 def test_what_does_not_fit_is_one_line(

@@ -18,6 +18,7 @@ from bottega.callbacks.console import Console
 from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from small_run import command, environment, steps_logged, words
+from warm_process import WarmCommand
 
 ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None}
 SINKS = ("full", "closed", "gone")
@@ -38,11 +39,11 @@ def unwritable(kind: str) -> Iterator[Any]:
         yield None
 
 
-def start(arguments: list[str], sink: Any) -> subprocess.Popen[bytes]:
-    line = command(arguments)
-    if sink is None:
-        line = ["sh", "-c", 'exec "$@" 2>&-', "sh", *line]
-    return subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, stderr=sink)
+def start(arguments: list[str], sink: Any) -> subprocess.Popen[str] | WarmCommand:
+    if sink is not None:
+        return WarmCommand(arguments, env=environment(), stderr=sink)
+    line = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command(arguments)]
+    return subprocess.Popen(line, env=environment(), stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("kind", SINKS)
@@ -51,7 +52,7 @@ def test_training_goes_on(tmp_path: Path, text_file: Path, kind: str) -> None:
         process = start(words(tmp_path, text_file, "--json", name="x"), sink)
         out, _ = process.communicate(timeout=100)
     assert process.returncode == 0
-    assert b'"step": 8' in out, "standard output is another stream"
+    assert '"step": 8' in out, "standard output is another stream"
     assert steps_logged(tmp_path / "x") == list(range(1, 9))
     log = (tmp_path / "x" / "log.txt").read_text()
     assert "8 steps in" in log

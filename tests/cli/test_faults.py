@@ -119,7 +119,7 @@ def test_a_file_size_limit_ends_the_run_with_code_5_and_the_older_checkpoint_sta
     before = tensors(run)
     size = max(path.stat().st_size for path in run.glob("checkpoints/step-*/*"))
     arguments = words(tmp_path, text_file, "--quiet", **options, **{"training.max_steps": 40})
-    done = bottega(arguments, preexec_fn=lambda: limit_files(size - 1000))
+    done = bottega(arguments, cold=True, preexec_fn=lambda: limit_files(size - 1000))
     assert done.returncode == 5, done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith(f"bottega: cannot write {run / 'checkpoints'}: the file would exceed the size limit")

@@ -119,7 +119,7 @@ def test_a_signal_before_the_loop(tmp_path: Path, text_file: Path, module: str, 
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     hooked = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])}
     arguments = words(tmp_path, text_file, name="x")
-    done = bottega(arguments, env={**hooked, "SIGNAL_AT": module, "SIGNALS": str(int(number))})
+    done = bottega(arguments, env={**hooked, "SIGNAL_AT": module, "SIGNALS": str(int(number))}, cold=True)
     assert done.returncode == code, done.stderr
     assert f"bottega: stopped by {signal.Signals(number).name}; the same command goes on" in done.stderr
     assert "Traceback" not in done.stderr
@@ -132,7 +132,9 @@ def test_two_signals_before_the_loop_end_it_at_once(tmp_path: Path, text_file: P
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     hooked = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])}
     both = f"{int(signal.SIGUSR1)} {int(signal.SIGTERM)}"
-    done = bottega(words(tmp_path, text_file, name="x"), env={**hooked, "SIGNAL_AT": "torch", "SIGNALS": both})
+    done = bottega(
+        words(tmp_path, text_file, name="x"), env={**hooked, "SIGNAL_AT": "torch", "SIGNALS": both}, cold=True
+    )
     assert done.returncode == 143, done.stderr
     assert "second signal" in done.stderr
 
@@ -157,7 +159,7 @@ def test_a_library_that_keeps_the_main_thread(tmp_path: Path) -> None:
 def test_nohup_is_respected(tmp_path: Path, text_file: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        run = Running(tmp_path / "x", words(tmp_path, text_file, "--quiet", name="x", **ENDLESS))
+        run = Running(tmp_path / "x", words(tmp_path, text_file, "--quiet", name="x", **ENDLESS), cold=True)
     finally:
         signal.signal(signal.SIGHUP, before)
     run.until(2)

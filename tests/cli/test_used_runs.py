@@ -221,13 +221,13 @@ def test_messages_name_what_the_run_takes(say: Any, run: Path, vectors: Path) ->
 def test_a_checkpoint_that_is_deleted_meanwhile_is_looked_for_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verify, first = checkpoint.verify, []
 
-    def rotated(path: Path) -> Any:
+    def rotated(path: Path, **options: Any) -> Any:
         if not first:
             first.append(path)
             shutil.rmtree(path)
             for name in ("best", "last"):
                 checkpoint.point(run / "checkpoints", name, run / "checkpoints" / checkpoint.step_name(2))
-        return verify(path)
+        return verify(path, **options)
 
     checkpoint.point(run / "checkpoints", "best", run / "checkpoints" / checkpoint.step_name(4))
     monkeypatch.setattr(checkpoint, "verify", rotated)
@@ -242,6 +242,13 @@ def test_a_damaged_checkpoint_is_named_with_its_run_and_the_others(say: Any, run
     shutil.rmtree(run / "checkpoints" / checkpoint.step_name(2))
     with pytest.raises(CheckpointError, match="no other is there"):
         bottega.load(run, checkpoint=which)
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "export"])
+def test_a_damaged_state_of_the_optimizer_concerns_only_training(say: Any, run: Path, verb: str) -> None:
+    """The weights are whole, and nothing else is needed to use them."""
+    (run / "checkpoints" / "best" / "optimizer.safetensors").write_bytes(b"")
+    assert say(verb, run, "--checkpoint", "best").code == 0
 
 
 # A recipe that changes

@@ -172,7 +172,7 @@ def test_pickles_and_damage_are_never_opened(tmp_path: Path) -> None:
 
 def test_a_folder_is_taken_as_it_is_and_a_name_needs_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetch_folder(str(tmp_path)) == tmp_path
-    with pytest.raises(UsageError, match="no folder here"):
+    with pytest.raises(UsageError, match="is not a folder here"):
         fetch_folder("./nowhere")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'bottega\[hub\]'"):

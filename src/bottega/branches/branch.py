@@ -128,7 +128,9 @@ class Branch(ABC):
         return self.requests
 
     def check_asked(self, asked: Mapping[str, Any]) -> None:
-        """A flag that this task has no use for is an error, not a silence."""
+        """A flag that this task has no use for is an error, not a silence. Where nothing can be generated, `generate` says so."""
+        if not self.requests:
+            return
         unknown = [name for name in asked if name not in self.requests]
         if unknown:
             named = ", ".join(f"--{name}" for name in self.takes) or "nothing"

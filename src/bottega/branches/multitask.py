@@ -21,12 +21,12 @@ from bottega.data.orders import Order, Shuffled
 from bottega.data.present import whole as written
 from bottega.data.side_by_side import AsTheyStand, SideBySide
 from bottega.data.source import Source
+from bottega.nearness import near_names
 from bottega.schema import needs
 from bottega.schema.classify import ClassifyRecipe
 from bottega.schema.language import LanguageRecipe
 from bottega.schema.load import check_recipe, load_recipe, to_yaml
 from bottega.schema.multitask import MultitaskRecipe
-from bottega.schema.nearness import near_names
 from bottega.schema.recipe import BUILT_TASKS, Recipe, changed_keys
 from bottega.schema.transformer import WIDENING
 from bottega.tasks.multitask import Multitask, prefixed, under, whole

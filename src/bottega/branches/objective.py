@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from bottega.branches.kept import read_kept
 from bottega.core.errors import UsageError
 from bottega.data.labelled import balanced_weights
+from bottega.nearness import near_names
 from bottega.schema.classify import LossOptions
 from bottega.schema.recipe import Recipe
 
@@ -72,7 +72,7 @@ def _by_name(asked: dict[str, float], classes: tuple[str, ...]) -> tuple[float, 
     """In the order of the classes; one that is not named weighs 1."""
     for name in asked:
         if name not in classes:
-            near = difflib.get_close_matches(name, classes, n=1)
+            near = near_names(name, classes)
             hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(classes[:5])}"
             raise UsageError(f"loss.class_weights: {name!r} is none of the {len(classes)} classes; {hint}")
     return tuple(asked.get(name, 1.0) for name in classes)

@@ -18,7 +18,9 @@ class Teller:
         return None
 
     def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
-        raise UsageError("a classifier does not generate; bottega evaluate says how well it tells its classes")
+        raise UsageError(
+            "a classifier does not generate; bottega predict classifies new samples, bottega evaluate measures it"
+        )
 
     def present(self, made: Any, out: Any, *, run: Any, **asked: Any) -> NoReturn:
         raise AssertionError("nothing was generated")

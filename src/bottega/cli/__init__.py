@@ -76,7 +76,7 @@ def _answer(words: list[str]) -> int:
 def _dispatch(name: str, words: list[str]) -> int:
     verb = VERBS.get(name)
     if verb is None:
-        from bottega.schema.nearness import near_names
+        from bottega.nearness import near_names
 
         near = near_names(name, VERBS)
         raise UsageError(f"{name!r} is not a verb; " + (f"did you mean {near[0]}?" if near else "see bottega --help"))

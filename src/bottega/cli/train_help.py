@@ -8,6 +8,7 @@ from typing import Any, cast
 KEYS = {
     "data.train.path": "--data",
     "data.validation.split": "",
+    "data.online": "--online",
     "training.max_steps": "--max_steps",
     "training.num_epochs": "--num_epochs",
     "training.batch_size": "--batch_size",

@@ -231,8 +231,8 @@ def _read_owner(handle: int) -> dict[str, Any] | None:
 
 
 def _nearest(path: Path) -> str:
-    import difflib
+    from bottega.nearness import near_names
 
     runs = [p.parent.name for p in path.parent.glob("*/recipe.yaml")] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, runs, 1, cutoff=0.75)
+    near = near_names(path.name, runs)
     return f"; did you mean {path.parent / near[0]}?" if near else "; `bottega train` makes one"

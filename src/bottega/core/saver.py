@@ -145,7 +145,8 @@ def explain(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
     except OSError:
         free = ""
     size = f": needs {needed:,} bytes{free}" if needed else free
-    return EnvironmentProblem(f"cannot write {folder}: {reason}{size}")
+    advice = "; free some space, and the same command goes on" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return EnvironmentProblem(f"cannot write {folder}: {reason}{size}{advice}")
 
 
 def preflight(folder: Path, *, size: int, keep: int) -> None:

@@ -5,7 +5,6 @@ b: texts   T: ids of the longest text of the batch, a multiple of 4   K: classes
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections import Counter
@@ -24,6 +23,7 @@ from bottega.data.prepare.prepared import Prepared
 from bottega.data.shards import Table
 from bottega.data.source import Source
 from bottega.data.tokenizer import Tokenizer
+from bottega.nearness import near_names
 
 # Few enough lengths for a compiler to know them all. With 8 a batch of sentences was a tenth longer than it need be.
 MULTIPLE = 4
@@ -180,7 +180,7 @@ def class_numbers(table: Table, classes: Classes, *, multi_label: bool = False) 
 
 
 def _not_learnt(name: str, classes: Classes) -> str:
-    near = difflib.get_close_matches(name, classes.names, n=1)
+    near = near_names(name, classes.names)
     listed = ", ".join(classes.names[:5]) + (", ..." if len(classes) > 5 else "")
     hint = f"did you mean {near[0]!r}?" if near else f"there is {listed}"
     return f"label {name!r} is none of the {len(classes)} classes that were learnt; {hint}"

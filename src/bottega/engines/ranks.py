@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import seed_of
+
+_groups = itertools.count()
+"""Numbers the groups that this process joins, one after the other; all ranks join the same ones."""
 
 
 def join_group(device: torch.device) -> tuple[int, int]:
@@ -22,8 +26,13 @@ def join_group(device: torch.device) -> tuple[int, int]:
     if unset:
         raise UsageError(f"WORLD_SIZE is {world} and {', '.join(unset)} not set; start the processes with torchrun")
     if not dist.is_initialized():
+        # torchrun's store outlives a group, so each training of a process has keys of its own in it: with those of an
+        # earlier one, ranks would connect to addresses that are gone.
+        store, rank, world = next(dist.rendezvous("env://"))
         # Host numbers travel over gloo and gradients over NCCL, in one group.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        own = dist.PrefixStore(f"bottega-{next(_groups)}", store)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world)
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from bottega.core.errors import DataError
 from bottega.data.classes import texts_of
 from bottega.data.fields import TEXTS, usual
 from bottega.data.prepare.inputs import find_in_utf8
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers import find
 from bottega.data.readers.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from bottega.data.readers.lines import recognise
 from bottega.data.record import Record
 from bottega.data.samples import picture
 from bottega.data.shards import Table
@@ -57,6 +60,9 @@ def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any
         report = describe(prepared)
         report["examples"] = _examples(prepared, examples)
         report["pictures"] = [str(path) for path in _pictures(prepared, max(examples, 12), out)] if examples else []
+    if _is_path(words) and _has_labelled_lines(words[0]):
+        path = shlex.quote(words[0])
+        report["hint"] = f"each line has a label and a text; to learn the labels: bottega data classify --data {path}"
     return report
 
 
@@ -86,6 +92,17 @@ def _columns_where_no_text(words: list[str]) -> dict[str, Any] | None:
     names = [column["name"] for column in report["columns"]]
     # Without a column nothing could be read, and preparing the data says why.
     return None if not names or usual(dict.fromkeys(names), TEXTS) is not None else report
+
+
+def _has_labelled_lines(path: str) -> bool:
+    """Whether every line looked at is a label, a tab and a text (or has fastText's mark): other signs occur in any text."""
+    listing = find(Source(path=path))
+    if listing.kind != "text":
+        return False
+    try:
+        return recognise(listing.files).divider == "\t"
+    except DataError:
+        return False
 
 
 def _task_of(words: list[str]) -> str:
@@ -297,6 +314,7 @@ def show(report: dict[str, Any]) -> str:
         said = "".join(f", {name} {_visible(example[name])}" for name in told)
         lines += ["", f"-- {_visible(example['key'])}{said}", _visible(_short(example["shows"]), keep="\n\t")]
     lines += [f"\nsee {path}" for path in report["pictures"]]
+    lines += [f"\n{report['hint']}"] if "hint" in report else []
     return "\n".join(lines)
 
 

@@ -42,7 +42,10 @@ def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
     from bottega.compose import build_engine, prepare
     from bottega.methods import applied
     from bottega.schema.load import load_recipe, parse_overrides
+    from bottega.schema.recipe import BUILT_TASKS
 
+    if "/" in what and not what.endswith((".yaml", ".yml")) and what.partition("/")[0] not in BUILT_TASKS:
+        RunDirectory(Path(what)).must_exist()  # or it says which run is near
     sources, overrides = parse_overrides([what, *words])
     recipe = load_recipe(sources, overrides).recipe
     raise_together(find_problems(recipe))

@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import psutil
@@ -187,7 +188,7 @@ def show(folder: Path, rows: list[dict[str, Any]]) -> str:
         step = f"{row['step']}/{row['total']}" if row["total"] else str(row["step"])
         # A metric has no name where the recipe cannot be read.
         best = f"{row['metric'] or ''} {row['best']:.4f} at {row['best_step']}" if row["best"] is not None else ""
-        state = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
+        state = f"{row['state']}: {shorten(row['reason'], 72, placeholder=' …')}" if row["reason"] else row["state"]
         changed = (row["updated"] or "")[:16]
         table.append((row["name"], row["task"] or "", step, best.lstrip(), changed, state))
     widths = [max(len(cells[column]) for cells in table) for column in range(5)]

@@ -80,12 +80,27 @@ def show_columns(report: dict[str, Any]) -> str:
         named = f"{number:<8}{' '.join(column['name'].split()):<{widest}}{column['type']:<8}"
         lines.append(f"{named}{column['filled']:>10,}{distinct:>14}  {examples}")
     path = shlex.quote(report["path"])
+    text, label = _guess_columns(report["columns"])
     hints = [
         "there is no column of texts by a usual name; say what to read:",
-        f"  bottega data classify --data {path} data.train.field=COLUMN data.train.label=COLUMN",
-        f"  bottega data routing --data {path} data.train.label=COLUMN",
+        f"  bottega data classify --data {path} data.train.field={text} data.train.label={label}",
+        f"  bottega data routing --data {path} data.train.label={label}",
     ]
     return "\n".join([*lines, "", *hints])
+
+
+def _guess_columns(columns: list[dict[str, Any]]) -> tuple[str, str]:
+    """The names of the columns that look most like texts and like labels; COLUMN where none does."""
+    names = [column["name"] for column in columns]
+    lengths = [sum(map(len, column["examples"])) * (column["type"] == "text") for column in columns]
+    kinds = [column["distinct"] if isinstance(column["distinct"], int) else MOST_VALUES for column in columns]
+    text = max(range(len(columns)), key=lambda at: (lengths[at], kinds[at]), default=0)
+    labels = [at for at in range(len(columns)) if at != text and 1 < kinds[at] <= columns[at]["filled"] / 4]
+    label = min(labels, key=lambda at: kinds[at], default=None)
+    return (
+        shlex.quote(names[text]) if any(lengths) else "COLUMN",
+        shlex.quote(names[label]) if label is not None else "COLUMN",
+    )
 
 
 def _shorten(text: str) -> str:

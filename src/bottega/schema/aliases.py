@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bottega.nearness import near_names
 from bottega.schema.flat import Entry, Layer, Problem
 
 
@@ -51,12 +51,8 @@ def _online(value: Any) -> Settings:
 def _model(value: Any) -> Settings:
     """A size, or a path or hub name; a near miss of a size stays one, so that the error can suggest it."""
     sizes = ("nano", "verse", "stanza", "epic")
-    is_size = value in sizes or (isinstance(value, str) and "/" not in value and _near(value, sizes))
+    is_size = value in sizes or (isinstance(value, str) and "/" not in value and bool(near_names(value, sizes)))
     return {"model.size" if is_size else "model.from": value}
-
-
-def _near(value: str, names: tuple[str, ...]) -> bool:
-    return bool(difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.75))
 
 
 def _listed(key: str) -> Callable[[Any], Settings]:
@@ -67,6 +63,7 @@ Target = str | Callable[[Any], Settings]
 
 _TRAINING: dict[str, Target] = {
     "lr": "training.learning_rate",
+    "steps": "training.max_steps",
     "epochs": "training.num_epochs",
     "max_epochs": "training.num_epochs",
     "num_train_epochs": "training.num_epochs",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from bottega.core.errors import UsageError
+from bottega.nearness import near_names
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 
@@ -27,9 +27,20 @@ def find(name: str, *, beside: Path | None = None) -> tuple[Path, str]:
         return FOLDER / f"{name}.yaml", name
     if Path(name).is_file():
         raise UsageError(f"{name}: a recipe file ends in .yaml or .yml")
-    near = difflib.get_close_matches(name, names(), n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else "bundled recipes: " + ", ".join(names())
+    near = _near_recipes(name)
+    hint = (
+        f"did you mean {' or '.join(near)}?" if near else "`bottega recipes` lists them; a file of yours ends in .yaml"
+    )
     raise UsageError(f"{name}: no bundled recipe of this name; {hint}")
+
+
+def _near_recipes(name: str) -> list[str]:
+    """Up to three recipes of a similar name, or whose part after the slash is similar."""
+    near = near_names(name, names(), count=3)
+    if not near:
+        last = {recipe.rpartition("/")[2]: recipe for recipe in names()}
+        near = [last[word] for word in near_names(name.rpartition("/")[2], last, count=3)]
+    return near
 
 
 def header(path: Path) -> str:

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from bottega.nearness import near_names
 from bottega.schema.aliases import ALIASES, spell
-from bottega.schema.nearness import near_names
 from bottega.schema.section import Section
 
 

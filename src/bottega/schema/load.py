@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bottega.core.errors import EnvironmentProblem, UsageError, first_line
+from bottega.nearness import near_names
 from bottega.schema import accelerate, bundled
 from bottega.schema.addresses import find_ambiguous, strip_text
 from bottega.schema.aliases import Bare, canonical, spell
@@ -31,7 +32,6 @@ from bottega.schema.flat import (
     merge,
     nest,
 )
-from bottega.schema.nearness import near_names
 from bottega.schema.recipe import Recipe
 from bottega.schema.registry import RECIPES, other_form, schema_of
 from bottega.schema.transformer import fitting_kv_heads

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
-from bottega.schema.nearness import near_names
+from bottega.nearness import near_names
 from bottega.schema.section import Dropout, Number, Positive, Probability, Section
 from bottega.schema.wording import sentence
 

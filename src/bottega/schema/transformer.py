@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bottega.core.errors import UsageError
+from bottega.nearness import near_names
 from bottega.schema.experts import ExpertsShape
-from bottega.schema.nearness import near_names
 from bottega.schema.ssm import SSMShape
 
 Mixer = Literal["attention", "ssm"]

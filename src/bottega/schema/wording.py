@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bottega.nearness import near_names
 from bottega.schema.aliases import spell
 from bottega.schema.fields import suggestion
 from bottega.schema.flat import Flat, Problem, Where
-from bottega.schema.nearness import near_names
 from bottega.schema.section import Section
 
 _EXPECTED = {

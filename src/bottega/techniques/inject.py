@@ -6,7 +6,6 @@ its weights are called do not change, so a base is loaded, grouped, hashed and e
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import re
 from abc import abstractmethod
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from bottega.core.errors import UsageError
 from bottega.core.task import Task
+from bottega.nearness import near_names
 from bottega.techniques.wrapped import Wrapped
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -228,7 +228,7 @@ def ends(names: Iterable[str]) -> list[str]:
 
 def _there_is(word: str, able: Sequence[str]) -> str:
     there = ends(able)
-    near = difflib.get_close_matches(word, there, 1)
+    near = near_names(word, there)
     return f"did you mean {near[0]}?" if near else f"there is {', '.join(there) or 'none that could carry anything'}"
 
 

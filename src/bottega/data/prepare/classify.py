@@ -172,7 +172,7 @@ class Checks:
             rows = np.flatnonzero((forms != COPY) & (forms & BLANKS > 0))
             count += len(rows)
             if len(rows) and first is None:
-                first = f"{table.row('label', int(rows[0]))!r} at {table.row('key', int(rows[0]))}"
+                first = f"that of {table.row('key', int(rows[0]))}, now {table.row('label', int(rows[0]))!r}"
         said = (
             f"{count:,} label{'s' if count > 1 else ''} had blanks too many, which were taken off (the first: {first})"
         )

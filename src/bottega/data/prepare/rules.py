@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from bottega.data.prepare.labels import LabelReader
 from bottega.data.record import Bad, Record, Unreadable
 from bottega.data.text import filters
 from bottega.data.text.clean import clean
+from bottega.nearness import near_names
 from bottega.schema.data import Cleaning, Filter, Source, TextData
 
 OTHER_CLASS = "of another class"
@@ -168,7 +168,11 @@ def _text(record: Record) -> str | Bad:
     fields = record.fields
     name = usual(fields, TEXTS)
     if name is None:
-        return Bad(record.key, record.where, f"{_no_field('text', fields)}; name the right one with data.train.field")
+        return Bad(
+            record.key,
+            record.where,
+            f"{_no_field('text', fields)}; name the right one with data.train.field (`bottega data FILE` lists all)",
+        )
     text = fields[name]
     if not isinstance(text, str):
         return Bad(record.key, record.where, f"field {name!r} must be text, not {type(text).__name__}")
@@ -181,5 +185,5 @@ def _text(record: Record) -> str | Bad:
 
 
 def _no_field(name: str, fields: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, fields, n=1)
+    near = near_names(name, fields)
     return f"no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"the row has {listed(fields)}")

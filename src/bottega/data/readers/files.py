@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 import re
@@ -15,6 +14,7 @@ from typing import NamedTuple
 from bottega.core.errors import DataError, UsageError
 from bottega.data.readers import compressed
 from bottega.data.readers.reader import printable
+from bottega.nearness import near_names
 
 # What lies at the top of a folder of data to explain it, and is not the data.
 NOTES = re.compile(
@@ -231,7 +231,7 @@ def _missing(root: Path, asked: str) -> DataError:
     path, parent = root, root.parent
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
-    near = difflib.get_close_matches(path.name, sorted(os.listdir(parent)), n=1, cutoff=0.5)
+    near = near_names(path.name, sorted(os.listdir(parent)))
     remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} holds nothing of a similar name"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", asked) and not asked.startswith("."):
         remedy += "; for a data set of the Hugging Face hub set kind: huggingface"

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from bottega import cli
 from bottega.core.errors import UsageError
 from bottega.engines.devices import choose_device
+from bottega.nearness import near_names
 from bottega.schema.fields import keys_of
 from bottega.schema.language import LanguageRecipe
 from bottega.schema.load import load_recipe
-from bottega.schema.nearness import near_names
 
 KEYS = sorted(key for key in keys_of(LanguageRecipe) if "*" not in key)
 
