@@ -6,6 +6,9 @@ STAMP := $(VENV)/.ready
 # A process for each core; a file stays in one, because its tests share what they have trained.
 PARALLEL := -n auto --dist loadfile
 
+# Compiled once, not in every process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-gpu campaigns test-all check format clean
 

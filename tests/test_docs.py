@@ -81,6 +81,12 @@ FOR_GPUS = (
     *("image/fashion", "image/photos", "image/text", "image_vae/photos"),
     *("audio/spoken-digits", "audio/speech", "video/clips"),
 )
+LONG_PAGES = (
+    *("align", "audio", "compare", "crossval", "distillation", "distributed", "evaluate", "language", "language-kinds"),
+    *("latents", "lora", "meta-learning", "mind", "multitask", "personal", "personalize", "recall", "verify-resume"),
+    "video",
+)
+"""Pages whose commands take longer than four seconds: `make campaigns` runs them."""
 SHELL = ("ls", "tail", "head", "cat", "cp")
 OPTIONS = ("--json", "--quiet", "--fresh", "--allow-data-change", "--debug")
 WITH_VALUE = ("--resume_from", "--kills", "--steps")
@@ -150,7 +156,11 @@ def page(tmp_path: Path, shared_cache: Path, samples: Path, monkeypatch: pytest.
     return Page(tmp_path)
 
 
-@pytest.mark.parametrize("path", [p for p in PAGES if blocks_of(p)], ids=relative)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.slow if p.stem in LONG_PAGES else ()) for p in PAGES if blocks_of(p)],
+    ids=relative,
+)
 def test_what_a_page_shows_runs(path: Path, page: Page) -> None:
     for block in blocks_of(path):
         where = f"{relative(path)}:{block.line}"

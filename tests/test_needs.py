@@ -303,6 +303,7 @@ def test_what_the_child_says_is_no_answer_of_ours(
     assert ["--quiet" in command for command in started] == [True, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_real_part_in_a_group(tmp_path: Path, group: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     for name, value in environment().items():
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

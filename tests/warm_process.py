@@ -7,7 +7,6 @@ start itself (signals during imports, import hooks, launchers) start a new Pytho
 
 from __future__ import annotations
 
-import atexit
 import gc
 import json
 import os
@@ -40,12 +39,15 @@ class WarmCommand:
         stdout: int | IO[Any] = PIPE,
         stderr: int | IO[Any] = PIPE,
         start_new_session: bool = False,
+        first: str = "",
     ) -> None:
+        """`first` is Python code that is run before the command, in its process."""
         request = {
             "arguments": [str(word) for word in arguments],
             "env": dict(env),
             "cwd": str(cwd or Path.cwd()),
             "start_new_session": start_new_session,
+            "first": first,
         }
         self.returncode: int | None = None
         self._readers: dict[str, threading.Thread] = {}
@@ -118,16 +120,11 @@ def _connect() -> socket.socket:
     if _control is None:
         _control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptor = theirs.fileno()
-        server = subprocess.Popen([sys.executable, __file__, str(descriptor)], pass_fds=[descriptor])
+        # It goes on in a child of its own and ends with the socket: tests look at, and end, what this process has started.
+        subprocess.run([sys.executable, __file__, str(descriptor)], pass_fds=[descriptor], check=True)
         theirs.close()
-        atexit.register(_stop, _control, server)
         assert _control.recv(1) == b"+", "the process that forks commands could not start"
     return _control
-
-
-def _stop(control: socket.socket, server: subprocess.Popen[bytes]) -> None:
-    control.close()
-    server.wait(30)
 
 
 def serve(control: socket.socket) -> list[str] | None:
@@ -197,6 +194,7 @@ def _become_command(request: dict[str, Any], descriptors: list[int]) -> list[str
     sys.argv = ["bottega", *request["arguments"]]
     for script in filter(Path.is_file, (Path(path) / "sitecustomize.py" for path in added)):
         runpy.run_path(str(script))  # as Python does at its start
+    exec(request["first"], {})
     return request["arguments"]
 
 
@@ -221,6 +219,9 @@ def warm_up() -> None:
 
 
 def main() -> int:
+    if os.fork():
+        return 0
+    os.setsid()
     control = socket.socket(fileno=int(sys.argv[1]))
     standard_output = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

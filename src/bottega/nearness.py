@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-CLOSE = 0.7
+CLOSE = 0.65
 """Share of letters in common (difflib's ratio) from which two names are near."""
 SHORT = 3
 """Letters up to which a letter may be missing, doubled or swapped, and not another one."""

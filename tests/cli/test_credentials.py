@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from small_run import environment, settings, words, write_text
+from small_run import bottega, environment, settings, words, write_text
 
 pytest.importorskip("fsspec")
 FOLDER, SECRETS = "BOTTEGA_TEST_FAR", "BOTTEGA_TEST_SECRETS"  # as far_store.py reads them
@@ -20,17 +19,6 @@ CANARY, RENEWED, WRONG = "canary-51b7e2", "canary-renewed-9f", "canary-wrong-c3"
 ALL = tuple(word.encode() for word in (CANARY, RENEWED, WRONG, "canary-user"))
 SIGNED = f"https://far.example/texts/far.txt?se=2030&sig={CANARY}"
 BY_PASSWORD = f"https://canary-user:{CANARY}@far.example/texts/far.txt"
-
-
-BORDER = "\n-- the next command --\n"
-EACH = f"""
-import json, os, sys
-from bottega.cli import main
-for words, code in json.loads(sys.argv[1]):
-    os.environ.pop("BOTTEGA_CREDENTIALS", None)  # which a process of its own would not have
-    assert main(words) == code, words
-    sys.stderr.write({BORDER!r})
-"""
 
 
 class Far:
@@ -43,23 +31,18 @@ class Far:
         (folder / "site" / "sitecustomize.py").write_text("import far_store; far_store.register()\n")
         self.said = b""
 
-    def __call__(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        return self.python("-m", "bottega", *arguments, code=code)
-
-    def python(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        home = {"HOME": str(self.folder / "home"), "XDG_CACHE_HOME": str(self.folder / "cache")}
-        env = environment(**home, **{FOLDER: str(self.folder / "store"), SECRETS: f"{CANARY} {RENEWED}"})
-        env["PYTHONPATH"] = os.pathsep.join([str(self.folder / "site"), env["PYTHONPATH"]])
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=self.folder, timeout=200)
+    def __call__(self, *arguments: str, code: int = 0, first: str = "") -> subprocess.CompletedProcess[str]:
+        env = {"HOME": str(self.folder / "home"), "XDG_CACHE_HOME": str(self.folder / "cache")}
+        env |= {FOLDER: str(self.folder / "store"), SECRETS: f"{CANARY} {RENEWED}"}
+        env["PYTHONPATH"] = os.pathsep.join([str(self.folder / "site"), environment()["PYTHONPATH"]])
+        done = bottega(arguments, env=env, cwd=self.folder, first=first)
         assert done.returncode == code, done.stderr
         self.said += done.stdout.encode() + done.stderr.encode()
         return done
 
     def each(self, *commands: tuple[list[str], int]) -> list[str]:
-        """What each command writes to standard error, with the exit code it must have; one process runs all of them."""
-        done = self.python("-c", EACH, json.dumps(commands))
-        return done.stderr.split(BORDER)
+        """What each command writes to standard error, with the exit code it must have."""
+        return [self(*words, code=code).stderr for words, code in commands]
 
     def check_clean(self) -> None:
         assert not [word for word in ALL if word in self.said], self.said.decode()
@@ -132,10 +115,10 @@ def test_errors_and_crashes_keep_the_secret(far: Far) -> None:
 
 def test_what_a_killed_run_leaves_keeps_the_secret(far: Far) -> None:
     """Right after its first checkpoint: nothing has been tidied up."""
-    code = "import os, sys; from bottega.cli import main; from bottega.core import saver; kept = saver.Saver.save\n"
-    code += "def save(self, *given, **named):\n    kept(self, *given, **named); os._exit(77)\n"
-    code += "saver.Saver.save = save; sys.exit(main(sys.argv[1:]))"
-    far.python("-c", code, *train_words(far, SIGNED), code=77)
+    code = "import os; from bottega.core import saver; whole = saver.Saver.save\n"
+    code += "def save(self, *given, **named):\n    whole(self, *given, **named); os._exit(77)\n"
+    code += "saver.Saver.save = save"
+    far(*train_words(far, SIGNED), first=code, code=77)
     far.check_clean()
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import random
-import resource
 import signal
 import struct
 import subprocess
@@ -714,8 +713,7 @@ def test_a_disk_that_is_full(say: Any, tmp_path: Path, monkeypatch: pytest.Monke
     full = bottega(
         words,
         env={"XDG_CACHE_HOME": str(cache)},
-        cold=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        first="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))",
     )
     one_line(full.returncode, full.stderr, 5, cache, "File too large", "free some space")
     assert not list(cache.glob("bottega/*/")), "nothing half done is left"
@@ -731,8 +729,7 @@ def test_out_on_a_disk_that_is_full(say: Any, tmp_path: Path) -> None:
     assert say(*words).code == 0  # what is copied is there already
     full = bottega(
         [*words, "--out", str(out)],
-        cold=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)),
+        first="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))",
     )
     one_line(full.returncode, full.stderr, 5, f"--out: cannot write {out}", "size limit", "make room there")
     assert "[(" not in full.stderr, "that would be a list of Python"

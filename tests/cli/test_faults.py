@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import time
@@ -16,7 +15,8 @@ from typing import Any
 import pytest
 
 from bottega.core import checkpoint
-from small_run import bottega, command, different, environment, steps_logged, tensors, train, words
+from small_run import bottega, different, environment, steps_logged, tensors, train, words
+from warm_process import WarmCommand
 
 EVERYTHING: dict[str, Any] = {
     "model.dropout": 0.1,
@@ -106,8 +106,8 @@ def test_twenty_kills_change_nothing(tmp_path: Path, text_file: Path) -> None:
 LARGER = {"model.hidden_size": 64, "model.head_size": 32, "model.intermediate_size": 128, "checkpoint.every": 2}
 
 
-def limit_files(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+def limit_files(size: int) -> str:
+    return f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))"
 
 
 @pytest.mark.parametrize("tensorboard", [False, True], ids=["", "with TensorBoard"])
@@ -119,7 +119,7 @@ def test_a_file_size_limit_ends_the_run_with_code_5_and_the_older_checkpoint_sta
     before = tensors(run)
     size = max(path.stat().st_size for path in run.glob("checkpoints/step-*/*"))
     arguments = words(tmp_path, text_file, "--quiet", **options, **{"training.max_steps": 40})
-    done = bottega(arguments, cold=True, preexec_fn=lambda: limit_files(size - 1000))
+    done = bottega(arguments, first=limit_files(size - 1000))
     assert done.returncode == 5, done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith(f"bottega: cannot write {run / 'checkpoints'}: the file would exceed the size limit")
@@ -164,8 +164,8 @@ def test_a_full_disk_ends_the_run_with_code_5_and_the_older_checkpoint_stands(
     options = {**LARGER, **rare, "name": "full", "training.scheduler.name": "constant"}
     run = train(small_disk, text_file, **options, **{"training.max_steps": 2}).path
     before = tensors(run)
-    arguments = words(small_disk, text_file, "--quiet", **options, **{"training.max_steps": 500})
-    process = subprocess.Popen(command(arguments), env=environment(), stderr=subprocess.PIPE, text=True)
+    arguments = words(small_disk, text_file, "--quiet", **options, **{"training.max_steps": 150})
+    process = WarmCommand(arguments, env=environment())
     while process.poll() is None and steps_logged(run)[-1] < 4:
         time.sleep(0.01)
     fill(small_disk / "somebody else's")
@@ -180,7 +180,7 @@ def test_a_full_disk_ends_the_run_with_code_5_and_the_older_checkpoint_stands(
     (small_disk / "somebody else's").unlink()
     done = bottega(arguments)
     assert done.returncode == 0, done.stderr
-    assert steps_logged(run) == list(range(1, 501))
+    assert steps_logged(run) == list(range(1, 151))
 
 
 WORKER_KILLER = """

@@ -152,7 +152,7 @@ def test_data_shows_the_columns_of_a_table_without_text(tmp_path: Path, capsys: 
     lines = {line.split()[1]: line.split() for line in out.splitlines() if line[:1].isdigit()}
     assert lines["age"][2:5] == ["number", "30", "30"]
     assert lines["city"][2:5] == ["text", "31", "2"]
-    assert "data.train.field=COLUMN" in out
+    assert "data.train.field=review data.train.label=city" in out
     assert cli.main(["data", str(path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [column["name"] for column in report["columns"]] == ["age", "city", "review"]

@@ -31,7 +31,7 @@ def start(output: Path, text: Path, *script: str) -> tuple[Running, dict[int, ps
     return run, {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, text_file: Path, rank: int) -> None:
     run, ranks = start(tmp_path, text_file)
     ranks[rank].send_signal(signal.SIGTERM)
@@ -48,7 +48,7 @@ def alive(ranks: dict[int, psutil.Process]) -> list[int]:
     return [rank for rank, one in ranks.items() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_loss_of_a_rank_ends_the_others_and_loses_nothing(tmp_path: Path, text_file: Path, rank: int) -> None:
     run, ranks = start(tmp_path, text_file)
     ranks[rank].kill()
@@ -63,7 +63,7 @@ def test_the_loss_of_a_rank_ends_the_others_and_loses_nothing(tmp_path: Path, te
     assert good[1].step >= 5
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_stopped_rank_ends_the_job_by_name(tmp_path: Path, text_file: Path, rank: int) -> None:
     """SIGSTOP closes no connection: whoever waits for it in a collective would do so for ever."""
     run, ranks = start(tmp_path, text_file, SHORT_LIMITS)
@@ -83,9 +83,10 @@ def test_a_rank_that_never_joins(tmp_path: Path, text_file: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    done = bottega(words(tmp_path, text_file, "--quiet", name="x"), env=alone)
+    short = "from bottega.engines import heartbeat; heartbeat.JOIN_HERE = 2.0"
+    done = bottega(words(tmp_path, text_file, "--quiet", name="x"), env=alone, first=short)
     assert done.returncode == 8
-    assert "bottega: rank 0: rank 1 has not joined within 20 s" in done.stderr
+    assert "bottega: rank 0: rank 1 has not joined within 2 s" in done.stderr
 
 
 def test_ranks_end_with_their_launcher(tmp_path: Path, text_file: Path) -> None:
@@ -110,25 +111,18 @@ def test_ctrl_c_in_a_terminal_saves(tmp_path: Path, text_file: Path) -> None:
     assert "second signal" not in err
 
 
-def survive(output: Path, text: Path, *, pauses: int) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_busy_rank_is_not_taken_for_a_dead_one(tmp_path: Path, text_file: Path) -> None:
     """Every pause is three times as long as silence may be."""
+    pauses = 50
     changes = {"training.max_steps": pauses + 2, "evaluation.every": None, "checkpoint.every": None, "name": "x"}
     done = subprocess.run(
-        [sys.executable, *LAUNCH, SHORT_LIMITS, *words(output, text, "--quiet", **changes)],
+        [sys.executable, *LAUNCH, SHORT_LIMITS, *words(tmp_path, text_file, "--quiet", **changes)],
         env=environment(PAUSES=str(pauses)),
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert steps_logged(output / "x") == list(range(1, pauses + 3))
-
-
-def test_a_busy_rank_is_not_taken_for_a_dead_one(tmp_path: Path, text_file: Path) -> None:
-    survive(tmp_path, text_file, pauses=3)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_fifty_long_pauses(tmp_path: Path, text_file: Path) -> None:
-    survive(tmp_path, text_file, pauses=50)
+    assert steps_logged(tmp_path / "x") == list(range(1, pauses + 3))

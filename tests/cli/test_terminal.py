@@ -107,7 +107,12 @@ def test_every_verb_has_a_case() -> None:
     assert set(CASES) == set(cli.VERBS), "a new verb needs a look at what a person sees of it"
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+STARTS_PROCESSES = ("crossval", "verify-resume")
+
+
+@pytest.mark.parametrize(
+    "verb", [pytest.param(verb, marks=pytest.mark.slow if verb in STARTS_PROCESSES else ()) for verb in cli.VERBS]
+)
 def test_a_person_sees_the_answer(place: Place, verb: str) -> None:
     words, expected = CASES[verb]
     shown = run_on_terminal([str(word) for word in words(place)], cwd=place.folder)

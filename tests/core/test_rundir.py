@@ -88,7 +88,7 @@ def test_a_run_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "my-frist-run").must_exist()
     assert caught.value.code == 2
     with pytest.raises(UsageError, match=r"`bottega train` makes one"):
-        RunDirectory(tmp_path / "brother").must_exist()
+        RunDirectory(tmp_path / "summer").must_exist()
 
 
 def row(step: int, kind: str = "train", *, batch: int = 4) -> dict[str, object]:

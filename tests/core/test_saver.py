@@ -120,7 +120,7 @@ def test_a_full_disk_is_a_warning_and_the_next_save_tries_again(
     assert len(story.warned) == 2
     assert str(tmp_path) in story.warned[0]
     assert "the disk is full: needs 32 bytes" in story.warned[0]
-    assert "bytes free; older checkpoints are kept" in story.warned[0]
+    assert "bytes free; free some space, and the same command goes on; older checkpoints are kept" in story.warned[0]
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_code_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
