@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,10 +130,22 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> P
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
     """What two processes left, started by torchrun on gloo; see two_ranks.py."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers
+    out = shared / "two-ranks"
+    with open(shared / "two-ranks.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.is_dir():
+            _run_two_ranks(out, text_file)
+    return out
+
+
+def _run_two_ranks(out: Path, text_file: Path) -> None:
     from small_media import pictures
     from small_run import environment
 
-    out = tmp_path_factory.mktemp("two-ranks")
+    out.mkdir()
     pictures(out)  # before both processes would write them at once
     launch = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = Path(__file__).parent / "two_ranks.py"
@@ -143,5 +157,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path
         timeout=200,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return out
+    if done.returncode != 0:
+        shutil.rmtree(out)
+        raise AssertionError(done.stderr[-4000:])

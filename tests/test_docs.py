@@ -81,12 +81,8 @@ FOR_GPUS = (
     *("image/fashion", "image/photos", "image/text", "image_vae/photos"),
     *("audio/spoken-digits", "audio/speech", "video/clips"),
 )
-LONG_PAGES = (
-    *("align", "audio", "compare", "crossval", "distillation", "distributed", "evaluate", "language", "language-kinds"),
-    *("latents", "lora", "meta-learning", "mind", "multitask", "personal", "personalize", "recall", "verify-resume"),
-    "video",
-)
-"""Pages whose commands take longer than four seconds: `make campaigns` runs them."""
+SHORT_PAGES = ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/library.md", "docs/resume.md")
+"""Pages that `make test` runs; all others are run by `make campaigns`."""
 SHELL = ("ls", "tail", "head", "cat", "cp")
 OPTIONS = ("--json", "--quiet", "--fresh", "--allow-data-change", "--debug")
 WITH_VALUE = ("--resume_from", "--kills", "--steps")
@@ -158,7 +154,7 @@ def page(tmp_path: Path, shared_cache: Path, samples: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, marks=pytest.mark.slow if p.stem in LONG_PAGES else ()) for p in PAGES if blocks_of(p)],
+    [pytest.param(p, marks=() if relative(p) in SHORT_PAGES else pytest.mark.slow) for p in PAGES if blocks_of(p)],
     ids=relative,
 )
 def test_what_a_page_shows_runs(path: Path, page: Page) -> None:

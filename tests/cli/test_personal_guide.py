@@ -37,6 +37,7 @@ def as_their_programs_write(folder: Path, row: dict[str, Any]) -> dict[str, Any]
     }
 
 
+@pytest.mark.slow
 def test_the_guide_trains_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_rank_that_never_joins(tmp_path: Path, text_file: Path) -> None:
     assert "bottega: rank 0: rank 1 has not joined within 2 s" in done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_launcher(tmp_path: Path, text_file: Path) -> None:
     run, ranks = start(tmp_path, text_file)
     run.process.kill()
@@ -99,6 +100,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, text_file: Path) -> None:
     assert again.returncode != 9, "nobody holds the run any more"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_saves(tmp_path: Path, text_file: Path) -> None:
     """It reaches the ranks and the launcher, which passes it on: twice the same request."""
     run, ranks = start(tmp_path, text_file)

@@ -58,6 +58,7 @@ def start_nodes(*, ends: str) -> list[subprocess.Popen[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_of_another_node() -> None:
     first, second = start_nodes(ends="no")
     try:
@@ -74,6 +75,7 @@ def test_a_stopped_rank_of_another_node() -> None:
     assert err.startswith("bottega: rank 0: rank 1 on node1 has not answered for ")
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_finished_is_not_missed() -> None:
     first, second = start_nodes(ends="well")
     try:

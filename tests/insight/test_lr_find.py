@@ -166,6 +166,7 @@ def bytes_of(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("medium", MEDIA, ids=lambda m: m.__name__)
 def test_a_recipe_learns_at_the_rate_that_is_found(medium: Any, tmp_path: Path) -> None:
     name, values = medium(tmp_path / "data")

@@ -154,6 +154,7 @@ def test_with_diffusers_steps_our_predictions_draw_what_its_pipeline_draws(
     torch.testing.assert_close(ours.movedim(-1, 1), pixels, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # what the compiler says to itself
 @pytest.mark.parametrize("name", ["sd", "flow"])
 def test_compiled_in_training_it_says_the_same(

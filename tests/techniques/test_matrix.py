@@ -92,7 +92,9 @@ METHODS: dict[str, Callable[[str, Path], Values]] = {
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=pytest.mark.slow if name == "maml" else ()) for name in METHODS]
+)
 def test_it_trains_and_goes_on_bit_for_bit(method: str, medium: str, tmp_path: Path) -> None:
     values = METHODS[method](medium, tmp_path) | {"training.max_steps": 6, "checkpoint.every": 1, "checkpoint.keep": 9}
     values |= {"evaluation.every": 3, "training.ema": 0.9, "name": "run"}

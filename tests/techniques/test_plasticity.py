@@ -237,6 +237,7 @@ def test_an_evaluation_learns_nothing() -> None:
 RANKS = {"pair": {}, "reward": KINDS["soft"]}
 
 
+@pytest.mark.slow
 def test_two_ranks_change_weights_as_one_does(tmp_path: Path) -> None:
     before = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000), "WORLD_SIZE": "2"}
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
