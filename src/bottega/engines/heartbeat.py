@@ -31,6 +31,8 @@ from bottega.terminal import escape_controls
 
 BEAT = 2.0
 """Seconds between two beats."""
+MEETING = 0.2
+"""Seconds between two beats until all ranks know each other: who is lost before that can be named by nobody."""
 SILENT = 20.0
 """Seconds without a beat, or of being stopped, after which a rank is lost."""
 JOIN_HERE, JOIN_ELSEWHERE = 20.0, 120.0
@@ -134,7 +136,8 @@ class Heartbeat:
             with suppress(Exception):
                 self._beat(store)
                 self._exchanged = time.monotonic()
-            self._wake.wait(BEAT)
+            has_met_all = all(peer.host for peer in self.peers)
+            self._wake.wait(BEAT if has_met_all else min(BEAT, MEETING))
             if self._verdict is not None and not self._is_published.is_set():
                 with suppress(Exception):
                     store.set("verdict", self._verdict)
