@@ -56,7 +56,9 @@ def test_the_loss_of_a_rank_ends_the_others_and_loses_nothing(tmp_path: Path, te
     assert code != 0
     assert alive(ranks) == []
     name = f"rank {rank} on {socket.gethostname()} (process {ranks[rank].pid})"
-    assert re.search(rf"bottega: rank {1 - rank}: {re.escape(name)} (was killed by SIGKILL|has ended); start the", err), err
+    assert re.search(
+        rf"bottega: rank {1 - rank}: {re.escape(name)} (was killed by SIGKILL|has ended); start the", err
+    ), err
     assert f"exitcode  : 8 (pid: {ranks[1 - rank].pid})" in err
     good = checkpoint.newest_good(tmp_path / "x" / "checkpoints", pytest.fail)
     assert good is not None, err
