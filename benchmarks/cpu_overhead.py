@@ -18,14 +18,14 @@ import torch
 sys.path.insert(0, os.environ["BENCH_DIR"])
 from common import GPT, MLP, Cfg, Clock
 
+from bottega.config.training import Optimizer, Training
 from bottega.core.callback import Callback, Progress
 from bottega.core.loop import Every, Fit
 from bottega.core.task import Task
 from bottega.core.types import Loss
-from bottega.data.loader import Loader
-from bottega.data.source import ArraySource
+from bottega.data.loading.loader import Loader
+from bottega.data.sources.source import ArraySource
 from bottega.engines.torch import TorchEngine
-from bottega.schema.training import Optimizer, Training
 
 BATCH = 8
 

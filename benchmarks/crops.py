@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from bottega.data.image.decode import decode
-from bottega.data.shards import Table
-from bottega.data.source import Source
+from bottega.data.sources.source import Source
+from bottega.data.tables.shards import Table
 
 
 class Crops(Source):

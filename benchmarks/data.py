@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from bottega.data.loader import Loader
+from bottega.config.data import Source as SourceOptions
+from bottega.config.data import TextData
+from bottega.config.media import Generator, ImageData, ImageRecipe
+from bottega.data.loading.loader import Loader
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.media import prepare_media
-from bottega.data.tokens import TokenWindows
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema.data import Source as SourceOptions
-from bottega.schema.data import TextData
-from bottega.schema.media import Generator, ImageData, ImageRecipe
+from bottega.data.text.tokens import TokenWindows
+from bottega.data.text.vocabulary import TokenizerSpec
 from crops import Crops
 
 

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import numpy as np
 
-from bottega.data.loader import Loader
-from bottega.data.order import permute
+from bottega.config.data import Cleaning, Source, Splitting
+from bottega.data.loading.loader import Loader
+from bottega.data.order.permutation import permute
 from bottega.data.readers import tar
 from bottega.data.readers.reader import Piece
-from bottega.data.source import ArraySource
-from bottega.data.splits import SplitTable, assign
+from bottega.data.sources.source import ArraySource
+from bottega.data.tables.splits import SplitTable, assign
 from bottega.data.text.clean import clean
 from bottega.data.text.duplicates import signature
-from bottega.data.vocabulary import TokenizerSpec, build_tokenizer
-from bottega.schema.data import Cleaning, Source, Splitting
+from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 
 Work = Callable[[], object]
 TEXT = "It was a dark night, and the rain fell in torrents except at occasional intervals.\n" * 25_000

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bottega.models.experts import Experts, FeedForward
+from bottega.config.experts import ExpertsShape
+from bottega.models.experts.torch import Experts, FeedForward
 from bottega.models.initial import initialise
-from bottega.schema.experts import ExpertsShape
 
 BAR = 0.6
 """Of the dense layer's tokens a second, at least."""

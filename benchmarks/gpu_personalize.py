@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bottega.analysis.memory import report, show
+from bottega.config.personalize import SoftPromptShape
+from bottega.config.training import Training
 from bottega.engines.torch import TorchEngine
-from bottega.insight.memory import report, show
-from bottega.models.frozen_image import FrozenImage, ImageFacts
-from bottega.models.frozen_language import FrozenLanguage
-from bottega.models.prefix_attention import register
-from bottega.models.soft_prompts import SoftPrompts, build_soft_prompts
-from bottega.schema.personalize import SoftPromptShape
-from bottega.schema.training import Training
+from bottega.models.frozen.image import FrozenImage, ImageFacts
+from bottega.models.frozen.language import FrozenLanguage
+from bottega.models.frozen.prefix_attention import register
+from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
 from bottega.tasks.paths import Path
 from bottega.tasks.personalize import Personalize
 

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bottega.config.ssm import SSMShape
+from bottega.config.transformer import TransformerShape
+from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
-from bottega.models.ssm import StateSpace
-from bottega.models.transformer import Transformer
-from bottega.schema.ssm import SSMShape
-from bottega.schema.transformer import TransformerShape
+from bottega.models.ssm.torch import StateSpace
 
 Step = Callable[[], Tensor]
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 import bottega
-from bottega.insight.scores import Judge, Reference, collected
-from bottega.schema.flags import parse_overrides
-from bottega.schema.load import load_recipe
+from bottega.analysis.scores import Judge, Reference, collected
+from bottega.config.flags import parse_overrides
+from bottega.config.load import load_recipe
 
 RECIPES = {
     "digits": "image",

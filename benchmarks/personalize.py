@@ -22,14 +22,14 @@ from typing import Any
 import yaml
 
 import bottega
+from bottega.analysis import statistics as st
+from bottega.analysis.evaluate import show
+from bottega.analysis.personal_truth import fields_of
+from bottega.config import needs
+from bottega.config.load import load_recipe
+from bottega.config.recipe import Recipe
 from bottega.data.present import finite
-from bottega.insight import statistics as st
-from bottega.insight.evaluate import show
-from bottega.insight.personal_truth import fields_of
-from bottega.run import part
-from bottega.schema import needs
-from bottega.schema.load import load_recipe
-from bottega.schema.recipe import Recipe
+from bottega.run.train import part
 
 MINUTES_TRAINING, MINUTES_EVALUATION, PEOPLE = 20, 10, 40
 GAIN, LOSS, P = 2.0, 0.05, 0.01

@@ -17,7 +17,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import bottega
-from bottega.insight.compare import compare, show
+from bottega.analysis.compare import compare, show
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "kim": ("classify/sst2", {}),

@@ -16,7 +16,7 @@ COMMANDS = {
     "bottega --help": ["-m", "bottega", "--help"],
     "bottega recipes": ["-m", "bottega", "recipes"],
     "bottega schema": ["-m", "bottega", "schema"],
-    "import bottega.schema.load": ["-c", "import bottega.schema.load"],
+    "import bottega.config.load": ["-c", "import bottega.config.load"],
 }
 
 

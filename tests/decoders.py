@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.models.transformer import Transformer
+from bottega.models.decoder.torch import Transformer
 from bottega.tasks.sampling import generate
 
 

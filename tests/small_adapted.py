@@ -12,10 +12,10 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from bottega.schema.convnet import ConvNetShape
-from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
-from bottega.schema.text_classifier import EncoderShape, KimShape
-from bottega.schema.transformer import TransformerShape
+from bottega.config.convnet import ConvNetShape
+from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape
+from bottega.config.text_classifier import EncoderShape, KimShape
+from bottega.config.transformer import TransformerShape
 from bottega.tasks.classify import Classification
 from bottega.tasks.generation import Generation
 from bottega.tasks.language import Language

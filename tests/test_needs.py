@@ -18,13 +18,15 @@ import pytest
 import bottega
 import small_media
 import tiny_clip
-from bottega import cli, parts, run, saved
+from bottega import cli
 from bottega.branches.codes import tokenizer_folder
+from bottega.config import needs
+from bottega.config.load import load_recipe, to_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, DirectoryInUse, PeerLost, UsageError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.schema import needs
-from bottega.schema.load import load_recipe, to_yaml
+from bottega.run import dependencies, saved
+from bottega.run import train as run
 from small_run import environment
 
 TINY: dict[str, Any] = {
@@ -278,7 +280,7 @@ def fake_child(code: int, out: str = "exported") -> str:
 def test_a_part_that_fails_passes_its_code_on(
     tmp_path: Path, group: pytest.MonkeyPatch, code: int, passed_on: int
 ) -> None:
-    group.setattr(parts, "_alone", lambda words, quiet: code)
+    group.setattr(dependencies, "_alone", lambda words, quiet: code)
     with pytest.raises(BottegaError, match=r"needs\.vae: .* bottega train ended with") as caught:
         run.part(recipe(tmp_path), "vae")
     assert caught.value.code == passed_on
@@ -296,7 +298,7 @@ def test_what_the_child_says_is_no_answer_of_ours(
 
     group.setattr(subprocess, "Popen", instead)
     for quiet in (True, False):
-        parts.train_apart(recipe(tmp_path), tmp_path / "part", name="vae", quiet=quiet, allow_data_change=False)
+        dependencies.train_apart(recipe(tmp_path), tmp_path / "part", name="vae", quiet=quiet, allow_data_change=False)
         out, err = capfd.readouterr()
         assert out == ""
         assert ("exported" in err) is not quiet
@@ -335,18 +337,18 @@ def test_the_other_ranks_say_what_they_wait_for_and_give_up(
 ) -> None:
     group.setenv("RANK", "1")
     clock = Clock()
-    group.setattr(parts, "time", clock)
+    group.setattr(dependencies, "time", clock)
     part = the_part(folder)
     hidden = part / "hidden"
     (part / "final").rename(hidden)
 
     def work(now: float) -> None:
         """What rank 0 does: a file every quarter of the time that nobody waits for nothing, and then the part."""
-        if now % (parts.STALLED / 4) == 0:
+        if now % (dependencies.STALLED / 4) == 0:
             log = part / f"log-{now}"
             log.write_text("")
             os.utime(log, (log.stat().st_mtime + now,) * 2)
-        if now == 3 * parts.STALLED:
+        if now == 3 * dependencies.STALLED:
             hidden.rename(part / "final")
 
     clock.on_sleep = work
@@ -372,11 +374,11 @@ def test_the_second_waits_for_the_first_and_takes_what_it_made(
     def wait(now: float) -> None:
         if now > 50:
             has_waited.set()
-            clock.now = now - parts.POLL  # and there the clock stands still
+            clock.now = now - dependencies.POLL  # and there the clock stands still
             time.sleep(0.01)
 
     clock.on_sleep = wait
-    monkeypatch.setattr(parts, "time", clock)
+    monkeypatch.setattr(dependencies, "time", clock)
     part = the_part(folder)
     (part / "final").rename(part / "hidden")
 
@@ -385,7 +387,7 @@ def test_the_second_waits_for_the_first_and_takes_what_it_made(
 
     monkeypatch.setattr(run, "_make", never)
     found: list[Path] = []
-    with parts.turn(part, quiet=True):
+    with dependencies.turn(part, quiet=True):
         second = threading.Thread(target=lambda: found.append(run.part(recipe(folder), "vae", quiet=False)))
         second.start()
         assert has_waited.wait(100)
@@ -403,7 +405,7 @@ def test_it_is_exported_whole_and_before_anybody_else_may_look(tmp_path: Path, m
     card = saved.SavedRun._card
 
     def look(self: Any, facts: Any) -> str:
-        with pytest.raises(DirectoryInUse), Lock(parts._work_place(place)):
+        with pytest.raises(DirectoryInUse), Lock(dependencies._work_place(place)):
             pass
         seen.append((place / "final").exists())
         raise KeyboardInterrupt

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import bottega
-from bottega.schema import bundled
-from bottega.schema.flags import parse_overrides
-from bottega.schema.load import check_recipe, load_recipe, to_yaml
-from bottega.schema.recipe import BUILT_TASKS
+from bottega.config import bundled
+from bottega.config.flags import parse_overrides
+from bottega.config.load import check_recipe, load_recipe, to_yaml
+from bottega.config.recipe import BUILT_TASKS
 from small_recipes import settings, task_of, write_data
 
 NAMES = bundled.names()

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bottega.config.training import Training
 from bottega.core import checkpoint
 from bottega.core.noise import Noise, generator
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.data.loader import Loader
-from bottega.data.source import ArraySource
+from bottega.data.loading.loader import Loader
+from bottega.data.sources.source import ArraySource
 from bottega.engines.torch import TorchEngine
-from bottega.schema.training import Training
 
 F, T = 4, 5
 

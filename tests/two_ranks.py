@@ -25,7 +25,7 @@ from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
 from bottega.core.loop import Every, Fit, evaluate, evaluated
 from bottega.core.saver import Saver
-from bottega.data.loader import evaluate_batches
+from bottega.data.loading.loader import evaluate_batches
 from bottega.engines.nonfinite import Recovery
 from small_run import words
 from toy_state import Remembering

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMES = ("seconds", "per_second", "wait", "gib")
-"""How names of metrics end that no two runs have in common."""
+TIMES = ("seconds", "per_second", "wait", "gib", "percent")
+"""How the names of metrics end that differ from run to run."""
 WITH_TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {
     "language + lora": ("language", {"techniques": ["lora"]}),
     "classify + lora": ("classify", {"techniques": ["lora"]}),

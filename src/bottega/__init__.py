@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bottega.analysis.crossval import crossval
+    from bottega.analysis.evaluate import evaluate
+    from bottega.analysis.library import compare, lr_find, plan, runs
+    from bottega.analysis.predict import predict
     from bottega.data.augment_sample import augment
-    from bottega.insight.crossval import crossval
-    from bottega.insight.evaluate import evaluate
-    from bottega.insight.library import compare, lr_find, plan, runs
-    from bottega.insight.predict import predict
-    from bottega.preparation import prepare
-    from bottega.run import load, train
+    from bottega.run.prepare import prepare
+    from bottega.run.train import load, train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,16 +32,16 @@ __all__ = [
 
 _MODULES = {
     "augment": "data.augment_sample",
-    "compare": "insight.library",
-    "crossval": "insight.crossval",
-    "evaluate": "insight.evaluate",
-    "load": "run",
-    "lr_find": "insight.library",
-    "plan": "insight.library",
-    "predict": "insight.predict",
-    "prepare": "preparation",
-    "runs": "insight.library",
-    "train": "run",
+    "compare": "analysis.library",
+    "crossval": "analysis.crossval",
+    "evaluate": "analysis.evaluate",
+    "load": "run.train",
+    "lr_find": "analysis.library",
+    "plan": "analysis.library",
+    "predict": "analysis.predict",
+    "prepare": "run.prepare",
+    "runs": "analysis.library",
+    "train": "run.train",
 }
 """Call -> the module that has it."""
 

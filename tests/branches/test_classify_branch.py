@@ -12,9 +12,9 @@ import pytest
 import bottega
 from bottega import branches
 from bottega.branches.classify import ClassifyBranch
+from bottega.config.load import load_recipe
 from bottega.core.errors import DataError, UsageError
-from bottega.data.loader import evaluate_batches
-from bottega.schema.load import load_recipe
+from bottega.data.loading.loader import evaluate_batches
 
 RATE = 8000
 SMALL: dict[str, Any] = {

@@ -12,10 +12,10 @@ import pytest
 
 from bottega.branches.keyword_answers import read_keywords
 from bottega.branches.keywords import Keyworder
+from bottega.config.personalize import Keywords
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.data.personal import Item, Record
-from bottega.models.frozen_language import FrozenLanguage, load_language_model
-from bottega.schema.personalize import Keywords
+from bottega.models.frozen.language import FrozenLanguage, load_language_model
 from tiny_pipelines import llama
 
 ALLOWED = ("star", "moon", "red", "blue", "striped", "plain")

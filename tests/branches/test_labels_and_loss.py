@@ -13,9 +13,9 @@ import torch
 import bottega
 import small_texts
 from bottega import branches, cli
+from bottega.config.load import load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import Noise
-from bottega.schema.load import load_recipe
 from bottega.tasks.classify import Classification
 
 

@@ -12,8 +12,8 @@ import torch
 import bottega
 import small_run
 from bottega import branches, cli
+from bottega.config.load import check_recipe, load_recipe
 from bottega.core.errors import UsageError
-from bottega.schema.load import check_recipe, load_recipe
 from small_run import different, tensors
 
 NO_ATTENTION = dict.fromkeys(

@@ -17,12 +17,12 @@ import small_media
 from bottega import cli
 from bottega.branches.publish import open_folder
 from bottega.cli import main
+from bottega.config.vae import AutoencoderShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
-from bottega.models.component import WEIGHTS
-from bottega.models.pretrained_vae import export_autoencoder
-from bottega.models.vae import Autoencoder
-from bottega.schema.vae import AutoencoderShape
+from bottega.models.autoencoder.layout import export_autoencoder
+from bottega.models.autoencoder.vae import Autoencoder
+from bottega.models.pipeline.component import WEIGHTS
 from bottega.tasks.latents import moments, round_trip
 from small_run import different, tensors
 

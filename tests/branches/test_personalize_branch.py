@@ -16,20 +16,20 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 import small_personal
+from bottega.analysis.memory import rows_of
 from bottega.branches.candidates import LEAST, Scores, best
 from bottega.branches.keywords import Keyworder, tokenizer_content
 from bottega.branches.personal_arms import ARMS, draw_arm
 from bottega.branches.personal_asks import read_history
 from bottega.branches.personal_sheets import Answer, Known, answer_sheet
 from bottega.branches.publish_personal import Published
+from bottega.config.load import load_recipe
+from bottega.config.personalize import Keywords
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageError
 from bottega.data.image.page import Sheet
-from bottega.insight.memory import rows_of
-from bottega.models.soft_prompts import SoftPrompts
-from bottega.saved import SavedRun, open_run
-from bottega.schema.load import load_recipe
-from bottega.schema.personalize import Keywords
+from bottega.models.frozen.soft_prompts import SoftPrompts
+from bottega.run.saved import SavedRun, open_run
 from small_run import bottega, environment, tensors
 
 
@@ -65,7 +65,7 @@ def test_a_checkpoint_holds_the_soft_prompts_and_nothing_else(run: Path, saved: 
 
 
 def test_the_count_of_the_paper() -> None:
-    from bottega.schema.personalize import SoftPromptShape
+    from bottega.config.personalize import SoftPromptShape
 
     sizes = {"hidden_size": 4096, "num_layers": 32, "num_kv_heads": 32, "head_size": 128, "text_size": 768}
     assert SoftPromptShape(**sizes, num_image_tokens=2, num_prefix_tokens=2).parameters == 3_678_976

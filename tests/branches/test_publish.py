@@ -17,17 +17,17 @@ import bottega
 import tiny_clip
 from bottega.branches.publish import open_folder, pipeline_of, publish, scheduler_config
 from bottega.branches.text_condition import TextCondition, TextFacts
+from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape, TextEncoderOptions, UNetShape
+from bottega.config.media import ImageRecipe
+from bottega.config.vae import AutoencoderShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
-from bottega.data.captions import CaptionTokens
-from bottega.models import dit_layout
+from bottega.data.text.captions import CaptionTokens
+from bottega.models.autoencoder.layout import export_autoencoder
+from bottega.models.autoencoder.vae import Autoencoder
+from bottega.models.dit import layout
 from bottega.models.generator import build_generator, load_generator
-from bottega.models.pretrained_vae import export_autoencoder
 from bottega.models.unet import vector_size
-from bottega.models.vae import Autoencoder
-from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape, TextEncoderOptions, UNetShape
-from bottega.schema.media import ImageRecipe
-from bottega.schema.vae import AutoencoderShape
 from bottega.tasks.generation import Generation
 from bottega.tasks.latents import Latents
 from bottega.tasks.paths import STEPS
@@ -247,17 +247,17 @@ def test_our_transformer_is_that_of_diffusers() -> None:
     shape = dit(grid=(8, 8))
     assert isinstance(shape.backbone, DiTShape)
     model = stirred(build_generator(shape, 0))
-    config = dit_layout.diffusers_config(shape.backbone)
+    config = layout.diffusers_config(shape.backbone)
     theirs = diffusers.DiTTransformer2DModel(**{k: v for k, v in config.items() if not k.startswith("_")}).eval()
-    tensors = dit_layout.to_diffusers(model.state_dict(), shape.backbone)
+    tensors = layout.to_diffusers(model.state_dict(), shape.backbone)
     theirs.load_state_dict(tensors)
     x, time = noise(4, 8, 8, 3), torch.tensor([0.0, 1.0, 500.5, 999.0])
-    for label, drop in ((torch.tensor([0, 1, 2, 0]), False), (torch.full((4,), dit_layout.NO_CLASS), True)):
+    for label, drop in ((torch.tensor([0, 1, 2, 0]), False), (torch.full((4,), layout.NO_CLASS), True)):
         with torch.no_grad():
             ours = model(x, time, label=label.clamp(max=2), drop=torch.full((4,), drop))
             found = theirs(x.movedim(-1, 1), timestep=time, class_labels=label).sample.movedim(1, -1)
         torch.testing.assert_close(ours, found, rtol=0, atol=1e-5)
-    back = dit_layout.from_diffusers(tensors)
+    back = layout.from_diffusers(tensors)
     assert back.keys() == model.state_dict().keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
 

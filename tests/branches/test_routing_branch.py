@@ -13,13 +13,13 @@ import torch
 import bottega
 import small_routing
 from bottega import branches
+from bottega.config.load import check_recipe, load_recipe
+from bottega.config.ssm import SSMShape
+from bottega.config.transformer import TransformerShape
 from bottega.core.errors import BottegaError, DataError, UsageError
+from bottega.models.decoder.torch import Transformer
 from bottega.models.routing import RoutingNet
 from bottega.models.several import shared_layers
-from bottega.models.transformer import Transformer
-from bottega.schema.load import check_recipe, load_recipe
-from bottega.schema.ssm import SSMShape
-from bottega.schema.transformer import TransformerShape
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ import small_routing
 from bottega import cli
 from bottega.branches.routing import RoutingBranch
 from bottega.branches.routing_pictures import hundredths, story
+from bottega.config.data import source_names
+from bottega.config.load import check_recipe, load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import read_metrics
-from bottega.schema.data import source_names
-from bottega.schema.load import check_recipe, load_recipe
 
 NAMES = [f"c{number}" for number in range(small_routing.INPUTS)]
 

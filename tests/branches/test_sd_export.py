@@ -11,9 +11,9 @@ import torch
 
 import bottega
 from bottega.branches.publish import open_folder
-from bottega.data.captions import CaptionTokens
-from bottega.schema import needs
-from bottega.schema.load import check_recipe, load_recipe
+from bottega.config import needs
+from bottega.config.load import check_recipe, load_recipe
+from bottega.data.text.captions import CaptionTokens
 
 diffusers = pytest.importorskip("diffusers")
 diffusers.utils.logging.disable_progress_bar()

@@ -15,13 +15,13 @@ import bottega
 from bottega import branches
 from bottega.branches import raster
 from bottega.branches.classify import ClassifyBranch
+from bottega.config.convnet import ConvNetShape
+from bottega.config.load import load_recipe
+from bottega.config.spiking import SpikingNetShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.data.image.page import SCALE
-from bottega.models.spiking_net import SpikingNet
-from bottega.schema.convnet import ConvNetShape
-from bottega.schema.load import load_recipe
-from bottega.schema.spiking import SpikingNetShape
+from bottega.models.spiking.network import SpikingNet
 from bottega.tasks.classify import Classification
 
 SMALL: dict[str, Any] = {

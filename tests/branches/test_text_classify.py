@@ -15,9 +15,9 @@ import small_texts
 from bottega import branches
 from bottega.branches.evaluation_data import DataRequest
 from bottega.branches.text_classify import TextClassifyBranch
+from bottega.config.load import load_recipe
 from bottega.core.errors import DataError, UsageError
-from bottega.data.loader import evaluate_batches
-from bottega.schema.load import load_recipe
+from bottega.data.loading.loader import evaluate_batches
 
 LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.every": 40, "checkpoint.every": 40}
 

@@ -16,10 +16,10 @@ import small_media
 from bottega import branches, cli
 from bottega.branches.publish_codes import open_codes
 from bottega.branches.tokens import TokensBranch
+from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
-from bottega.models.codes_folder import load_codes
-from bottega.schema.load import load_recipe
+from bottega.models.autoencoder.codes_folder import load_codes
 from small_run import different, tensors
 
 NOT_OURS = ("model.num_layers", "model.num_heads", "model.patch_size", "samples.steps")

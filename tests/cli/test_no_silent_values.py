@@ -10,11 +10,11 @@ import pytest
 import bottega
 import small_texts
 from bottega import cli
+from bottega.config.load import check_recipe, load_recipe
+from bottega.config.unused import OPTIMIZERS, SCHEDULERS, list_unused_options
+from bottega.config.yamlfile import parse_yaml
 from bottega.core.errors import UsageError
-from bottega.schema.load import check_recipe, load_recipe
-from bottega.schema.unused import OPTIMIZERS, SCHEDULERS, list_unused_options
-from bottega.schema.yamlfile import parse_yaml
-from schema.guide_blocks import PERSONALIZE
+from config.guide_blocks import PERSONALIZE
 from small_run import train, write_text
 
 
@@ -99,7 +99,7 @@ def test_every_option_is_of_somebody(option: str) -> None:
 
 
 def test_bundled_recipes_say_nothing_in_vain() -> None:
-    from bottega.schema import bundled
+    from bottega.config import bundled
 
     for name in bundled.names():
         assert list_unused_options(check_recipe([name]).recipe) == []

@@ -10,7 +10,7 @@ import pytest
 
 import small_personal
 from bottega import cli
-from schema.guide_blocks import PERSONALIZE
+from config.guide_blocks import PERSONALIZE
 from small_collections import flickr, picture, records
 
 ADDED = "  save_steps: 2\n  validation_steps: 2\n  output_dir: ./my_custom_output\n"

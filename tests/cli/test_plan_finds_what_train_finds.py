@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bottega import cli
-from schema.guide_blocks import ROUTING_ADVANCED
+from config.guide_blocks import ROUTING_ADVANCED
 from small_run import settings, write_text
 
 

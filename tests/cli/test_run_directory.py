@@ -171,7 +171,7 @@ def test_fresh_beside_a_start_that_has_not_locked_yet_leaves_one_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first start has opened the lock file when --fresh sets the folder aside; its lock then is of the old folder."""
-    from bottega.run import set_aside
+    from bottega.run.train import set_aside
 
     path = tmp_path / "run"
     RunDirectory(path).create()
@@ -434,13 +434,13 @@ def test_files_beside_an_export_stay(run: Path, tmp_path: Path) -> None:
 def test_an_export_that_does_not_read_back_replaces_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = bottega.load(run)
     before = hash_files(saved.export())
-    share = bottega.saved._share
+    share = bottega.run.saved._share
 
     def tear(folder: Path) -> None:
         share(folder)
         os.truncate(folder / "model.safetensors", 1000)
 
-    monkeypatch.setattr(bottega.saved, "_share", tear)
+    monkeypatch.setattr(bottega.run.saved, "_share", tear)
     with pytest.raises(BottegaError, match=r"model\.safetensors"):
         saved.export()
     assert hash_files(run / "final") == before

@@ -14,10 +14,10 @@ import pytest
 import bottega
 from bottega import cli
 from bottega.cli.verb import Verb
+from bottega.config.data import Source as SourceOptions
+from bottega.config.load import load_recipe
 from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.data.given import GivenData
-from bottega.schema.data import Source as SourceOptions
-from bottega.schema.load import load_recipe
+from bottega.data.sources.given import GivenData
 from bottega.signals import StopSignals
 from small_run import settings, train, write_text
 

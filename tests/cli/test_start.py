@@ -36,9 +36,9 @@ def test_what_answers_at_once_imports_little(arguments: list[str], allowed: tupl
     [
         "bottega",
         "bottega.cli",
-        "bottega.schema.load",
+        "bottega.config.load",
         "bottega.data.prepare",
-        "bottega.data.worker",
+        "bottega.data.loading.worker",
         "bottega.core.loop",
     ],
 )

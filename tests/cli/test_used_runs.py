@@ -14,10 +14,11 @@ import pytest
 
 import bottega
 import small_media
-from bottega import cli, saved
+from bottega import cli
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError, Diverged, UsageError
 from bottega.data.present import renewed, writing
+from bottega.run import saved
 
 TINY: dict[str, Any] = {
     "model.hidden_size": 16,

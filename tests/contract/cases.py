@@ -20,14 +20,14 @@ import small_routing
 import small_texts
 from bottega import branches
 from bottega.branches.branch import Branch
-from bottega.compose import build_engine, build_loader, plan_rates
+from bottega.config.load import load_recipe
+from bottega.config.vae import AutoencoderShape, CodesShape
 from bottega.core import checkpoint
-from bottega.data.loader import Loader
-from bottega.methods import applied
-from bottega.models.codes import CodeAutoencoder
-from bottega.models.codes_folder import write_codes
-from bottega.schema.load import load_recipe
-from bottega.schema.vae import AutoencoderShape, CodesShape
+from bottega.data.loading.loader import Loader
+from bottega.models.autoencoder.codes import CodeAutoencoder
+from bottega.models.autoencoder.codes_folder import write_codes
+from bottega.run.compose import build_engine, build_loader, plan_rates
+from bottega.run.lesson import applied
 from small_media import audio, image, video
 from small_run import settings, write_text
 

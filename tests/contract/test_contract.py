@@ -17,7 +17,7 @@ import two_ranks as script
 from bottega.core import checkpoint
 from bottega.core.loop import evaluate
 from bottega.core.rundir import read_metrics
-from bottega.data.loader import evaluate_batches
+from bottega.data.loading.loader import evaluate_batches
 from bottega.engines.nonfinite import flat
 from small_run import different, steps_logged, tensors, train
 

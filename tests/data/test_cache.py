@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bottega.core.errors import DataError, EnvironmentProblem
-from bottega.data.cache import MANIFEST, cached, default_cache
+from bottega.data.tables.cache import MANIFEST, cached, default_cache
 
 
 class Builder:

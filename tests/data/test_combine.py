@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bottega.config.data import Data
+from bottega.config.data import Source as Options
 from bottega.core.errors import DataError, UsageError
-from bottega.data.combine import Concat, build, shares
-from bottega.data.first import First
-from bottega.data.loader import Loader
-from bottega.data.orders import Mixture
-from bottega.data.source import ArraySource, Source
-from bottega.schema.data import Data
-from bottega.schema.data import Source as Options
+from bottega.data.loading.loader import Loader
+from bottega.data.order.orders import Mixture
+from bottega.data.sources.combine import Concat, build, shares
+from bottega.data.sources.first import First
+from bottega.data.sources.source import ArraySource, Source
 
 RATE = np.int64(16_000)
 

@@ -18,15 +18,15 @@ import small_media
 import small_run
 import small_texts
 from bottega import branches
-from bottega.compose import plain_loader, total_steps
+from bottega.config.data import Competence, Curriculum
+from bottega.config.load import load_recipe
 from bottega.core.errors import BottegaError, UsageError
 from bottega.core.schedule import Schedule
-from bottega.data.difficulty import LEVELS, competence_at, ranking, stages
-from bottega.data.loader import Loader
-from bottega.data.orders import Staged
-from bottega.data.source import ArraySource
-from bottega.schema.data import Competence, Curriculum
-from bottega.schema.load import load_recipe
+from bottega.data.loading.loader import Loader
+from bottega.data.order.difficulty import LEVELS, competence_at, ranking, stages
+from bottega.data.order.orders import Staged
+from bottega.data.sources.source import ArraySource
+from bottega.run.compose import plain_loader, total_steps
 from small_run import different, tensors
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bottega.data.classes import texts_of
+from bottega.config.classify import ClassifyData, ClassifyRecipe
+from bottega.config.data import HeldOut, Source
+from bottega.config.load import check_recipe
 from bottega.data.embedded.docstrings import FILE
-from bottega.data.labelled import labelled_texts
 from bottega.data.prepare.classify import prepare_classify
+from bottega.data.tables.classes import texts_of
 from bottega.data.text.duplicates import keep_near, signature
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema.classify import ClassifyData, ClassifyRecipe
-from bottega.schema.data import HeldOut, Source
-from bottega.schema.load import check_recipe
+from bottega.data.text.labelled import labelled_texts
+from bottega.data.text.vocabulary import TokenizerSpec
 
 LINES = gzip.decompress(FILE.read_bytes())
 ROWS = [json.loads(line) for line in LINES.splitlines()]

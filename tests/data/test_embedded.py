@@ -9,17 +9,17 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from bottega.config import autoencode, media
+from bottega.config.data import HeldOut, Replay, Source, Splitting
+from bottega.config.load import check_recipe
+from bottega.config.needs import part_recipe
+from bottega.config.routing import RoutingData
 from bottega.core.errors import UsageError
 from bottega.core.noise import generator
 from bottega.data.embedded import NAMES, Medium, digits, materialise, moving, tones
 from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.samples import media_samples
-from bottega.schema import autoencode, media
-from bottega.schema.data import HeldOut, Replay, Source, Splitting
-from bottega.schema.load import check_recipe
-from bottega.schema.needs import part_recipe
-from bottega.schema.routing import RoutingData
+from bottega.data.sources.samples import media_samples
 
 SORTED = ("down", "left", "right", "up")
 EMBEDDED = Source(kind="embedded")

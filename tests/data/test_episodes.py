@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import small_media
 import small_texts
 from bottega.core.errors import DataError, UsageError
-from bottega.data import episodes
-from bottega.data.combine import Concat
-from bottega.data.episodes import LEFT_OUT, Episodes
-from bottega.data.first import First
-from bottega.data.loader import Loader, evaluate_batches
-from bottega.data.source import ArraySource
+from bottega.data.loading.loader import Loader, evaluate_batches
+from bottega.data.order import episodes
+from bottega.data.order.episodes import LEFT_OUT, Episodes
+from bottega.data.sources.combine import Concat
+from bottega.data.sources.first import First
+from bottega.data.sources.source import ArraySource
 
 SAMPLES = 60
 
@@ -142,7 +142,7 @@ def test_regions_are_equal_and_large_enough() -> None:
 
 def test_tables_tell_their_labels_and_fields(tmp_path: Path) -> None:
     from bottega import branches
-    from bottega.schema.load import load_recipe
+    from bottega.config.load import load_recipe
 
     def training(name: str, values: dict[str, object]) -> object:
         recipe = load_recipe([name, values]).recipe

@@ -12,26 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.data import combine, difficulty
+from bottega.config import media
+from bottega.config.classify import ClassifyData
+from bottega.config.data import Curriculum, Data, Stage, TextData
+from bottega.config.data import Source as Options
+from bottega.config.generator import VideoGenerator
+from bottega.config.routing import RoutingData, RoutingRecipe, VectorAugmentation
+from bottega.config.units import Cadence
 from bottega.data.audio.decode import encode_wav
-from bottega.data.bucketed import Bucketed
-from bottega.data.labelled import LabelledTexts
-from bottega.data.loader import Loader
-from bottega.data.orders import Order, Staged
+from bottega.data.loading.loader import Loader
+from bottega.data.order import difficulty
+from bottega.data.order.orders import Order, Staged
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.media import prepare_media, prepare_vectors
-from bottega.data.samples import media_samples
-from bottega.data.source import Source
-from bottega.data.tokens import TokenDocuments, TokenWindows
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema import media
-from bottega.schema.classify import ClassifyData
-from bottega.schema.data import Curriculum, Data, Stage, TextData
-from bottega.schema.data import Source as Options
-from bottega.schema.generator import VideoGenerator
-from bottega.schema.routing import RoutingData, RoutingRecipe, VectorAugmentation
-from bottega.schema.units import Cadence
+from bottega.data.sources import combine
+from bottega.data.sources.bucketed import Bucketed
+from bottega.data.sources.samples import media_samples
+from bottega.data.sources.source import Source
+from bottega.data.text.labelled import LabelledTexts
+from bottega.data.text.tokens import TokenDocuments, TokenWindows
+from bottega.data.text.vocabulary import TokenizerSpec
 from operations import count_operations
 
 BATCH = 24

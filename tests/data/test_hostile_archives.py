@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.crc32c import crc32c, masked
 from bottega.data.readers import arrays, idx, tar, tfrecord
+from bottega.data.readers.crc32c import crc32c, masked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 
 PNG = b"\x89PNG\r\n\x1a\n"
 # What one of these may take: a megabyte at a time is read, and a few copies of it are made.

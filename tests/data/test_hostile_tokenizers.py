@@ -13,9 +13,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from bottega.core.errors import DataError
-from bottega.data.bytelevel import SYMBOLS
-from bottega.data.tokenizer import END_OF_TEXT, Tokenizer
-from bottega.models.tokenizer_limits import MAX_ID, panics_as_errors
+from bottega.data.text.bytelevel import SYMBOLS
+from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
+from bottega.models.folders.tokenizer_limits import MAX_ID, panics_as_errors
 
 
 def byte_level() -> dict[str, Any]:

@@ -11,10 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bottega.config.classify import ClassifyData
+from bottega.config.data import Data, HeldOut, Source
 from bottega.core.errors import DataError
-from bottega.data import combine
-from bottega.data.classes import Classes
-from bottega.data.labelled import (
+from bottega.data.prepare.classify import prepare_classify
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.sources import combine
+from bottega.data.tables.classes import Classes
+from bottega.data.text.labelled import (
     LabelledTexts,
     TextForm,
     balanced_weights,
@@ -22,11 +26,7 @@ from bottega.data.labelled import (
     labelled_texts,
     learnt_classes,
 )
-from bottega.data.prepare.classify import prepare_classify
-from bottega.data.prepare.prepared import Prepared
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema.classify import ClassifyData
-from bottega.schema.data import Data, HeldOut, Source
+from bottega.data.text.vocabulary import TokenizerSpec
 
 BYTES = TokenizerSpec(kind="bytes")
 

@@ -17,9 +17,9 @@ from bottega.core.engine import Engine, Evaluated, Snapshot
 from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Every, Fit
 from bottega.core.types import Batch
-from bottega.data.loader import BLOCK, Loader, evaluate_batches
-from bottega.data.orders import Mixture, Stage, Staged
-from bottega.data.source import ArraySource
+from bottega.data.loading.loader import BLOCK, Loader, evaluate_batches
+from bottega.data.order.orders import Mixture, Stage, Staged
+from bottega.data.sources.source import ArraySource
 from operations import count_operations
 
 

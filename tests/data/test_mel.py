@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bottega.config.media import AudioAugmentation
 from bottega.core.errors import CheckpointError
 from bottega.data.audio.encoder import AudioEncoder
+from bottega.data.audio.mel import MelCodec, MelRows, MelScale, fit, is_fixed
 from bottega.data.audio.source import AudioRows
 from bottega.data.audio.spectrogram import FLOOR, Mel
-from bottega.data.mel import MelCodec, MelRows, MelScale, fit, is_fixed
-from bottega.data.record import Record
-from bottega.data.shards import ShardWriter, Table
-from bottega.data.source import ArraySource
-from bottega.schema.media import AudioAugmentation
+from bottega.data.records.record import Record
+from bottega.data.sources.source import ArraySource
+from bottega.data.tables.shards import ShardWriter, Table
 
 RATE, LENGTH = 8000, 4000
 MEL = Mel(sample_rate=RATE, fft_size=256, hop_size=64, num_mels=32)

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.captions import CaptionTokens
-from bottega.data.clip_tokens import train_clip_bpe
-from bottega.data.near_captions import NearCaptions
-from bottega.data.negatives import WithNegatives
-from bottega.data.shards import TEXT, ShardWriter, Table
-from bottega.data.source import ArraySource
+from bottega.data.sources.source import ArraySource
+from bottega.data.tables.shards import TEXT, ShardWriter, Table
+from bottega.data.text.captions import CaptionTokens
+from bottega.data.text.clip_tokens import train_clip_bpe
+from bottega.data.text.near_captions import NearCaptions
+from bottega.data.text.negatives import WithNegatives
 
 CAPTIONS = (
     *(

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bottega.data import order
-from bottega.data.order import permute
+from bottega.data.order import permutation
+from bottega.data.order.permutation import permute
 
 
 @settings(max_examples=100, deadline=None)
 @given(size=st.integers(1, 5000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
 def test_every_sample_once(size: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(size), size=size, seed=seed, epoch=epoch)
-    assert order.dtype == np.int64
+    assert permutation.dtype == np.int64
     assert np.array_equal(np.sort(order), np.arange(size))
 
 
@@ -42,7 +42,7 @@ def test_seek_equals_prefix_and_epochs_may_be_mixed(data: st.DataObject) -> None
 def test_shape_is_kept_and_huge_sizes_work() -> None:
     index = np.array([[0, 1, 2], [2**62 - 1, 5, 2**61]])
     order = permute(index, size=2**62, seed=0, epoch=np.array([[0, 0, 0], [1, 1, 1]]))
-    assert order.shape == index.shape
+    assert permutation.shape == index.shape
     assert ((order >= 0) & (order < 2**62)).all()
     assert permute(np.array([], dtype=np.int64), size=3, seed=0, epoch=0).shape == (0,)
 
@@ -81,7 +81,7 @@ def test_places_and_their_neighbours_are_uniform_over_seeds(size: int) -> None:
 def test_many_places_are_permuted_in_blocks_and_each_walks_about_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     scrambled = []
     monkeypatch.setattr(
-        order, "_feistel", lambda *v, _f=order._feistel, **k: (scrambled.append(len(v[0])), _f(*v, **k))[1]
+        permutation, "_feistel", lambda *v, _f=permutation._feistel, **k: (scrambled.append(len(v[0])), _f(*v, **k))[1]
     )
     places = np.arange(1 << 18)
     permute(places, size=len(places) + 1, seed=0, epoch=0)

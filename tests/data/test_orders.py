@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bottega.config.data import Curriculum
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import seed_of
-from bottega.data import difficulty
-from bottega.data.combine import Concat
-from bottega.data.first import First
-from bottega.data.loader import BLOCK, Cursor, Loader
-from bottega.data.orders import EXACT, Mixture, Order, Pace, Shuffled, Stage, Staged, quotas
-from bottega.data.prefetch import prefetch
-from bottega.data.source import ArraySource, Source
-from bottega.schema.data import Curriculum
+from bottega.data.loading.loader import BLOCK, Cursor, Loader
+from bottega.data.loading.prefetch import prefetch
+from bottega.data.order import difficulty
+from bottega.data.order.orders import EXACT, Mixture, Order, Pace, Shuffled, Stage, Staged, quotas
+from bottega.data.sources.combine import Concat
+from bottega.data.sources.first import First
+from bottega.data.sources.source import ArraySource, Source
 from operations import count_operations
 
 SIZES = (70, 33, 17)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bottega.config.personalize import PersonalizeData
 from bottega.core.errors import DataError, UsageError
 from bottega.data.image.decode import decode
 from bottega.data.image.resize import resize
@@ -18,7 +19,6 @@ from bottega.data.personal import Item, PersonalRows, Record
 from bottega.data.prepare import pictures as pictures_module
 from bottega.data.prepare.personal import prepare_personal
 from bottega.data.prepare.prepared import Prepared
-from bottega.schema.personalize import PersonalizeData
 from small_collections import item, people, picture, record, records
 
 SIZE = 8

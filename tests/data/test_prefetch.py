@@ -21,9 +21,9 @@ import pytest
 
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.types import Batch
-from bottega.data.loader import Loader
-from bottega.data.prefetch import prefetch
-from bottega.data.source import ArraySource, Source
+from bottega.data.loading.loader import Loader
+from bottega.data.loading.prefetch import prefetch
+from bottega.data.sources.source import ArraySource, Source
 from bottega.signals import StoppedWaiting, StopSignals
 
 # Larger than a socket's buffer, so that a killed worker is often in the middle of a message.
@@ -191,7 +191,7 @@ def run_script(tmp_path: Any, body: str, *, module: bool) -> subprocess.Popen[st
     source = textwrap.dedent(SCRIPT)
     if module:
         (tmp_path / "own_source.py").write_text(source)
-        source = "import sys\nfrom own_source import Slow\nfrom bottega.data.loader import Loader\n"
+        source = "import sys\nfrom own_source import Slow\nfrom bottega.data.loading.loader import Loader\n"
     (tmp_path / "script.py").write_text(source + textwrap.dedent(body))
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, tmp_path / "script.py"], stdout=pipe, stderr=pipe, text=True)
@@ -245,7 +245,7 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_batch(tmp_path: A
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_stopped_worker_is_replaced_and_named(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP ends no process, and closes no socket: nobody would ever come back."""
-    monkeypatch.setattr("bottega.data.prefetch.STOPPED", 0.5)
+    monkeypatch.setattr("bottega.data.loading.prefetch.STOPPED", 0.5)
     warnings: list[str] = []
     stream = dataclasses.replace(loader(workers=2, depth=depth), warn=warnings.append)(0)
     expected = loader()(0)
@@ -260,7 +260,7 @@ def test_a_stopped_worker_is_replaced_and_named(depth: int, monkeypatch: pytest.
 
 
 def test_a_slow_worker_is_said_and_a_signal_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.data.prefetch.SLOW", 1.0)
+    monkeypatch.setattr("bottega.data.loading.prefetch.SLOW", 1.0)
     warnings: list[str] = []
     with StopSignals() as stop:
         stream = prefetch(asleep, 0, workers=1, depth=1, warn=lambda text: warnings.append(text) or stop_now())

@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bottega.analysis.data_report import describe, show
+from bottega.config.load import load_recipe
+from bottega.config.routing import RoutingRecipe
+from bottega.config.rules import MOST, RoutingData
 from bottega.core.errors import DataError, UsageError
 from bottega.data.embedded.rules import (
     BLOCK,
@@ -19,16 +23,12 @@ from bottega.data.embedded.rules import (
     family,
     rule_posterior,
 )
-from bottega.data.episodes import Episodes, by_label, by_source
-from bottega.data.in_turn import InTurn
+from bottega.data.order.episodes import Episodes, by_label, by_source
+from bottega.data.order.in_turn import InTurn
+from bottega.data.order.spread import Spread
 from bottega.data.prepare.media import prepare_vectors
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.samples import media_samples
-from bottega.data.spread import Spread
-from bottega.insight.data_report import describe, show
-from bottega.schema.load import load_recipe
-from bottega.schema.routing import RoutingRecipe
-from bottega.schema.rules import MOST, RoutingData
+from bottega.data.sources.samples import media_samples
 from operations import count_operations
 
 KINDS = [

@@ -18,13 +18,13 @@ from hypothesis.extra import numpy as hnp
 from tensorboard.compat.tensorflow_stub import errors
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
-from bottega.data.members import known
 from bottega.data.readers import tar, tfrecord
 from bottega.data.readers.reader import Piece
-from bottega.data.record import Bad, Record
+from bottega.data.records.members import known
+from bottega.data.records.record import Bad, Record
 from bottega.data.writers import NOTE, Names, To, write
-from bottega.schema.data import Source
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 WAV = b"RIFF\x24\0\0\0WAVEfmt " + bytes(range(100))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.preparation import prepare_recipe, read_recipe
+from bottega.run.prepare import prepare_recipe, read_recipe
 
 DATA = Path(os.environ.get("BOTTEGA_DATA", ""))
 pytestmark = pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA names no folder of real data")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from bottega.config.data import Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.data.splits import SplitTable, assign, hash_key
-from bottega.schema.data import Splitting
+from bottega.data.tables.splits import SplitTable, assign, hash_key
 from operations import count_operations
 
 TRAIN, VALIDATION, TEST = 0, 1, 2

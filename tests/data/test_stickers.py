@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bottega.config import align, autoencode, media
+from bottega.config.data import HeldOut, Source
+from bottega.config.load import check_recipe
 from bottega.core.errors import UsageError
 from bottega.core.noise import generator
-from bottega.data.captions import captions_of
 from bottega.data.embedded import NAMES, materialise, sticker_people
 from bottega.data.embedded.sticker_people import FIRST, TABLES, materialise_people, png
 from bottega.data.embedded.sticker_truth import NONE, read, reading
@@ -36,10 +38,8 @@ from bottega.data.embedded.stickers import (
 )
 from bottega.data.image.decode import decode
 from bottega.data.prepare.media import prepare_media
-from bottega.data.samples import media_samples
-from bottega.schema import align, autoencode, media
-from bottega.schema.data import HeldOut, Source
-from bottega.schema.load import check_recipe
+from bottega.data.sources.samples import media_samples
+from bottega.data.text.captions import captions_of
 
 STICKERS = Source(kind="embedded", path="stickers")
 ATTRIBUTES = ("shape", "colour", "pattern")

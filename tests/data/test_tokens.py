@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bottega.config.data import HeldOut, Source, TextData
 from bottega.core.errors import DataError
-from bottega.data.cache import MANIFEST
-from bottega.data.loader import Loader, evaluate_batches
+from bottega.data.loading.loader import Loader, evaluate_batches
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.tokens import TokenDocuments, TokenWindows
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema.data import HeldOut, Source, TextData
+from bottega.data.tables.cache import MANIFEST
+from bottega.data.text.tokens import TokenDocuments, TokenWindows
+from bottega.data.text.vocabulary import TokenizerSpec
 
 CHARACTERS = TokenizerSpec(kind="characters")
 BYTES = TokenizerSpec(kind="bytes")

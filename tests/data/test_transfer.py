@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.data.transfer import LARGE, Receiver, Sender
+from bottega.data.loading.transfer import LARGE, Receiver, Sender
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from bottega.core.errors import Diverged
 from bottega.core.loop import Every, Fit, Goal
 from bottega.core.rundir import read_metrics
 from bottega.core.saver import Saver
-from bottega.data.loader import evaluate_batches
+from bottega.data.loading.loader import evaluate_batches
 from bottega.engines import optimizers
 from bottega.engines.nonfinite import MOST_SKIPS, Recovery
-from bottega.techniques.ewc import Ewc
+from bottega.techniques.ewc.torch import Ewc
 from small_run import different
 from toy_task import Toy, advance, engine, loader, source, state, training
 

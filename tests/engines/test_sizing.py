@@ -10,12 +10,12 @@ import torch
 
 import small_texts
 from bottega import branches, cli
-from bottega.compose import build_engine
+from bottega.config.load import load_recipe
 from bottega.core.errors import OutOfMemory
 from bottega.engines import fitting, host_memory, sizing
 from bottega.engines.footprint import optimizer_bytes, weights_of
 from bottega.engines.sizing import Footprint, check_fits, estimate
-from bottega.schema.load import load_recipe
+from bottega.run.compose import build_engine
 from small_media import image
 from small_run import settings, words, write_text
 from toy_task import Toy, advance, engine, loader, training
@@ -52,7 +52,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_built(
 ) -> None:
     """A hundred billion parameters: whoever allocated them would be ended by the kernel."""
     sizes = {"model.hidden_size": 16384, "model.num_layers": 40, "model.intermediate_size": 49152}
-    monkeypatch.setattr("bottega.session.build_engine", lambda *_: pytest.fail("it was built"))
+    monkeypatch.setattr("bottega.run.session.build_engine", lambda *_: pytest.fail("it was built"))
     command = words(tmp_path / "runs", write_text(tmp_path / "t.txt"), device="cpu", **sizes)
     assert cli.main([verb, *command[1:]]) == 7
     told = capsys.readouterr().err

@@ -15,7 +15,7 @@ from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Loss, Models
-from bottega.data.loader import evaluate_batches
+from bottega.data.loading.loader import evaluate_batches
 from bottega.engines import ranks
 from bottega.engines.devices import put
 from bottega.engines.sums import sum_terms

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import two_ranks as script
 from bottega.core.loop import evaluate
 from bottega.core.rundir import read_metrics
-from bottega.data.loader import evaluate_batches
+from bottega.data.loading.loader import evaluate_batches
 from toy_task import advance, engine, loader, source, state, training
 
 

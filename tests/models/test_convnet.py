@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
+from bottega.config.convnet import ConvNetShape
 from bottega.models.convnet import Block, ConvNet
 from bottega.models.initial_conv import initialise_convolutional
-from bottega.schema.convnet import ConvNetShape
 
 
 def net(grid: tuple[int, ...], *, channels: int = 1, seed: int = 0, **more: object) -> ConvNet:

@@ -9,11 +9,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from bottega.config.experts import ExpertsShape
+from bottega.config.language_kinds import kind_of, mixers, shape_fields, words_of
+from bottega.config.transformer import DECLARED, SIZES, TransformerShape
+from bottega.models.decoder.torch import Block, Cache, Transformer
 from bottega.models.initial import initialise
-from bottega.models.transformer import Block, Cache, Transformer
-from bottega.schema.experts import ExpertsShape
-from bottega.schema.language_kinds import kind_of, mixers, shape_fields, words_of
-from bottega.schema.transformer import DECLARED, SIZES, TransformerShape
 from decoders import compile_and_count
 
 V, T = 61, 24

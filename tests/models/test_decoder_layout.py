@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bottega.config.language_kinds import shape_fields
+from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.decoder_layout import OWN, layout_for
+from bottega.models.decoder.layout import OWN, layout_for
+from bottega.models.decoder.torch import Transformer
+from bottega.models.folders.pretrained import export_transformers, load_weights, read_shape
 from bottega.models.initial import initialise
-from bottega.models.pretrained import export_transformers, load_weights, read_shape
-from bottega.models.transformer import Transformer
-from bottega.schema.language_kinds import shape_fields
-from bottega.schema.transformer import TransformerShape
 
 TOKENS = torch.arange(20).reshape(2, 10) * 3
 SCANNED = {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8}

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor
 
-import bottega.models.expert_dispatch as dispatch
+import bottega.models.experts.dispatch as dispatch
+from bottega.config.experts import ExpertsShape
+from bottega.config.spiking import SpikingShape
 from bottega.core.noise import Noise
-from bottega.models.experts import Experts, Routing, evenness, leave_out, renewed, stats
+from bottega.models.experts.torch import Experts, Routing, evenness, leave_out, renewed, stats
 from bottega.models.initial import initialise
 from bottega.models.several import shared_layers
-from bottega.schema.experts import ExpertsShape
-from bottega.schema.spiking import SpikingShape
 
 D, E = 8, 4
 

@@ -17,11 +17,13 @@ import torch
 import tiny_pipelines
 from bottega.branches.publish import scheduler_config
 from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
-from bottega.models import frozen_precision, pipeline_parts, pretrained
-from bottega.models.encoder_folder import silent
-from bottega.models.frozen_image import Encoded, FrozenImage, image_facts, load_image_model, tokenize
-from bottega.models.frozen_precision import frozen_dtype, quantization
-from bottega.models.pipeline_schedule import LEAST_RATIO, read_schedule
+from bottega.models.folders import pretrained
+from bottega.models.folders.encoder import silent
+from bottega.models.frozen import precision as frozen_precision
+from bottega.models.frozen.image import Encoded, FrozenImage, image_facts, load_image_model, tokenize
+from bottega.models.frozen.precision import frozen_dtype, quantization
+from bottega.models.pipeline import parts
+from bottega.models.pipeline.schedule import LEAST_RATIO, read_schedule
 from bottega.tasks import paths, samplers
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
@@ -226,7 +228,7 @@ def test_the_autoencoder_goes_to_scaled_latents_and_back(
     latents = model.encode(pixels, noise)
     torch.testing.assert_close(latents.movedim(-1, 1), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(model.encode(pixels), model.encode(pixels, torch.zeros_like(noise)))
-    monkeypatch.setattr("bottega.models.frozen_image.AT_ONCE", 2 * SIDE * SIDE)
+    monkeypatch.setattr("bottega.models.frozen.image.AT_ONCE", 2 * SIDE * SIDE)
     torch.testing.assert_close(model.encode(pixels, noise), latents)
     assert model.decode(latents).shape == pixels.shape
 
@@ -516,7 +518,7 @@ def test_of_a_hub_repository_only_what_is_needed_is_fetched(
         return str(kept)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert pipeline_parts.find_pipeline("someone/something") == kept
+    assert parts.find_pipeline("someone/something") == kept
     assert asked[0] == [
         "model_index.json",
         "unet/config.json",
@@ -544,7 +546,7 @@ def test_a_gated_or_absent_model_is_said_in_a_line(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
         with pytest.raises(BottegaError, match=f"model.diffusion: someone/something .*{line}"):
-            pipeline_parts.find_pipeline("someone/something")
+            parts.find_pipeline("someone/something")
     with pytest.raises(UsageError, match="is not a folder here"):
-        pipeline_parts.find_pipeline(str(tmp_path / "absent"))
+        parts.find_pipeline(str(tmp_path / "absent"))
     assert pretrained.fetch_folder(str(tmp_path)) == tmp_path

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import tiny_pipelines
+from bottega.config.transformer import TransformerShape
 from bottega.core.errors import BottegaError, UsageError
+from bottega.models.autoencoder.vae import load_autoencoder
 from bottega.models.clip import load_clip
-from bottega.models.frozen_language import load_language_model
-from bottega.models.pretrained import export_transformers, read_shape
-from bottega.models.pretrained_classifier import build_pretrained, pretrained_shape
+from bottega.models.decoder.torch import Transformer
+from bottega.models.folders.pretrained import export_transformers, read_shape
+from bottega.models.frozen.language import load_language_model
+from bottega.models.text_classifier.pretrained import build_pretrained, pretrained_shape
 from bottega.models.text_encoder import load_text_encoder, read_text_facts
-from bottega.models.transformer import Transformer
-from bottega.models.vae import load_autoencoder
-from bottega.schema.transformer import TransformerShape
 
 transformers = pytest.importorskip("transformers")
 VALUES: tuple[Any, ...] = ("text", {"a": 1}, [1, "x"], -3, 0, True)

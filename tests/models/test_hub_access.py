@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from bottega.config.data import Source
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.readers import hub
-from bottega.data.vocabulary import pretrained_tokenizer
-from bottega.models import hub_access
-from bottega.models.pretrained import fetch_folder
-from bottega.schema.data import Source
+from bottega.data.text.vocabulary import pretrained_tokenizer
+from bottega.models.folders import hub_access
+from bottega.models.folders.pretrained import fetch_folder
 
 constants = pytest.importorskip("huggingface_hub.constants")
 

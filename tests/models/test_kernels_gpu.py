@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bottega.models import expert_dispatch, prefix_attention
 from bottega.models.attention import attend, document_mask
-from bottega.models.linear_cross_entropy import linear_cross_entropy
+from bottega.models.experts import dispatch
+from bottega.models.frozen import prefix_attention
+from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -45,11 +46,11 @@ def test_one_product_for_all_experts_and_one_after_the_other(k: int) -> None:
         for i, size in enumerate(((inner, width), (inner, width), (width, inner)))
     ]
     found = []
-    for run in (expert_dispatch.grouped, expert_dispatch.looped):
+    for run in (dispatch.grouped, dispatch.looped):
         x = normal(tokens, width, seed=7, dtype=torch.bfloat16).requires_grad_()
         leaves = [stack.clone().requires_grad_() for stack in stacks]
         weights = normal(tokens, k, seed=8, dtype=torch.bfloat16)
-        y = expert_dispatch.in_order(x, chosen, weights, tuple(leaves), run=run)
+        y = dispatch.in_order(x, chosen, weights, tuple(leaves), run=run)
         found.append((y, *torch.autograd.grad(y.float().square().sum(), (x, *leaves))))
     for one, other in zip(*found, strict=True):
         assert (one - other).float().abs().max() <= 2e-2 * other.float().abs().max()

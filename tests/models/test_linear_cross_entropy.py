@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bottega.models import linear_cross_entropy as module
-from bottega.models.linear_cross_entropy import linear_cross_entropy
+from bottega.models.losses import linear_cross_entropy as module
+from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
 
 D, V = 16, 37
 

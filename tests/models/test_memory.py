@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bottega.config.memory import MemoryShape
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
-from bottega.models import memory as memories
-from bottega.models import memory_episodic, memory_semantic, memory_working
-from bottega.models.memory import HierarchicalMemory
-from bottega.models.memory_search import nearest, nearest_by_faiss
-from bottega.schema.memory import MemoryShape
+from bottega.models.memory import episodic as memory_episodic
+from bottega.models.memory import semantic as memory_semantic
+from bottega.models.memory import torch as memories
+from bottega.models.memory import working as memory_working
+from bottega.models.memory.search import nearest, nearest_by_faiss
+from bottega.models.memory.torch import HierarchicalMemory
 
 K, V = 8, 3
 SHAPE = MemoryShape(

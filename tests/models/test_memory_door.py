@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from bottega.config.memory import MemoryShape
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.memory import HierarchicalMemory
-from bottega.schema.memory import MemoryShape
+from bottega.models.memory.torch import HierarchicalMemory
 
 SHAPE = MemoryShape(key_size=3, value_size=2, working_slots=4, episodic_slots=6, semantic_slots=2, promote_after=3)
 KEYS = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]

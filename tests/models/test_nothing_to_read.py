@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.models.experts import Experts, active_parameters
-from bottega.models.scan import chunked, recurrent
-from bottega.models.spiking import LIF
-from bottega.models.ssm import StateSpace
-from bottega.schema.experts import ExpertsShape
-from bottega.schema.spiking import SpikingShape
-from bottega.schema.ssm import SSMShape
+from bottega.config.experts import ExpertsShape
+from bottega.config.spiking import SpikingShape
+from bottega.config.ssm import SSMShape
+from bottega.models.experts.torch import Experts, active_parameters
+from bottega.models.spiking.units import LIF
+from bottega.models.ssm.scan import chunked, recurrent
+from bottega.models.ssm.torch import StateSpace
 
 D = 8
 

@@ -14,7 +14,7 @@ import tiny_pipelines
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import generator
 from bottega.models.clip import Clip, load_clip
-from bottega.models.perceptual import CHANNELS, ClipPerceptual, Lpips, load_lpips
+from bottega.models.metric_networks.perceptual import CHANNELS, ClipPerceptual, Lpips, load_lpips
 from bottega.tasks.measures.perceptual import perceptual_distances
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bottega.config.text_classifier import PretrainedShape
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.pretrained_classifier import (
+from bottega.models.text_classifier.pretrained import (
     PretrainedClassifier,
     build_pretrained,
     export_pretrained,
     pretrained_shape,
 )
-from bottega.schema.text_classifier import PretrainedShape
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bottega.models.soft_prompts import SoftPrompts, build_soft_prompts
-from bottega.schema.personalize import SoftPromptShape
+from bottega.config.personalize import SoftPromptShape
+from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
 
 LLAMA_7B = SoftPromptShape(
     hidden_size=4096,

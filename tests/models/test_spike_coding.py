@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise
-from bottega.models.spike_coding import (
+from bottega.models.spiking.coding import (
     constant_code,
     decode_latency,
     decode_rate,

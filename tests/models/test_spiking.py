@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.models import spiking
-from bottega.models.spiking import (
+from bottega.config.spiking import SpikingShape, Surrogate
+from bottega.models.spiking import units
+from bottega.models.spiking.surrogate import slope, smooth_spike, spike
+from bottega.models.spiking.units import (
     LIF,
     LOUDEST,
     SpikingGate,
@@ -23,8 +25,6 @@ from bottega.models.spiking import (
     unit_rows,
     unit_scores,
 )
-from bottega.models.surrogate import slope, smooth_spike, spike
-from bottega.schema.spiking import SpikingShape, Surrogate
 
 KINDS = get_args(Surrogate)
 EPS = 1e-6
@@ -332,7 +332,7 @@ def test_dead_is_who_never_fired_at_all_and_saturated_who_always_did() -> None:
 
 def test_the_rates_of_a_train_say_the_same_as_the_train() -> None:
     spikes = constructed()
-    rates = spiking.rate(spikes)[None]
+    rates = units.rate(spikes)[None]
     assert torch.equal(unit_rows(rates), unit_rows(spikes))
     assert activity(rates) == activity(spikes)
     torch.testing.assert_close(rate_cost(rates, 0.3), rate_cost(spikes, 0.3))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from bottega.models import scan
+from bottega.config.ssm import SSMShape
 from bottega.models.initial import initialise
-from bottega.models.scan import chunked, recurrent, step
 from bottega.models.several import shared_layers
-from bottega.models.ssm import SSMState, StateSpace
-from bottega.schema.ssm import SSMShape
+from bottega.models.ssm import scan
+from bottega.models.ssm.scan import chunked, recurrent, step
+from bottega.models.ssm.torch import SSMState, StateSpace
 
 D, T = 24, 37
 KEPT = ("A_log", "D", "dt_bias")

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bottega.config.ssm import SSMShape
 from bottega.models.initial import initialise
-from bottega.models.scan import chunked
-from bottega.models.ssm import CausalConvolution, GatedRMSNorm, StateSpace
-from bottega.schema.ssm import SSMShape
+from bottega.models.ssm.scan import chunked
+from bottega.models.ssm.torch import CausalConvolution, GatedRMSNorm, StateSpace
 
 pytest.importorskip("triton", reason="triton is not installed")
-from bottega.models import scan_kernel, ssm_kernel  # noqa: F401
+from bottega.models.ssm import kernel, scan_kernel  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bottega.models.stdp import Rule, change, changes, eligibility, rescaled, softened, trace, within
+from bottega.models.spiking.stdp import Rule, change, changes, eligibility, rescaled, softened, trace, within
 
 PAIR = Rule(a_plus=0.7, a_minus=0.4, tau_plus=3.0, tau_minus=5.0)
 TRIPLET = replace(PAIR, a3_plus=0.9, a3_minus=0.3, tau_x=6.0, tau_y=7.0)

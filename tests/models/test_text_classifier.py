@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from bottega.models.text_classifier import TextClassifier, initialise_encoder
-from bottega.schema.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.config.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.models.text_classifier.encoder import TextClassifier, initialise_encoder
 
 SHAPE = EncoderShape(
     vocab_size=30, num_labels=3, hidden_size=16, num_layers=2, num_heads=2, max_positions=24, dropout=0.0

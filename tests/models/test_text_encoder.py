@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import tiny_clip
+from bottega.config.generator import ConditionShape
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.dit import initial_value
+from bottega.models.dit.torch import initial_value
 from bottega.models.initial import fill
 from bottega.models.text_encoder import TextEncoder, load_text_encoder, read_text_facts
-from bottega.schema.generator import ConditionShape
 
 SHAPE = ConditionShape(kind="text", hidden_size=8, vocab_size=50, text_size=16, text_layers=2, max_tokens=12)
 

@@ -10,10 +10,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from bottega.config.transformer import DECLARED, SIZES, TransformerShape, sized
 from bottega.core.errors import UsageError
+from bottega.models.decoder.torch import Cache, Transformer, rotary
 from bottega.models.initial import initialise
-from bottega.models.transformer import Cache, Transformer, rotary
-from bottega.schema.transformer import DECLARED, SIZES, TransformerShape, sized
 from decoders import compile_and_count
 
 V, T = 61, 24

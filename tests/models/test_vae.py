@@ -13,12 +13,12 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bottega.config.vae import AutoencoderShape, stage_widths
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.component import WEIGHTS
+from bottega.models.autoencoder.layout import export_autoencoder, read_autoencoder_shape
+from bottega.models.autoencoder.vae import Autoencoder, load_autoencoder
 from bottega.models.initial_conv import initial_convolution
-from bottega.models.pretrained_vae import export_autoencoder, read_autoencoder_shape
-from bottega.models.vae import Autoencoder, load_autoencoder
-from bottega.schema.vae import AutoencoderShape, stage_widths
+from bottega.models.pipeline.component import WEIGHTS
 
 GRIDS = {1: (24,), 2: (16, 24), 3: (5, 8, 12)}
 
@@ -291,7 +291,7 @@ def test_initial_weights_are_a_function_of_seed_and_name_and_keep_the_scale() ->
 
 
 def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bottega.models import resnet
+    from bottega.models.autoencoder import resnet
 
     gradients, calls = [], []
     original = resnet.checkpoint

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bottega.config.generator import CodeGeneratorShape, CodesBackbone, ConditionShape
+from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
+from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
-from bottega.models.transformer import Transformer
-from bottega.schema.generator import CodeGeneratorShape, CodesBackbone, ConditionShape
-from bottega.schema.transformer import TransformerShape
 from bottega.tasks.code_language import CodeLanguage, FrozenCodes
 
 CODES, CLASSES = 50, 2

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape
+from bottega.config.training import Training
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise, generator
-from bottega.data.loader import Loader, evaluate_batches
-from bottega.data.source import ArraySource
+from bottega.data.loading.loader import Loader, evaluate_batches
+from bottega.data.sources.source import ArraySource
 from bottega.engines.torch import TorchEngine
-from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
-from bottega.schema.training import Training
 from bottega.tasks.generation import Generation
 from bottega.tasks.paths import Path
 from bottega.tasks.samplers import sample

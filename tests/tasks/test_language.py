@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
-from bottega.models.pretrained import export_transformers
-from bottega.schema.transformer import TransformerShape
+from bottega.models.folders.pretrained import export_transformers
 from bottega.tasks.language import Language
 
 SHAPE = TransformerShape(

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from bottega.config.language_kinds import shape_fields
+from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
 from bottega.core.types import Loss
+from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
-from bottega.models.transformer import Transformer
-from bottega.schema.language_kinds import shape_fields
-from bottega.schema.transformer import TransformerShape
 from bottega.tasks.language import Language
 from bottega.techniques.overheard import Overheard
 from decoders import greedy_by_reading_again, texts

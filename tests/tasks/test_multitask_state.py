@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from bottega.core.noise import Noise, seed_of
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models
-from bottega.data.loader import Loader
-from bottega.data.side_by_side import AsTheyStand, SideBySide
-from bottega.data.source import ArraySource
+from bottega.data.loading.loader import Loader
+from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
+from bottega.data.sources.source import ArraySource
 from bottega.engines.changes import Seen
 from bottega.tasks.multitask import Multitask
 from toy_task import advance, engine, state, training

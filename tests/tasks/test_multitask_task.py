@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
+from bottega.config.text_classifier import EncoderShape
+from bottega.config.training import Training
+from bottega.config.transformer import TransformerShape
 from bottega.core.errors import UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
-from bottega.data.loader import Loader, evaluate_batches
-from bottega.data.orders import Shuffled
-from bottega.data.side_by_side import AsTheyStand, SideBySide
-from bottega.data.source import ArraySource, Source
+from bottega.data.loading.loader import Loader, evaluate_batches
+from bottega.data.order.orders import Shuffled
+from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
+from bottega.data.sources.source import ArraySource, Source
 from bottega.engines.devices import put
 from bottega.engines.torch import TorchEngine
 from bottega.models.several import Several, shared_layers
-from bottega.schema.text_classifier import EncoderShape
-from bottega.schema.training import Training
-from bottega.schema.transformer import TransformerShape
 from bottega.tasks.classify import Classification
 from bottega.tasks.language import Language
 from bottega.tasks.multitask import Multitask

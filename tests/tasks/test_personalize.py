@@ -11,11 +11,11 @@ from torch import Tensor
 
 import small_personal
 from bottega import branches
+from bottega.config.load import load_recipe
+from bottega.config.personalize import ConditionWeights
 from bottega.core.noise import Noise
 from bottega.core.types import Models
-from bottega.data.loader import evaluate_batches
-from bottega.schema.load import load_recipe
-from bottega.schema.personalize import ConditionWeights
+from bottega.data.loading.loader import evaluate_batches
 from bottega.tasks.personalize import Personalize
 
 COUNT = 6
@@ -44,7 +44,7 @@ def task(folder: Any) -> Personalize:
 @pytest.fixture
 def models(folder: Any) -> Models:
     """New trained tokens, of which a test may do what it likes; the frozen models are shared."""
-    from bottega.models.soft_prompts import build_soft_prompts
+    from bottega.models.frozen.soft_prompts import build_soft_prompts
 
     task, built, _ = opened(folder)
     return {**built, "model": build_soft_prompts(task.shape, 0, token_scale=0.5)}
@@ -158,7 +158,7 @@ def test_min_snr_weighs_down_what_is_nearly_clean(task: Personalize, models: Mod
 def test_trained_tokens_are_used_where_they_weigh_something(
     task: Personalize, models: Models, batch: dict[str, Tensor]
 ) -> None:
-    from bottega.models.soft_prompts import build_soft_prompts
+    from bottega.models.frozen.soft_prompts import build_soft_prompts
 
     others = {**models, "model": build_soft_prompts(task.shape, 1, token_scale=0.5)}
     assert not torch.equal(drawn(task, models, batch), drawn(task, others, batch))

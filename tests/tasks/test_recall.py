@@ -17,16 +17,16 @@ from safetensors.numpy import load_file
 import bottega
 import small_recall
 from bottega import branches, cli
-from bottega.compose import build_engine, build_loader, plan_rates
+from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
-from bottega.data.loader import evaluate_batches
+from bottega.data.loading.loader import evaluate_batches
 from bottega.data.recall import ASK, IGNORED, Facts, Lasting, Streams, Tokens
-from bottega.models import memory as memories
+from bottega.models.decoder.torch import Transformer
+from bottega.models.memory import torch as memories
 from bottega.models.several import shared_layers
-from bottega.models.transformer import Transformer
-from bottega.schema.load import load_recipe
+from bottega.run.compose import build_engine, build_loader, plan_rates
 from bottega.tasks.recall import RecallFacts, RecallStreams
 from small_run import environment, tensors
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from bottega.config.vae import AutoencoderShape, CodesShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
-from bottega.models.pretrained_vae import export_autoencoder
-from bottega.schema.vae import AutoencoderShape, CodesShape
+from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.tasks.codes import Codes, usage
 from bottega.tasks.vae import Reconstruction
 

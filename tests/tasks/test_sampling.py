@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from bottega.config.transformer import TransformerShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
+from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
-from bottega.models.transformer import Transformer
-from bottega.schema.transformer import TransformerShape
 from bottega.tasks.sampling import choose, generate, penalised
 from decoders import greedy_by_reading_again, texts
 

@@ -16,15 +16,15 @@ import bottega
 import small_media
 import small_run
 import small_texts
+from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape
+from bottega.config.text_classifier import KimShape
+from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
-from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape
-from bottega.schema.text_classifier import KimShape
-from bottega.schema.transformer import TransformerShape
 from bottega.tasks.classify import Classification
 from bottega.tasks.generation import Generation
 from bottega.tasks.language import Language
-from bottega.techniques.adapter import Adapter, Bottleneck
+from bottega.techniques.adapter.torch import Adapter, Bottleneck
 from small_run import different, tensors
 
 STEADY = {"training.scheduler.name": "constant", "training.scheduler.warmup_steps": 0}
@@ -67,7 +67,7 @@ def test_it_is_nothing_at_first_and_each_has_a_say() -> None:
 
 
 def test_it_stands_behind_the_outputs_of_others_too(tmp_path: Path) -> None:
-    from bottega.models.pretrained_classifier import pretrained_shape
+    from bottega.models.text_classifier.pretrained import pretrained_shape
 
     folder = small_texts.encoder(tmp_path)
     shape = pretrained_shape(folder, ["a", "b", "c"])

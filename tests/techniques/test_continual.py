@@ -17,22 +17,22 @@ import bottega
 import small_media
 import small_run
 import small_texts
+from bottega.analysis.compare import compare
+from bottega.analysis.verify_resume import compare as first_difference
 from bottega.branches.evaluation_data import DataRequest
 from bottega.core.callback import Progress
 from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Goal, evaluate
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Loss, Models
-from bottega.data.first import First
-from bottega.data.loader import evaluate_batches
-from bottega.data.source import ArraySource, Source
+from bottega.data.loading.loader import evaluate_batches
+from bottega.data.sources.first import First
+from bottega.data.sources.source import ArraySource, Source
 from bottega.engines.fisher import DRAWN_FOR, diagonal
 from bottega.engines.sums import sum_terms
-from bottega.insight.compare import compare
-from bottega.insight.verify_resume import compare as first_difference
-from bottega.methods.forgetting import Forgetting, transfer
-from bottega.techniques.by_source import BySource
-from bottega.techniques.ewc import Ewc, consolidate
+from bottega.techniques.continual.by_source import BySource
+from bottega.techniques.continual.forgetting import Forgetting, transfer
+from bottega.techniques.ewc.torch import Ewc, consolidate
 from toy_task import Toy, engine, source
 
 BOTH = [{"name": "ewc", "options": {"samples": 6}}, {"name": "replay", "options": {"share": 0.25, "memory": 5}}]
@@ -313,7 +313,7 @@ def test_a_limit_and_few_batches_still_measure_every_source(tmp_path: Path) -> N
 
 
 def test_what_evaluate_writes_names_the_right_examples(tmp_path: Path) -> None:
-    from bottega.insight.answers import Answers
+    from bottega.analysis.answers import Answers
 
     saved = bottega.load(train("classify", tmp_path).path)
     _, rows, held_out = saved.examined(saved.chosen(DataRequest()))

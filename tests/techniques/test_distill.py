@@ -18,23 +18,23 @@ import small_media
 import small_run
 import small_texts
 from bottega import branches, cli
-from bottega.compose import build_engine, build_loader, plan_rates
+from bottega.analysis.compare import compare
+from bottega.config import needs
+from bottega.config.load import load_recipe, to_yaml
+from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
 from bottega.core.rundir import read_metrics
 from bottega.core.task import Task
 from bottega.core.types import Loss
-from bottega.data.loader import evaluate_batches
-from bottega.insight.compare import compare
-from bottega.methods import applied
-from bottega.methods.distill import _hash_of
-from bottega.models.transformer import Transformer
-from bottega.schema import needs
-from bottega.schema.load import load_recipe, to_yaml
-from bottega.schema.transformer import TransformerShape
+from bottega.data.loading.loader import evaluate_batches
+from bottega.models.decoder.torch import Transformer
+from bottega.run.compose import build_engine, build_loader, plan_rates
+from bottega.run.lesson import applied
 from bottega.tasks.language import Language
-from bottega.techniques.distill import Distilled, binary_divergence, divergence, state_difference
+from bottega.techniques.distill.apply import _hash_of
+from bottega.techniques.distill.torch import Distilled, binary_divergence, divergence, state_difference
 from bottega.techniques.inject import hash_of
 from bottega.techniques.overheard import Overheard, blocks_of, matched
 from small_run import different, tensors

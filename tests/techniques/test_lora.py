@@ -17,13 +17,13 @@ import bottega
 import small_media
 import small_run
 import small_texts
+from bottega.analysis.inspect import inspect
+from bottega.analysis.ledger import ledger
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
-from bottega.insight.inspect import inspect
-from bottega.insight.ledger import ledger
 from bottega.techniques.inject import hash_of
-from bottega.techniques.lora import Lora, changed_layers, merge, merged, unmerge
+from bottega.techniques.lora.torch import Lora, changed_layers, merge, merged, unmerge
 from small_adapted import (
     EMPTY,
     LANGUAGE,
@@ -276,7 +276,7 @@ def test_what_a_checkpoint_will_need_is_known_before_the_first_step(
 ) -> None:
     """All weights of the base would be too many, and what a technique keeps beside them was forgotten."""
     asked: list[int] = []
-    monkeypatch.setattr("bottega.session.preflight", lambda folder, *, size, keep: asked.append(size))
+    monkeypatch.setattr("bottega.run.session.preflight", lambda folder, *, size, keep: asked.append(size))
     recipe, settings = language(bases, tmp_path)
     paths = (settings.pop("data.train.path"), str(small_run.write_text(tmp_path / "second.txt", seed=2)))
     more = {"training.ema": 0.9, "training.optimizer.name": optimizer, "name": "sized"}
@@ -338,7 +338,7 @@ NEW = ("table", "lamp", "zeal", "glad", "path", "debt")
 @pytest.mark.slow
 def test_five_seeds_go_most_of_the_way_of_full_training(tmp_path: Path) -> None:
     """From a base that knows six words to a text of six others in the same letters, at equal steps."""
-    from bottega.insight.compare import compare
+    from bottega.analysis.compare import compare
 
     text = small_run.write_text(tmp_path / "text.txt", words=4000)
     new = dict(zip(("alpha", "beta", "gamma", "delta", "zeta", "theta"), NEW, strict=True))

@@ -19,21 +19,21 @@ import small_media
 import small_run
 import small_texts
 from bottega import branches
-from bottega.compose import build_engine, build_loader, plan_rates
+from bottega.analysis.compare import compare
+from bottega.analysis.ledger import ledger
+from bottega.config.load import load_recipe
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, DataError, Diverged, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.data.loader import Loader, evaluate_batches
+from bottega.data.loading.loader import Loader, evaluate_batches
 from bottega.engines.devices import put
-from bottega.insight.compare import compare
-from bottega.insight.ledger import ledger
-from bottega.methods import applied
-from bottega.methods.lesson import Lesson
-from bottega.schema.load import load_recipe
-from bottega.techniques.maml import Maml, Rebound
+from bottega.run.compose import build_engine, build_loader, plan_rates
+from bottega.run.lesson import applied
+from bottega.techniques.lesson import Lesson
+from bottega.techniques.maml.torch import Maml, Rebound
 from small_run import different
 
 F, S, Q = 3, 4, 5

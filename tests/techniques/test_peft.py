@@ -14,9 +14,9 @@ import torch
 from safetensors.numpy import load_file
 
 import bottega
+from bottega.analysis.ledger import ledger
 from bottega.core.errors import UsageError
-from bottega.insight.ledger import ledger
-from bottega.techniques.lora import Lora
+from bottega.techniques.lora.torch import Lora
 from small_adapted import language_task, train, write_bases
 from small_run import different, tensors
 

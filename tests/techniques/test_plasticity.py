@@ -18,23 +18,23 @@ from torch import Tensor, nn
 
 import small_media
 import small_run
+from bottega.config.convnet import ConvNetShape
+from bottega.config.language_kinds import shape_fields
+from bottega.config.load import load_recipe
+from bottega.config.spiking import SpikingNetShape, SpikingShape
+from bottega.config.techniques import PlasticityOptions
+from bottega.config.transformer import TransformerShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise, generator
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.data.source import ArraySource
-from bottega.models.spiking import SpikingGate, SpikingLayer
-from bottega.models.stdp import Rule, eligibility
-from bottega.schema.convnet import ConvNetShape
-from bottega.schema.language_kinds import shape_fields
-from bottega.schema.load import load_recipe
-from bottega.schema.spiking import SpikingNetShape, SpikingShape
-from bottega.schema.techniques import PlasticityOptions
-from bottega.schema.transformer import TransformerShape
+from bottega.data.sources.source import ArraySource
+from bottega.models.spiking.stdp import Rule, eligibility
+from bottega.models.spiking.units import SpikingGate, SpikingLayer
 from bottega.tasks.classify import Classification
 from bottega.tasks.language import Language
 from bottega.tasks.multitask import Multitask
-from bottega.techniques.plasticity import (
+from bottega.techniques.plasticity.torch import (
     COUNT,
     REWARD,
     REWARDED,
@@ -630,7 +630,7 @@ def test_where_the_model_asks_for_it_the_same_is_refused(tmp_path: Path) -> None
 
 
 def test_options_of_the_recipe_become_the_rule() -> None:
-    from bottega.methods.plasticity import rule_of
+    from bottega.techniques.plasticity.apply import rule_of
 
     triplet = PlasticityOptions(rule="triplet", a3_plus=0.5, tau_y=3.0, tau_plus=2.0)
     assert rule_of(triplet) == Rule(a3_plus=0.5, a3_minus=0.0, tau_y=3.0, tau_plus=2.0)

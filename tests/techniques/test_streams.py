@@ -18,17 +18,18 @@ import small_routing
 import small_run
 import small_texts
 from bottega import branches
+from bottega.analysis.ledger import ledger
+from bottega.analysis.verify_resume import compare as first_difference
 from bottega.callbacks.prequential import Prequential
-from bottega.compose import build_engine, build_loader, plan_rates, total_steps
+from bottega.config.load import load_recipe
+from bottega.config.recipe import Recipe
 from bottega.core.callback import Progress
 from bottega.core.errors import OutOfMemory, UsageError
-from bottega.data.online import NEW, Stream
+from bottega.data.order.online import NEW, Stream
 from bottega.engines.torch import TorchEngine
-from bottega.insight.ledger import ledger
-from bottega.insight.verify_resume import compare as first_difference
-from bottega.methods import all_of_them, applied
-from bottega.schema.load import load_recipe
-from bottega.schema.recipe import Recipe
+from bottega.run.compose import build_engine, build_loader, plan_rates, total_steps
+from bottega.run.lesson import applied
+from bottega.techniques import all_of_them
 
 ONLINE: dict[str, Any] = {"training.max_steps": None, "data.online": {"replay": 0.25, "memory": 20}}
 

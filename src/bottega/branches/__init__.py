@@ -11,8 +11,8 @@ from typing import Any
 
 from bottega.branches.branch import Branch
 from bottega.branches.located import recorded_folders
+from bottega.config.recipe import BUILT_TASKS, Recipe
 from bottega.core.errors import UsageError
-from bottega.schema.recipe import BUILT_TASKS, Recipe
 
 MODULES = {
     "language": "bottega.branches.language",

@@ -15,21 +15,21 @@ from bottega.branches.clip_folder import clip_tokens
 from bottega.branches.kept import NotKept, read_kept
 from bottega.branches.media import MediaBranch
 from bottega.branches.start import folder_of
+from bottega.config.align import AlignRecipe, ClipShape, clip_shape
+from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.captions import CaptionTokens, captions_of
-from bottega.data.classes import Classes
-from bottega.data.clip_tokens import learn_clip_tokens
 from bottega.data.image.augment import denormalise
 from bottega.data.image.write import write_images
-from bottega.data.negatives import WithNegatives
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.samples import image_encoder
-from bottega.data.source import Source
+from bottega.data.sources.samples import image_encoder
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Classes
+from bottega.data.text.captions import CaptionTokens, captions_of
+from bottega.data.text.clip_tokens import learn_clip_tokens
+from bottega.data.text.negatives import WithNegatives
 from bottega.models.clip import Clip, export_clip, read_clip_shape
-from bottega.schema.align import AlignRecipe, ClipShape, clip_shape
-from bottega.schema.recipe import Recipe
 from bottega.tasks.align import Alignment
 
 FACTS, TOKENS = "align.json", "text"

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from bottega.branches.text_condition import TextCondition
+from bottega.config.generator import Condition, Generator
 from bottega.core.errors import UsageError
-from bottega.schema.generator import Condition, Generator
 
 FLAGS = {"prompt": "text", "class": "class", "vector": "vector"}
 """Flag -> the condition that a run must have been trained with."""

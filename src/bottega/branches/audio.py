@@ -12,15 +12,15 @@ import torch
 
 from bottega.branches.generation import GenerationBranch, Say
 from bottega.branches.latent_space import codec_of
+from bottega.config.media import AudioRecipe
+from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, CheckpointError
 from bottega.core.types import Batch, Models
+from bottega.data.audio.mel import MelCodec
 from bottega.data.audio.write import ENDINGS, write_sounds
-from bottega.data.mel import MelCodec
 from bottega.data.prepare.media import prepare_media
-from bottega.data.samples import mel_codec
+from bottega.data.sources.samples import mel_codec
 from bottega.models.vocoder import Vocoder, load_vocoder
-from bottega.schema.media import AudioRecipe
-from bottega.schema.recipe import Recipe
 
 VOCODER = "vocoder"
 # Samples that become sound at once: 48 s at 22 kHz. With hops of a quarter window, each of Griffin-Lim's arrays has two

@@ -10,9 +10,9 @@ from typing import Any
 from bottega.core.errors import UsageError
 from bottega.core.task import Task
 from bottega.core.types import Models
-from bottega.data.given import GivenData
-from bottega.data.orders import Order
-from bottega.data.source import Source
+from bottega.data.order.orders import Order
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.source import Source
 
 
 class Branch(ABC):

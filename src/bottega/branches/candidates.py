@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from bottega.branches.clip_folder import clip_tokens
-from bottega.data.captions import CaptionTokens
 from bottega.data.image.augment import normalise
+from bottega.data.text.captions import CaptionTokens
 from bottega.models.clip import load_clip
 
 LEAST = 1e-4

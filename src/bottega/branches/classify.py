@@ -22,16 +22,7 @@ from bottega.branches.media import MediaBranch
 from bottega.branches.objective import Objective, counts_all_classes
 from bottega.branches.start import folder_of
 from bottega.branches.teller import Teller
-from bottega.core.errors import DataError, UsageError
-from bottega.core.types import Models
-from bottega.data.classes import Classes, texts_of
-from bottega.data.given import GivenData
-from bottega.data.labelled import class_numbers, learnt_classes, rare_classes
-from bottega.data.mel import MelCodec
-from bottega.data.prepare.media import prepare_media
-from bottega.data.prepare.prepared import Prepared
-from bottega.data.samples import image_encoder, mel_codec
-from bottega.schema.classify import (
+from bottega.config.classify import (
     SPIKING,
     AudioClassifyRecipe,
     ClassifyRecipe,
@@ -39,9 +30,18 @@ from bottega.schema.classify import (
     ImageClassifyRecipe,
     VideoClassifyRecipe,
 )
-from bottega.schema.convnet import ConvNetShape
-from bottega.schema.recipe import Recipe
-from bottega.schema.spiking import SpikingNetShape, SpikingShape
+from bottega.config.convnet import ConvNetShape
+from bottega.config.recipe import Recipe
+from bottega.config.spiking import SpikingNetShape, SpikingShape
+from bottega.core.errors import DataError, UsageError
+from bottega.core.types import Models
+from bottega.data.audio.mel import MelCodec
+from bottega.data.prepare.media import prepare_media
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.samples import image_encoder, mel_codec
+from bottega.data.tables.classes import Classes, texts_of
+from bottega.data.text.labelled import class_numbers, learnt_classes, rare_classes
 from bottega.tasks.classify import Classification
 
 CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from bottega.core.errors import UsageError
-from bottega.data.captions import CaptionTokens
+from bottega.data.text.captions import CaptionTokens
 from bottega.models.clip import read_clip_shape
-from bottega.models.pretrained import fetch_folder
-from bottega.models.untrusted import require_safetensors
+from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.folders.untrusted import require_safetensors
 
 TOKENIZER = "tokenizer.json"
 

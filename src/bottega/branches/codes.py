@@ -11,15 +11,15 @@ from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.frozen import check_same, content_of, found_again
 from bottega.branches.kept import read_kept
+from bottega.config import needs
+from bottega.config.generator import CodeGeneratorShape, CodesBackbone, ConditionShape
+from bottega.config.media import AudioRecipe, ImageRecipe, VideoRecipe
+from bottega.config.transformer import TransformerShape
+from bottega.config.vae import CodesShape
 from bottega.core.errors import UsageError
-from bottega.data.mel import MelCodec
-from bottega.models.codes_folder import read_codes
-from bottega.models.component import CONFIG
-from bottega.schema import needs
-from bottega.schema.generator import CodeGeneratorShape, CodesBackbone, ConditionShape
-from bottega.schema.media import AudioRecipe, ImageRecipe, VideoRecipe
-from bottega.schema.transformer import TransformerShape
-from bottega.schema.vae import CodesShape
+from bottega.data.audio.mel import MelCodec
+from bottega.models.autoencoder.codes_folder import read_codes
+from bottega.models.pipeline.component import CONFIG
 from bottega.tasks.code_language import CodeLanguage, FrozenCodes
 
 FACTS, WHAT = "tokenizer.json", "tokenizer"

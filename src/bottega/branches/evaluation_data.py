@@ -10,17 +10,17 @@ from typing import Any
 from bottega.branches.branch import Branch
 from bottega.branches.from_tables import TableBranch
 from bottega.branches.multitask import MultitaskBranch
+from bottega.config.data import Data, HeldOut
+from bottega.config.data import Source as SourceOptions
+from bottega.config.load import check_recipe
+from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
-from bottega.data.given import GivenData
 from bottega.data.prepare.prepared import is_prepared, opened
 from bottega.data.readers import find
 from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.readers.parts import meaning
-from bottega.data.source import Source
-from bottega.schema.data import Data, HeldOut
-from bottega.schema.data import Source as SourceOptions
-from bottega.schema.load import check_recipe
-from bottega.schema.recipe import Recipe
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.source import Source
 
 SPLITS = ("validation", "test", "train")
 READING = ("label_field", "label_separator", "condition_field")
@@ -145,7 +145,7 @@ def _section(recipe: Recipe, request: DataRequest) -> Data:
 
 
 def _is_of_data(key: str) -> bool:
-    from bottega.schema.aliases import spell
+    from bottega.config.aliases import spell
 
     return all(spelled.startswith("data.") for spelled in spell(key, 0))
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from bottega.branches.branch import Branch
 from bottega.branches.located import DataGone, locate
+from bottega.config.data import source_names
 from bottega.core.errors import DataError
-from bottega.data import combine
-from bottega.data.first import First
-from bottega.data.orders import Order
+from bottega.data.order.orders import Order
+from bottega.data.order.spread import Spread
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers.files import RANGE
-from bottega.data.source import Source
-from bottega.data.spread import Spread
-from bottega.schema.data import source_names
+from bottega.data.sources import combine
+from bottega.data.sources.first import First
+from bottega.data.sources.source import Source
 
 
 class TableBranch(Branch):

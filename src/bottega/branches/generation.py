@@ -21,22 +21,22 @@ from bottega.branches.latent_space import LatentFacts, compute, open_space
 from bottega.branches.media import MediaBranch
 from bottega.branches.start import folder_of
 from bottega.branches.text_condition import prepare_text, reopen_text
+from bottega.config.generator import CodeGeneratorShape, ConditionShape, DiTShape, GeneratorShape, UNetShape
+from bottega.config.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Models
-from bottega.data.captions import CaptionRows
-from bottega.data.classes import Classes
-from bottega.data.given import GivenData
-from bottega.data.latents import LatentRows
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.present import ending, is_folder, renewed, writing
-from bottega.data.samples import media_samples
-from bottega.data.shards import Table
-from bottega.data.source import Source
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.latents import LatentRows
+from bottega.data.sources.samples import media_samples
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Classes
+from bottega.data.tables.shards import Table
+from bottega.data.text.captions import CaptionRows
 from bottega.engines.devices import choose_device
 from bottega.models.unet import choose_unet, vector_size
-from bottega.schema.generator import CodeGeneratorShape, ConditionShape, DiTShape, GeneratorShape, UNetShape
-from bottega.schema.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.generation import Generation
 from bottega.tasks.latents import round_trip
 from bottega.tasks.measures.attributes import shared_rows

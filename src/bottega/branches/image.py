@@ -9,13 +9,13 @@ from typing import final
 import numpy as np
 
 from bottega.branches.generation import GenerationBranch, Say
+from bottega.config.media import ImageRecipe
+from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.data.image.augment import denormalise, normalise
 from bottega.data.image.write import FORMATS, write_images
 from bottega.data.prepare.media import prepare_media
-from bottega.data.samples import image_encoder
-from bottega.schema.media import ImageRecipe
-from bottega.schema.recipe import Recipe
+from bottega.data.sources.samples import image_encoder
 
 
 def prepare(recipe: Recipe, *, say: Say) -> ImageBranch:

@@ -16,15 +16,15 @@ import numpy as np
 
 from bottega.branches.frozen import content_of, hash_of_files
 from bottega.branches.keyword_answers import add_answers, answering, read_answers, read_keywords
+from bottega.config.personalize import Keywords
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
-from bottega.data.cache import default_cache
 from bottega.data.personal import Record
-from bottega.models.allowed_words import AllowedWords
-from bottega.models.frozen_language import KEY, FrozenLanguage, language_facts
-from bottega.models.json_object import read_object
-from bottega.models.pretrained import fetch_folder
-from bottega.models.tokenizer_limits import check_tokenizer
-from bottega.schema.personalize import Keywords
+from bottega.data.tables.cache import default_cache
+from bottega.models.folders.json_object import read_object
+from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.folders.tokenizer_limits import check_tokenizer
+from bottega.models.frozen.allowed_words import AllowedWords
+from bottega.models.frozen.language import KEY, FrozenLanguage, language_facts
 
 # Raised when the same answer would be read in another way, so that old ones are left alone.
 FORMAT = 2

@@ -12,21 +12,9 @@ from pydantic import ValidationError
 
 from bottega.branches.from_tables import TableBranch
 from bottega.branches.start import folder_of, tokenizer_of
-from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.core.types import Models
-from bottega.data.given import GivenData
-from bottega.data.prepare.language import prepare_language
-from bottega.data.prepare.prepared import Prepared
-from bottega.data.present import writing
-from bottega.data.source import Source
-from bottega.data.tokenizer import Tokenizer
-from bottega.data.tokens import TokenDocuments, TokenWindows
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.models.decoder_layout import OWN, layout_for
-from bottega.models.pretrained import export_transformers, read_shape
-from bottega.schema.data import TextData
-from bottega.schema.language import LanguageRecipe
-from bottega.schema.language_kinds import (
+from bottega.config.data import TextData
+from bottega.config.language import LanguageRecipe
+from bottega.config.language_kinds import (
     WHILE_TRAINING,
     in_words_of_recipes,
     no_balancing_loss,
@@ -34,8 +22,20 @@ from bottega.schema.language_kinds import (
     shape_fields,
     words_of,
 )
-from bottega.schema.recipe import Recipe
-from bottega.schema.transformer import TransformerShape
+from bottega.config.recipe import Recipe
+from bottega.config.transformer import TransformerShape
+from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.types import Models
+from bottega.data.prepare.language import prepare_language
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.present import writing
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.source import Source
+from bottega.data.text.tokenizer import Tokenizer
+from bottega.data.text.tokens import TokenDocuments, TokenWindows
+from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.decoder.layout import OWN, layout_for
+from bottega.models.folders.pretrained import export_transformers, read_shape
 from bottega.storage.durable import writing_folder
 from bottega.tasks.language import Language
 from bottega.tasks.sampling import generate

@@ -11,19 +11,19 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.frozen import check_same, content_of, found_again
+from bottega.config import needs
+from bottega.config.media import AudioRecipe
+from bottega.config.recipe import Recipe
+from bottega.config.vae import AutoencoderShape
 from bottega.core.errors import UsageError
-from bottega.data import latents as kept
-from bottega.data.mel import FILE as MEL
-from bottega.data.mel import MelCodec
+from bottega.data.audio.mel import FILE as MEL
+from bottega.data.audio.mel import MelCodec
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.samples import media_samples
-from bottega.data.shards import Table
-from bottega.data.source import Source
-from bottega.models.pretrained_vae import read_autoencoder_shape
-from bottega.schema import needs
-from bottega.schema.media import AudioRecipe
-from bottega.schema.recipe import Recipe
-from bottega.schema.vae import AutoencoderShape
+from bottega.data.sources import latents as kept
+from bottega.data.sources.samples import media_samples
+from bottega.data.sources.source import Source
+from bottega.data.tables.shards import Table
+from bottega.models.autoencoder.layout import read_autoencoder_shape
 from bottega.tasks.latents import Latents, moments
 
 WHAT = "autoencoder"

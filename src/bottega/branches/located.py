@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TypeVar
 
+from bottega.config.section import Section
 from bottega.core.errors import DataError
-from bottega.schema.section import Section
 
 S = TypeVar("S", bound=Section)
 

@@ -10,17 +10,17 @@ import numpy as np
 
 from bottega.branches.from_tables import TableBranch
 from bottega.branches.kept import NotKept
+from bottega.config.recipe import Model
 from bottega.core.errors import CheckpointError, DataError
-from bottega.data.classes import Classes
-from bottega.data.given import GivenData
-from bottega.data.mel import MelCodec, MelRows
+from bottega.data.audio.mel import MelCodec, MelRows
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers import find
-from bottega.data.samples import media_samples, with_codec
-from bottega.data.source import Source
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.samples import media_samples, with_codec
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Classes
 from bottega.data.video.source import VideoRows
-from bottega.schema.recipe import Model
 from bottega.storage.durable import writing_folder
 
 

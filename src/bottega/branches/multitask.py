@@ -13,22 +13,22 @@ from typing import Any, final
 from bottega import branches
 from bottega.branches.branch import Branch
 from bottega.branches.kept import NotKept, read_kept
+from bottega.config import needs
+from bottega.config.classify import ClassifyRecipe
+from bottega.config.language import LanguageRecipe
+from bottega.config.load import check_recipe, load_recipe, to_yaml
+from bottega.config.multitask import MultitaskRecipe
+from bottega.config.recipe import BUILT_TASKS, Recipe, changed_keys
+from bottega.config.transformer import WIDENING
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.given import GivenData
-from bottega.data.online import stream
-from bottega.data.orders import Order, Shuffled
+from bottega.data.order.online import stream
+from bottega.data.order.orders import Order, Shuffled
 from bottega.data.present import whole as written
-from bottega.data.side_by_side import AsTheyStand, SideBySide
-from bottega.data.source import Source
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
+from bottega.data.sources.source import Source
 from bottega.nearness import near_names
-from bottega.schema import needs
-from bottega.schema.classify import ClassifyRecipe
-from bottega.schema.language import LanguageRecipe
-from bottega.schema.load import check_recipe, load_recipe, to_yaml
-from bottega.schema.multitask import MultitaskRecipe
-from bottega.schema.recipe import BUILT_TASKS, Recipe, changed_keys
-from bottega.schema.transformer import WIDENING
 from bottega.tasks.multitask import Multitask, prefixed, under, whole
 
 PARTS = "parts.json"

@@ -11,11 +11,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.kept import read_kept
+from bottega.config.classify import LossOptions
+from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
-from bottega.data.labelled import balanced_weights
+from bottega.data.text.labelled import balanced_weights
 from bottega.nearness import near_names
-from bottega.schema.classify import LossOptions
-from bottega.schema.recipe import Recipe
 
 WEIGHTS = "weights.json"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bottega.config.personalize import PersonalizeData
 from bottega.data.prepare.item_captions import Describe
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.personal import prepare_personal
 from bottega.data.prepare.prepared import Prepared
-from bottega.schema.personalize import PersonalizeData
 
 
 def prepare_people(
@@ -19,6 +19,6 @@ def prepare_people(
 
 
 def _captioner(folder: Path) -> Describe:
-    from bottega.models.captioner import load_captioner
+    from bottega.models.frozen.captioner import load_captioner
 
     return load_captioner(folder)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from bottega.config.personalize import ConditionWeights
 from bottega.core.types import Models
 from bottega.data.personal import Record
-from bottega.data.prompted import Said
-from bottega.schema.personalize import ConditionWeights
+from bottega.data.text.prompted import Said
 
 if TYPE_CHECKING:
     from bottega.branches.personalize import PersonalizeBranch

@@ -16,7 +16,7 @@ from bottega.data.image.decode import decode
 from bottega.data.personal import Item, PersonalRows, Record
 from bottega.data.prepare.people import in_words
 from bottega.data.prepare.pictures import located
-from bottega.data.record import Bad, Unreadable
+from bottega.data.records.record import Bad, Unreadable
 
 NAMED = 5
 """Users that a message names."""

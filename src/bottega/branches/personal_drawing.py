@@ -18,14 +18,14 @@ from bottega.branches.personal_asks import Person
 from bottega.branches.personal_parts import PersonalFacts
 from bottega.branches.personal_prompts import Teller
 from bottega.branches.personal_sheets import SHOWN, Answer, Known, answer_sheet
+from bottega.config.personalize import ConditionWeights, PersonalizeRecipe
 from bottega.core.noise import Noise
 from bottega.core.types import Models
 from bottega.data.image.augment import denormalise
 from bottega.data.image.write import write_images
 from bottega.data.personal import Record
 from bottega.data.present import is_folder, numbered, renewed, writing
-from bottega.data.prompted import Said
-from bottega.schema.personalize import ConditionWeights, PersonalizeRecipe
+from bottega.data.text.prompted import Said
 from bottega.tasks.personalize import NEGATIVE, Personalize
 
 AT_ONCE = 1 << 20

@@ -16,14 +16,14 @@ from pydantic import BaseModel, ConfigDict
 from bottega.branches.clip_folder import check_clip, clip_folder
 from bottega.branches.frozen import Gone, check_same, content_of, found_again, hash_of_files
 from bottega.branches.keywords import tokenizer_content
+from bottega.config import needs
+from bottega.config.personalize import PersonalizeRecipe, SoftPromptShape
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.frozen_language import language_facts
-from bottega.models.pipeline_folder import ImageFacts, image_facts
-from bottega.models.pipeline_parts import INDEX, find_pipeline
-from bottega.models.pipeline_tokens import tokenize
-from bottega.models.pretrained import fetch_folder
-from bottega.schema import needs
-from bottega.schema.personalize import PersonalizeRecipe, SoftPromptShape
+from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.frozen.language import language_facts
+from bottega.models.pipeline.folder import ImageFacts, image_facts
+from bottega.models.pipeline.parts import INDEX, find_pipeline
+from bottega.models.pipeline.tokens import tokenize
 
 FACTS = "personal.json"
 LANGUAGE, GENERATOR, JUDGE = "language_model", "diffusion", "clip"

@@ -12,10 +12,10 @@ import numpy as np
 
 from bottega.branches.keywords import Keyworder, Say
 from bottega.branches.personal_parts import GeneratorTokens, PersonalFacts, generator_tokens
+from bottega.config.personalize import FrozenPrecision, Keywords, PersonalizeRecipe
 from bottega.core.errors import UsageError
 from bottega.data.personal import Record
-from bottega.data.prompted import Said, Sayings
-from bottega.schema.personalize import FrozenPrecision, Keywords, PersonalizeRecipe
+from bottega.data.text.prompted import Said, Sayings
 
 
 @final

@@ -21,19 +21,19 @@ from bottega.branches.personal_drawing import Artist, Drawn
 from bottega.branches.personal_parts import FACTS, PersonalFacts, find_parts
 from bottega.branches.personal_prompts import Teller
 from bottega.branches.personal_sheets import Compared, compare_sheet
+from bottega.config.personalize import FrozenPrecision, PersonalizeRecipe
+from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
-from bottega.data.given import GivenData
 from bottega.data.image.write import FORMATS
 from bottega.data.personal import PersonalRows, Record, evenly
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.present import ending, is_folder, whole
-from bottega.data.prompted import PromptedRows, Said
-from bottega.data.source import Source
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.source import Source
+from bottega.data.text.prompted import PromptedRows, Said
 from bottega.engines.devices import choose_device
-from bottega.models.frozen_language import load_language_model
-from bottega.schema.personalize import FrozenPrecision, PersonalizeRecipe
-from bottega.schema.recipe import Recipe
+from bottega.models.frozen.language import load_language_model
 from bottega.tasks.paths import Path as NoisePath
 from bottega.tasks.personalize import Personalize
 

@@ -13,14 +13,14 @@ from bottega.branches.classify import ClassifyBranch
 from bottega.branches.multitask import MultitaskBranch
 from bottega.branches.routing import RoutingBranch
 from bottega.branches.text_classify import TextClassifyBranch
+from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.given import GivenData
 from bottega.data.prepare.inputs import find_in_utf8
 from bottega.data.prepare.rules import Rules
 from bottega.data.readers import find
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
+from bottega.data.sources.given import GivenData
 from bottega.tasks.multitask import whole
 from bottega.terminal import print_notice
 

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from bottega.config.generator import UNetShape
 from bottega.core.errors import CheckpointError
 from bottega.core.types import Models
-from bottega.models import dit_layout
-from bottega.models.component import CONFIG, VERSION, on_host, read_config, write_component
+from bottega.models.autoencoder.layout import export_autoencoder
+from bottega.models.dit import layout
 from bottega.models.generator import OWN, WEIGHTS, Generator, load_generator
-from bottega.models.pretrained_vae import export_autoencoder
+from bottega.models.pipeline.component import CONFIG, VERSION, on_host, read_config, write_component
 from bottega.models.unet import UNet, unet_config
-from bottega.schema.generator import UNetShape
 from bottega.tasks.generation import Generation
 from bottega.tasks.paths import STEPS
 from bottega.tasks.paths import Path as NoisePath
@@ -106,7 +106,7 @@ def pipeline_of(branch: GenerationBranch, models: Models) -> str | None:
     # These two scale latents and do not shift them.
     if task.path.objective == "flow" or task.latents is None or task.latents.shift:
         return None
-    if dit_layout.has_diffusers_form(task.shape):
+    if layout.has_diffusers_form(task.shape):
         return "DiTPipeline"
     is_clip = type(models.get("text_encoder")).__name__ == "CLIPTextModel"
     # The pipeline refuses pictures whose sides are no multiple of 8.
@@ -166,10 +166,10 @@ def _write_weights(model: Generator, folder: Path) -> None:
         prefix = "backbone.unet."
         unet = {name.removeprefix(prefix): rest.pop(name) for name in list(rest) if name.startswith(prefix)}
         write_component(folder / "unet", unet_config(backbone.shape), unet)
-    elif dit_layout.has_diffusers_form(model.shape):
-        config = dit_layout.diffusers_config(backbone.shape)
+    elif layout.has_diffusers_form(model.shape):
+        config = layout.diffusers_config(backbone.shape)
         rest |= {OWN: model.condition.folded()}
-        write_component(folder / "transformer", config, dit_layout.to_diffusers(rest, backbone.shape))
+        write_component(folder / "transformer", config, layout.to_diffusers(rest, backbone.shape))
         rest = {}
     if rest:
         save_file(on_host(rest), folder / WEIGHTS, metadata={"format": "pt"})
@@ -223,7 +223,7 @@ def _index(branch: GenerationBranch, pipeline: str) -> dict[str, Any]:
     if pipeline == "DiTPipeline":
         # A comma parts the names of one class there, and would make several of ours.
         names = {str(i): name.replace(",", " ") for i, name in enumerate(branch.facts.classes)}
-        return head | {"transformer": ["diffusers", dit_layout.CLASS], "id2label": names}
+        return head | {"transformer": ["diffusers", layout.CLASS], "id2label": names}
     return head | {
         "unet": ["diffusers", "UNet2DConditionModel"],
         "text_encoder": ["transformers", "CLIPTextModel"],

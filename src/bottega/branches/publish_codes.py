@@ -3,7 +3,7 @@
 - `config.json`: `format` "bottega-code-generator" and `version` 1; `medium`; `classes` by number; `samples` as the recipe
   has them; and `task`: the `shape` of the model, which `key` of a batch is generated, the share trained without condition.
 - `transformer/`: the language model as transformers opens it. Its vocabulary is the codes, the classes, and one for none.
-- `tokenizer/`: the tokenizer, which turns codes into values; `bottega.models.codes_folder.load_codes` opens it.
+- `tokenizer/`: the tokenizer, which turns codes into values; `bottega.models.autoencoder.codes_folder.load_codes` opens it.
 - `codec/`: how those become pixels or sound again, as the run keeps it.
 """
 
@@ -21,10 +21,10 @@ from bottega.branches.drawing import options_of
 from bottega.branches.frozen import SETTINGS
 from bottega.core.errors import CheckpointError
 from bottega.core.types import Models
-from bottega.models.codes_folder import WEIGHTS
-from bottega.models.component import CONFIG, read_config
-from bottega.models.pretrained import export_transformers, load_weights
-from bottega.models.transformer import Transformer
+from bottega.models.autoencoder.codes_folder import WEIGHTS
+from bottega.models.decoder.torch import Transformer
+from bottega.models.folders.pretrained import export_transformers, load_weights
+from bottega.models.pipeline.component import CONFIG, read_config
 from bottega.tasks.code_language import CodeLanguage
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.personal_parts import GENERATOR, JUDGE, LANGUAGE, WHAT, Base
+from bottega.config import needs
+from bottega.config.personalize import ConditionWeights, Keywords, PersonalizeSamples, SoftPromptShape
 from bottega.core.types import Models
-from bottega.schema import needs
-from bottega.schema.personalize import ConditionWeights, Keywords, PersonalizeSamples, SoftPromptShape
 
 if TYPE_CHECKING:
     from bottega.branches.personalize import PersonalizeBranch

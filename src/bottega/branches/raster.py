@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from bottega.core.types import Batch
-from bottega.data.classes import Classes
 from bottega.data.image.page import BLUE, FAINT, GRID, INK, ORANGE, Sheet
-from bottega.models.spiking_net import SpikingNet
+from bottega.data.tables.classes import Classes
+from bottega.models.spiking.network import SpikingNet
 
 FILE = "sheet.png"
 MOST_UNITS = 128

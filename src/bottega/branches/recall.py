@@ -15,16 +15,16 @@ from safetensors.torch import save_file
 
 from bottega.branches.branch import Branch
 from bottega.branches.kept import keep_once
+from bottega.config.memory import MemoryShape
+from bottega.config.recall import LastingRecipe, RecallRecipe
+from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.given import GivenData
-from bottega.data.orders import Order
+from bottega.data.order.orders import Order
 from bottega.data.recall import IGNORED, Facts, Lasting, Streams, Tokens
-from bottega.data.side_by_side import AsTheyStand
-from bottega.data.source import Source
-from bottega.schema.memory import MemoryShape
-from bottega.schema.recall import LastingRecipe, RecallRecipe
-from bottega.schema.recipe import Recipe
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.side_by_side import AsTheyStand
+from bottega.data.sources.source import Source
 from bottega.tasks.recall import ACCURACY, WITHOUT, Recall, RecallFacts, RecallStreams
 
 DATA, CONFIG = "data.json", "config.json"

@@ -19,25 +19,25 @@ from bottega.branches.routing_known import CONFIG, KNOWN, Known, started
 from bottega.branches.routing_pictures import draw_experts, draw_raster, story
 from bottega.branches.start import folder_of
 from bottega.branches.teller import Teller
+from bottega.config.data import Source as SourceOptions
+from bottega.config.experts import ExpertsShape
+from bottega.config.recipe import Recipe
+from bottega.config.routing import RoutingModel, RoutingRecipe, rules_problem
+from bottega.config.routing_shape import RoutingShape
+from bottega.config.spiking import SpikingShape
+from bottega.config.ssm import SSMShape
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.types import Models
-from bottega.data.classes import Classes
-from bottega.data.given import GivenData
-from bottega.data.labelled import learnt_classes, rare_classes
-from bottega.data.numbers import numbers_in
+from bottega.data.numbers.numbers import numbers_in
+from bottega.data.numbers.vectors import VectorRows
 from bottega.data.prepare.media import prepare_vectors
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.samples import media_samples
-from bottega.data.source import Source
-from bottega.data.vectors import VectorRows
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.samples import media_samples
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Classes
+from bottega.data.text.labelled import learnt_classes, rare_classes
 from bottega.models.routing import EPSILON
-from bottega.schema.data import Source as SourceOptions
-from bottega.schema.experts import ExpertsShape
-from bottega.schema.recipe import Recipe
-from bottega.schema.routing import RoutingModel, RoutingRecipe, rules_problem
-from bottega.schema.routing_shape import RoutingShape
-from bottega.schema.spiking import SpikingShape
-from bottega.schema.ssm import SSMShape
 from bottega.tasks.measures import routing as measures
 from bottega.tasks.routing import RoutingTask
 

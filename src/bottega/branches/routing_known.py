@@ -9,13 +9,13 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from bottega.config.experts import ExpertsShape
+from bottega.config.routing_shape import RoutingShape
+from bottega.config.spiking import SpikingShape
+from bottega.config.ssm import SSMShape
+from bottega.config.wording import shown
 from bottega.core.errors import DataError, UsageError
-from bottega.data.numbers import other_columns
-from bottega.schema.experts import ExpertsShape
-from bottega.schema.routing_shape import RoutingShape
-from bottega.schema.spiking import SpikingShape
-from bottega.schema.ssm import SSMShape
-from bottega.schema.wording import shown
+from bottega.data.numbers.numbers import other_columns
 
 KNOWN, CONFIG = "routing.json", "config.json"
 NAMES: dict[type[BaseModel], dict[str, str]] = {

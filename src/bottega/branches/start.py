@@ -1,5 +1,4 @@
-"""What a model starts from: the folder of its weights, the tokenizer that lies beside them, and what is put into a model
-that stays as it is there."""
+"""What a model starts from: the folder of its weights, and the tokenizer that lies beside them."""
 
 from __future__ import annotations
 
@@ -7,22 +6,20 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bottega.config import needs
+from bottega.config.classify import ClassifyRecipe
+from bottega.config.language import LanguageRecipe
+from bottega.config.load import load_recipe
+from bottega.config.recipe import Recipe
+from bottega.config.techniques import AdapterOptions
+from bottega.config.together import injection
 from bottega.core.errors import BottegaError, CheckpointError, UsageError
 from bottega.core.rundir import RunDirectory
-from bottega.core.task import Task
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema import needs
-from bottega.schema.classify import ClassifyRecipe
-from bottega.schema.language import LanguageRecipe
-from bottega.schema.load import load_recipe
-from bottega.schema.recipe import Recipe
-from bottega.schema.techniques import AdapterOptions, LoraOptions
+from bottega.data.text.vocabulary import TokenizerSpec
 
 if TYPE_CHECKING:
-    from bottega.techniques.inject import Injected
+    pass
 
-INJECTED = ("lora", "adapter")
-"""Techniques whose runs hold what they have put into a base, and the base is where it was."""
 PLACE = "start"
 """In the environment.json of a run, the folder that it began from; a hub name leaves none."""
 
@@ -32,7 +29,7 @@ def start_folder(name: str, *, is_local: bool = False) -> Path:
     run = Path(name).expanduser()
     if not (run / "recipe.yaml").is_file():
         # Loads torch, which preparing text from scratch does without.
-        from bottega.models.pretrained import fetch_folder
+        from bottega.models.folders.pretrained import fetch_folder
 
         folder = fetch_folder(name, is_local=is_local)
         alone = next((one for one in (folder, folder / "adapter") if (one / "bottega.json").is_file()), None)
@@ -136,64 +133,3 @@ def tokenizer_of(recipe: LanguageRecipe | ClassifyRecipe, *, codec: Path | None 
         # Words beyond the rows of the embedding would have none.
         given["vocab_size"] = recipe.model.vocab_size
     return TokenizerSpec(kind=chosen.kind, path=chosen.path, **{k: v for k, v in given.items() if v is not None})
-
-
-def injection(recipe: Recipe) -> LoraOptions | AdapterOptions | None:
-    """The options of what is put into the model, where something is."""
-    found: list[Any] = [one for one in recipe.techniques if one.name in INJECTED]
-    if len(found) > 1:
-        raise UsageError("techniques: lora and adapter change the same layers; keep one")
-    return found[0].options if found else None
-
-
-def injected(task: Task, options: LoraOptions | AdapterOptions, *, of: Task) -> Injected:
-    """The task with parts put into its model. `of` is the branch's own."""
-    from bottega.techniques.adapter import Adapter
-    from bottega.techniques.lora import Lora
-
-    shared: dict[str, Any] = {"train": options.train} if options.train is not None else {"fresh": fresh_parts(of)}
-    shared["start"] = options.start
-    if isinstance(options, AdapterOptions):
-        return Adapter(inner=task, size=options.size, targets=options.targets, **shared)
-    return Lora(
-        inner=task,
-        rank=options.rank,
-        alpha=options.alpha if options.alpha is not None else 2.0 * options.rank,
-        dropout=options.dropout,
-        targets=options.targets,
-        **shared,
-    )
-
-
-def fresh_parts(task: Task) -> tuple[str, ...]:
-    """What learns in full beside, because it begins at random, or at 0 and would pass no gradient on."""
-    from bottega.models.generator import read_generator
-    from bottega.schema.generator import UNetShape
-    from bottega.tasks.classify import Classification
-    from bottega.tasks.generation import Generation
-
-    if isinstance(task, Classification):
-        # An encoder that was trained to fill in words has nothing before the head either.
-        return ("head", "pooling", *(("backbone.pooler",) if _lacks_pooler(task.pretrained) else ()))
-    if not isinstance(task, Generation):
-        return ()
-    if task.pretrained is None:
-        is_unet = isinstance(task.shape.backbone, UNetShape)
-        last = ("backbone.unet.conv_out",) if is_unet else ("backbone.out", "backbone.modulation_out")
-        return (*last, "condition")
-    has_condition = any(name.startswith("condition.") for name in read_generator(Path(task.pretrained)))
-    return () if has_condition else ("condition",)
-
-
-def _lacks_pooler(folder: str | None) -> bool:
-    if folder is None:
-        return False
-    from safetensors import safe_open
-
-    from bottega.models.pretrained import fetch_folder
-
-    for file in fetch_folder(folder).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            if any("pooler." in name for name in tensors.keys()):  # noqa: SIM118 (it has no other way)
-                return False
-    return True

@@ -18,19 +18,19 @@ from bottega.branches.kept import NotKept, read_kept
 from bottega.branches.objective import Objective, counts_all_classes
 from bottega.branches.start import folder_of, tokenizer_of
 from bottega.branches.teller import Teller
+from bottega.config.classify import ClassifyRecipe
+from bottega.config.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.classes import Classes
-from bottega.data.given import GivenData
-from bottega.data.labelled import LabelledTexts, TextForm, labelled_texts, learnt_classes, rare_classes
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.source import Source
-from bottega.data.tokenizer import Tokenizer
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.models.pretrained_classifier import export_pretrained, pretrained_shape
-from bottega.schema.classify import ClassifyRecipe
-from bottega.schema.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Classes
+from bottega.data.text.labelled import LabelledTexts, TextForm, labelled_texts, learnt_classes, rare_classes
+from bottega.data.text.tokenizer import Tokenizer
+from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.text_classifier.pretrained import export_pretrained, pretrained_shape
 from bottega.storage.durable import writing_folder
 from bottega.tasks.classify import Classification
 

@@ -13,14 +13,14 @@ from pydantic import BaseModel, ConfigDict
 
 from bottega.branches.frozen import check_same, content_of, found_again
 from bottega.branches.kept import read_kept
+from bottega.config import needs
+from bottega.config.generator import ConditionShape, TextEncoderOptions
+from bottega.config.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
-from bottega.data.cache import cached, default_cache
-from bottega.data.captions import CaptionTokens, first_captions, learn_tokens
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers.fingerprint import content_hashes
-from bottega.schema import needs
-from bottega.schema.generator import ConditionShape, TextEncoderOptions
-from bottega.schema.media import AudioRecipe, ImageRecipe, VideoRecipe
+from bottega.data.tables.cache import cached, default_cache
+from bottega.data.text.captions import CaptionTokens, first_captions, learn_tokens
 from bottega.tasks.text import FrozenText
 
 FOLDER, FACTS = "text", "text.json"
@@ -141,7 +141,7 @@ def encoder_folders(name: str) -> tuple[Path, Path]:
     """Of an encoder and of its tokenizer: one folder with both, a run's export, a pipeline of diffusers, or a part of one."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        from bottega.models.pretrained import fetch_folder
+        from bottega.models.folders.pretrained import fetch_folder
 
         folder = fetch_folder(name, key="model.text.from")
     folder = (folder / "final" if (folder / "recipe.yaml").is_file() else folder).absolute()

@@ -16,21 +16,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bottega.branches.kept import read_kept
 from bottega.branches.media import MediaBranch
 from bottega.branches.start import start_folder
+from bottega.config.recipe import Recipe
+from bottega.config.tokens import AudioTokensRecipe, ImageTokensRecipe
+from bottega.config.vae import AutoencoderShape, CodesShape, stage_widths
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
+from bottega.data.audio.mel import MelCodec
 from bottega.data.audio.write import write_sounds
-from bottega.data.classes import Classes
 from bottega.data.image.augment import denormalise, normalise
 from bottega.data.image.write import write_images
-from bottega.data.mel import MelCodec
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.samples import image_encoder, mel_codec
-from bottega.data.source import Source
-from bottega.models.codes_folder import read_codes, write_codes
-from bottega.schema.recipe import Recipe
-from bottega.schema.tokens import AudioTokensRecipe, ImageTokensRecipe
-from bottega.schema.vae import AutoencoderShape, CodesShape, stage_widths
+from bottega.data.sources.samples import image_encoder, mel_codec
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Classes
+from bottega.models.autoencoder.codes_folder import read_codes, write_codes
 from bottega.tasks.codes import Codes, usage
 
 SHAPE = "codes.json"
@@ -155,7 +155,7 @@ class TokensBranch(MediaBranch):
         raise AssertionError("nothing was generated")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """config.json, model.safetensors and for sound mel.json; `bottega.models.codes_folder.load_codes` opens it."""
+        """config.json, model.safetensors and for sound mel.json; `bottega.models.autoencoder.codes_folder.load_codes` opens it."""
         said = {"input": self.recipe.data.input, "normalise": self.recipe.data.normalise}
         write_codes(models["model"], folder, **said)
         if self.mel is not None:

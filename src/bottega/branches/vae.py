@@ -13,24 +13,24 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from bottega.branches.kept import read_kept
 from bottega.branches.latent_space import autoencoder_in
 from bottega.branches.media import MediaBranch
+from bottega.config.autoencode import AudioVaeRecipe, ImageVaeRecipe, VaeRecipe, VideoVaeRecipe
+from bottega.config.recipe import Recipe
+from bottega.config.vae import AutoencoderShape, stage_widths
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
+from bottega.data.audio.mel import MelCodec
 from bottega.data.audio.write import write_sounds
-from bottega.data.classes import Classes
-from bottega.data.combine import Concat
 from bottega.data.image.augment import denormalise
 from bottega.data.image.write import write_images
-from bottega.data.mel import MelCodec
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.samples import image_encoder, media_samples, mel_codec
+from bottega.data.sources.combine import Concat
+from bottega.data.sources.samples import image_encoder, media_samples, mel_codec
+from bottega.data.tables.classes import Classes
 from bottega.data.video.source import VideoRows
 from bottega.data.video.write import write_videos
-from bottega.models.pretrained_vae import export_autoencoder, read_autoencoder_shape
-from bottega.models.vae import Autoencoder
-from bottega.schema.autoencode import AudioVaeRecipe, ImageVaeRecipe, VaeRecipe, VideoVaeRecipe
-from bottega.schema.recipe import Recipe
-from bottega.schema.vae import AutoencoderShape, stage_widths
+from bottega.models.autoencoder.layout import export_autoencoder, read_autoencoder_shape
+from bottega.models.autoencoder.vae import Autoencoder
 from bottega.tasks.latents import moments, round_trip
 from bottega.tasks.vae import Reconstruction
 

@@ -9,14 +9,14 @@ from typing import final
 import numpy as np
 
 from bottega.branches.generation import Facts, GenerationBranch, Say
+from bottega.config.media import VideoRecipe
+from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.data.image.augment import denormalise, normalise
 from bottega.data.prepare.media import prepare_media
-from bottega.data.samples import media_samples
+from bottega.data.sources.samples import media_samples
 from bottega.data.video.source import VideoRows
 from bottega.data.video.write import ANIMATIONS, write_videos
-from bottega.schema.media import VideoRecipe
-from bottega.schema.recipe import Recipe
 
 
 def prepare(recipe: Recipe, *, say: Say) -> VideoBranch:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from bottega.schema.recipe import Recipe
+from bottega.config.recipe import Recipe
 
 FAR = 3.0
 """Times its start from which on a loss is far above it; noise of small batches stays below twice."""

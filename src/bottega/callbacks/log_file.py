@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from bottega.schema.addresses import strip_text
+from bottega.config.addresses import strip_text
 from bottega.storage.durable import open_unlinked
 from bottega.terminal import escape_controls
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from bottega.config.recipe import Recipe
 from bottega.core.callback import Callback, Progress
-from bottega.schema.recipe import Recipe
 
 LONG = 3600.0
 """Seconds from which on a person is asked whether that was meant."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from bottega.callbacks.tensorboard import media
+from bottega.config.addresses import strip_text
 from bottega.core.callback import Callback, Progress
 from bottega.core.errors import EnvironmentProblem
-from bottega.schema.addresses import strip_text
 
 
 class WandB(Callback):

@@ -13,9 +13,9 @@ from typing import Any
 
 from bottega import __version__
 from bottega.cli import data, insights, recipes, runs
+from bottega.config.addresses import strip_text
+from bottega.config.launch import check_launch_variables
 from bottega.core.errors import UsageError, describe_error
-from bottega.schema.addresses import strip_text
-from bottega.schema.launch import check_launch_variables
 from bottega.signals import EarlySignals, StopRequested, StopSignals
 from bottega.terminal import ReaderGone, drop_unwritable_output, print_notice, print_result, reserve_standard_files
 

@@ -30,7 +30,7 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.preparation import prepare_command, show
+    from bottega.run.prepare import prepare_command, show
 
     to = [(kind, folder) for kind, folder in arguments.to]
     result = prepare_command(rest, out=Path(arguments.out) if arguments.out else None, to=to)
@@ -52,7 +52,7 @@ def _data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.data_report import data_command, show
+    from bottega.analysis.data_report import data_command, show
 
     report = data_command(rest, examples=arguments.examples, out=Path(arguments.out or "data-report"))
     if not arguments.json:

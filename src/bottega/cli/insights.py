@@ -12,7 +12,7 @@ from bottega.terminal import print_result
 
 
 def _doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.doctor import examine, show
+    from bottega.analysis.doctor import examine, show
 
     no_more(rest)
     report = examine()
@@ -27,7 +27,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.inspect import inspect, show
+    from bottega.analysis.inspect import inspect, show
 
     report = inspect(arguments.what, rest)
     if not arguments.json:
@@ -42,7 +42,7 @@ def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ledger(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.ledger import ledger, show
+    from bottega.analysis.ledger import ledger, show
 
     no_more(rest)
     report = ledger(Path(arguments.run), step=arguments.step, replay=arguments.replay)
@@ -58,7 +58,7 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.verify_resume import verify
+    from bottega.analysis.verify_resume import verify
 
     return verify(rest, steps=arguments.steps, kills=arguments.kills, show=not arguments.json)
 
@@ -75,7 +75,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.compare import compare, draw, show
+    from bottega.analysis.compare import compare, draw, show
 
     words = words_of(rest)
     out = Path(arguments.out) if arguments.out else None
@@ -109,8 +109,8 @@ def _crossval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.crossval import crossval_command
-    from bottega.insight.fold_table import show
+    from bottega.analysis.crossval import crossval_command
+    from bottega.analysis.fold_table import show
 
     report = crossval_command(
         rest,
@@ -143,7 +143,7 @@ def _lr_find_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _lr_find(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.lr_find import find, show
+    from bottega.analysis.lr_find import find, show
 
     report = find(
         arguments.what,
@@ -166,7 +166,7 @@ def _runs_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _runs(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.runs import list_runs, show
+    from bottega.analysis.runs import list_runs, show
 
     no_more(rest)
     folder = Path(arguments.folder)

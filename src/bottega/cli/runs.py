@@ -24,7 +24,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.run import train_command
+    from bottega.run.train import train_command
 
     result = train_command(
         rest,
@@ -40,7 +40,7 @@ def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _say_what_predicts(run: Path) -> None:
     """One more of the commands to try next: whoever draws nothing can still answer."""
-    from bottega.insight.predict import example
+    from bottega.analysis.predict import example
 
     command = example(run)
     if command is not None:
@@ -88,9 +88,9 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.analysis.evaluate import measure, show
     from bottega.branches.evaluation_data import DataRequest
-    from bottega.insight.evaluate import measure, show
-    from bottega.schema.flags import parse_overrides
+    from bottega.config.flags import parse_overrides
 
     if arguments.model_path and arguments.run and "=" in arguments.run:
         rest, arguments.run = [arguments.run, *rest], None  # the first word is a setting then
@@ -158,7 +158,7 @@ ASKED = (
 
 def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.callbacks.bars import bars
-    from bottega.saved import open_run
+    from bottega.run.saved import open_run
 
     no_more(rest)
     asked = {name.removesuffix("_"): getattr(arguments, name) for name in ASKED if getattr(arguments, name) is not None}
@@ -183,7 +183,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.saved import notes_on, open_run
+    from bottega.run.saved import notes_on, open_run
 
     no_more(rest)
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)
@@ -211,7 +211,7 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.insight.predict import predict, show, write
+    from bottega.analysis.predict import predict, show, write
 
     words = [*arguments.inputs, *words_of(rest)]
     if arguments.model_path and arguments.run:

@@ -63,9 +63,9 @@ def _field(key: str) -> tuple[str, str]:
     """What the schema says of a key, and its default."""
     from typing import get_args
 
-    from bottega.schema.recipe import Recipe
-    from bottega.schema.section import Section
-    from bottega.schema.yamlfile import write_yaml
+    from bottega.config.recipe import Recipe
+    from bottega.config.section import Section
+    from bottega.config.yamlfile import write_yaml
 
     block: type[Section] = Recipe
     *blocks, last = key.split(".")

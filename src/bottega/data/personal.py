@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from bottega.core.errors import DataError
 from bottega.data.image.augment import normalise
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.samples import image_encoder
-from bottega.data.shards import Table
-from bottega.data.source import Source
+from bottega.data.sources.samples import image_encoder
+from bottega.data.sources.source import Source
+from bottega.data.tables.shards import Table
 
 PICTURES, NAMES = "pictures", "names"
 """Folders beside the tables: every distinct picture once, and which picture each name of the records means."""

@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.noise import Noise
-from bottega.data.source import Source
+from bottega.data.sources.source import Source
 
 ASK = 0
 IGNORED = -100

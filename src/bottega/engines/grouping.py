@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from bottega.schema.groups import Row, Setting, settings
-from bottega.schema.training import Training
-from bottega.schema.units import Cadence
+from bottega.config.groups import Row, Setting, settings
+from bottega.config.training import Training
+from bottega.config.units import Cadence
 
 
 def parameter_settings(

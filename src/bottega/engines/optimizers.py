@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.schema.groups import Setting
-from bottega.schema.training import Optimizer as OptimizerOptions
+from bottega.config.groups import Setting
+from bottega.config.training import Optimizer as OptimizerOptions
 
 
 class Lion(torch.optim.Optimizer):

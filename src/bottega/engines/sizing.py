@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from bottega.config.training import Optimizer, Training
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.task import Task
 from bottega.engines.host_memory import available_memory
 from bottega.engines.optimizers import is_hidden_matrix
-from bottega.schema.training import Optimizer, Training
 
 GIB = 1 << 30
 

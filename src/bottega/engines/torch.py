@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bottega.config.training import Training
 from bottega.core.engine import Engine, Evaluated
 from bottega.core.errors import OutOfMemory
 from bottega.core.noise import Noise, seed_of
@@ -39,7 +40,6 @@ from bottega.engines.noise import draw
 from bottega.engines.sums import INDEX, Local, add_up, fetched, in_order, reduced, sum_terms
 from bottega.engines.tensors import TorchSnapshot, check_finite, compare, read_tensors, take
 from bottega.engines.wrapping import compile_frozen, compiled, replicated, require
-from bottega.schema.training import Training
 
 EVALUATION = -1
 """The step that evaluations draw their noise for."""

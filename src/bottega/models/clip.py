@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bottega.config.align import ClipShape
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.core.noise import generator
-from bottega.models.encoder_folder import own_randomness, silent
+from bottega.models.folders.encoder import own_randomness, silent
+from bottega.models.folders.json_object import read_object
+from bottega.models.folders.untrusted import blaming, check_loaded, read_plain, require_safetensors
 from bottega.models.initial import fill
-from bottega.models.json_object import read_object
-from bottega.models.untrusted import blaming, check_loaded, read_plain, require_safetensors
-from bottega.schema.align import ClipShape
 
 CONFIG, PREPROCESSOR, PAIRS = "config.json", "preprocessor_config.json", "pairs.json"
 KINDS = ("clip", "siglip")

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bottega.config.convnet import ConvNetShape
 from bottega.models.group_norm import GroupNorm
-from bottega.schema.convnet import ConvNetShape
 
 LARGEST_GROUPS = 8
 

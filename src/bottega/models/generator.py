@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape, UNetShape
 from bottega.core.errors import UsageError
-from bottega.models import dit_layout
-from bottega.models.component import class_of, read_component, read_file
-from bottega.models.dit import DiT, initial_value
+from bottega.models.dit import layout
+from bottega.models.dit.torch import DiT, initial_value
 from bottega.models.initial import fill
-from bottega.schema.generator import ConditionShape, DiTShape, GeneratorShape, UNetShape
+from bottega.models.pipeline.component import class_of, read_component, read_file
 
 WEIGHTS = "model.safetensors"
 """In our own folder: what is not in the form of a diffusers part."""
@@ -169,8 +169,8 @@ def read_generator(folder: Path) -> dict[str, Tensor]:
     if unet is not None:
         found |= {f"backbone.unet.{name}": tensor for name, tensor in read_component(unet).items()}
     for place in (folder, folder / "transformer"):
-        if class_of(place) == dit_layout.CLASS:
-            found |= dit_layout.from_diffusers(read_component(place))
+        if class_of(place) == layout.CLASS:
+            found |= layout.from_diffusers(read_component(place))
     file = folder / WEIGHTS
     return found | read_file(file) if file.is_file() else found
 

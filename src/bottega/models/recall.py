@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bottega.config.memory import MemoryShape
+from bottega.config.recall import WorkingMemory
+from bottega.config.transformer import TransformerShape
 from bottega.core.noise import generator
-from bottega.models import memory as memories
-from bottega.models import memory_working
-from bottega.models.memory import Memory
-from bottega.models.memory_working import Working
-from bottega.models.transformer import Transformer
-from bottega.schema.memory import MemoryShape
-from bottega.schema.recall import WorkingMemory
-from bottega.schema.transformer import TransformerShape
+from bottega.models.decoder.torch import Transformer
+from bottega.models.memory import torch as memories
+from bottega.models.memory import working as memory_working
+from bottega.models.memory.torch import Memory
+from bottega.models.memory.working import Working
 
 
 @final

@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bottega.config.routing_shape import RoutingShape
+from bottega.config.transformer import TransformerShape
 from bottega.core.noise import generator
 from bottega.models.attention import RMSNorm, Window
-from bottega.models.experts import Experts, Routing
+from bottega.models.decoder.torch import Block
+from bottega.models.experts.torch import Experts, Routing
 from bottega.models.initial import RESIDUAL_OUTPUTS, fill
-from bottega.models.spiking import SpikingLayer
-from bottega.models.transformer import Block
-from bottega.schema.routing_shape import RoutingShape
-from bottega.schema.transformer import TransformerShape
+from bottega.models.spiking.units import SpikingLayer
 
 EPSILON = 1e-6
 SPIKE_GAIN = 2.0

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bottega.config.groups import layers_of
 from bottega.core.errors import UsageError
-from bottega.schema.groups import layers_of
 
 TRUNK = "model."
 """What transformers puts before the names of all but the head."""

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bottega.config.generator import UNetShape
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.models.component import class_of, read_config
+from bottega.models.folders.untrusted import blaming
 from bottega.models.initial_conv import initial_convolution
-from bottega.models.untrusted import blaming
-from bottega.schema.generator import UNetShape
+from bottega.models.pipeline.component import class_of, read_config
 
 PLAIN, WITH_TEXT = "UNet2DModel", "UNet2DConditionModel"
 ATTENTION_SIDE = 32

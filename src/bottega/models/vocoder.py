@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
-from bottega.models.component import CONFIG, on_host, read_config
+from bottega.models.pipeline.component import CONFIG, on_host, read_config
 
 CLASS = "SpeechT5HifiGan"
 PART = "vocoder"

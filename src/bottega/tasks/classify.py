@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from bottega.config.convnet import ConvNetShape
+from bottega.config.spiking import SpikingNetShape
+from bottega.config.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows, Sums
 from bottega.models.convnet import ConvNet
+from bottega.models.folders.pretrained import fetch_folder, load_weights
 from bottega.models.initial_conv import initialise_convolutional
-from bottega.models.kim import Kim, initialise_kim
-from bottega.models.pretrained import fetch_folder, load_weights
-from bottega.models.pretrained_classifier import build_pretrained
-from bottega.models.spiking import activity, rate_costs, unit_rows, unit_scores
-from bottega.models.spiking_net import SpikingNet, initialise_spiking
-from bottega.models.text_classifier import TextClassifier, initialise_encoder
-from bottega.schema.convnet import ConvNetShape
-from bottega.schema.spiking import SpikingNetShape
-from bottega.schema.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.models.spiking.network import SpikingNet, initialise_spiking
+from bottega.models.spiking.units import activity, rate_costs, unit_rows, unit_scores
+from bottega.models.text_classifier.encoder import TextClassifier, initialise_encoder
+from bottega.models.text_classifier.kim import Kim, initialise_kim
+from bottega.models.text_classifier.pretrained import build_pretrained
 from bottega.tasks.measures import classification
 
 DRAWN_AT_ONCE = 64

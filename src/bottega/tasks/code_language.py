@@ -15,15 +15,15 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from bottega.config.generator import CodeGeneratorShape, CodesBackbone
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.models.codes_folder import load_codes
+from bottega.models.autoencoder.codes_folder import load_codes
+from bottega.models.decoder.torch import Cache, Transformer
+from bottega.models.folders.pretrained import load_weights
 from bottega.models.initial import initialise
-from bottega.models.pretrained import load_weights
-from bottega.models.token_loss import IGNORED
-from bottega.models.transformer import Cache, Transformer
-from bottega.schema.generator import CodeGeneratorShape, CodesBackbone
+from bottega.models.losses.token_loss import IGNORED
 from bottega.tasks.sampling import choose
 from bottega.tasks.vae import num_examples
 

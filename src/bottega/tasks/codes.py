@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from bottega.config.vae import CodesShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.models.codes import CodeAutoencoder
-from bottega.models.pretrained import load_weights
-from bottega.schema.vae import CodesShape
+from bottega.models.autoencoder.codes import CodeAutoencoder
+from bottega.models.folders.pretrained import load_weights
 from bottega.tasks.vae import Distance, errors, examples, num_examples, with_psnr
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bottega.config.generator import GeneratorShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.generator import build_generator
-from bottega.schema.generator import GeneratorShape
 from bottega.tasks import samplers
 from bottega.tasks.latents import PREPARED, Latents
 from bottega.tasks.paths import Path

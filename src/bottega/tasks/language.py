@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
-from bottega.models import experts
+from bottega.models.decoder.torch import Routed, Transformer
+from bottega.models.experts import torch as experts
+from bottega.models.folders.pretrained import fetch_folder, load_weights
 from bottega.models.initial import initialise
-from bottega.models.pretrained import fetch_folder, load_weights
-from bottega.models.spiking import activity, unit_rows, unit_scores
-from bottega.models.token_loss import IGNORED
-from bottega.models.transformer import Routed, Transformer
-from bottega.schema.transformer import TransformerShape
+from bottega.models.losses.token_loss import IGNORED
+from bottega.models.spiking.units import activity, unit_rows, unit_scores
 
 MOST_TOLD = 16
 """Experts whose loads are told one by one; of more, only the largest and the smallest are."""

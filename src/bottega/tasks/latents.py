@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
-from bottega.models.vae import Autoencoder, load_autoencoder
+from bottega.models.autoencoder.vae import Autoencoder, load_autoencoder
 from bottega.tasks.vae import along_axes
 
 PREPARED = "latent"

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bottega.config.personalize import ConditionWeights, FrozenPrecision, SoftPromptShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.models.frozen_image import Encoded, load_image_model
-from bottega.models.frozen_language import load_language_model
-from bottega.models.soft_prompts import SoftPrompts, build_soft_prompts
-from bottega.schema.personalize import ConditionWeights, FrozenPrecision, SoftPromptShape
+from bottega.models.frozen.image import Encoded, load_image_model
+from bottega.models.frozen.language import load_language_model
+from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
 from bottega.tasks import samplers
 from bottega.tasks.paths import Path
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
-from bottega.models.transformer import Cache, Transformer
+from bottega.models.decoder.torch import Cache, Transformer
 
 
 @dataclass

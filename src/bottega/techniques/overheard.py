@@ -12,9 +12,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from bottega.models.spiking import SpikingLayer
-from bottega.models.token_loss import IGNORED, summed_loss
-from bottega.models.transformer import Block
+from bottega.models.decoder.torch import Block
+from bottega.models.losses.token_loss import IGNORED, summed_loss
+from bottega.models.spiking.units import SpikingLayer
 
 OWN = ("draws",)
 """What is asked by these names is a model's own affair: by which chances its pixels become spikes."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bottega.config.media import AudioAugmentation
 from bottega.data.audio.augment import (
     Draw,
     add_noise,
@@ -20,7 +21,6 @@ from bottega.data.audio.augment import (
     mask_time,
 )
 from bottega.data.audio.spectrogram import hertz_to_mel
-from bottega.schema.media import AudioAugmentation
 
 RATE = 8000
 SOUND = np.random.default_rng(0).standard_normal(4000).astype(np.float32) * np.float32(0.2)

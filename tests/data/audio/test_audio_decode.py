@@ -17,7 +17,7 @@ import pytest
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.audio import decode as decoding
 from bottega.data.audio.decode import decode, encode_flac, encode_wav, header, mono
-from bottega.data.record import Unreadable
+from bottega.data.records.record import Unreadable
 
 soundfile = pytest.importorskip("soundfile")
 av = pytest.importorskip("av")

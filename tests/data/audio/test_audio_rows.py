@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bottega.config.media import AudioAugmentation
 from bottega.core.errors import DataError
 from bottega.data.audio.decode import encode_flac, encode_wav
 from bottega.data.audio.encoder import AudioEncoder, native_rate
 from bottega.data.audio.loudness import loudness
 from bottega.data.audio.source import AudioRows
-from bottega.data.classes import Classes, Conditions
-from bottega.data.loader import Loader
-from bottega.data.record import Record, Unreadable
-from bottega.data.shards import ShardWriter, Table
-from bottega.schema.media import AudioAugmentation
+from bottega.data.loading.loader import Loader
+from bottega.data.records.record import Record, Unreadable
+from bottega.data.tables.classes import Classes, Conditions
+from bottega.data.tables.shards import ShardWriter, Table
 
 pytest.importorskip("soundfile")
 pytest.importorskip("soxr")

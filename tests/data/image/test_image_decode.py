@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 from PIL import Image, ImageOps
 
 from bottega.data.image.decode import MAX_PIXELS, decode, kind, probe
-from bottega.data.record import Unreadable
+from bottega.data.records.record import Unreadable
 
 DATA = os.environ.get("BOTTEGA_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from bottega.config.media import ImageAugmentation
 from bottega.core.errors import DataError
-from bottega.data.classes import Classes, Conditions, classes_of, find_classes
 from bottega.data.image.augment import denormalise
 from bottega.data.image.buckets import shapes
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.image.sheet import sheet
 from bottega.data.image.source import ImageRows
-from bottega.data.record import Record, Unreadable
-from bottega.data.shards import ShardWriter, Table
-from bottega.schema.media import ImageAugmentation
+from bottega.data.records.record import Record, Unreadable
+from bottega.data.tables.classes import Classes, Conditions, classes_of, find_classes
+from bottega.data.tables.shards import ShardWriter, Table
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:

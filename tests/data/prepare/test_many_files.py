@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bottega.config.data import HeldOut, Source
+from bottega.config.media import Generator, ImageData, ImageRecipe
 from bottega.data.prepare import inputs, jobs
 from bottega.data.prepare.media import prepare_media
 from bottega.data.readers import find, fingerprint, metadata
-from bottega.schema.data import HeldOut, Source
-from bottega.schema.media import Generator, ImageData, ImageRecipe
 
 
 def write_pictures(folder: Path, count: int) -> Path:

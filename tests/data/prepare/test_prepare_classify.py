@@ -12,15 +12,15 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
+from bottega.config.classify import ClassifyData, TextAugmentation
+from bottega.config.data import HeldOut, Source, Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.data.classes import texts_of
-from bottega.data.labelled import TextForm, labelled_texts
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.inputs import inputs_of
 from bottega.data.prepare.prepared import Prepared, opened
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema.classify import ClassifyData, TextAugmentation
-from bottega.schema.data import HeldOut, Source, Splitting
+from bottega.data.tables.classes import texts_of
+from bottega.data.text.labelled import TextForm, labelled_texts
+from bottega.data.text.vocabulary import TokenizerSpec
 
 BYTES, WORDS = TokenizerSpec(kind="bytes"), TokenizerSpec(kind="words")
 SST2 = Path(os.environ.get("BOTTEGA_DATA", "")) / "text-cls-sst2"

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 
+from bottega.config.data import Duplicates, HeldOut, Replay, Source, Splitting, TextData
 from bottega.core.errors import DataError
-from bottega.data.cache import MANIFEST
 from bottega.data.prepare import inputs, jobs
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema.data import Duplicates, HeldOut, Replay, Source, Splitting, TextData
+from bottega.data.tables.cache import MANIFEST
+from bottega.data.text.vocabulary import TokenizerSpec
 
 BYTES = TokenizerSpec(kind="bytes")
 

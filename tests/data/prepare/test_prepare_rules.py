@@ -14,12 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bottega.config import media
+from bottega.config.classify import ClassifyData
+from bottega.config.data import Cleaning, Curriculum, Duplicates, Filter, HeldOut, Source, Splitting, TextData
+from bottega.config.routing import RoutingData
 from bottega.core.errors import DataError
-from bottega.data import fields
 from bottega.data.audio.decode import encode_wav
 from bottega.data.audio.encoder import AudioEncoder
-from bottega.data.classes import texts_of
 from bottega.data.image.encoder import ImageEncoder
+from bottega.data.numbers.vectors import VectorEncoder
 from bottega.data.prepare import scan as scanning
 from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.inputs import inputs_of, items_of
@@ -28,14 +31,11 @@ from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.prepare.rules import Dropped, Rules, records
 from bottega.data.readers import text as text_files
-from bottega.data.record import Bad, Record, Unreadable
+from bottega.data.records import fields
+from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.tables.classes import texts_of
 from bottega.data.text.duplicates import PERMUTATIONS
-from bottega.data.vectors import VectorEncoder
-from bottega.data.vocabulary import TokenizerSpec
-from bottega.schema import media
-from bottega.schema.classify import ClassifyData
-from bottega.schema.data import Cleaning, Curriculum, Duplicates, Filter, HeldOut, Source, Splitting, TextData
-from bottega.schema.routing import RoutingData
+from bottega.data.text.vocabulary import TokenizerSpec
 
 BYTES = TokenizerSpec(kind="bytes")
 WAV = encode_wav(np.sin(np.arange(400) / 9).astype(np.float32), 8000)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bottega.config.data import Source
 from bottega.data.readers import find
-from bottega.schema.data import Source
 
 
 def write(folder: Path, contents: dict[str, bytes]) -> Path:

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers import arrays, idx
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Record
 
 DATA = os.environ.get("BOTTEGA_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")

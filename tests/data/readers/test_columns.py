@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers import find
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 
 pa = pytest.importorskip("pyarrow")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from source_files import names, write
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.data.readers import FORMATS, files, find, fingerprint, format_of
-from bottega.data.record import Bad
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(16)
 ROW = b'{"text": "fine"}\n'
@@ -95,7 +95,7 @@ def tar_bytes(tmp_path: Path) -> bytes:
 def test_what_no_suffix_tells_the_first_bytes_do(tmp_path: Path) -> None:
     idx = b"\x00\x00\x08\x03" + bytes(12)
     # A length of 3 with its masked CRC-32C, and three bytes with theirs: the beginning of any TFRecord file.
-    from bottega.data import crc32c
+    from bottega.data.readers import crc32c
 
     length = (3).to_bytes(8, "little")
     record = length + crc32c.masked(crc32c.crc32c(length)).to_bytes(4, "little") + b"abc" + bytes(4)

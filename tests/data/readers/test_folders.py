@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers import find, folders, metadata
 from bottega.data.readers.folders import AUDIO, IMAGES, VIDEO
 from bottega.data.readers.metadata import TABLES, table_of
 from bottega.data.readers.reader import Format
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 
 DATA = os.environ.get("BOTTEGA_DATA")
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from bottega.config.data import Source
 from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
 from bottega.data.readers import find, hub
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 
 datasets = pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")

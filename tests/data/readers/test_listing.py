@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from source_files import names, write
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers import find
-from bottega.data.record import Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Record
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(16)
 ROW = b'{"text": "fine"}\n'

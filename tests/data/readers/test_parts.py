@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers import Found, find
 from bottega.data.readers.parts import parts_of
-from bottega.schema.data import Source
 
 
 def folder(root: Path, *names: str) -> Path:

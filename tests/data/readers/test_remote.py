@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from bottega.config.addresses import REMEMBERED
+from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.cache import default_cache
 from bottega.data.readers import find, remote
-from bottega.data.record import Record
-from bottega.schema.addresses import REMEMBERED
-from bottega.schema.data import Source
+from bottega.data.records.record import Record
+from bottega.data.tables.cache import default_cache
 
 fsspec = pytest.importorskip("fsspec")
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
 from bottega.data.readers import compressed, find, table
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 from operations import CountedText
 
 needs_data = pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA names no folder of real data")

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers import tar
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.reader import Piece
-from bottega.data.record import Bad, Record
+from bottega.data.records.record import Bad, Record
 from bottega.data.writers import write
-from bottega.schema.data import Source
 from operations import count_operations
 
 DATA = os.environ.get("BOTTEGA_DATA")

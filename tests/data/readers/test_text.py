@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.core.noise import generator
 from bottega.data.readers import compressed, find, text
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 
 
 def read(path: Path, **options: str) -> list[Record | Bad]:

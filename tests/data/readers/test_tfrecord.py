@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as reference
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data import crc32c
-from bottega.data.readers import tfrecord
+from bottega.data.readers import crc32c, tfrecord
 from bottega.data.readers.reader import Piece
-from bottega.data.record import Bad, Record, Unreadable
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record, Unreadable
 
 DATA = os.environ.get("BOTTEGA_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")

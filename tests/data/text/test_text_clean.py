@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from bottega.config.data import Cleaning
 from bottega.data.text.clean import clean
-from bottega.schema.data import Cleaning
 from operations import count_operations
 
 ALL = Cleaning()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bottega.config.data import Filter
 from bottega.core.errors import UsageError
 from bottega.data.text.filters import check, reason_to_drop, repeated_share, symbol_share
-from bottega.schema.data import Filter
 
 ENGLISH = "The rain fell on the roof of the house, and it was dark when we came home."
 GERMAN = "Der Regen fiel auf das Dach des Hauses, und es war dunkel, als wir nach Hause kamen."

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.data.record import Unreadable
+from bottega.data.records.record import Unreadable
 from bottega.data.video import decode as decoding
 from bottega.data.video.container import missing_bytes
 from bottega.data.video.decode import Limits, frames

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.data.classes import find_classes
+from bottega.config.media import ImageAugmentation
 from bottega.data.image.augment import denormalise
-from bottega.data.record import Record, Unreadable
-from bottega.data.shards import ShardWriter, Table
+from bottega.data.records.record import Record, Unreadable
+from bottega.data.tables.classes import find_classes
+from bottega.data.tables.shards import ShardWriter, Table
 from bottega.data.video import encoder as encoding
 from bottega.data.video.encoder import VideoEncoder
 from bottega.data.video.sampling import clip
 from bottega.data.video.source import VideoRows
-from bottega.schema.media import ImageAugmentation
 
 DATA = os.environ.get("BOTTEGA_DATA")
 whole = st.integers(1, 40)

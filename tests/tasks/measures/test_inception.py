@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bottega.core.errors import CheckpointError
 from bottega.core.noise import generator
-from bottega.models.inception import Inception, Mixed, features, load_inception
+from bottega.models.metric_networks.inception import Inception, Mixed, features, load_inception
 
 
 def random_state() -> dict[str, Tensor]:

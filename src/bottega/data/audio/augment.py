@@ -9,9 +9,9 @@ from typing import Literal
 
 import numpy as np
 
+from bottega.config.media import AudioAugmentation
 from bottega.core.noise import generator
 from bottega.data.audio.spectrogram import hertz_to_mel, mel_to_hertz
-from bottega.schema.media import AudioAugmentation
 
 Crop = Literal["random", "start", "centre"]
 Draw = tuple[int, int, int]

@@ -9,7 +9,7 @@ import io
 import struct
 from typing import BinaryIO, Literal, NamedTuple
 
-from bottega.data.record import Unreadable
+from bottega.data.records.record import Unreadable
 
 Container = Literal["wav", "aiff", "caf", "w64", "au", "flac", "ogg", "mp3", "matroska", "mp4", "other"]
 

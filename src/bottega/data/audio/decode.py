@@ -14,7 +14,7 @@ import numpy as np
 
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.audio import complete
-from bottega.data.record import Unreadable
+from bottega.data.records.record import Unreadable
 
 LIMIT_SAMPLES = 1 << 28
 """Of all channels together: 1 GiB in memory, 93 minutes of one channel at 48 kHz."""

@@ -12,10 +12,10 @@ import numpy as np
 from bottega.data.audio import decode as files
 from bottega.data.audio.loudness import normalise
 from bottega.data.audio.resample import resample, resampled_length
-from bottega.data.encoder import Encoder
-from bottega.data.fields import descriptions, vector
-from bottega.data.record import Record, Unreadable
-from bottega.data.shards import TEXT, Column
+from bottega.data.prepare.encoder import Encoder
+from bottega.data.records.fields import descriptions, vector
+from bottega.data.records.record import Record, Unreadable
+from bottega.data.tables.shards import TEXT, Column
 
 ENCODED = ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff", "webm", "mp4")
 SOUNDS = ("audio", *ENCODED, "sound", "file", "video")

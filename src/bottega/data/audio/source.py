@@ -8,12 +8,12 @@ from typing import Any, final
 
 import numpy as np
 
+from bottega.config.media import AudioAugmentation
 from bottega.core.errors import DataError, UsageError
 from bottega.data.audio.augment import Crop, augment, crop_start
-from bottega.data.classes import Conditions
-from bottega.data.shards import Table
-from bottega.data.source import Source
-from bottega.schema.media import AudioAugmentation
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Conditions
+from bottega.data.tables.shards import Table
 
 LONGEST_BYTES = 1 << 30
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
+from bottega.config.personalize import PersonalizeData
 from bottega.core.errors import DataError
 from bottega.data.personal import Record
-from bottega.data.record import Bad
-from bottega.data.splits import hash_key
-from bottega.schema.personalize import PersonalizeData
+from bottega.data.records.record import Bad
+from bottega.data.tables.splits import hash_key
 
 HISTORY = 10
 """How long histories are where the recipe does not say."""

@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from bottega.config.personalize import PersonalizeData
 from bottega.core.errors import DataError
 from bottega.data.collections import HISTORY, Collected, base_of, inside, only_file, shuffled
 from bottega.data.personal import Item, Record
 from bottega.data.readers.compressed import unpacked
-from bottega.data.record import Bad
-from bottega.schema.personalize import PersonalizeData
+from bottega.data.records.record import Bad
 
 TABLE = "FLICKR-AES_image_labeled_by_each_worker.csv"
 PICTURES = ("40K", "images", "FLICKR-AES-001")

@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from bottega.config.personalize import PersonalizeData
 from bottega.core.errors import DataError
 from bottega.data.collections import HISTORY, Collected, base_of, inside, only_file, shuffled
 from bottega.data.personal import Item, Record
 from bottega.data.readers.compressed import lines, unpacked
 from bottega.data.readers.folders import IMAGE_SUFFIXES
-from bottega.data.record import Bad
-from bottega.data.splits import hash_key
-from bottega.schema.personalize import PersonalizeData
+from bottega.data.records.record import Bad
+from bottega.data.tables.splits import hash_key
 
 USERS, OUTFITS, ITEMS = "user_data.txt", "outfit_data.txt", "item_data.txt"
 PICTURES = ("images", "images_sampled", "pictures")

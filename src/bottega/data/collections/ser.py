@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bottega.config.personalize import PersonalizeData
 from bottega.core.errors import DataError
 from bottega.data.collections import HISTORY, Collected, base_of, inside, shuffled
 from bottega.data.personal import Item, Record
 from bottega.data.readers.folders import IMAGE_SUFFIXES
-from bottega.schema.personalize import PersonalizeData
 
 LEAST = 3
 """A pack with fewer other stickers than this shows no taste."""

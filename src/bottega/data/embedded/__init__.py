@@ -8,9 +8,9 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from bottega.config.data import Data, Kind, Source
 from bottega.core.errors import UsageError
-from bottega.data.cache import cached, default_cache
-from bottega.schema.data import Data, Kind, Source
+from bottega.data.tables.cache import cached, default_cache
 
 Medium = Literal["image", "audio", "video"]
 D = TypeVar("D", bound=Data)

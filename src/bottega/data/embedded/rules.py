@@ -18,9 +18,7 @@ from typing import final
 
 import numpy as np
 
-from bottega.core.noise import generator
-from bottega.data.cache import cached, default_cache
-from bottega.schema.rules import (
+from bottega.config.rules import (
     GRID,
     Difficulty,
     RoutingData,
@@ -30,6 +28,8 @@ from bottega.schema.rules import (
     grid_side,
     num_cells,
 )
+from bottega.core.noise import generator
+from bottega.data.tables.cache import cached, default_cache
 
 BLOCK = 1024
 """Samples that one generator draws: one for each would take most of the time."""

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from bottega.core.noise import generator
-from bottega.data.cache import cached, default_cache
 from bottega.data.embedded.stickers import (
     BACKGROUNDS,
     PAIRS,
@@ -27,6 +26,7 @@ from bottega.data.embedded.stickers import (
     caption,
     draw,
 )
+from bottega.data.tables.cache import cached, default_cache
 
 # By the hash of what is written (a test compares), as for the others.
 NAME = "people-20476f5a93bb2f07"

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from bottega.core.noise import generator
-from bottega.data.cache import cached, default_cache
 from bottega.data.embedded import check_name
 from bottega.data.embedded.sticker_people import HISTORY, liked_pairs
 from bottega.data.embedded.stickers import BACKGROUNDS, PAIRS, SEEN, SHAPES, Pair, caption, captions, keywords
+from bottega.data.tables.cache import cached, default_cache
 
 # By the hash of what is written (a test compares), as for the others.
 NAMES = {

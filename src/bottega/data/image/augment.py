@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from bottega.config.media import ImageAugmentation
 from bottega.core.noise import generator
 from bottega.data.image.decode import pillow
 from bottega.data.image.resize import resample
-from bottega.schema.media import ImageAugmentation
 
 Normalise = Literal["symmetric", "unit", "standard"]
 

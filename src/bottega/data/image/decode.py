@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.record import Unreadable
+from bottega.data.records.record import Unreadable
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture

@@ -10,13 +10,13 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from bottega.data.encoder import Encoder
-from bottega.data.fields import descriptions, listed, own_names, vector
 from bottega.data.image.buckets import assign
 from bottega.data.image.decode import decode, kind, pillow
 from bottega.data.image.resize import Mode, resize
-from bottega.data.record import Record, Unreadable
-from bottega.data.shards import BYTES, TEXT, Column
+from bottega.data.prepare.encoder import Encoder
+from bottega.data.records.fields import descriptions, listed, own_names, vector
+from bottega.data.records.record import Record, Unreadable
+from bottega.data.tables.shards import BYTES, TEXT, Column
 
 IMAGE_FIELDS = ("image", "jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "ppm", "img", "picture", "file", "pixels")
 

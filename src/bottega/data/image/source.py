@@ -8,12 +8,12 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.classes import Classes, Conditions, Kind
+from bottega.config.media import ImageAugmentation
 from bottega.data.image.augment import Normalise, augment, normalise
 from bottega.data.image.encoder import ImageEncoder
-from bottega.data.shards import Table
-from bottega.data.source import Source
-from bottega.schema.media import ImageAugmentation
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Classes, Conditions, Kind
+from bottega.data.tables.shards import Table
 
 
 @final

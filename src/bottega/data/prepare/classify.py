@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from bottega.config.classify import ClassifyData, TextAugmentation
+from bottega.config.data import Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.data.cache import default_cache
-from bottega.data.classes import find_classes, texts_of
 from bottega.data.embedded import in_place
 from bottega.data.embedded.docstrings import docstrings
-from bottega.data.encoder import Encoder, Row
+from bottega.data.prepare.encoder import Encoder, Row
 from bottega.data.prepare.inputs import Input, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.labels import BLANKS, COPY, NAME_IT, NUMBER, SKIP, WORD, LabelReader
@@ -25,14 +25,14 @@ from bottega.data.prepare.learn import opened_tokenizer, tokenizer_facts
 from bottega.data.prepare.learn import tokenizer as learn
 from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Rules
-from bottega.data.record import Bad, Record, Unreadable
-from bottega.data.shards import TEXT, Column, Table
+from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.tables.cache import default_cache
+from bottega.data.tables.classes import find_classes, texts_of
+from bottega.data.tables.shards import TEXT, Column, Table
 from bottega.data.text import synonyms
 from bottega.data.text.augment import copies
-from bottega.data.tokenizer import Tokenizer
-from bottega.data.vocabulary import TokenizerSpec, build_tokenizer
-from bottega.schema.classify import ClassifyData, TextAugmentation
-from bottega.schema.data import Splitting
+from bottega.data.text.tokenizer import Tokenizer
+from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 
 # Raised when the same texts would give other tables.
 FORMAT = 3

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import DataError
-from bottega.data.encoder import Encoder
+from bottega.data.prepare.encoder import Encoder
 from bottega.data.prepare.inputs import Input, Item
 from bottega.data.prepare.jobs import Jobs, Progress, run
 from bottega.data.prepare.rules import OTHER_CLASS, Dropped, Rules, records
 from bottega.data.prepare.scan import Decisions
 from bottega.data.prepare.tally import Tally
-from bottega.data.record import Bad, Record
-from bottega.data.shards import ShardWriter, Table, merge
+from bottega.data.records.record import Bad, Record
+from bottega.data.tables.shards import ShardWriter, Table, merge
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.record import Record
-from bottega.data.samples import picture
+from bottega.data.records.record import Record
+from bottega.data.sources.samples import picture
 
 
 def public_records(prepared: Prepared, table: str, progress: Callable[[int], None]) -> Iterator[Record]:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from bottega.config.data import Data, HeldOut, Source
 from bottega.core.errors import DataError, UsageError
-from bottega.data.cache import cached, default_cache
 from bottega.data.readers import Found, compressed, find
 from bottega.data.readers.fingerprint import content_hash, content_hashes
 from bottega.data.readers.idx import parts_in
 from bottega.data.readers.reader import Piece
-from bottega.schema.data import Data, HeldOut, Source
+from bottega.data.tables.cache import cached, default_cache
 
 # A process is given so many bytes at a time: small enough to lose little when it is killed, large enough that the part
 # it writes costs nothing to open again.

@@ -14,16 +14,16 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.cache import database, default_cache
-from bottega.data.fields import caption_of
 from bottega.data.personal import Item
 from bottega.data.prepare.jobs import Progress
 from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.readers.metadata import Metadata, metadata_of
-from bottega.data.record import Record as Row
-from bottega.data.record import Unreadable
-from bottega.schema.data import Source
+from bottega.data.records.fields import caption_of
+from bottega.data.records.record import Record as Row
+from bottega.data.records.record import Unreadable
+from bottega.data.tables.cache import database, default_cache
 
 Describe = Callable[[Sequence[np.ndarray]], list[str]]
 """Pictures, uint8 [h, w, 3] of any size, to what they show in words."""

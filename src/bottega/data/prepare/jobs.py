@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.prefetch import prefetch
+from bottega.data.loading.prefetch import prefetch
 from bottega.storage.durable import flush_all
 
 SUMMARY = "summary.json"

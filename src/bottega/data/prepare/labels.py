@@ -12,9 +12,9 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.classes import is_whole
-from bottega.data.fields import label_name, label_text, text_of
-from bottega.data.record import Record, Unreadable
+from bottega.data.records.fields import label_name, label_text, text_of
+from bottega.data.records.record import Record, Unreadable
+from bottega.data.tables.classes import is_whole
 
 WORD, NUMBER, EITHER, COPY = 0, 1, 2, 3
 """What a label was in the data; "1" and a list of no class fit with both. A changed copy is not looked at again."""

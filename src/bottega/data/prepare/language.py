@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 
+from bottega.config.data import TextData
 from bottega.core.errors import DataError, UsageError
-from bottega.data.cache import default_cache
-from bottega.data.encoder import Encoder, Row
-from bottega.data.fields import GOES_ON
+from bottega.data.prepare.encoder import Encoder, Row
 from bottega.data.prepare.inputs import Input, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.learn import opened_tokenizer, tokenizer_facts
 from bottega.data.prepare.learn import tokenizer as learn
 from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Rules
-from bottega.data.record import Bad, Record
-from bottega.data.shards import TEXT, Column
-from bottega.data.tokenizer import Tokenizer
-from bottega.data.vocabulary import TokenizerSpec, build_tokenizer
-from bottega.schema.data import TextData
+from bottega.data.records.fields import GOES_ON
+from bottega.data.records.record import Bad, Record
+from bottega.data.tables.cache import default_cache
+from bottega.data.tables.shards import TEXT, Column
+from bottega.data.text.tokenizer import Tokenizer
+from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 
 BYTE_LENGTHS = "byte_lengths.bin"
 # Characters encoded in one call.

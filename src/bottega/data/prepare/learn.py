@@ -12,9 +12,9 @@ from bottega.core.errors import DataError
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.prepared import Texts
 from bottega.data.prepare.rules import records
-from bottega.data.record import Record
-from bottega.data.tokenizer import Tokenizer
-from bottega.data.vocabulary import TokenizerSpec, build_tokenizer
+from bottega.data.records.record import Record
+from bottega.data.text.tokenizer import Tokenizer
+from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 
 # Merges are learned from so many bytes at most, evenly spread: more text hardly changes them, and 1 GB takes minutes.
 ENOUGH = 64 << 20

@@ -9,19 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bottega.config.data import Data, HeldOut, Source
+from bottega.config.media import AudioData, ImageData, MediaRecipe, VideoData
+from bottega.config.rules import RoutingData
 from bottega.core.errors import DataError, UsageError
-from bottega.data.cache import default_cache
 from bottega.data.embedded import Medium, in_place, materialise
-from bottega.data.encoder import Encoder
+from bottega.data.prepare.encoder import Encoder
 from bottega.data.prepare.inputs import Input, Shares, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Dropped, Rules
 from bottega.data.readers import find
-from bottega.data.record import Bad, Record, Unreadable
-from bottega.schema.data import Data, HeldOut, Source
-from bottega.schema.media import AudioData, ImageData, MediaRecipe, VideoData
-from bottega.schema.rules import RoutingData
+from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.tables.cache import default_cache
 
 # Pictures are kept as pixels up to so many bytes in all, else as files.
 DECODED_LIMIT = 2 << 30
@@ -63,8 +63,8 @@ def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None
 
 def prepare_vectors(data: RoutingData, *, progress: Progress, cache: Path | None = None) -> Prepared:
     """Tables of x, label, rule and key."""
-    from bottega.data.numbers import layout_of
-    from bottega.data.vectors import VectorEncoder
+    from bottega.data.numbers.numbers import layout_of
+    from bottega.data.numbers.vectors import VectorEncoder
 
     ready = opened_where_prepared(data, task="routing")
     if ready is not None:

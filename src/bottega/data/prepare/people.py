@@ -13,16 +13,16 @@ from typing import NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
+from bottega.config.data import HeldOut, Source, Splitting
+from bottega.config.personalize import PersonalizeData
 from bottega.core.errors import DataError, UsageError
 from bottega.data.collections import collected
 from bottega.data.personal import Item, Record
 from bottega.data.prepare.tally import Tally
 from bottega.data.readers import find
 from bottega.data.readers.parts import meaning
-from bottega.data.record import Bad
-from bottega.data.splits import NAMES, SplitTable, assign, hash_key
-from bottega.schema.data import HeldOut, Source, Splitting
-from bottega.schema.personalize import PersonalizeData
+from bottega.data.records.record import Bad
+from bottega.data.tables.splits import NAMES, SplitTable, assign, hash_key
 
 PART = re.compile(
     r"(train|training|val|valid|validation|dev|eval|test)(?:[-_]\d+)?\.(?:jsonl|ndjson|json)(?:\.(?:gz|zst|bz2|xz))?",

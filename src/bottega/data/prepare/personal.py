@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from bottega.config.personalize import PersonalizeData
 from bottega.core.errors import DataError, UsageError
-from bottega.data.cache import cached, default_cache
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.personal import NAMES, Item, Record
 from bottega.data.prepare.item_captions import Captioner, FileCaptions, described, is_model
@@ -21,9 +21,9 @@ from bottega.data.prepare.people import SKIP, People, Person, read_people
 from bottega.data.prepare.pictures import Pictures, decode_all
 from bottega.data.prepare.prepared import FORMAT, META, Prepared, opened_where_prepared
 from bottega.data.prepare.tally import Tally
-from bottega.data.record import Bad
-from bottega.data.shards import TEXT, Column, ShardWriter
-from bottega.schema.personalize import PersonalizeData
+from bottega.data.records.record import Bad
+from bottega.data.tables.cache import cached, default_cache
+from bottega.data.tables.shards import TEXT, Column, ShardWriter
 from bottega.storage.durable import flush, flush_all
 
 TASK = "personalize"

@@ -13,9 +13,9 @@ from bottega.data.personal import Item
 from bottega.data.prepare.jobs import Jobs, Progress, run
 from bottega.data.prepare.people import SKIP, Person
 from bottega.data.readers.fingerprint import content_hashes
-from bottega.data.record import Bad, Unreadable
-from bottega.data.record import Record as Row
-from bottega.data.shards import ShardWriter, merge
+from bottega.data.records.record import Bad, Unreadable
+from bottega.data.records.record import Record as Row
+from bottega.data.tables.shards import ShardWriter, merge
 
 JOB_BYTES = 64 << 20
 # Files hashed between two steps of the progress bar.

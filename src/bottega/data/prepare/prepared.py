@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
+from bottega.config.data import Data, Duplicates, Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.data.cache import cached, damage
-from bottega.data.classes import Classes, classes_of, texts_of
-from bottega.data.encoder import Encoder
 from bottega.data.prepare.encode import Encode, encode
+from bottega.data.prepare.encoder import Encoder
 from bottega.data.prepare.inputs import Input, Item, Shares, items_of, jobs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.rules import OTHER_CLASS, Rules
 from bottega.data.prepare.scan import Decisions, Scan, decide
 from bottega.data.prepare.scored import Scored
-from bottega.data.shards import Table
-from bottega.data.tokenizer import Tokenizer
-from bottega.schema.data import Data, Duplicates, Splitting
+from bottega.data.tables.cache import cached, damage
+from bottega.data.tables.classes import Classes, classes_of, texts_of
+from bottega.data.tables.shards import Table
+from bottega.data.text.tokenizer import Tokenizer
 from bottega.storage.durable import flush, flush_all
 
 META = "meta.json"

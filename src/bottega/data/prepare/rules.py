@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from bottega.config.data import Cleaning, Filter, Source, TextData
 from bottega.core.errors import UsageError
-from bottega.data.fields import GOES_ON, TEXTS, Renamed, label_name, label_text, listed, text_of, usual
 from bottega.data.prepare.inputs import Input, Item
 from bottega.data.prepare.labels import LabelReader
-from bottega.data.record import Bad, Record, Unreadable
+from bottega.data.records.fields import GOES_ON, TEXTS, Renamed, label_name, label_text, listed, text_of, usual
+from bottega.data.records.record import Bad, Record, Unreadable
 from bottega.data.text import filters
 from bottega.data.text.clean import clean
 from bottega.nearness import near_names
-from bottega.schema.data import Cleaning, Filter, Source, TextData
 
 OTHER_CLASS = "of another class"
 """Why a record is left out that `labels` does not ask for."""

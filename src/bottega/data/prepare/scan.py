@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bottega.config.data import Duplicates, Splitting
 from bottega.core.errors import DataError
-from bottega.data.fields import label_of, listed
 from bottega.data.prepare.inputs import Input, Item, Shares
 from bottega.data.prepare.jobs import Jobs, Progress, run
 from bottega.data.prepare.rules import Rules, records
 from bottega.data.prepare.tally import Tally
-from bottega.data.record import Bad, Record, Unreadable
-from bottega.data.splits import SplitTable, assign, hash_key
+from bottega.data.records.fields import label_of, listed
+from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.tables.splits import SplitTable, assign, hash_key
 from bottega.data.text.duplicates import PERMUTATIONS, content_key, keep_exact, keep_near, signature
-from bottega.schema.data import Duplicates, Splitting
 
 PARTS = ("train", "validation", "test")
 NO_FIELD = "no field to split by"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bottega.data.encoder import Encoder, Row
-from bottega.data.record import Bad, Record
-from bottega.data.shards import Column
+from bottega.data.prepare.encoder import Encoder, Row
+from bottega.data.records.record import Bad, Record
+from bottega.data.tables.shards import Column
 
 SCORE = "score"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bottega.core.errors import DataError
-from bottega.data.record import Bad
+from bottega.data.records.record import Bad
 
 # Bad records that are named; beyond that they are only counted.
 NAMED = 100

@@ -15,13 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
 from bottega.data.readers import compressed, files
 from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.readers.parts import meaning, parts_of, root_of
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 
 FORMATS = {
     "embedded": "embedded.FORMAT",

@@ -18,12 +18,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.members import MEMBER_BYTES, ZIP_DAMAGE, arrays_in, npy_header, opened_zip, zipped_array
 from bottega.data.readers.compressed import opened
 from bottega.data.readers.reader import Format, Piece, printable
-from bottega.data.record import Bad, Record, Unreadable
-from bottega.schema.data import Source
+from bottega.data.records.members import MEMBER_BYTES, ZIP_DAMAGE, arrays_in, npy_header, opened_zip, zipped_array
+from bottega.data.records.record import Bad, Record, Unreadable
 
 LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a zip member: the lengths of its name and its extra field, which the data follow."""

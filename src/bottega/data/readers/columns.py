@@ -10,11 +10,11 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem
 from bottega.data.readers.compressed import opened
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 
 # So much of a row group is unpacked at a time: groups of images are hundreds of MiB.
 BATCH_BYTES = 16 << 20

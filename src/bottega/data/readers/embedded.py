@@ -6,11 +6,11 @@ import os
 import sysconfig
 from pathlib import Path
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers.files import Listing
 from bottega.data.readers.reader import Format
 from bottega.data.readers.text import FORMAT as TEXT
-from bottega.schema.data import Source
 
 # Left out: tests, code tables, what some distributions package apart, and what belongs to one installation; so one
 # version of Python gives one corpus nearly everywhere.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bottega.core.errors import DataError
-from bottega.data.cache import database
 from bottega.data.readers.compressed import opened
+from bottega.data.tables.cache import database
 
 # Git's rule: a file changed so recently may change again within the resolution of its times, which is up to two
 # seconds on the coarsest file systems, and would then look the same.

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers.metadata import Metadata, metadata_of, table_in
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 
 IMAGE_SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")

@@ -12,14 +12,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.cache import cached, default_cache
 from bottega.data.readers import columns, files
 from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record
-from bottega.models.hub_access import hub_if_it_answers
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
+from bottega.data.tables.cache import cached, default_cache
+from bottega.models.folders.hub_access import hub_if_it_answers
 
 DEFAULT_SPLIT = "train"
 

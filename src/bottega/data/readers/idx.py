@@ -11,12 +11,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.members import CHUNK, MEMBER_BYTES, exactly
 from bottega.data.readers.compressed import is_packed, unpacked
 from bottega.data.readers.reader import Format, Piece, printable
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.members import CHUNK, MEMBER_BYTES, exactly
+from bottega.data.records.record import Bad, Record
 
 TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 MAX_DIMENSIONS = 8

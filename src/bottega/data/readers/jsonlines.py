@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from bottega.config.data import Source
 from bottega.data.readers import compressed
 from bottega.data.readers.compressed import SUFFIXES as PACKINGS
 from bottega.data.readers.compressed import is_packed, opened, unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import CONVERT, Bad, Record, is_utf16
-from bottega.schema.data import Source
+from bottega.data.records.record import CONVERT, Bad, Record, is_utf16
 
 EXAMPLE = '{"text": "..."}'
 _BLOCK = 1 << 20

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator
 from typing import NoReturn, final
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.members import exactly
 from bottega.data.readers.compressed import SUFFIXES as PACKINGS
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.jsonlines import EXAMPLE, NotARow, checked, decode, explained
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import CONVERT, Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.members import exactly
+from bottega.data.records.record import CONVERT, Bad, Record
 
 LARGEST = 256 << 20
 """Of unpacked text. One rare character makes each of its characters four bytes in memory, and the rows are there twice."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers import compressed
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import CONVERT, Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import CONVERT, Bad, Record
 
 MARK = "__label__"
 """What fastText writes in front of every label."""

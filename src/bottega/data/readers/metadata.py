@@ -14,12 +14,12 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers import columns, compressed, files, jsonlines, jsonlist, table
 from bottega.data.readers.fingerprint import RACY_NS
 from bottega.data.readers.reader import Piece
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.data.records.record import Bad, Record
 
 TABLES = tuple(f"metadata.{suffix}" for suffix in ("csv", "tsv", "psv", "jsonl", "json", "parquet"))
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "id")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from bottega.data.record import Bad, Record
-from bottega.schema.data import Source
+from bottega.config.data import Source
+from bottega.data.records.record import Bad, Record
 
 # A file may have any bytes for a name. Python keeps those that are no UTF-8 as lone surrogates, which nothing can encode.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")

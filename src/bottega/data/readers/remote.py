@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
+from bottega.config.addresses import strip_credentials, with_credentials
 from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
-from bottega.data.cache import cached, default_cache
 from bottega.data.readers.files import expanded
-from bottega.schema.addresses import strip_credentials, with_credentials
+from bottega.data.tables.cache import cached, default_cache
 
 # Packages, by scheme; there is no other scheme, because some of fsspec's run commands or unpack archives.
 SCHEMES = {

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, final
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
 from bottega.data.readers import compressed
 from bottega.data.readers.compressed import SUFFIXES as PACKINGS
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import CONVERT, Bad, Record, is_utf16
-from bottega.schema.data import Source
+from bottega.data.records.record import CONVERT, Bad, Record, is_utf16
 
 BY_SUFFIX = {".tsv": "\t", ".psv": "|"}
 CANDIDATES = ",\t;|"

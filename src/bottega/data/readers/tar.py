@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from zlib import adler32
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.members import CHUNK, MEMBER_BYTES, exactly, key_and_field, known, plain, refusal, value
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record, Refused, Unreadable
-from bottega.schema.data import Source
+from bottega.data.records.members import CHUNK, MEMBER_BYTES, exactly, key_and_field, known, plain, refusal, value
+from bottega.data.records.record import Bad, Record, Refused, Unreadable
 
 MAX_MEMBERS = 4_000_000
 """ImageNet in one archive has 2.6 million. Their keys are remembered, some 70 bytes each."""

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.readers.compressed import SUFFIXES as PACKINGS
 from bottega.data.readers.compressed import is_packed, opened, unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import CONVERT, Bad, Record, is_utf16
-from bottega.schema.data import Source
+from bottega.data.records.record import CONVERT, Bad, Record, is_utf16
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".yaml", ".yml", ".toml", ".xml")
 CODE = (".py", ".pyi", ".sh", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sql")

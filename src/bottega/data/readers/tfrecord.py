@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from bottega.data import crc32c
-from bottega.data.members import CHUNK, MEMBER_BYTES, exactly
+from bottega.config.data import Source
+from bottega.data.readers import crc32c
 from bottega.data.readers.compressed import unpacked
 from bottega.data.readers.reader import Format, Piece
-from bottega.data.record import Bad, Record, Unreadable
-from bottega.schema.data import Source
+from bottega.data.records.members import CHUNK, MEMBER_BYTES, exactly
+from bottega.data.records.record import Bad, Record, Unreadable
 
 HEADER = struct.Struct("<QI")  # length of the data, masked CRC of these 8 bytes; behind the data stands the CRC of it
 FLOAT = struct.Struct("<f")

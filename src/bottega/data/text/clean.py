@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from bottega.config.data import Cleaning
 from bottega.data.text.boilerplate import without_boilerplate
 from bottega.data.text.html import strip_html
-from bottega.schema.data import Cleaning
 
 # What str.splitlines breaks at. Removed as mere control characters, they would glue two words together.
 _BREAK = re.compile("\r\n?|[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")

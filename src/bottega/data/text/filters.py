@@ -6,9 +6,9 @@ import difflib
 import unicodedata
 from collections import Counter
 
+from bottega.config.data import Filter
 from bottega.core.errors import UsageError
 from bottega.data.text.languages import LANGUAGES, language, num_words
-from bottega.schema.data import Filter
 
 _ASCII_NO_SIGN = bytes(code for code in range(128) if chr(code).isalnum() or chr(code).isspace())
 _ASCII_SPACE = bytes(code for code in range(128) if chr(code).isspace())

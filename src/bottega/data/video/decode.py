@@ -18,7 +18,7 @@ import numpy as np
 
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.image.decode import MAX_PIXELS
-from bottega.data.record import Unreadable
+from bottega.data.records.record import Unreadable
 from bottega.data.video.container import missing_bytes
 
 Encoded = bytes | Path

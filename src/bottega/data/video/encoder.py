@@ -10,13 +10,13 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.encoder import Encoder
-from bottega.data.fields import descriptions, vector
 from bottega.data.image.decode import decode
 from bottega.data.image.encoder import medium
 from bottega.data.image.resize import Mode, resize
-from bottega.data.record import Record, Unreadable
-from bottega.data.shards import TEXT, Column
+from bottega.data.prepare.encoder import Encoder
+from bottega.data.records.fields import descriptions, vector
+from bottega.data.records.record import Record, Unreadable
+from bottega.data.tables.shards import TEXT, Column
 from bottega.data.video.decode import LIMITS, Limits, frames
 
 VIDEO_FIELDS = ("video", "mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg", "clip", "frames", "file")

@@ -21,8 +21,8 @@ from typing import Any, Literal, NoReturn, get_args
 import numpy as np
 
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.members import MEDIA, MEMBER_BYTES, medium
-from bottega.data.record import Record
+from bottega.data.records.members import MEDIA, MEMBER_BYTES, medium
+from bottega.data.records.record import Record
 from bottega.storage.durable import flush
 
 To = Literal["webdataset", "tfrecord", "parquet", "jsonl"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from bottega.core.errors import DataError
-from bottega.data.record import Record
+from bottega.data.records.record import Record
 from bottega.data.writers import Shard, as_json, encoded
 
 

@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.errors import DataError, EnvironmentProblem
-from bottega.data.record import Record
+from bottega.data.records.record import Record
 from bottega.data.writers import Shard, plain
 
 GROUP_BYTES = 8 << 20

@@ -13,8 +13,8 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.members import NUMBER, TEXT
-from bottega.data.record import Record
+from bottega.data.records.members import NUMBER, TEXT
+from bottega.data.records.record import Record
 from bottega.data.writers import Shard, as_json, encoded, refuse
 
 BLOCK = 512

@@ -12,8 +12,8 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.errors import DataError
-from bottega.data import crc32c
-from bottega.data.record import Record
+from bottega.data.readers import crc32c
+from bottega.data.records.record import Record
 from bottega.data.writers import Shard, as_json, plain, refuse
 
 # Checksums are made for so many bytes at a time.

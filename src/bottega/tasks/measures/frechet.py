@@ -1,6 +1,6 @@
 """The Fréchet distance between two sets of features, each taken for a Gaussian (Heusel et al., 2017).
 
-n: samples, d: features. The features decide what it means; with those of `bottega.models.inception` it is the FID.
+n: samples, d: features. The features decide what it means; with those of `bottega.models.metric_networks.inception` it is the FID.
 """
 
 from __future__ import annotations

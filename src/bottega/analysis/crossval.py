@@ -1,0 +1,331 @@
+"""`bottega crossval`: a recipe trained once for each fold of its data, and what the held-out parts say together."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bottega.analysis import fold_table
+from bottega.analysis.fold_plan import (
+    Fold,
+    check_measured,
+    check_members,
+    check_same_data,
+    check_same_recipe,
+    data_of,
+    is_trained,
+    plan_folds,
+    splitting,
+)
+from bottega.analysis.fold_runs import Work, places, train_all
+from bottega.config.data import Splitting
+from bottega.config.load import load_recipe, parse_overrides, to_yaml
+from bottega.config.recipe import Recipe
+from bottega.core import checkpoint as checkpoints
+from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.core.rundir import RunDirectory
+from bottega.run.checks import find_problems, raise_together
+from bottega.run.train import lock_directory, set_aside
+from bottega.terminal import escape_controls, open_console
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from bottega.data.prepare.prepared import Prepared
+
+RESULTS, TEST = "results", "test"
+"""Where a fold's answers lie, and within it those of the test set."""
+
+
+def crossval(
+    recipe: str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    folds: int | None = None,
+    by: str | None = None,
+    field: str | None = None,
+    repeats: int = 1,
+    jobs: int | str = "auto",
+    checkpoint: str = "best",
+    out: str | Path | None = None,
+    fresh: bool = False,
+    quiet: bool = True,
+) -> dict[str, Any]:
+    """`bottega.crossval`: what crossval.json holds. The same call goes on where an earlier one stopped."""
+    from bottega.run.saved import without_dashes
+
+    sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
+    chosen: dict[str, Any] = {"folds": folds, "by": by, "field": field, "repeats": repeats, "checkpoint": checkpoint}
+    try:
+        resolved = load_recipe([*sources, overrides or {}]).recipe
+        return cross_validate(resolved, **chosen, jobs=jobs, out=out, fresh=fresh, quiet=quiet)
+    except UsageError as error:
+        raise without_dashes(error) from None
+    except DataError as error:
+        raise DataError(str(without_dashes(UsageError(str(error))))) from None
+
+
+def crossval_command(words: list[str], **options: Any) -> dict[str, Any]:
+    """The same for the command line."""
+    sources, overrides = parse_overrides(words)
+    if not sources:
+        raise UsageError("say which recipe: bottega crossval RECIPE, such as bottega crossval classify --folds 5")
+    return cross_validate(load_recipe(sources, overrides).recipe, **options)
+
+
+def cross_validate(
+    recipe: Recipe,
+    *,
+    folds: int | None,
+    by: str | None,
+    field: str | None,
+    repeats: int,
+    jobs: int | str,
+    checkpoint: str,
+    out: str | Path | None,
+    fresh: bool,
+    quiet: bool,
+) -> dict[str, Any]:
+
+    from bottega.callbacks.bars import bars
+
+    if "RANK" in os.environ:
+        raise UsageError("crossval starts processes of its own; start it without torchrun")
+    if checkpoint not in ("best", "last"):
+        raise UsageError(f"--checkpoint {checkpoint}: expected best or last")
+    if repeats < 1:
+        raise UsageError(f"--repeats {repeats}: expected 1 or more")
+    raise_together(find_problems(recipe))
+    split, notes = splitting(recipe, folds=folds, by=by, field=field)
+    planned = plan_folds(recipe, split, repeats=repeats, out=Path(out) if out is not None else None)
+    where = places(recipe.device, jobs, wanted=len(planned))
+    root = RunDirectory(planned[0].run.path.parent)
+    if fresh and root.path.exists():
+        set_aside(root.path, what="folds are")
+    console = open_console(quiet=quiet)
+
+    def say(text: str) -> None:
+        console.print(escape_controls(text), soft_wrap=True, markup=False)
+
+    with lock_directory(root, has_log=False):
+        check_same_recipe(root, planned)
+        with bars(console) as bar:
+            # The last one first: where there are too few rows or groups, it is the one without any.
+            prepared = [data_of(fold.recipe, bar) for fold in reversed(planned)][::-1]
+        check_members(prepared[0], split)
+        check_same_data(planned, prepared)
+        waiting = [fold for fold in planned if not is_trained(fold)]
+        if waiting:
+            with bars(console) as bar:
+                check_measured(waiting[0].recipe, bar)
+        works = [_written(root, fold) for fold in waiting]
+        trained = len(planned) - len(works)
+        say(f"{root.path}: {len(planned)} folds, {_done(trained, works)}, {len(where)} at a time")
+        with bars(console, in_bytes=False) as bar:
+            train_all(works, where, trained=trained, say=say, bar=bar)
+        runs = [_measured(fold, table, checkpoint, notes) for fold, table in zip(planned, prepared, strict=True)]
+        report = _reported(root, planned, runs, split, repeats=repeats, checkpoint=checkpoint, notes=notes)
+        matrix, classes = _pool(root, planned, report)
+        _write(root, report)
+        _draw(root, report, matrix, classes)
+        _write(root, report)  # now with where the pictures are
+    return report
+
+
+def _done(trained: int, works: Sequence[Work]) -> str:
+    begun = sum(work.step is not None for work in works)
+    return f"{trained} of them trained" + (f" and {begun} begun" if begun else "")
+
+
+def _written(root: RunDirectory, fold: Fold) -> Work:
+    """A file that `bottega train` can be given, by us or by hand."""
+    file = root.path / "recipes" / f"{fold.run.path.name}.yaml"
+    file.parent.mkdir(exist_ok=True)
+    root.write(file, to_yaml(fold.recipe))
+    return Work(fold.run, file)
+
+
+# What the held-out parts say.
+
+
+def _measured(fold: Fold, prepared: Prepared | None, checkpoint: str, notes: list[str]) -> dict[str, Any]:
+    """A fold by its checkpoint on its own part, and on the test set where there is one."""
+    from bottega.run.saved import choose
+
+    rows = prepared.tables["validation"]["rows"] if prepared is not None else None
+    chosen = choose(fold.run, checkpoint)
+    split = fold.recipe.data.split
+    assert split is not None
+    found = {
+        "number": fold.number,
+        "fold": split.fold,
+        "split_seed": split.seed,
+        "run": str(fold.run.path),
+        "step": checkpoints.read_manifest(chosen).step,
+        "held_out": rows,
+        "metrics": _results(fold, chosen, checkpoint, "validation", fold.run.path / RESULTS, notes),
+    }
+    if fold.recipe.data.test is not None:
+        found[TEST] = _results(fold, chosen, checkpoint, TEST, fold.run.path / RESULTS / TEST, notes)
+    return found
+
+
+def _results(
+    fold: Fold, chosen: Path, checkpoint: str, split: str, folder: Path, notes: list[str]
+) -> dict[str, float | None]:
+    """As `bottega evaluate --out` writes them; read where the same checkpoint was measured before."""
+    from bottega.analysis.evaluate import measure
+    from bottega.branches.evaluation_data import DataRequest
+
+    file = folder / "metrics.json"
+    fields: dict[str, Any] = {}
+    if file.is_file():
+        try:
+            fields = json.loads(file.read_bytes())
+        except ValueError:
+            fields = {}  # of a process that was killed, or somebody's own
+    if (fields.get("checkpoint"), fields.get("split")) != (chosen.name, split):
+        request = DataRequest(split=split)
+        options: dict[str, Any] = {"request": request, "checkpoint": checkpoint, "device": fold.recipe.device}
+        # Only the loss of a generator: to judge samples takes as long as some trainings.
+        options |= {"count": 0, "inception": None, "quiet": True}
+        note = {}
+        try:
+            result = measure(fold.run.path, **options, out=folder)
+        except (EnvironmentProblem, OSError) as error:
+            # The answers are written before they are drawn, so that only the pictures are missing.
+            result = measure(fold.run.path, **options)
+            note = {"note": f"no pictures of single folds: {error}"}
+        metrics = {name: value if math.isfinite(value) else None for name, value in result["metrics"].items()}
+        classes = {"per_class": result["per_class"]} if "per_class" in result else {}
+        beside = {"split": split, "checkpoint": chosen.name, "metrics_named": list(metrics)}
+        fields = {**metrics, **classes, **beside, **note}
+        folder.mkdir(parents=True, exist_ok=True)
+        fold.run.write(file, json.dumps(fields, indent=1) + "\n")
+    if "note" in fields and fields["note"] not in notes:
+        notes.append(fields["note"])
+    return {name: fields[name] for name in fields["metrics_named"]}
+
+
+def _reported(
+    root: RunDirectory,
+    folds: list[Fold],
+    runs: list[dict[str, Any]],
+    split: Splitting,
+    *,
+    repeats: int,
+    checkpoint: str,
+    notes: list[str],
+) -> dict[str, Any]:
+    assert split.folds is not None
+    recipe, count = folds[0].recipe, len(folds)
+    notes = [
+        f"intervals are those of t with {count - 1} degrees of freedom, corrected as Nadeau and Bengio (2003) do: folds share "
+        f"training data, so that the variance counts (1/{count} + 1/{split.folds - 1}), not 1/{count}",
+        *notes,
+    ]
+    if checkpoint == "best" and any(run["step"] < _last_step(fold) for run, fold in zip(runs, folds, strict=True)):
+        notes.append(
+            "the best checkpoint of a fold was chosen by the part that it is measured on, which flatters it a little; "
+            "--checkpoint last does not choose"
+        )
+    metric = recipe.evaluation.metric
+    report: dict[str, Any] = {
+        "folder": str(root.path),
+        "task": recipe.task,
+        "metric": metric,
+        "mode": recipe.evaluation.direction,
+        "folds": split.folds,
+        "repeats": repeats,
+        "by": split.by,
+        "field": split.field,
+        "checkpoint": checkpoint,
+        "level": fold_table.LEVEL,
+        "runs": runs,
+        "metrics": {
+            name: fold_table.summary(values, folds=split.folds)
+            for name, values in _columns(runs, "metrics", notes).items()
+        },
+        "files": {},
+        "notes": notes,
+    }
+    if recipe.data.test is not None:
+        report[TEST] = {name: fold_table.spread(values) for name, values in _columns(runs, TEST, notes).items()}
+    return report
+
+
+def _last_step(fold: Fold) -> int:
+    last = checkpoints.find_newest(fold.run.checkpoints)
+    return checkpoints.read_manifest(last).step if last is not None else 0
+
+
+def _columns(runs: list[dict[str, Any]], part: str, notes: list[str]) -> dict[str, list[float]]:
+    """Metric -> its value in each fold; without those that are no number in some fold."""
+    names = dict.fromkeys(name for run in runs for name in run[part])
+    found = {name: [run[part].get(name) for run in runs] for name in names}
+    for name, values in found.items():
+        absent = [f"fold-{run['number']}" for run, value in zip(runs, values, strict=True) if value is None]
+        if absent:
+            notes.append(f"{name} is no number in {', '.join(absent)}, and left out")
+    return {name: values for name, values in found.items() if None not in values}
+
+
+def _write(root: RunDirectory, report: dict[str, Any]) -> None:
+    root.write(root.path / "crossval.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+
+
+def _pool(root: RunDirectory, folds: list[Fold], report: dict[str, Any]) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    """Of classifiers: the answers of all folds in one file, each sample once a repeat, and measures of them together;
+    who was taken for whom [classes, classes], and the names of the classes."""
+    files = [(fold.number, fold.run.path / RESULTS / "predictions.jsonl") for fold in folds]
+    if not all(file.is_file() for _, file in files):
+        return None, ()
+    rows = fold_table.joined(files)
+    results = [json.loads((file.parent / "metrics.json").read_bytes()) for _, file in files]
+    classes = tuple(dict.fromkeys(name for one in results for name in one["per_class"]))
+    report["pooled"], matrix = fold_table.pooled(rows, classes)
+    answers = root.path / "predictions.jsonl"
+    root.write(answers, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    report["files"]["predictions"] = str(answers)
+    return (matrix if matrix.ndim == 2 else None), classes
+
+
+def _draw(root: RunDirectory, report: dict[str, Any], matrix: np.ndarray | None, classes: tuple[str, ...]) -> None:
+    """Numbers that took hours are not lost for want of a picture: one that cannot be made is a note."""
+    from bottega.analysis.answer_pictures import draw_confusion
+    from bottega.analysis.compare import draw
+
+    wanted: dict[str, tuple[Path, Callable[[Path], None]]] = {}
+    if matrix is not None:
+        wanted["confusion"] = root.path / "confusion.png", partial(draw_confusion, matrix, classes)
+    if report["metric"] in report["metrics"]:
+        wanted["picture"] = root.path / "crossval.png", partial(draw, _picture(report))
+    for name, (path, make) in wanted.items():
+        try:
+            make(path)
+        except (EnvironmentProblem, OSError) as error:
+            report["notes"].append(f"no {path.name}: {error}")
+        else:
+            report["files"][name] = str(path)
+
+
+def _picture(report: dict[str, Any]) -> dict[str, Any]:
+    """For `draw` of compare: one group, and nobody to compare it with."""
+    found = report["metrics"][report["metric"]]
+    runs = [
+        {"run": run["run"], "seed": None, "fold": run["number"], "value": run["metrics"][report["metric"]]}
+        for run in report["runs"]
+    ]
+    group = {"label": "", "name": report["folder"], "kind": "folds", "n": len(runs), "runs": runs, **found}
+    return {
+        "metric": report["metric"],
+        "mode": report["mode"],
+        "level": report["level"],
+        "groups": [group],
+        "pairs": [],
+    }

@@ -1,0 +1,94 @@
+"""The module tree of a recipe or run: parameters, what is trainable, devices, types and gradient norms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bottega.core.noise import Noise
+from bottega.core.rundir import RunDirectory, split_checkpoint
+from bottega.data.loading.loader import Loader
+from bottega.engines.devices import put
+from bottega.engines.torch import TorchEngine
+
+
+def inspect(what: str, words: list[str]) -> dict[str, Any]:
+    """One row for each module; gradient norms come from one batch of the training data, and nothing is changed."""
+    engine, branch, batch_size, seed = _open(what, words)
+    batch = Loader(branch.training(), batch_size, seed=seed, order=branch.order).batch(0)
+    engine.model.train()
+    counts = engine.task.counts(batch)
+    rng = Noise(seed, 0, torch.arange(batch_size, device=engine.device), torch)
+    with engine._autocast():
+        out = engine.task.loss(engine._eval_models, put(batch, engine.device), rng)
+        loss = sum(weight * total / counts[name] for name, (total, weight) in out.terms.items())
+    loss.backward()
+    rows = [
+        _row(name, module) for name, module in engine.model.named_modules() if any(True for _ in module.parameters())
+    ]
+    return {"loss": float(loss.detach()), "modules": rows}
+
+
+def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
+    if RunDirectory(split_checkpoint(Path(what))[0]).recipe.is_file():
+        from bottega.run.saved import open_run
+
+        saved = open_run(Path(what))
+        return saved.engine, saved.branch, saved.recipe.training.batch_size, saved.recipe.seed
+    from bottega.callbacks.console import Console
+    from bottega.config.load import load_recipe, parse_overrides
+    from bottega.config.recipe import BUILT_TASKS
+    from bottega.run.checks import find_problems, raise_together
+    from bottega.run.compose import build_engine, prepare
+    from bottega.run.lesson import applied
+
+    if "/" in what and not what.endswith((".yaml", ".yml")) and what.partition("/")[0] not in BUILT_TASKS:
+        RunDirectory(Path(what)).must_exist()  # or it says which run is near
+    sources, overrides = parse_overrides([what, *words])
+    recipe = load_recipe(sources, overrides).recipe
+    raise_together(find_problems(recipe))
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"compile": False})})
+    branch = prepare(recipe, Console(unit="samples"))
+    return build_engine(recipe, applied(recipe, branch).task), branch, recipe.training.batch_size, recipe.seed
+
+
+def _row(name: str, module: torch.nn.Module) -> dict[str, Any]:
+    parameters = list(module.parameters())
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))) if grads else None
+    return {
+        "name": name or type(module).__name__,
+        "kind": type(module).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "devices": sorted({str(p.device) for p in parameters}),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+        "gradient_norm": norm,
+    }
+
+
+def show(report: dict[str, Any]) -> str:
+    head = ("module", "kind", "parameters", "trainable", "device", "type", "gradient")
+    rows = [
+        (
+            "  " * row["name"].count(".") + row["name"].rpartition(".")[2],
+            row["kind"],
+            f"{row['parameters']:,}",
+            f"{row['trainable']:,}",
+            ",".join(row["devices"]),
+            ",".join(row["dtypes"]),
+            "-" if row["gradient_norm"] is None else f"{row['gradient_norm']:.2e}",
+        )
+        for row in report["modules"]
+    ]
+    widths = [max(len(r[i]) for r in (head, *rows)) for i in range(len(head))]
+    right = {2, 3, 6}
+    lines = [
+        "  ".join(
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True))
+        )
+        for r in (head, *rows)
+    ]
+    return "\n".join([*(line.rstrip() for line in lines), f"loss of the first batch: {report['loss']:.4f}"])

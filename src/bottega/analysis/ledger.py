@@ -1,0 +1,65 @@
+"""The sample ledger: which samples made a step. Nothing is stored, because the order is a function of the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bottega.branches.located import locate
+from bottega.config import needs
+from bottega.core.checkpoint import candidates
+from bottega.core.errors import UsageError
+from bottega.engines.devices import batch_length
+from bottega.run.compose import plain_loader
+from bottega.run.lesson import applied
+from bottega.run.saved import open_run
+
+
+def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
+    """The samples of one step, counted from 1 as in the log; with `replay`, the loss of exactly that batch."""
+    if step < 1:
+        raise UsageError(f"--step {step}: steps are counted from 1, as in the log")
+    saved = open_run(path, device="cpu")
+    lesson = applied(locate(needs.placed(saved.recipe), saved.branch.started_in), saved.branch)
+    source = lesson.training
+    world = _world(saved.directory.environment)
+    loader = plain_loader(saved.recipe, source, world=world, order=lesson.order)
+    index, epoch = loader.indices(step - 1)
+    report: dict[str, Any] = {
+        "run": str(path),
+        "step": step,
+        "samples": index.tolist(),
+        "epochs": epoch.tolist(),
+        "described": [source.describe(int(i), int(e)) for i, e in zip(index[:4], epoch[:4], strict=True)],
+    }
+    trained = max((manifest.step for _, manifest in candidates(saved.directory.checkpoints)), default=0)
+    if step > trained:
+        report["note"] = f"the run has taken {trained} steps; step {step} would see these samples"
+    if replay:
+        batch = loader.batch(step - 1)
+        if "query" in batch:  # an episode is adapted to, and only the lesson's own task knows how
+            saved.engine.task = lesson.task
+        sums = saved.engine.eval_step(batch).sums
+        means = {name: float(total) / float(count) for name, (total, count) in sums.items() if count}
+        report["replay"] = {
+            "checkpoint": saved.checkpoint.name,
+            "samples": batch_length(batch),
+            "loss": saved.branch.summarise(means)["loss"],
+        }
+    return report
+
+
+def _world(environment: Path) -> int:
+    import json
+
+    return int(json.loads(environment.read_text())["world"]) if environment.is_file() else 1
+
+
+def show(report: dict[str, Any]) -> str:
+    lines = [report["note"]] if "note" in report else []
+    lines += [f"step {report['step']}: samples {', '.join(map(str, report['samples']))}"]
+    for text in report["described"]:
+        lines += ["", text]
+    if "replay" in report:
+        lines += ["", f"replayed with {report['replay']['checkpoint']}: loss {report['replay']['loss']:.6f}"]
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+"""Verbs as library calls: what they measure comes back as plain values, and errors name arguments, not flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bottega.analysis.runs import list_runs
+from bottega.config.launch import check_launch_variables
+from bottega.core.errors import UsageError
+
+RecipeLike = str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]]
+
+
+def lr_find(
+    recipe: RecipeLike,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    low: float = 1e-7,
+    high: float = 10.0,
+    steps: int = 100,
+    out: str | Path | None = None,
+    quiet: bool = True,
+) -> dict[str, Any]:
+    """`bottega.lr_find`: a range test over a recipe, or from a run directory on; `suggestion` is the rate to begin with.
+
+    With `out`, its curve and numbers are written to that folder.
+    """
+    from bottega.analysis.lr_find import find_rate, is_run_directory, write_report
+    from bottega.config.load import load_recipe
+
+    with _arguments():
+        options: dict[str, Any] = {"low": low, "high": high, "steps": steps, "quiet": quiet}
+        if isinstance(recipe, str | Path) and is_run_directory(recipe):
+            if overrides:
+                raise UsageError(f"{recipe} is a run and has its own recipe; leave out overrides")
+            report = find_rate(None, run=Path(recipe), **options)
+        else:
+            report = find_rate(load_recipe([*_listed(recipe), overrides or {}]).recipe, run=None, **options)
+        return report if out is None else write_report(report, Path(out))
+
+
+def compare(
+    *groups: str | Path, metric: str | None = None, split: str | None = None, alpha: float = 0.05
+) -> dict[str, Any]:
+    """`bottega.compare`: whether groups of runs (directories, or patterns of them) differ, by the test that fits."""
+    from bottega.analysis.compare import compare as compare_groups
+
+    with _arguments():
+        return compare_groups([str(group) for group in groups], metric=metric, split=split, alpha=alpha)
+
+
+def plan(recipe: RecipeLike, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """`bottega.plan`: the whole recipe as it would run, under `recipe`; every problem that training would find is raised."""
+    from bottega.analysis.plan import check_sources
+
+    with _arguments():
+        return check_sources([*_listed(recipe), overrides or {}], show=False)
+
+
+def runs(folder: str | Path = "runs") -> list[dict[str, Any]]:
+    """`bottega.runs`: the runs of a folder, newest first, each with task, step, best metric and state."""
+    return list_runs(Path(folder))
+
+
+def _listed(recipe: RecipeLike) -> list[Any]:
+    return [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
+
+
+@contextmanager
+def _arguments() -> Iterator[None]:
+    """Whoever calls from Python has given names, not flags."""
+    check_launch_variables()
+    try:
+        yield
+    except UsageError as error:
+        from bottega.run.saved import without_dashes
+
+        raise without_dashes(error) from None

@@ -1,0 +1,121 @@
+"""Which learning rate to begin with: a range test on a copy of a recipe's model, or of a run's, that leaves both alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from bottega.branches.located import locate, recorded_folders
+from bottega.callbacks.bars import bars
+from bottega.callbacks.console import Console
+from bottega.config import needs
+from bottega.config.load import load_recipe, load_saved_recipe, parse_overrides
+from bottega.config.recipe import Recipe
+from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.rundir import RunDirectory, split_checkpoint
+from bottega.data.present import whole, writing
+from bottega.engines.rate_range import check_range
+from bottega.run import resume
+from bottega.run.checks import find_problems, raise_together
+from bottega.run.compose import prepare
+from bottega.run.range_picture import draw
+from bottega.run.range_test import JSON, PICTURE, measured
+from bottega.run.train import part
+
+
+def find(
+    what: str, words: list[str], *, low: float, high: float, steps: int, out: Path, quiet: bool = False
+) -> dict[str, Any]:
+    """The report of a range test; its curve and its numbers are in `out`."""
+    check_range(low, high, steps)
+    is_run = is_run_directory(what)
+    if is_run and words:
+        raise UsageError(f"{what} is a run and has its own recipe; leave out {' '.join(words)}")
+    sources, overrides = parse_overrides([what, *words])
+    recipe = None if is_run else load_recipe(sources, overrides).recipe
+    report = find_rate(recipe, run=Path(what) if is_run else None, low=low, high=high, steps=steps, quiet=quiet)
+    report["command"] = _command(what, words, report, is_run=is_run)
+    return write_report(report, out) if int(os.environ.get("RANK", 0)) == 0 else report
+
+
+def is_run_directory(what: str | Path) -> bool:
+    return RunDirectory(split_checkpoint(Path(what))[0]).recipe.is_file()
+
+
+def find_rate(
+    recipe: Recipe | None, *, run: Path | None, low: float, high: float, steps: int, quiet: bool
+) -> dict[str, Any]:
+    """Run the test on a recipe, or on the run directory or checkpoint `run` with its own recipe."""
+    check_range(low, high, steps)
+    start: tuple[Path, str] | None = None
+    folders: tuple[Path, ...] = ()
+    if run is not None:
+        directory = RunDirectory(split_checkpoint(run)[0])
+        recipe, start = load_saved_recipe(directory.recipe), _chosen(directory, run)
+        folders = recorded_folders(directory.path)
+    assert recipe is not None, "a recipe or a run"
+    raise_together(find_problems(locate(recipe, folders)))
+    for name in needs.referenced(recipe):
+        part(recipe, name, quiet=quiet)
+    is_main = int(os.environ.get("RANK", 0)) == 0
+    console = Console(unit="samples", quiet=quiet or not is_main)
+    branch = prepare(locate(needs.placed(recipe), folders), console)
+    if start is not None and start[1] != branch.fingerprint:
+        raise DataError(f"{run}: the data has changed since its last checkpoint; undo the change")
+    with bars(console.rich, in_bytes=False) as say:
+        return measured(
+            recipe,
+            branch,
+            start=start[0] if start is not None else None,
+            low=low,
+            high=high,
+            steps=steps,
+            say=lambda done, total: say("lr-find", done, total),
+        )
+
+
+def _chosen(run: RunDirectory, path: Path) -> tuple[Path, str]:
+    """The checkpoint that `path` names, or the run's newest good one, and the fingerprint of the data it learnt from."""
+    found = resume.find(run, path if path != run.path else None, lambda text: None)
+    if found is None:
+        raise CheckpointError(f"{run.path} has no checkpoint yet; give its recipe in place of the run")
+    return found[0], str(found[1].fingerprint.get("data"))
+
+
+def _command(what: str, words: list[str], report: dict[str, Any], *, is_run: bool) -> str:
+    rate = f"training.learning_rate={report['suggestion']:g}"
+    if not is_run:
+        said = [word for word in words if not word.startswith(("training.learning_rate=", "learning_rate=", "lr="))]
+        return shlex.join(["bottega", "train", what, *said, rate])
+    run = RunDirectory(split_checkpoint(Path(what))[0])
+    name, longer = f"name={run.path.resolve().name}-again", []
+    recipe = load_saved_recipe(run.recipe)
+    if recipe.training.max_steps is not None and report["from_step"] >= recipe.training.max_steps:
+        longer = [f"training.max_steps={report['from_step'] + recipe.training.max_steps}"]
+    return shlex.join(["bottega", "train", str(run.recipe), name, rate, *longer, "--resume_from", what])
+
+
+def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:
+    files = {"picture": str(out / PICTURE), "json": str(out / JSON)}
+    with writing(out / JSON):
+        with whole(out / JSON) as temporary:
+            temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        draw(report, out / PICTURE)
+    return {**report, **files}
+
+
+def show(report: dict[str, Any]) -> str:
+    rates = report["curve"]["rate"]
+    end = f"diverges at {report['diverged']:.2e}" if report["diverged"] is not None else f"ends at {rates[-1]:.2e}"
+    lines = [
+        f"loss {report['start_loss']:.4f} -> {report['lowest_loss']:.4f}, rates from {rates[0]:.2e} on; it {end}",
+        f"  steepest fall    {report['steepest']:.2e}",
+        f"  minimum / 10     {report['minimum_tenth']:.2e}",
+        f"  suggestion       {report['suggestion']:.2e}",
+    ]
+    if report["still_falling"]:
+        lines.append("the loss still falls at the highest rate; --max may be raised")
+    return "\n".join([*lines, f"curve:  {report['picture']}", f"use it: {report['command']}"])

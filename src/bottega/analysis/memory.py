@@ -1,0 +1,145 @@
+"""`bottega plan --memory`: which micro-batch fits on which GPU, from steps that were taken here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from bottega.analysis.plan import beforehand
+from bottega.callbacks.bars import bars
+from bottega.callbacks.console import Console
+from bottega.config import needs
+from bottega.config.load import global_batch, load_recipe, parse_overrides
+from bottega.core.errors import OutOfMemory, UsageError
+from bottega.core.types import Batch
+from bottega.data.sources.source import Source
+from bottega.run.checks import find_problems, raise_together
+from bottega.run.compose import build_engine, prepare
+from bottega.run.lesson import applied
+from bottega.run.train import part
+
+GIB = 1 << 30
+CARDS = (16, 24, 40, 48, 80, 141)
+"""Memory of common GPUs, in GiB."""
+CONTEXT = 1.0
+"""GiB that are gone before the first tensor: the driver's context, kernels, and the workspaces of matmuls."""
+MOST = 64
+"""Examples in a forward beyond which nobody has asked; a recipe's own batch may be more."""
+
+
+def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
+    """Train a copy of the recipe for a few steps with ever larger micro-batches, and throw it away."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UsageError("bottega plan --memory: is measured by one process; start it without a launcher")
+    sources, overrides = parse_overrides(words)
+    recipe = load_recipe(sources, overrides).recipe
+    raise_together(find_problems(recipe))
+    for name in needs.referenced(recipe):
+        part(recipe, name, quiet=quiet)
+    console = Console(unit="samples", quiet=quiet)
+    lesson = applied(needs.placed(recipe), prepare(needs.placed(recipe), console))
+    # Every size would be compiled anew; what is compiled takes somewhat less.
+    training = recipe.training.model_copy(
+        update={"compile": False, "micro_batch_size": None, "gradient_accumulation_steps": None}
+    )
+    engine = build_engine(recipe.model_copy(update={"training": training}), lesson.task)
+    try:
+        with bars(console.rich, in_bytes=False) as say:
+            batch = global_batch(recipe, 1)
+            return report(
+                engine,
+                lambda size: rows_of(lesson.training, size),
+                batch=batch,
+                most=min(batch, MOST),
+                say=lambda done, total: say("memory", done, total),
+                notes=beforehand(recipe),
+            )
+    finally:
+        engine.close()
+
+
+def rows_of(source: Source, size: int) -> Batch:
+    """So many samples of the data; the longest where they differ, because those decide what fits."""
+    alike = source.alike(len(source))
+    order = np.arange(len(source)) if alike is None else np.asarray(alike)[::-1]
+    index = order[np.arange(size) % len(order)]
+    return source.rows(index, np.zeros(size, dtype=np.int64))
+
+
+def report(
+    engine: Any, batch_of: Any, *, batch: int, most: int, say: Any = lambda done, total: None, notes: list[str]
+) -> dict[str, Any]:
+    """What was measured, and which micro-batch it allows on each card, as plain values."""
+    import torch
+
+    from bottega.engines.footprint import measured, optimizer_bytes, weights_of
+
+    is_gpu = engine.device.type == "cuda"
+    rows = measured(engine, batch_of, most=most, say=say)
+    if not rows:
+        raise OutOfMemory(f"out of memory on {engine.device} with one example; use a smaller model or shorter samples")
+    weights = weights_of(engine)
+    trained = next(one for one in weights if one.name == "model")
+    gradients = sum(p.numel() * p.element_size() for p in engine.model.parameters() if p.requires_grad)
+    name = torch.cuda.get_device_name() if is_gpu else "the CPU"
+    return {
+        "device": name,
+        "is_peak": is_gpu,
+        "precision": str(engine.precision).removeprefix("torch."),
+        "weights": [one._asdict() for one in weights],
+        "trained_parameters": trained.learning,
+        "gradient_bytes": gradients,
+        "optimizer_bytes": optimizer_bytes(engine),
+        "batch": batch,
+        "rows": [row._asdict() for row in rows],
+        "cards": cards(rows, batch) if is_gpu else [],
+        "notes": notes if is_gpu else [*notes, NO_GPU],
+    }
+
+
+NO_GPU = (
+    "no GPU here: what is kept for backward was counted on the CPU, in the precision it trains in; say the same on a "
+    "machine with a GPU for its peak and for the table of cards"
+)
+
+
+def cards(rows: list[Any], batch: int) -> list[dict[str, Any]]:
+    """The largest measured micro-batch that fits, and how often it is to be gone through for the recipe's batch."""
+    found = []
+    for size in CARDS:
+        fits = [row for row in rows if row.reserved / GIB + CONTEXT <= size]
+        micro = max((row.micro_batch for row in fits), default=None)
+        passes = -(-batch // micro) if micro else None
+        found.append({"gib": size, "micro_batch": micro, "passes": passes})
+    return found
+
+
+def show(report: dict[str, Any]) -> str:
+    lines = [f"{'model':<18}{'parameters':>16}{'learn':>14}{'memory':>12}  type"]
+    for one in report["weights"]:
+        counts = f"{one['parameters']:>16,}{one['learning']:>14,}"
+        lines.append(f"{one['name']:<18}{counts}{_size(one['bytes']):>12}  {one['kind']}")
+    lines += [f"{'gradients':<48}{_size(report['gradient_bytes']):>12}"]
+    lines += [f"{'optimizer':<48}{_size(report['optimizer_bytes']):>12}", ""]
+    what = "peak" if report["is_peak"] else "kept"
+    lines += [
+        f"measured on {report['device']}, {report['precision']}",
+        f"{'micro-batch':>11}{what:>12}{'samples/s':>12}",
+    ]
+    lines += [
+        f"{row['micro_batch']:>11}{_size(row['peak']):>12}{row['samples_per_second']:>12.2f}" for row in report["rows"]
+    ]
+    if report["cards"]:
+        lines += ["", f"{'GPU memory':>11}{'micro-batch':>13}{'passes':>8}  for a batch of {report['batch']}"]
+        for card in report["cards"]:
+            fits = f"{card['micro_batch']:>13}{card['passes']:>8}" if card["micro_batch"] else f"{'none':>13}"
+            lines.append(f"{card['gib']:>7} GiB{fits}")
+    return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
+
+
+def _size(number: int) -> str:
+    if number >= GIB / 10:
+        return f"{number / GIB:.2f} GiB"
+    return f"{number / (1 << 20):.1f} MiB" if number >= 1 << 20 else f"{number / (1 << 10):.1f} KiB"

@@ -1,0 +1,73 @@
+"""Whether keywords come from what a language model has learnt: the same questions to the same network with random weights."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bottega.core.errors import UsageError
+from bottega.core.noise import generator
+from bottega.data.personal import Record
+
+if TYPE_CHECKING:
+    from bottega.branches.personalize import PersonalizeBranch
+
+
+DESCRIBING = (".json", ".txt", ".model", ".jinja")
+SMALL = 2**28
+"""Bytes of weights that may be drawn anew for a trial."""
+
+
+def keywords_at_random(branch: PersonalizeBranch, records: Sequence[Record], *, seed: int = 0) -> list[tuple[str, ...]]:
+    """What the run's language model says of what people like if it has learnt nothing."""
+    with tempfile.TemporaryDirectory() as place:
+        random = random_weights(Path(branch.facts.language_model.folder), Path(place) / "random", seed=seed)
+        return asked(branch, random, records, cache=Path(place))
+
+
+def is_small(folder: Path) -> bool:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= SMALL
+
+
+def asked(branch: PersonalizeBranch, folder: Path, records: Sequence[Record], *, cache: Path) -> list[tuple[str, ...]]:
+    """What another language model says of what people like, asked as the run asks its own; decoded, whatever is kept."""
+    from bottega.branches.keywords import Keyworder
+    from bottega.engines.devices import choose_device
+    from bottega.models.frozen.language import load_language_model
+
+    own, device = branch.teller.prompts, choose_device(branch.recipe.device)
+    keyworder = Keyworder(folder, own.options, length=own.length, room=own.room, precision=own.precision, cache=cache)
+
+    def load() -> Any:
+        return load_language_model(folder, precision=own.precision, checkpointing=False, device=device).to(device)
+
+    return keyworder.preferences(records, load, device, lambda stage, done, total: None)
+
+
+def random_weights(folder: Path, out: Path, *, seed: int) -> Path:
+    """The model of a folder with every matrix drawn anew, as large as it was; norms and biases as at the beginning."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{folder}: has no *.safetensors to draw anew")
+    out.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix in DESCRIBING:
+            shutil.copy(file, out)
+    for file in files:
+        tensors = {}
+        for name, tensor in load_file(file).items():
+            if tensor.ndim < 2:
+                tensors[name] = torch.zeros_like(tensor) if name.endswith("bias") else torch.ones_like(tensor)
+                continue
+            drawn = generator(seed, name).standard_normal(tuple(tensor.shape), dtype=np.float32)
+            tensors[name] = (torch.from_numpy(drawn) * tensor.float().std()).to(tensor.dtype)
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
+    return out

@@ -1,0 +1,150 @@
+"""What would run, before anything runs: `bottega plan`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from bottega.callbacks.console import Console
+from bottega.config import needs
+from bottega.config.load import Resolved, check_recipe, global_batch, to_yaml
+from bottega.config.personalize import PersonalizeRecipe
+from bottega.config.recipe import Recipe
+from bottega.config.techniques import UNBUILT
+from bottega.core.errors import BottegaError, DataError
+from bottega.run.checks import (
+    find_changes,
+    find_data_problems,
+    find_model_problems,
+    find_problems,
+    find_size_problems,
+    list_adjusted,
+    list_unused,
+    load_checked,
+    parse_words,
+    raise_together,
+)
+from bottega.run.compose import prepare
+from bottega.run.lesson import applied
+from bottega.run.train import is_made, prepare_data
+from bottega.terminal import print_notice, print_result
+
+
+def check(words: list[str], *, show: bool) -> dict[str, Any]:
+    """Find every problem that `train` would, in one error with its exit code; else print the resolved recipe.
+
+    A file that several tasks could use is a part of a recipe, and is held against their schemas alone.
+    """
+    sources, overrides = parse_words(words)
+    return check_sources(sources, overrides, show=show)
+
+
+def check_sources(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[str, Any]:
+    """The same for recipes by name, file or dict."""
+    resolved = _resolve(sources, overrides)
+    tasks = list(resolved.task_candidates)
+    notes = list(resolved.notes)
+    if len(tasks) == 1:
+        raise_together([*find_problems(resolved.recipe), *find_changes(resolved.recipe)])
+        notes += list_unused(resolved.recipe)
+        notes += _check_data(resolved.recipe, quiet=not show)
+    if show:
+        for note in notes:
+            print_notice(f"bottega: {note}")
+        print_result(to_yaml(resolved.recipe), end="")
+        print_notice(f"bottega: {_story(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}")
+        for line in _methods(resolved.recipe):
+            print_notice(f"bottega: {line}")
+    return {"valid": True, "tasks": tasks, "notes": notes, "recipe": resolved.recipe.plain()}
+
+
+def _resolve(sources: list[Any], overrides: Any) -> Resolved:
+    try:
+        part = check_recipe(sources, overrides)
+    except BottegaError:
+        part = None
+    return part if part is not None and len(part.task_candidates) > 1 else load_checked(sources, overrides)
+
+
+def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
+    """Prepare the data as `train` would, which then finds it in the cache, and hold the rest of the recipe against it.
+
+    Returns what could not be looked at without training or downloading something first.
+    """
+    waiting = [f"needs.{name}" for name in needs.referenced(recipe) if not is_made(needs.part_run(recipe, name))]
+    base = getattr(recipe.model, "from_", None)
+    if base is not None and not base.startswith(needs.PREFIX) and not os.path.isdir(os.path.expanduser(base)):
+        return [f"model.from: {base} is not here; what depends on it is not checked before train downloads it"]
+    if waiting or isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False):
+        prepared = prepare_data(recipe, quiet=quiet)
+        if prepared is not None:
+            _check_rows(recipe, sum(prepared.tables[table]["rows"] for table in prepared.training_tables))
+        return [f"{', '.join(waiting)}: trained first; what depends on it is not checked"] if waiting else []
+    placed = needs.placed(recipe)
+    branch = prepare(placed, Console(unit="samples", quiet=quiet))
+    raise_together(find_size_problems(recipe, branch.task))
+    lesson = applied(placed, branch)
+    raise_together([*find_data_problems(recipe, lesson), *find_model_problems(recipe, lesson)])
+    return [*lesson.notes, *list_adjusted(recipe, lesson)]
+
+
+def _check_rows(recipe: Recipe, rows: int) -> None:
+    batch = global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    if rows < batch and recipe.task != "language":  # whose samples are windows of its rows
+        raise DataError(
+            f"the training data has {rows} samples, fewer than one batch of {batch}; lower training.batch_size or add data"
+        )
+
+
+def _story(recipe: Recipe) -> str:
+    """The run in a sentence."""
+    t = recipe.training
+    length = f"{t.max_steps} steps" if t.max_steps else f"{t.num_epochs} epochs" if t.num_epochs else "no length yet"
+    batch = f"batches of {t.batch_size * (t.gradient_accumulation_steps or 1)}"
+    rate = "a rate that a range test finds" if t.learning_rate == "auto" else f"{t.learning_rate:g}"
+    how = f"{t.optimizer.name} at {rate}, {t.scheduler.name}"
+    return f"valid; {recipe.task}: {length}, {batch}, {how}, in {recipe.output_dir}/{recipe.run_name()}"
+
+
+def _methods(recipe: Recipe) -> list[str]:
+    """What is added to plain training, a line each."""
+    found = []
+    for technique in recipe.techniques:
+        options = technique.model_dump(mode="json", by_alias=True).get("options", {})
+        said = ", ".join(f"{key} {_written(value)}" for key, value in options.items() if value is not None)
+        later = "cannot be trained yet" if technique.name in UNBUILT else said
+        found.append(f"techniques: {technique.name}" + (f" ({later})" if later else ""))
+    if recipe.training.learning_rate == "auto":
+        found.append(
+            "training.learning_rate: auto, found by a range test before the first step, as bottega lr-find does"
+        )
+    found += beforehand(recipe)
+    split = recipe.data.split
+    if split is not None and split.folds is not None:
+        found.append(
+            f"data.split: fold {split.fold} of {split.folds} is held out; bottega crossval trains each of them"
+        )
+    return found
+
+
+def beforehand(recipe: Recipe) -> list[str]:
+    """What of a step could be done once beforehand, and what cannot."""
+    prefixes = getattr(recipe.model, "num_prefix_tokens", None)
+    if prefixes is None:
+        return []
+    if prefixes:
+        return [
+            f"model.num_prefix_tokens {prefixes}: every state of the language model depends on what is trained, so none "
+            "can be computed beforehand; 0 runs the history without gradient"
+        ]
+    return ["model.num_prefix_tokens 0: no gradient passes through the history, which is read without keeping anything"]
+
+
+def _written(value: Any) -> str:
+    return (
+        f"[{', '.join(map(str, value))}]"
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

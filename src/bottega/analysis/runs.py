@@ -1,0 +1,196 @@
+"""`bottega runs`: the runs of a folder, each with its task, step, best metric and state, read from its files alone."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import psutil
+
+from bottega.config.yamlfile import read_yaml
+from bottega.core import checkpoint
+from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
+from bottega.core.rundir import RunDirectory
+
+DEPTH = 2
+"""Levels below the folder at which runs are looked for: parts and folds lie one deeper than runs."""
+TAIL_BYTES = 64 << 10
+"""Of metrics.jsonl and log.txt, what is read of their ends."""
+_ERROR = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ERROR (.*)")
+_NOT_FINITE = re.compile(r"not finite|diverged", re.IGNORECASE)
+
+
+def list_runs(folder: Path) -> list[dict[str, Any]]:
+    """Return the runs of a folder, or the one that it is, the last changed first."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"there is no folder {folder} here; name the one that holds runs, or make one with bottega train"
+        )
+    rows = [describe_run(path, folder) for path in _find(folder)]
+    return sorted(rows, key=lambda row: (row["updated"] or "", row["run"]), reverse=True)
+
+
+def _find(folder: Path, depth: int = 0) -> list[Path]:
+    try:
+        if (folder / "recipe.yaml").is_file():
+            return [folder]
+        if depth > DEPTH:
+            return []
+        inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except PermissionError:
+        if depth == 0:
+            raise
+        return []  # a folder of somebody else
+    return [run for path in inner for run in _find(path, depth + 1)]
+
+
+def describe_run(path: Path, folder: Path) -> dict[str, Any]:
+    """Return what the files of a run say: task, step of how many, best metric, state and why."""
+    run = RunDirectory(path)
+    task, metric, planned, problem = _recipe(run)
+    progress, has_checkpoint, unreadable = _progress(run)
+    last = _last_row(run.metrics)
+    step = max(progress.get("step") or 0, last.get("step") or 0)
+    state, reason = _state(run, progress, has_checkpoint=has_checkpoint, problem=problem or unreadable)
+    best, best_step = progress.get("best"), progress.get("best_step") or None
+    return {
+        "run": str(path),
+        "name": path.name if path == folder else path.relative_to(folder).as_posix(),
+        "task": task,
+        "step": step if state == "running" else progress.get("step") or 0,
+        "total": progress.get("total") or planned,
+        "metric": metric,
+        "best": best if isinstance(best, int | float) and best_step is not None else None,
+        "best_step": best_step,
+        "state": state,
+        "reason": reason,
+        "updated": _updated(run),
+    }
+
+
+def _recipe(run: RunDirectory) -> tuple[str | None, str | None, int | None, str | None]:
+    """Task, metric, length in steps, and what is wrong with the file. Nothing else is read, so that a recipe of another
+    version is listed too."""
+    try:
+        values = read_yaml(run.recipe).value
+    except (BottegaError, OSError):
+        values = None
+    if not isinstance(values, dict):
+        return None, None, None, f"{run.recipe.name} cannot be read"
+    blocks = {name: values[name] if isinstance(values.get(name), dict) else {} for name in ("evaluation", "training")}
+    metric, steps = blocks["evaluation"].get("metric") or "loss", blocks["training"].get("max_steps")
+    planned = steps if isinstance(steps, int) else None
+    return str(values.get("task")), str(metric), planned, None
+
+
+def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
+    """Of the newest checkpoint whose progress can be read, whether there is a checkpoint at all, and why none can be listed."""
+    try:
+        saved = checkpoint.candidates(run.checkpoints)
+    except EnvironmentProblem as error:
+        return {}, False, str(error)
+    for path, _ in saved:
+        try:
+            return checkpoint.read_progress(path), True, None
+        except CheckpointError:
+            continue
+    return {}, bool(saved), None
+
+
+def _state(
+    run: RunDirectory, progress: dict[str, Any], *, has_checkpoint: bool, problem: str | None
+) -> tuple[str, str | None]:
+    """One word, and the reason where there is one."""
+    if is_locked(run.path / "LOCK"):
+        return "running", None
+    step, total = progress.get("step") or 0, progress.get("total") or 0
+    if total and step >= total:
+        return "finished", None
+    if progress.get("stop"):
+        return "finished", f"stopped early: {progress['stop']}"
+    if problem is not None:
+        return "damaged", problem
+    error = _ERROR.fullmatch(_last_line(run.log))
+    if error is not None:
+        return ("diverged" if _NOT_FINITE.search(error[1]) else "failed"), error[1]
+    if not has_checkpoint:
+        return "no checkpoint", None
+    return "stopped", f"at step {step}; the same command resumes it"
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a run. One that is dead holds none, so its number is looked at first: to try a
+    lock could stand in the way of a run that is just starting."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        owner = json.loads(os.pread(handle, 4096, 0) or b"{}")
+        is_here = owner.get("host") == socket.gethostname()
+        if is_here and not psutil.pid_exists(int(owner.get("pid", 0))):
+            return False
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass  # of a process that is writing it now
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def _last_row(path: Path) -> dict[str, Any]:
+    for line in reversed(_tail(path)):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # half a line of a killed process
+        return row if isinstance(row, dict) else {}
+    return {}
+
+
+def _last_line(path: Path) -> str:
+    return next((line for line in reversed(_tail(path)) if line.strip()), "")
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+
+
+def _updated(run: RunDirectory) -> str | None:
+    times = [path.stat().st_mtime for path in (run.metrics, run.log, run.recipe, run.checkpoints) if path.exists()]
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(times))) if times else None
+
+
+def show(folder: Path, rows: list[dict[str, Any]]) -> str:
+    """A table for people."""
+    if not rows:
+        return f"no runs in {folder}; bottega train makes one"
+    table = [("run", "task", "step", "best", "changed", "state")]
+    for row in rows:
+        step = f"{row['step']}/{row['total']}" if row["total"] else str(row["step"])
+        # A metric has no name where the recipe cannot be read.
+        best = f"{row['metric'] or ''} {row['best']:.4f} at {row['best_step']}" if row["best"] is not None else ""
+        state = f"{row['state']}: {shorten(row['reason'], 72, placeholder=' …')}" if row["reason"] else row["state"]
+        changed = (row["updated"] or "")[:16]
+        table.append((row["name"], row["task"] or "", step, best.lstrip(), changed, state))
+    widths = [max(len(cells[column]) for cells in table) for column in range(5)]
+    lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(cells, widths, strict=False)), cells[5]]) for cells in table)
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,107 @@
+"""The columns of a table, for a person who has to say which of them is the text, the label or the numbers."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bottega.data.readers import Found
+from bottega.data.records.record import Bad
+
+TABLES = ("csv", "jsonl", "json", "parquet", "arrow", "huggingface", "tfrecord")
+"""Kinds whose records have named fields that a person may have to choose among."""
+MOST_ROWS, MOST_VALUES = 100_000, 1_000
+"""Rows that are looked at for what is in the columns, and values that are told apart."""
+
+
+def describe_columns(found: Found) -> dict[str, Any]:
+    """What is in each column of a table: how many values, of which type, how many differ, and the first of them."""
+    rows, columns, bad = 0, dict[str, _Column](), 0
+    records = (record for piece in found.pieces(1 << 20) for record in found.read(piece))
+    for record in itertools.islice(records, MOST_ROWS):
+        if isinstance(record, Bad):
+            bad += 1
+            continue
+        rows += 1
+        for name, value in record.fields.items():
+            columns.setdefault(name, _Column()).add(value)
+    return {
+        "path": str(found.root),
+        "kind": found.kind,
+        "rows": rows,
+        "bad": bad,
+        "columns": [{"name": name, **column.report()} for name, column in columns.items()],
+    }
+
+
+@dataclass
+class _Column:
+    filled: int = 0
+    types: Counter[str] = field(default_factory=Counter)
+    values: dict[str, None] = field(default_factory=dict)
+    """Those that differ, in the order they come, up to MOST_VALUES."""
+
+    def add(self, value: Any) -> None:
+        text = str(value) if not isinstance(value, bytes) else f"{len(value):,} bytes"
+        if value is None or not text.strip():
+            return
+        self.filled += 1
+        is_number = isinstance(value, int | float | np.number) or re.fullmatch(
+            r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text
+        )
+        self.types["number" if is_number else "text" if isinstance(value, str) else type(value).__name__] += 1
+        if len(self.values) < MOST_VALUES:
+            self.values.setdefault(text[:200])
+
+    def report(self) -> dict[str, Any]:
+        many = len(self.values) >= MOST_VALUES
+        return {
+            "type": self.types.most_common(1)[0][0] if self.types else "empty",
+            "filled": self.filled,
+            "distinct": f"{MOST_VALUES} or more" if many else len(self.values),
+            "examples": list(self.values)[:3],
+        }
+
+
+def show_columns(report: dict[str, Any]) -> str:
+    """A line for each column, and how to say what is to be read."""
+    widest = max([6, *(len(column["name"]) for column in report["columns"])]) + 2
+    lines = [f"{report['path']}: {report['kind']}, {report['rows']:,} rows, {len(report['columns'])} columns", ""]
+    lines.append(f"{'number':<8}{'column':<{widest}}{'type':<8}{'filled':>10}{'distinct':>14}  examples")
+    for number, column in enumerate(report["columns"]):
+        examples = ", ".join(_shorten(example) for example in column["examples"])
+        distinct = column["distinct"] if isinstance(column["distinct"], str) else f"{column['distinct']:,}"
+        named = f"{number:<8}{' '.join(column['name'].split()):<{widest}}{column['type']:<8}"
+        lines.append(f"{named}{column['filled']:>10,}{distinct:>14}  {examples}")
+    path = shlex.quote(report["path"])
+    text, label = _guess_columns(report["columns"])
+    hints = [
+        "there is no column of texts by a usual name; say what to read:",
+        f"  bottega data classify --data {path} data.train.field={text} data.train.label={label}",
+        f"  bottega data routing --data {path} data.train.label={label}",
+    ]
+    return "\n".join([*lines, "", *hints])
+
+
+def _guess_columns(columns: list[dict[str, Any]]) -> tuple[str, str]:
+    """The names of the columns that look most like texts and like labels; COLUMN where none does."""
+    names = [column["name"] for column in columns]
+    lengths = [sum(map(len, column["examples"])) * (column["type"] == "text") for column in columns]
+    kinds = [column["distinct"] if isinstance(column["distinct"], int) else MOST_VALUES for column in columns]
+    text = max(range(len(columns)), key=lambda at: (lengths[at], kinds[at]), default=0)
+    labels = [at for at in range(len(columns)) if at != text and 1 < kinds[at] <= columns[at]["filled"] / 4]
+    label = min(labels, key=lambda at: kinds[at], default=None)
+    return (
+        shlex.quote(names[text]) if any(lengths) else "COLUMN",
+        shlex.quote(names[label]) if label is not None else "COLUMN",
+    )
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 36 else f"{text[:35]}…")

@@ -1,0 +1,89 @@
+"""Configuration files of Accelerate, read as a layer of their own: what they say of precision, device and processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bottega.config.flat import Entry, Layer, Problem
+
+_MARKS = ("compute_environment", "distributed_type")
+
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    "NO": {"distributed.enabled": False},
+    "MULTI_GPU": {"distributed.strategy": "ddp"},
+    "MULTI_CPU": {"distributed.strategy": "ddp", "device": "cpu"},
+    "FSDP": {"distributed.strategy": "fsdp"},
+}
+
+_KEYS = {
+    "mixed_precision": "training.mixed_precision",
+    "num_processes": "distributed.processes",
+    "num_machines": "distributed.machines",
+    "machine_rank": "distributed.machine_rank",
+    "main_process_ip": "distributed.main_address",
+    "main_process_port": "distributed.main_port",
+    "fsdp_config.fsdp_offload_params": "distributed.offload",
+    "fsdp_config.fsdp_activation_checkpointing": "training.gradient_checkpointing",
+}
+
+_USUAL: dict[str, tuple[Any, ...]] = {
+    "compute_environment": ("LOCAL_MACHINE",),
+    "gpu_ids": ("all", None),
+    "downcast_bf16": ("no", False),
+    "tpu_env": ([],),
+    "tpu_use_cluster": (False,),
+    "tpu_use_sudo": (False,),
+    "rdzv_backend": ("static", "c10d", ""),
+    "same_network": (),
+    "main_training_function": (),
+    "debug": (),
+    "enable_cpu_affinity": (),
+}
+"""Keys without a counterpart here, and the values that need none; () is any."""
+
+_REMEDY = {"gpu_ids": "set CUDA_VISIBLE_DEVICES instead"}
+
+
+def is_accelerate(layer: Layer) -> bool:
+    """Told by the two keys that every such file has and no recipe can have."""
+    return any(mark in layer.entries for mark in _MARKS)
+
+
+def translate(layer: Layer) -> Layer:
+    """The same layer in our keys; what has no counterpart is a note, what we cannot honour a problem."""
+    result = Layer(lines=layer.lines, problems=list(layer.problems))
+    for typed, entry in layer.entries.items():
+        if typed in _KEYS:
+            if entry.value is not None:
+                _put(result, entry, {_KEYS[typed]: entry.value})
+        elif typed == "distributed_type":
+            _strategy(result, entry)
+        elif typed == "use_cpu":
+            _put(result, entry, {"device": "cpu"} if entry.value is True else {})
+        elif typed == "dynamo_config.dynamo_backend":
+            _put(result, entry, {"training.compile": str(entry.value).lower() != "no"})
+        elif typed in _USUAL:
+            if _USUAL[typed] and entry.value not in _USUAL[typed]:
+                _refuse(result, entry, f"{entry.value!r} is not supported; {_REMEDY.get(typed, 'remove the line')}")
+        elif typed.startswith(("fsdp_config.", "dynamo_config.")):
+            result.notes.append(f"{entry.where}: {typed} has no counterpart here and is not used")
+        else:
+            _refuse(result, entry, "unknown key of an Accelerate configuration")
+    return result
+
+
+def _strategy(result: Layer, entry: Entry) -> None:
+    settings = _STRATEGIES.get(str(entry.value))
+    if settings is None:
+        _refuse(result, entry, f"{entry.value!r} is not supported; expected one of {', '.join(_STRATEGIES)}")
+    else:
+        _put(result, entry, settings)
+
+
+def _put(result: Layer, entry: Entry, settings: dict[str, Any]) -> None:
+    for key, value in settings.items():
+        result.entries[key] = Entry(value, entry.where, entry.typed)
+
+
+def _refuse(result: Layer, entry: Entry, message: str) -> None:
+    result.problems.append(Problem(entry.where, entry.typed, message, entry.typed))

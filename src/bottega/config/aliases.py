@@ -1,0 +1,284 @@
+"""The one table of spellings: what people type and what other guides print -> the key it means here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bottega.config.flat import Entry, Layer, Problem
+from bottega.nearness import near_names
+
+
+@dataclass(frozen=True)
+class Bare:
+    """A cadence without a unit, which follows the unit of the run's length: steps, or epochs."""
+
+    amount: Any
+
+
+@dataclass(frozen=True)
+class Weak:
+    """A value that gives way to another spelling in the same layer."""
+
+    value: Any
+
+
+Settings = dict[str, Any]
+"""Key -> value: what one spelling comes to."""
+
+
+def _bare(key: str) -> Callable[[Any], Settings]:
+    # A text such as "1 epoch" has its unit already.
+    return lambda value: {key: Bare(value) if type(value) in (int, float) else value}
+
+
+def _precision(name: str) -> Callable[[Any], Settings]:
+    # `fp16: false` beside `bf16: true` is customary and says nothing; alone it asks for full precision.
+    key = "training.mixed_precision"
+    return lambda on: {key: name if on is True else Weak("fp32") if on is False else on}
+
+
+def _early_stopping(value: Any) -> Settings:
+    return {"training.early_stopping": {} if value is True else None if value is False else value}
+
+
+def _online(value: Any) -> Settings:
+    # An empty block, so that what an earlier layer says of its inside stays.
+    return {"data.online": {} if value is True else None if value is False else value}
+
+
+def _model(value: Any) -> Settings:
+    """A size, or a path or hub name; a near miss of a size stays one, so that the error can suggest it."""
+    sizes = ("nano", "verse", "stanza", "epic")
+    is_size = value in sizes or (isinstance(value, str) and "/" not in value and bool(near_names(value, sizes)))
+    return {"model.size" if is_size else "model.from": value}
+
+
+def _listed(key: str) -> Callable[[Any], Settings]:
+    return lambda value: {key: value if isinstance(value, list) else [value]}
+
+
+Target = str | Callable[[Any], Settings]
+
+_TRAINING: dict[str, Target] = {
+    "lr": "training.learning_rate",
+    "steps": "training.max_steps",
+    "epochs": "training.num_epochs",
+    "max_epochs": "training.num_epochs",
+    "num_train_epochs": "training.num_epochs",
+    "train_batch_size": "training.batch_size",
+    "per_device_train_batch_size": "training.batch_size",
+    "gradient_clipping": "training.max_grad_norm",
+    "gradient_clip_norm": "training.max_grad_norm",
+    "activation_checkpointing": "training.gradient_checkpointing",
+    "fp16": _precision("fp16"),
+    "bf16": _precision("bf16"),
+    "optimizer": "training.optimizer.name",
+    "adam_beta1": "training.optimizer.beta1",
+    "adam_beta2": "training.optimizer.beta2",
+    "adam_epsilon": "training.optimizer.eps",
+    "momentum": "training.optimizer.momentum",
+    "scheduler": "training.scheduler.name",
+    "scheduler_type": "training.scheduler.name",
+    "lr_scheduler_type": "training.scheduler.name",
+    "warmup_steps": "training.scheduler.warmup_steps",
+    "early_stopping": _early_stopping,
+    "patience": "training.early_stopping.patience",
+    "early_stopping_patience": "training.early_stopping.patience",
+    "early_stopping_threshold": "training.early_stopping.threshold",
+    "dropout": "model.dropout",
+    "validation_split": "data.validation.split",
+    "validation_frequency": _bare("evaluation.every"),
+    "eval_frequency": _bare("evaluation.every"),
+    "eval_steps": "evaluation.every",
+    "validation_steps": "evaluation.every",
+    "save_frequency": _bare("checkpoint.every"),
+    "checkpoint_frequency": _bare("checkpoint.every"),
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    # Always steps: the guide that uses it logs every 100 of something in a run of 20 epochs.
+    "log_frequency": "logging.every",
+    "logging_steps": "logging.every",
+    "num_workers": "data.workers",
+    "dataloader_num_workers": "data.workers",
+    "data_loader_num_workers": "data.workers",
+    "pin_memory": "data.pin_memory",
+    "output_dir": "output_dir",
+    "seed": "seed",
+    "device": "device",
+    "cpu_offloading": "distributed.offload",
+    "cpu_threads": "cpu_threads",
+    "num_threads": "cpu_threads",
+    "routing_loss_weight": "model.routing_loss_weight",
+    "expert_capacity": "model.expert_capacity",
+}
+"""Spellings that stand under `training:`, and alone as a flag or at the top of a file."""
+
+_TRAINING_KEYS = (
+    "max_steps",
+    "num_epochs",
+    "batch_size",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "weight_decay",
+    "mixed_precision",
+    "max_grad_norm",
+    "gradient_checkpointing",
+    "label_smoothing",
+    "on_nonfinite",
+    "ema",
+    "compile",
+)
+"""Keys of `training` that are also understood alone."""
+
+_TOP: dict[str, Target] = {
+    "model": _model,
+    "size": "model.size",
+    "data": "data.train.path",
+    "input_dir": "data.train.path",
+    "dataset_type": "data.train.kind",
+    "max_tokens": "data.sequence_length",
+    "block_size": "data.sequence_length",
+    "sequence_length": "data.sequence_length",
+    "max_sequence_length": "data.sequence_length",
+    "image_size": "data.image_size",
+    "workers": "data.workers",
+    "limit": "data.limit",
+    "online": _online,
+    "tokenizer": "data.tokenizer.kind",
+    "vocab_size": "data.tokenizer.vocab_size",
+    "prompt": _listed("samples.prompts"),
+    "wandb_enabled": "logging.wandb.enabled",
+    "num_experts": "model.num_experts",
+    "num_samples": "data.num_samples",
+    "hidden_dim": "model.hidden_size",
+}
+
+_NESTED: dict[str, Target] = {
+    "training.memory.offload_to_cpu": "distributed.offload",
+    "training.memory.gradient_accumulation_steps": "training.gradient_accumulation_steps",
+    "training.optimizer.type": "training.optimizer.name",
+    "training.scheduler.type": "training.scheduler.name",
+    "training.early_stopping.enabled": _early_stopping,
+    "distributed.world_size": "distributed.processes",
+    "logging.wandb_enabled": "logging.wandb.enabled",
+    "logging.save_frequency": _bare("checkpoint.every"),
+    "logging.log_frequency": "logging.every",
+    "samples.prompt": _listed("samples.prompts"),
+    "data.train": "data.train.path",
+    "data.path": "data.train.path",
+    "data.validation": lambda value: {"data.validation." + ("split" if isinstance(value, float) else "path"): value},
+    "data.test": lambda value: {"data.test." + ("split" if isinstance(value, float) else "path"): value},
+    "data.tokenizer": "data.tokenizer.kind",
+    "data.online": _online,
+    "data.num_workers": "data.workers",
+    "data.validation_split": "data.validation.split",
+    "dataset.name": "data.collection",
+    "dataset.train_json": "data.train.path",
+    "dataset.val_json": "data.validation.path",
+    "pmg.num_image_prompt": "model.num_image_tokens",
+    "pmg.num_prefix_prompt": "model.num_prefix_tokens",
+    "pmg.max_sequence_length": "data.sequence_length",
+    "pmg.image_size": "data.image_size",
+    "model.architecture": "model.kind",
+    "model.pretrained_model": "model.from",
+    "model.num_attention_heads": "model.num_heads",
+    "model.hidden_dropout_prob": "model.dropout",
+    "model.dropout_prob": "model.dropout",
+    "model.attention_probs_dropout_prob": "model.attention_dropout",
+    "model.stable_diffusion": "model.diffusion",
+    "model.llama": "model.language_model",
+    "model.hidden_dim": "model.hidden_size",
+    "model.expert_dim": "model.expert_size",
+    "model.plasticity_enabled": "model.plasticity",
+}
+
+PREFIXES = {
+    "wandb.": "logging.wandb.",
+    "optimizer.": "training.optimizer.",
+    "scheduler.": "training.scheduler.",
+    "early_stopping.": "training.early_stopping.",
+    "training.distributed.": "distributed.",
+    "training.augmentation.": "data.augmentation.",
+    "training.routing.": "model.",
+}
+"""Whole blocks that stand elsewhere in other guides."""
+
+ALIASES: dict[str, Target] = {
+    **_TOP,
+    **_NESTED,
+    **{key: f"training.{key}" for key in _TRAINING_KEYS},
+    **{key: target for key, target in _TRAINING.items() if key != target},
+    **{f"training.{key}": target for key, target in _TRAINING.items()},
+}
+
+
+def canonical(layer: Layer) -> Layer:
+    """The layer under the keys of the schema. Two spellings of one key that disagree are a problem."""
+    result = Layer(lines=layer.lines, problems=list(layer.problems), notes=list(layer.notes))
+    for typed, entry in layer.entries.items():
+        for key, value in spell(typed, entry.value).items():
+            made = (
+                replace(entry, value=value.value, weak=True) if isinstance(value, Weak) else replace(entry, value=value)
+            )
+            _add(result, key, made)
+    for key in [key for key, entry in result.entries.items() if entry.value is None]:
+        # Switched off in this layer, so what the same layer says about its inside has no effect.
+        for inner in [inner for inner in result.entries if inner.startswith(key + ".")]:
+            del result.entries[inner]
+    return result
+
+
+def spell(key: str, value: Any) -> Settings:
+    """The schema's key for `key`, with the value converted where spellings differ in more than the name."""
+    for prefix, instead in PREFIXES.items():
+        if key.startswith(prefix):
+            key = instead + key.removeprefix(prefix)
+            break
+    target = ALIASES.get(key)
+    if target is None or (value in (None, {}) and _is_block(key)):
+        return {key: value}
+    return {target: value} if isinstance(target, str) else target(value)
+
+
+def _is_block(key: str) -> bool:
+    """Whether the spelling is also the name of a block: `model: verse` is an alias, `model: {}` is not."""
+    return key in ("model", "data", "data.train", "data.validation", "data.test", "data.tokenizer") or key in (
+        "training.optimizer",
+        "training.scheduler",
+        "training.early_stopping",
+    )
+
+
+def _add(layer: Layer, key: str, entry: Entry) -> None:
+    known = layer.entries.get(key)
+    if known is None or (known.weak and not entry.weak):
+        layer.entries[key] = entry
+    elif key == "checkpoint.every" and isinstance(known.value, Bare) and isinstance(entry.value, Bare):
+        _keep_more_frequent(layer, key, known, entry)
+    elif known.value != entry.value and not entry.weak:
+        message = (
+            f"disagrees with {known.typed} at {known.where}: {_said(entry, key)} and {_said(known, key)} for {key}"
+        )
+        layer.problems.append(Problem(entry.where, entry.typed, message, key))
+
+
+def _keep_more_frequent(layer: Layer, key: str, first: Entry, second: Entry) -> None:
+    """One guide sets save_frequency and checkpoint_frequency side by side: every checkpoint of ours can be resumed from, so
+    the more frequent of the two serves both."""
+    amounts = [(entry.value.amount, entry) for entry in (first, second) if entry.value.amount]
+    chosen = min(amounts, key=lambda pair: pair[0])[1] if amounts else first
+    layer.entries[key] = chosen
+    if first.value != second.value:
+        layer.notes.append(
+            f"{first.typed} {first.value.amount} and {second.typed} {second.value.amount} both say how often a checkpoint "
+            f"is saved; the more frequent one, {chosen.value.amount}, is used"
+        )
+
+
+def _said(entry: Entry, key: str) -> str:
+    if key == "data.online" and entry.value in ({}, None):
+        return "false" if entry.value is None else "true"
+    return repr(entry.value.amount if isinstance(entry.value, Bare) else entry.value)

@@ -1,0 +1,124 @@
+"""What follows the verb on the command line: recipes to load, and settings to change."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bottega.config import bundled
+from bottega.config.fields import inside, is_flag, list_around, nearest_flag
+from bottega.config.registry import RECIPES, SCHEMAS
+from bottega.core.errors import UsageError
+
+CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
+"""Flags whose value is one more recipe file."""
+SWITCHES = ("online",)
+"""Flags that say something without a value."""
+
+FEW = 6
+"""Keys of a block that are all named to somebody who wrote one that it does not have."""
+
+
+class Override(NamedTuple):
+    """One setting from the command line, its value still text."""
+
+    key: str
+    text: str
+    origin: str = "command line"
+
+
+class FlagError(UsageError):
+    """Problems of a command line, a line each; `sources` and `overrides` are what the rest of it says."""
+
+    def __init__(self, message: str, sources: list[str], overrides: list[Override]) -> None:
+        super().__init__(message)
+        self.sources, self.overrides = sources, overrides
+
+
+_SETTING = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
+
+
+def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
+    """Recipe names and paths in one list, settings in the other; all problems at once.
+
+    Understood are `key=value`, `--key value` and `--key=value`, with dashes for underscores if one likes.
+    """
+    sources: list[str] = []
+    overrides: list[Override] = []
+    problems: list[str] = []
+    tokens = list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        setting = _SETTING.fullmatch(token)
+        if token.startswith("--") and token != "--":
+            name, is_joined, text = token[2:].partition("=")
+            if not is_joined and name in SWITCHES and not (tokens and tokens[0] in ("true", "false")):
+                text = "true"
+            elif not is_joined:
+                if not tokens or tokens[0].startswith("--"):
+                    problems.append(f"--{name}: {_missing_value(name)}")
+                    continue
+                text = tokens.pop(0)
+                if name == "data":
+                    text = _several_paths(text, tokens, has_recipe=bool(sources))
+            _place(name.replace("-", "_"), text, f"--{name}", sources, overrides, problems)
+        elif setting and not (token.endswith((".yaml", ".yml")) and Path(token).is_file()):
+            _place(setting[1].replace("-", "_"), setting[2], setting[1], sources, overrides, problems)
+        elif token.startswith("-"):
+            problems.append(f"{token}: unknown flag; settings are written --key value or key=value")
+        else:
+            sources.append(token)
+    if problems:
+        raise FlagError("\n".join(problems), sources, overrides)
+    return sources, overrides
+
+
+def _several_paths(first: str, tokens: list[str], *, has_recipe: bool) -> str:
+    """The value of --data, with the paths that follow it: what a shell makes of *.txt. Takes them off `tokens`."""
+    paths = [first]
+    while tokens and _is_data_path(tokens[0], has_recipe=has_recipe):
+        paths.append(tokens.pop(0))
+    return first if len(paths) == 1 else json.dumps(paths)
+
+
+def _is_data_path(word: str, *, has_recipe: bool) -> bool:
+    if (
+        word.startswith("-")
+        or word.endswith((".yaml", ".yml"))
+        or (_SETTING.fullmatch(word) and not Path(word).exists())
+    ):
+        return False
+    is_recipe = word in bundled.names() or word in RECIPES
+    return bool(Path(word).suffix or Path(word).exists()) and (has_recipe or not is_recipe)
+
+
+def _place(key: str, text: str, typed: str, sources: list[str], overrides: list[Override], problems: list[str]) -> None:
+    if key in CONFIG_FLAGS:
+        sources.append(text)
+    elif (whole := list_around(key, SCHEMAS)) is not None:
+        problems.append(f"{typed}: a list is given whole: {whole}=[{{…}}]")
+    elif is_flag(key, SCHEMAS):
+        overrides.append(Override(key, text))
+    else:
+        problems.append(f"{typed}: {_unknown(key, typed)}")
+
+
+def _unknown(key: str, typed: str) -> str:
+    near, block = nearest_flag(key, SCHEMAS), key.rpartition(".")[0]
+    there = inside(block, SCHEMAS) if near is None else []
+    if 0 < len(there) <= FEW:
+        return f"unknown key; there is {', '.join(there[:-1])}{' and ' if there[:-1] else ''}{there[-1]}"
+    dashes = "--" if typed.startswith("--") else ""
+    return f"unknown {'flag' if dashes else 'key'}" + (f"; did you mean {dashes}{near}?" if near else "")
+
+
+def _missing_value(name: str) -> str:
+    key = name.replace("-", "_")
+    if (whole := list_around(key, SCHEMAS)) is not None:
+        return f"a list is given whole: {whole}=[{{…}}]"
+    if is_flag(key, SCHEMAS) or key in CONFIG_FLAGS:
+        return f"needs a value: --{name} VALUE"
+    return _unknown(key, f"--{name}")

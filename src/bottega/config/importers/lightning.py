@@ -1,0 +1,330 @@
+"""Lightning's command-line YAML: the Trainer's arguments, and classes with the arguments they are made with."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from bottega.config.importers.family import UNSHARDED, batch_note
+from bottega.config.importers.lightning_watchers import callbacks, logger
+from bottega.config.importers.mapping import Left, Sheet, epochs, number, per_cent, switch, text, whole
+from bottega.config.wording import shown
+
+MARKS = (
+    *(
+        "max_epochs",
+        "max_steps",
+        "accelerator",
+        "devices",
+        "precision",
+        "accumulate_grad_batches",
+        "callbacks",
+        "logger",
+    ),
+    *("gradient_clip_val", "val_check_interval", "check_val_every_n_epoch", "log_every_n_steps", "strategy"),
+    *("limit_train_batches", "limit_val_batches", "num_nodes", "fast_dev_run", "default_root_dir"),
+)
+"""Keys of which the block `trainer` has at least one."""
+
+PRECISIONS = {
+    **dict.fromkeys(("32", "32-true"), "fp32"),
+    **dict.fromkeys(("16", "16-mixed", "16-true"), "fp16"),
+    **dict.fromkeys(("bf16", "bf16-mixed", "bf16-true"), "bf16"),
+}
+OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adafactor": "adafactor", "Muon": "muon", "Lion": "lion"}
+WEIGHT_DECAY = {"AdamW": 0.01, "Adam": 0.0, "SGD": 0.0, "Adafactor": 0.0, "Muon": 0.1, "Lion": 0.0}
+"""Of torch, where the file says none."""
+SCHEDULES = {
+    "CosineAnnealingLR": "cosine",
+    "CosineAnnealingWarmRestarts": "cosine_with_restarts",
+    "LinearLR": "linear",
+    "PolynomialLR": "polynomial",
+    "ConstantLR": "constant",
+    "ExponentialLR": "exponential",
+    "ReduceLROnPlateau": "plateau",
+    "OneCycleLR": "one_cycle",
+}
+
+
+def translate(sheet: Sheet) -> None:
+    _length(sheet)
+    _batch(sheet)
+    _clipping(sheet)
+    _precision(sheet)
+    _evaluation(sheet)
+    _processes(sheet)
+    _optimizer(sheet)
+    _schedule(sheet)
+    callbacks(sheet)
+    logger(sheet)
+    _classes(sheet)
+    sheet.direct(
+        {
+            "trainer.log_every_n_steps": ("logging.every", whole),
+            "trainer.default_root_dir": ("output_dir", text),
+            "trainer.deterministic": ("deterministic", lambda v: v == "warn" or switch(v)),
+        }
+    )
+    if type(sheet.get("seed_everything")) is int:
+        sheet.put("seed_everything", "seed", sheet.get("seed_everything"))
+    sheet.finish(LEFT)
+    sheet.notes.append("model and data are classes of their own there: add task, model and data.train.path")
+
+
+def _length(sheet: Sheet) -> None:
+    for key, ours in (("max_steps", "training.max_steps"), ("max_epochs", "training.num_epochs")):
+        if sheet.get(f"trainer.{key}") == -1:
+            sheet.leave(f"trainer.{key}", "meaningless here", "switched off there")
+        if sheet.ours("training.max_steps") is None:
+            sheet.convert(f"trainer.{key}", ours, whole)
+        sheet.leave(
+            f"trainer.{key}", "no counterpart", "max_steps or num_epochs ends a run here, not whichever is first"
+        )
+    if not (sheet.ours("training.max_steps") or sheet.ours("training.num_epochs")):
+        sheet.default("trainer.max_epochs", 1000, "training.num_epochs", 1000)
+
+
+def _batch(sheet: Sheet) -> None:
+    """The loader's batch is one of one process; accumulate_grad_batches of them make a step."""
+    sizes = [key for key in sheet.said if re.search(r"^(data|model)(\.init_args)?\.(train_)?batch_size$", key)]
+    size = sheet.convert(sizes[0], "training.batch_size", whole) if sizes else None
+    for key in sizes[1:]:
+        sheet.leave(key, "meaningless here", f"{sizes[0]} decides")
+    for block in ("data", "data.init_args"):
+        for key in ("eval_batch_size", "val_batch_size"):
+            sheet.convert(f"{block}.{key}", "evaluation.batch_size", whole, note="over all processes here")
+    key = "trainer.accumulate_grad_batches"
+    passes = sheet.convert(key, "training.gradient_accumulation_steps", whole)
+    if passes is None:
+        sheet.default(key, 1, "training.gradient_accumulation_steps", 1)
+    if size is None:
+        sheet.notes.append("the file names no batch size; set training.batch_size, which is of one process here")
+    else:
+        batch_note(sheet, size, passes or 1)
+
+
+def _clipping(sheet: Sheet) -> None:
+    value, how = "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"
+    if sheet.get(how) == "value":
+        sheet.leave(value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm says value")
+        sheet.leave(how, "no counterpart", "gradients are clipped by their norm")
+    sheet.leave(how, "meaningless here", "what happens here anyway")
+    sheet.convert(value, "training.max_grad_norm", lambda v: number(v) or None)
+    sheet.default(value, None, "training.max_grad_norm", None)
+
+
+def _precision(sheet: Sheet) -> None:
+    key = "trainer.precision"
+    asked = str(sheet.get(key))
+    if asked in PRECISIONS:
+        note = "weights stay in fp32 here" if asked in ("16-true", "bf16-true") else None
+        sheet.put(key, "training.mixed_precision", PRECISIONS[asked], note=note)
+    elif sheet.is_open(key):
+        sheet.leave(key, "no counterpart", "training.mixed_precision is fp32, bf16 or fp16")
+    else:
+        sheet.default(key, "32-true", "training.mixed_precision", "fp32")
+
+
+def _evaluation(sheet: Sheet) -> None:
+    """A share of an epoch, a number of batches, or every so many epochs."""
+    interval, each = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
+    value, row = sheet.get(interval), sheet.ours("training.gradient_accumulation_steps")
+    passes = row.becomes if row and isinstance(row.becomes, int) and row.becomes > 0 else 1
+    if type(value) is int:
+        note = f"{value} batches there" if passes > 1 else None
+        sheet.put(interval, "evaluation.every", max(1, value // passes), note=note)
+    elif value is not None and value != 1.0:
+        sheet.convert(interval, "evaluation.every", _share_of_epoch)
+    if sheet.ours("evaluation.every"):
+        sheet.leave(each, "meaningless here", "val_check_interval decides")
+    sheet.convert(each, "evaluation.every", lambda v: epochs(whole(v)))
+    sheet.default(each, 1, "evaluation.every", "1 epoch")
+    limit = "trainer.limit_val_batches"
+    if sheet.get(limit) == 0 and sheet.is_open(limit):
+        sheet.put(limit, "data.validation", None, note="nothing is measured")
+    elif type(sheet.get(limit)) is int:
+        sheet.put(limit, "evaluation.max_batches", sheet.get(limit))
+
+
+def _share_of_epoch(value: Any) -> str:
+    share = number(value)
+    if not 0 < share <= 1:
+        raise ValueError(f"expected a share of an epoch, got {shown(value)}")
+    return epochs(share)
+
+
+def _processes(sheet: Sheet) -> None:
+    device = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "auto": "auto"}
+    asked = str(sheet.get("trainer.accelerator"))
+    if asked in device:
+        sheet.put("trainer.accelerator", "device", device[asked])
+    sheet.leave("trainer.accelerator", "no counterpart", "device is cpu, cuda or mps")
+    machines = sheet.convert("trainer.num_nodes", "distributed.machines", whole) or 1
+    devices = sheet.get("trainer.devices")
+    number_of = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
+    if number_of and number_of * machines > 1:
+        note = "start them with torchrun" if not isinstance(devices, list) else "which ones says CUDA_VISIBLE_DEVICES"
+        sheet.put("trainer.devices", "distributed.processes", number_of * machines, note=note)
+    sheet.leave("trainer.devices", "meaningless here", "one process, or as many as the launcher starts")
+    strategy = str(sheet.get("trainer.strategy")).lower()
+    named = str(sheet.get("trainer.strategy.class_path")).lower()
+    key = "trainer.strategy" if sheet.is_open("trainer.strategy") else "trainer.strategy.class_path"
+    if not sheet.is_open(key):
+        return
+    if any("fsdp" in name or "deepspeed" in name for name in (strategy, named)):
+        sheet.put(key, "distributed.strategy", "fsdp", note=UNSHARDED)
+        if "offload" in strategy:
+            sheet.put(key, "distributed.offload", True, note=UNSHARDED)
+    elif any("ddp" in name for name in (strategy, named)):
+        sheet.put(key, "distributed.strategy", "ddp")
+    elif strategy == "auto":
+        sheet.put(key, "distributed.strategy", "auto")
+    else:
+        sheet.leave(key, "no counterpart", "distributed.strategy is ddp or fsdp")
+
+
+def _optimizer(sheet: Sheet) -> None:
+    """`optimizer` at the top, or handed to the model; its arguments stand under init_args or beside class_path."""
+    block = next((b for b in ("optimizer", "model.init_args.optimizer", "model.optimizer") if sheet.under(b)), None)
+    for place in ("model.init_args", "model"):
+        for name in ("learning_rate", "lr"):
+            sheet.convert(f"{place}.{name}", "training.learning_rate", number)
+        sheet.convert(f"{place}.weight_decay", "training.weight_decay", number)
+    if block is None:
+        sheet.notes.append("the file names no optimizer: what the model's code sets up is not taken over")
+        return
+    name = str(sheet.get(f"{block}.class_path")).rpartition(".")[2]
+    if name in OPTIMIZERS:
+        sheet.put(f"{block}.class_path", "training.optimizer.name", OPTIMIZERS[name])
+    else:
+        sheet.leave(
+            f"{block}.class_path", "no counterpart", "adamw is used; there is also muon, lion, adafactor, sgd and adam"
+        )
+    for key in (f"{block}.init_args", block):
+        sheet.direct(
+            {
+                f"{key}.lr": ("training.learning_rate", number),
+                f"{key}.weight_decay": ("training.weight_decay", number),
+                f"{key}.betas": ("training.optimizer.betas", _pair),
+                f"{key}.eps": ("training.optimizer.eps", number),
+                f"{key}.momentum": ("training.optimizer.momentum", number),
+                f"{key}.nesterov": ("training.optimizer.nesterov", switch),
+            }
+        )
+    if name in OPTIMIZERS:
+        sheet.default(f"{block}.init_args.lr", 1e-3, "training.learning_rate", 1e-3)
+        decay = WEIGHT_DECAY[name]
+        sheet.default(f"{block}.init_args.weight_decay", decay, "training.weight_decay", decay)
+    if name == "SGD":
+        sheet.default(f"{block}.init_args.momentum", 0.0, "training.optimizer.momentum", 0.0)
+    if not sheet.under("lr_scheduler") and not sheet.under("model.init_args.lr_scheduler"):
+        sheet.default("lr_scheduler", None, "training.scheduler.name", "constant")
+    sheet.leave_block(block, "no counterpart", "training.optimizer has betas, eps, momentum and nesterov")
+
+
+def _pair(value: Any) -> list[float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"expected two numbers, got {shown(value)}")
+    return [number(part) for part in value]
+
+
+def _schedule(sheet: Sheet) -> None:
+    block = next((b for b in ("lr_scheduler", "model.init_args.lr_scheduler") if sheet.under(b)), None)
+    for key in ("model.init_args.warmup_steps", "model.warmup_steps"):
+        sheet.convert(key, "training.scheduler.warmup_steps", whole)
+    if block is None:
+        return
+    name = str(sheet.get(f"{block}.class_path")).rpartition(".")[2]
+    if name not in SCHEDULES:
+        sheet.leave(f"{block}.class_path", "no counterpart", "cosine is used; docs/recipes.md names the others")
+        sheet.leave_block(block, "no counterpart", "of a schedule that is not here")
+        return
+    sheet.put(f"{block}.class_path", "training.scheduler.name", SCHEDULES[name])
+    key, to = f"{block}.init_args", "training.scheduler"
+    if name == "ExponentialLR":
+        _exponential(sheet, f"{key}.gamma")
+    if name == "OneCycleLR":
+        sheet.convert(f"{key}.max_lr", "training.learning_rate", number)
+        sheet.convert(f"{key}.pct_start", f"{to}.warmup_steps", lambda v: per_cent(number(v)))
+    if name == "ReduceLROnPlateau":
+        sheet.convert(f"{key}.factor", f"{to}.factor", number)
+        sheet.convert(f"{key}.patience", f"{to}.patience", whole)
+        sheet.default(f"{key}.factor", 0.1, f"{to}.factor", 0.1)
+        sheet.default(f"{key}.patience", 10, f"{to}.patience", 10)
+    sheet.convert(f"{key}.eta_min", f"{to}.eta_min", number)
+    sheet.convert(f"{key}.power", f"{to}.power", number)
+    for length in ("T_max", "total_iters", "total_steps"):
+        sheet.leave(f"{key}.{length}", "meaningless here", "the schedule is as long as the run")
+    sheet.leave_block(block, "no counterpart", "not a setting of our schedule")
+
+
+def _exponential(sheet: Sheet, key: str) -> None:
+    """A factor an epoch there; here what is left of the rate at the end of the run."""
+    row = sheet.ours("training.num_epochs")
+    factor = sheet.get(key)
+    if row is not None and isinstance(factor, float) and 0 < factor <= 1:
+        left = max(1e-12, math.pow(factor, row.becomes))
+        sheet.put(key, "training.scheduler.gamma", left, note="over the whole run")
+    sheet.leave(key, "no counterpart", "the rate at the end of the run here; needs max_epochs")
+
+
+def _classes(sheet: Sheet) -> None:
+    """Arguments of the model and the data whose names say what they are."""
+    for place in ("model.init_args", "model"):
+        for name in ("pretrained_model_name_or_path", "model_name_or_path", "model_name"):
+            sheet.convert(f"{place}.{name}", "model.from", text)
+        sheet.convert(f"{place}.dropout", "model.dropout", number)
+        sheet.convert(f"{place}.label_smoothing", "training.label_smoothing", number)
+        sheet.convert(f"{place}.ema_decay", "training.ema", number)
+        sheet.convert(f"{place}.gradient_checkpointing", "training.gradient_checkpointing", switch)
+    for place in ("data.init_args", "data"):
+        sheet.convert(f"{place}.num_workers", "data.workers", whole)
+        sheet.convert(f"{place}.pin_memory", "data.pin_memory", switch)
+        for name in ("data_dir", "data_path", "root", "train_file", "path"):
+            sheet.convert(f"{place}.{name}", "data.train.path", text)
+        for name in ("val_split", "validation_split"):
+            if isinstance(sheet.get(f"{place}.{name}"), float):
+                sheet.convert(f"{place}.{name}", "data.validation.split", number)
+        for name in ("max_seq_length", "sequence_length", "block_size", "max_length"):
+            sheet.convert(f"{place}.{name}", "data.sequence_length", whole)
+
+
+_OWN = "a detail of their loop"
+_ALL = "a run sees all of its data; data.limit takes the first so many"
+
+LEFT = Left(
+    nothing={
+        "model": "an argument of a class of their own",
+        "data": "an argument of a class of their own",
+        "model.class_path": "no code from a file is run; task and model say what is learned",
+        "data.class_path": "no code from a file is run; data.train.path says what is read",
+        **dict.fromkeys(("trainer.limit_train_batches", "trainer.overfit_batches"), _ALL),
+        "trainer.limit_val_batches": "evaluation.max_batches is a number of batches",
+        "trainer.max_time": "the length of a run is in steps or epochs",
+        **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps"), "training.early_stopping has patience only"),
+        "trainer.fast_dev_run": "bottega plan FILE --check, or training.max_steps=1",
+        "trainer.strategy": "a setting of their strategy",
+        "trainer.plugins": "no code from a file is run",
+        "trainer.profiler": "bottega inspect and the log tell where time goes",
+        "trainer.sync_batchnorm": "batch statistics are of each process",
+        "trainer.reload_dataloaders_every_n_epochs": "the data do not change during a run",
+    },
+    idle={
+        "ckpt_path": "the same command resumes by itself; train --resume_from names a checkpoint",
+        "seed_everything": "a run always has a seed; seed says which",
+        "trainer.val_check_interval": "once an epoch, which check_val_every_n_epoch says",
+        **dict.fromkeys(
+            ("trainer.enable_checkpointing", "trainer.enable_progress_bar"), "always there; train --quiet says less"
+        ),
+        "trainer.enable_model_summary": "bottega inspect shows the model",
+        **dict.fromkeys(("trainer.num_sanity_val_steps", "trainer.inference_mode", "trainer.benchmark"), _OWN),
+        **dict.fromkeys(("trainer.detect_anomaly", "trainer.barebones", "trainer.use_distributed_sampler"), _OWN),
+        **dict.fromkeys(("trainer.limit_test_batches", "trainer.limit_predict_batches"), "of testing, not of training"),
+        **dict.fromkeys(("trainer.model_registry", "trainer.enable_autolog_hparams"), _OWN),
+    },
+    usual={
+        **dict.fromkeys(("trainer.limit_train_batches", "trainer.limit_val_batches"), (1.0,)),
+        "trainer.overfit_batches": (0.0,),
+    },
+)

@@ -1,0 +1,211 @@
+"""TrainingArguments of transformers, as `to_json_string()` writes them or as a script's own JSON names them."""
+
+from __future__ import annotations
+
+from bottega.config.importers import family
+from bottega.config.importers.mapping import Left, Sheet, number, switch, text, whole
+
+MARKS = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "lr_scheduler_type", "optim"),
+    *("gradient_accumulation_steps", "evaluation_strategy", "eval_strategy", "save_strategy", "logging_strategy"),
+    *("warmup_ratio", "adam_beta1", "adam_epsilon", "load_best_model_at_end", "metric_for_best_model", "report_to"),
+    *("dataloader_num_workers", "label_smoothing_factor", "save_total_limit", "logging_steps", "overwrite_output_dir"),
+)
+"""Keys of which such a file has at least two."""
+
+
+def translate(sheet: Sheet) -> None:
+    arguments(sheet)
+    _script(sheet)
+    sheet.finish(LEFT)
+    sheet.notes.append("their file does not say what is learned: add task, or say bottega train TASK FILE")
+
+
+def arguments(sheet: Sheet, *, patience: str = "early_stopping_patience") -> None:
+    """The arguments themselves, which LLaMA-Factory has as well."""
+    family.length(sheet, "num_train_epochs", default=3)
+    for old, new in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
+        if sheet.is_open(f"per_device_{new}_batch_size"):
+            sheet.leave(old, "meaningless here", f"per_device_{new}_batch_size wins")
+    size = "per_device_train_batch_size"
+    family.batch(sheet, "per_gpu_train_batch_size" if sheet.is_open("per_gpu_train_batch_size") else size, default=8)
+    for key in ("per_device_eval_batch_size", "per_gpu_eval_batch_size"):
+        sheet.convert(key, "evaluation.batch_size", whole, note="over all processes here")
+    if sheet.get("auto_find_batch_size"):
+        note = "the batch stays as it is; only what one forward pass sees is halved"
+        sheet.put("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
+    sheet.direct(
+        {
+            "learning_rate": ("training.learning_rate", number),
+            "weight_decay": ("training.weight_decay", number),
+            "label_smoothing_factor": ("training.label_smoothing", number),
+            "ema_decay": ("training.ema", number),
+            "save_total_limit": ("checkpoint.keep", whole),
+            "seed": ("seed", whole),
+            "output_dir": ("output_dir", text),
+            "full_determinism": ("deterministic", switch),
+            "run_name": ("logging.wandb.name", text),
+        }
+    )
+    sheet.default("learning_rate", 5e-5, "training.learning_rate", 5e-5)
+    sheet.default("weight_decay", 0.0, "training.weight_decay", 0.0)
+    sheet.default("seed", 42, "seed", 42)
+    family.optimizer(sheet, "optim")
+    family.clipping(sheet)
+    family.schedule(sheet, "lr_scheduler_type", default="linear")
+    family.precision(sheet, default="fp32")
+    logged = sheet.get("logging_steps")
+    cadences(sheet, logged if isinstance(logged, int) and logged > 0 else 500)
+    family.best(sheet, patience=patience)
+    family.reporting(sheet)
+    sheet.direct(family.WANDB)
+    family.wandb_mode(sheet)
+    family.sharding(sheet)
+    family.switches(sheet)
+    device(sheet)
+
+
+def cadences(sheet: Sheet, logged: int) -> None:
+    evaluated = ("eval_strategy", "evaluation_strategy")
+    family.cadence(sheet, "evaluation.every", strategies=evaluated, steps="eval_steps", otherwise=logged)
+    family.cadence(sheet, "checkpoint.every", strategies=("save_strategy",), steps="save_steps", otherwise=500)
+    family.cadence(sheet, "logging.every", strategies=("logging_strategy",), steps="logging_steps", otherwise=500)
+
+
+def device(sheet: Sheet) -> None:
+    for key, name in (("use_cpu", "cpu"), ("no_cuda", "cpu"), ("use_mps_device", "mps")):
+        if sheet.get(key):
+            sheet.put(key, "device", name)
+    same = sheet.get("data_seed") == sheet.get("seed") if sheet.is_open("data_seed") else False
+    reason = (
+        "one seed for everything here" if same else "one seed for everything here; the order of the data follows it"
+    )
+    sheet.leave("data_seed", "meaningless here" if same else "no counterpart", reason)
+
+
+def _script(sheet: Sheet) -> None:
+    """What the example scripts of transformers add to the arguments: the model and the data."""
+    sheet.convert("model_name_or_path", "model.from", text)
+    if sheet.is_open("tokenizer_name"):
+        sheet.put("tokenizer_name", "data.tokenizer.kind", "pretrained")
+        sheet.put("tokenizer_name", "data.tokenizer.path", str(sheet.get("tokenizer_name")))
+    if sheet.is_open("train_file"):
+        sheet.leave("dataset_name", "meaningless here", "train_file is given")
+        sheet.convert("train_file", "data.train.path", text)
+    elif sheet.is_open("dataset_name"):
+        name = str(sheet.get("dataset_name"))
+        sheet.put("dataset_name", "data.train.path", name)
+        sheet.put("dataset_name", "data.train.kind", "huggingface")
+    sheet.direct(
+        {
+            "dataset_config_name": ("data.train.subset", text),
+            "validation_file": ("data.validation.path", text),
+            "test_file": ("data.test.path", text),
+            "text_column_name": ("data.train.field", text),
+            "text_column": ("data.train.field", text),
+            "label_column_name": ("data.train.label", text),
+            "max_train_samples": ("data.limit", whole),
+        }
+    )
+    if sheet.ours("data.validation.path"):
+        sheet.leave("validation_split_percentage", "meaningless here", "validation_file is given")
+    sheet.convert("validation_split_percentage", "data.validation.split", lambda v: number(v) / 100)
+    for key in ("block_size", "max_seq_length", "max_source_length", "max_length"):
+        sheet.convert(key, "data.sequence_length", whole)
+
+
+_HUB = "nothing is uploaded; bottega export writes a folder that can be"
+_RANKS = "processes are counted by the launcher"
+_OWN = "a detail of their loop"
+_TRACKIO = "TensorBoard and Weights & Biases are what is written to"
+_KERNEL = "chosen by the engine here"
+
+LEFT = Left(
+    nothing={
+        **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push"), _HUB),
+        **dict.fromkeys(("hub_revision", "push_to_hub_model_id", "push_to_hub_organization"), _HUB),
+        **dict.fromkeys(("hub_token", "push_to_hub_token"), "secrets belong in the environment"),
+        **dict.fromkeys(("use_cpu", "no_cuda", "use_mps_device"), "device says where"),
+        "auto_find_batch_size": "training.micro_batch_size: auto finds what fits",
+        "lr_scheduler_kwargs": "not a setting of our schedule",
+        "optim_args": "training.optimizer has betas, eps, momentum and nesterov",
+        "optim_target_modules": "training.groups says which parameters learn, and how fast",
+        "neftune_noise_alpha": "no noise is added to embeddings",
+        "group_by_length": "batches are shuffled; data.curriculum can order by length",
+        "train_sampling_strategy": "batches are shuffled; data.curriculum can order by length",
+        "length_column_name": "lengths are counted here",
+        "eval_delay": "the first evaluation comes after evaluation.every",
+        "eval_on_start": "the first evaluation comes after evaluation.every",
+        "logging_first_step": "the first line comes after logging.every",
+        "include_for_metrics": "metrics belong to the task",
+        "label_names": "data.train.label names the field of the class",
+        "predict_with_generate": "samples.every draws samples while it learns",
+        "generation_max_length": "samples.max_new_tokens is the length of samples",
+        "max_eval_samples": "evaluation.max_batches bounds it in batches",
+        **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
+        "fsdp_config": "a setting of their sharding",
+        "deepspeed": "a setting of DeepSpeed",
+        "project": "of Trackio; logging.wandb.project is ours",
+        "fp16_full_eval": "evaluation follows training.mixed_precision",
+        "bf16_full_eval": "evaluation follows training.mixed_precision",
+        "fp8": "training.mixed_precision is fp32, bf16 or fp16",
+        "save_only_model": "a checkpoint holds all that a resume needs",
+        "parallelism_config": "distributed.strategy is ddp or fsdp",
+        "mp_parameters": "distributed.strategy is ddp or fsdp",
+        "torch_compile_backend": _KERNEL,
+        "torch_compile_mode": _KERNEL,
+        "task_name": "task says what is learned, data.train.path from what",
+        "config_name": "the configuration lies beside the weights of model.from",
+        "trust_remote_code": "no code from a model or data set is run",
+    },
+    idle={
+        **dict.fromkeys(("do_train", "do_eval", "do_predict"), "a verb here: train, evaluate, generate"),
+        "resume_from_checkpoint": "the same command resumes by itself; train --resume_from names a checkpoint",
+        "overwrite_output_dir": "a run resumes; train --fresh starts over and keeps the old one",
+        "ignore_data_skip": "the order is a function of the step, so nothing is skipped",
+        "restore_callback_states_from_checkpoint": "a resume always restores everything",
+        "save_safetensors": "weights are always safetensors",
+        "logging_dir": "events lie in the run's folder",
+        "disable_tqdm": "train --quiet says less",
+        "tf32": "the engine decides which fast products are exact enough",
+        "dataloader_drop_last": "an epoch goes on into the next, so no batch is short",
+        "remove_unused_columns": "only the fields that are needed are read",
+        "gradient_checkpointing_kwargs": _KERNEL,
+        **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _OWN),
+        **dict.fromkeys(("ddp_static_graph", "ddp_timeout", "ddp_timeout_delta"), _OWN),
+        "ddp_backend": "chosen by the device: nccl on GPUs, gloo elsewhere",
+        **dict.fromkeys(("local_rank", "tpu_num_cores", "_n_gpu"), _RANKS),
+        **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _OWN),
+        **dict.fromkeys(("dataloader_in_order", "torch_empty_cache_steps", "skip_memory_metrics", "debug"), _OWN),
+        **dict.fromkeys(
+            ("logging_nan_inf_filter", "log_on_each_node", "save_on_each_node", "use_legacy_prediction_loop"), _OWN
+        ),
+        **dict.fromkeys(("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object"), _OWN),
+        **dict.fromkeys(("batch_eval_metrics", "prediction_loss_only", "use_cache", "enable_jit_checkpoint"), _OWN),
+        **dict.fromkeys(("include_num_input_tokens_seen", "include_tokens_per_second"), "tokens are always counted"),
+        "average_tokens_across_devices": "means are always over all tokens of the batch",
+        "accelerator_config": _OWN,
+        "log_level": "logging.level; their levels of a library mean other things",
+        "log_level_replica": "only the first process speaks",
+        **dict.fromkeys(
+            ("use_liger_kernel", "liger_kernel_config", "torchdynamo", "jit_mode_eval", "use_ipex"), _KERNEL
+        ),
+        **dict.fromkeys(("fp16_opt_level", "fp16_backend", "half_precision_backend"), _KERNEL),
+        **dict.fromkeys(
+            ("cache_dir", "overwrite_cache", "preprocessing_num_workers"), "prepared data are kept by what made them"
+        ),
+        "framework": "engine: torch is the default",
+    },
+    usual={
+        "hub_strategy": ("every_save",),
+        "project": ("huggingface",),
+        "train_sampling_strategy": ("random",),
+        "length_column_name": ("length",),
+        "hub_token": ("<HUB_TOKEN>",),
+        "push_to_hub_token": ("<PUSH_TO_HUB_TOKEN>",),
+        "torch_compile_backend": ("inductor",),
+        "torch_compile_mode": ("default",),
+        "generation_max_length": (20,),
+    },
+)
+"""The rest of the arguments, and what the scripts add."""

@@ -1,0 +1,103 @@
+"""A process that builds batches for another one: it is sent step numbers and answers with their batches, in order.
+
+Started as `python -c` on a socket rather than through multiprocessing, which would run the user's script again (and
+import torch with it) in every worker.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from bottega.core.errors import UsageError
+from bottega.data.loading.transfer import Sender
+
+COMMAND = (
+    "import sys; sys.path.insert(0, sys.argv[2]); from bottega.data.loading.worker import main; main(int(sys.argv[1]))"
+)
+
+
+def main(descriptor: int) -> NoReturn:
+    # Ctrl-C and the end of a terminal reach whole groups, but only the trainer decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The cores are shared out among the processes already: libraries with threads of their own use one here.
+    os.environ.update(BOTTEGA_WORKER="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+    connection = Connection(descriptor)
+    make = _receive(connection)
+    steps: queue.SimpleQueue[int] = queue.SimpleQueue()
+    sender = Sender(connection)
+    threading.Thread(target=_listen, args=(connection, steps, sender), daemon=True).start()
+    while True:
+        step = steps.get()
+        _send(sender, *_answer(make, step))
+
+
+def _answer(make: Callable[[int], object], step: int) -> tuple[object, Exception | None]:
+    try:
+        return make(step), None
+    except Exception as error:
+        return None, _portable(error)
+
+
+def _receive(connection: Connection) -> Callable[[int], object]:
+    try:
+        sys.path[:] = connection.recv()
+        return connection.recv()
+    except (EOFError, OSError):
+        os._exit(0)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        remedy = "define its classes in a module that can be imported, or set data.workers=0"
+        problem = UsageError(f"a loader worker cannot load the data ({reason}); {remedy}")
+        _send(Sender(connection), None, problem)
+        os._exit(1)
+
+
+def _listen(connection: Connection, steps: queue.SimpleQueue[int], sender: Sender) -> None:
+    """Ends the process as soon as the other side is gone, even in the middle of a batch."""
+    try:
+        while True:
+            step, let_go = connection.recv()
+            sender.let_go(let_go)
+            steps.put(step)
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _send(sender: Sender, batch: object, error: Exception | None) -> None:
+    try:
+        if error is None:
+            sender.send(batch)
+        else:
+            sender.connection.send((None, error))
+    except OSError:
+        os._exit(0)
+    except Exception as broken:  # not picklable; nothing of it was written yet
+        sender.connection.send((None, _as_text(broken)))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error with the trace of this process, or its text where the other side could not rebuild it."""
+    try:
+        named = (*error.args[:2], error.filename) if isinstance(error, OSError) and error.filename else error.args
+        twin = type(error)(*named)
+    except Exception:
+        return _as_text(error)
+    if str(twin) != str(error):
+        return _as_text(error)
+    twin.add_note("In a loader worker:\n" + "".join(traceback.format_exception(error)))
+    return twin
+
+
+def _as_text(error: Exception) -> RuntimeError:
+    return RuntimeError("a loader worker failed:\n" + "".join(traceback.format_exception(error)))

@@ -1,0 +1,1 @@
+"""Rows of numbers as samples."""

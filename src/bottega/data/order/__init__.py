@@ -1,0 +1,1 @@
+"""Which sample stands where: shuffles, mixtures, curricula, sequences, streams and episodes."""

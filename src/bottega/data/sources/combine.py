@@ -1,0 +1,233 @@
+"""Several sources as one: laid end to end, and how the recipe's shares of them become an order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+
+from bottega.config import data as schema
+from bottega.core.errors import DataError, UsageError
+from bottega.data.order.in_turn import InTurn
+from bottega.data.order.orders import Mixture, Order
+from bottega.data.sources.first import First
+from bottega.data.sources.source import Source
+
+
+@final
+class Concat(Source):
+    """Sources end to end. One with repeat k stands there k times, and each time counts as an epoch of it: what an
+    augmentation draws then differs between the copies."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        repeats: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        """`limits` keep the first so many of a source; `names` are for messages."""
+        bounds = limits or [None] * len(sources)
+        self.sources = [s if n is None else First(s, n) for s, n in zip(sources, bounds, strict=True)]
+        self.repeats = list(repeats or [1] * len(sources))
+        self.names = list(names or (f"data.sources[{i}]" for i in range(len(sources))))
+        assert len(self.sources) == len(self.repeats) == len(self.names) > 0
+        for name, source in zip(self.names, self.sources, strict=True):
+            if len(source) == 0:
+                raise DataError(f"{name} has no samples; add data or leave it out")
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many samples each source makes here, repeats included."""
+        return [len(source) * repeat for source, repeat in zip(self.sources, self.repeats, strict=True)]
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum(self.sizes)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        part = np.searchsorted(self._ends, index, side="right")
+        first = int(part[0]) if len(part) else 0
+        if (part == first).all():
+            return self._rows(first, index, epoch)
+        places = {int(i): np.flatnonzero(part == i) for i in np.unique(part)}
+        return self._merged({i: (at, self._rows(i, index[at], epoch[at])) for i, at in places.items()}, len(index))
+
+    def _rows(self, part: int, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        return self.sources[part].rows(*self._local(part, index, epoch))
+
+    def _local(self, part: int, index: Any, epoch: Any) -> tuple[Any, Any]:
+        """The number within its source, and which time that source is seen."""
+        copy, local = np.divmod(index - (int(self._ends[part - 1]) if part else 0), len(self.sources[part]))
+        return local, epoch * self.repeats[part] + copy
+
+    def check(self) -> None:
+        """One sample of each source: those that cannot stand in one batch are found before the first step."""
+        zero = np.zeros(1, dtype=np.int64)
+        self._merged({i: (zero + i, s.rows(zero, zero)) for i, s in enumerate(self.sources)}, len(self.sources))
+
+    def _merged(self, parts: dict[int, tuple[np.ndarray, dict[str, Any]]], count: int) -> dict[str, Any]:
+        for name in self.filling:
+            width = max(rows[name].shape[1] for _, rows in parts.values())
+            for part, (_, rows) in parts.items():
+                filling = self.sources[part].filling
+                if name in filling:
+                    rows[name] = _widened(rows[name], width, filling[name])
+        (leader, (_, model)), *others = parts.items()
+        for other, (_, rows) in others:
+            for name in sorted(model.keys() ^ rows.keys()):
+                with_it, without = (leader, other) if name in model else (other, leader)
+                raise DataError(
+                    f"{self.names[with_it]} has {name!r} and {self.names[without]} has not; sources of one batch must "
+                    "have the same fields"
+                )
+            for name, value in rows.items():
+                ours, theirs = _form(model[name]), _form(value)
+                if ours != theirs:
+                    raise DataError(
+                        f"{name!r} is {ours} in {self.names[leader]} and {theirs} in {self.names[other]}; bring the "
+                        "sources to one form"
+                    )
+        merged: dict[str, Any] = {}
+        for name, value in model.items():
+            if np.ndim(value) == 0:
+                merged[name] = value
+                continue
+            merged[name] = np.empty((count, *np.shape(value)[1:]), np.asarray(value).dtype)
+            for at, rows in parts.values():
+                merged[name][at] = rows[name]
+        return merged
+
+    @cached_property
+    def filling(self) -> Mapping[str, int]:
+        return {name: value for source in self.sources for name, value in source.filling.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        parts = [f"{s.fingerprint} times {n}" for s, n in zip(self.sources, self.repeats, strict=True)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    def describe(self, index: int, epoch: int) -> str:
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        local, own = self._local(part, index, epoch)
+        return f"{self.names[part]}: {self.sources[part].describe(int(local), int(own))}"
+
+
+def _widened(array: np.ndarray, width: int, value: int) -> np.ndarray:
+    """[n, width, ...]"""
+    free = [(0, 0), (0, width - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
+    return np.pad(array, free, constant_values=value)
+
+
+def _form(value: Any) -> str:
+    """What must agree in one batch: the shape of a row and its type; the value itself where it is one for all rows."""
+    if np.ndim(value) == 0:
+        return str(value)
+    array = np.asarray(value)
+    return f"{array.dtype} {list(array.shape[1:])}"
+
+
+def shares(
+    sizes: Sequence[int],
+    mixture: str | None,
+    weights: Sequence[float | None],
+    temperature: float | None = None,
+) -> list[float] | None:
+    """The share of each source in a mixture, adding up to 1. None: each sample once an epoch, so by size."""
+    if mixture is None or mixture == "concatenate":
+        return None
+    if mixture == "weighted":
+        amounts = np.array([1.0 if weight is None else weight for weight in weights])
+    else:
+        # The largest is 1 before the power, so that no temperature overflows.
+        amounts = (np.array(sizes) / max(sizes)) ** (1 / (temperature or 1.0))
+    # A source that is asked for is never left out, even where its share would round to nothing.
+    parts = np.maximum(amounts / amounts.sum(), 1e-9)
+    return (parts / parts.sum()).tolist()
+
+
+def build(
+    parts: Sequence[tuple[Source, schema.Source]],
+    data: schema.Data,
+    *,
+    seed: int,
+    replay: Source | None = None,
+) -> tuple[Source, Order | None]:
+    """The training data of a recipe and the order it is seen in; None is the plain shuffle.
+
+    `parts` are the sources with their options, `replay` is the earlier data of data.replay. data.limit is applied here.
+    """
+    options = [option for _, option in parts]
+    # Who gives weights or a temperature means them.
+    weighted = any(option.weight is not None for option in options)
+    mixture = data.mixture or ("weighted" if weighted else "temperature" if data.temperature is not None else None)
+    if mixture != "weighted":
+        for i, option in enumerate(options):
+            if option.weight is not None:
+                raise UsageError(
+                    f"data.sources[{i}].weight={option.weight:g} has a meaning only with data.mixture=weighted; set that"
+                )
+    limits = [option.limit for option in options]
+    repeats = [option.repeat or 1 for option in options]
+    plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_names(data, options))
+    if mixture == "sequence":
+        return _in_turn(plain, data, seed)
+    by_source = shares(plain.sizes, mixture, [option.weight for option in options], data.temperature)
+    if replay is None and (by_source is None or len(parts) == 1):
+        alone = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
+        _check(plain)
+        return (alone if data.limit is None else First(alone, data.limit)), None
+    return _mixed(plain, by_source, data, replay, seed)
+
+
+def _mixed(
+    plain: Concat, by_source: list[float] | None, data: schema.Data, replay: Source | None, seed: int
+) -> tuple[Source, Order]:
+    parts = list(by_source or [1.0])
+    sources, repeats, names = list(plain.sources), list(plain.repeats), list(plain.names)
+    if by_source is None and data.limit is not None:
+        # Together they are one part of the mixture, so that is what is cut.
+        sources, repeats, names = [First(plain, data.limit)], [1], ["data"]
+    if replay is not None:
+        assert data.replay is not None, "who gives replay data has read it from data.replay"
+        parts = [part * (1 - data.replay.share) for part in parts] + [data.replay.share]
+        sources, repeats, names = [*sources, replay], [*repeats, data.replay.repeat or 1], [*names, "data.replay"]
+    limits: list[int | None] = [None] * len(sources)
+    if replay is not None and data.replay is not None:
+        limits[-1] = data.replay.limit
+    if by_source is not None and data.limit is not None:
+        # A trial of so many samples has them from each source by its share.
+        limits[: len(plain.sources)] = [max(1, round(data.limit * part)) for part in by_source]
+    whole = Concat(sources, repeats=repeats, limits=limits, names=names)
+    _check(whole)
+    sizes = whole.sizes
+    if by_source is None:
+        sizes = [sum(sizes[:-1]), sizes[-1]]
+    return whole, Mixture(tuple(sizes), tuple(parts), seed=seed)
+
+
+def _in_turn(plain: Concat, data: schema.Data, seed: int) -> tuple[Source, Order]:
+    if data.limit is not None:
+        # A trial of so many samples goes through all sources, not through the first one alone.
+        limits = [max(1, round(data.limit * size / len(plain))) for size in plain.sizes]
+        plain = Concat(plain.sources, repeats=plain.repeats, limits=limits, names=plain.names)
+    _check(plain)
+    return plain, InTurn(tuple(plain.sizes), seed=seed)
+
+
+def _check(source: Concat) -> None:
+    if len(source.sources) > 1:
+        source.check()
+
+
+def _names(data: schema.Data, options: Sequence[schema.Source]) -> list[str]:
+    if data.sources is None and len(options) == 1:
+        return ["data.train"]
+    return [option.name or f"data.sources[{i}]" for i, option in enumerate(options)]

@@ -1,0 +1,300 @@
+"""Text to numbers and back, exactly. One `tokenizers` object behind every kind, so what is saved opens in transformers.
+
+Text is never normalised, and text that happens to spell `<|endoftext|>` is text: only the id `end_of_text`, which no
+text encodes to, ends a document. The exception is `words`, which is for telling texts apart: it lowers them and has one
+id for all words it does not know, so what it encodes does not come back.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, final, get_args
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders
+
+from bottega.core.errors import BottegaError, DataError, UsageError
+from bottega.data.text.bytelevel import safe_pieces, token_bytes
+from bottega.data.text.fast_bpe import Encode, fast_encoder
+from bottega.models.folders.tokenizer_limits import panics_as_errors, read_tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+UNKNOWN = "<unk>"
+Kind = Literal["bytes", "characters", "bpe", "words", "pretrained"]
+
+# Characters encoded in one call of the library: enough for all cores, few enough that its token objects fit in memory.
+GROUP = 4_000_000
+# A long text is cut into pieces of so many characters: one of 8 MB then encoded 2.5 times as fast, on two cores.
+PIECE = 32_000
+WORTH_FAST = 500_000
+# Tried in turn where a tokenizer_config.json does not say which token ends a text.
+USUAL_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+USUAL_PADDINGS = ("[PAD]", "<pad>", "<|padding|>")
+USUAL_UNKNOWNS = (UNKNOWN, "[UNK]")
+# Tokenizers without a longest text say so with a number of this order.
+UNBOUNDED = 1 << 24
+
+
+@final
+class Tokenizer:
+    """Made by the functions of vocabulary.py or by `Tokenizer.load`."""
+
+    def __init__(self, core: tokenizers.Tokenizer, *, kind: Kind, config: dict[str, Any]) -> None:
+        filled_with = core.padding["pad_token"] if core.padding is not None else None
+        core.no_padding()
+        core.no_truncation()
+        core.encode_special_tokens = True
+        self.core = core
+        self.kind = kind
+        self.config = config
+        self._fast: Encode | None = None
+        self._is_slow = False
+        self.end_of_text = _end_of_text(core, config)
+        paddings = (_named(config, "pad_token"), filled_with, *USUAL_PADDINGS)
+        self.padding: int = _first_id(core, paddings, self.end_of_text)
+        """What fills up a batch; end of text where there is no token of its own for that."""
+        unknown = _first_id(core, (_named(config, "unk_token"), *USUAL_UNKNOWNS), -1)
+        self.unknown: int | None = unknown if unknown >= 0 else None
+        """The id of what is not in the vocabulary."""
+        # Ids may have holes, and a model needs a row for the highest one.
+        self.vocab_size: int = 1 + max(core.get_vocab(with_added_tokens=True).values())
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a prompt, without end of text."""
+        return next(self._encode([text], UsageError))
+
+    def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        """The ids of each text in turn, equal to `encode` of each; on all cores where that helps."""
+        return self._encode(texts, DataError)
+
+    @cached_property
+    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that the tokenizer's own post-processor puts before and after one text: [CLS] and [SEP] of BERT."""
+        with panics_as_errors("the tokenizer cannot frame a text"):
+            around = self.core.encode("").ids
+            plain, framed = (self.core.encode("a b", add_special_tokens=special).ids for special in (False, True))
+        for at in range(len(around) + 1):
+            if [*around[:at], *plain, *around[at:]] == framed:
+                return tuple(around[:at]), tuple(around[at:])
+        raise DataError(f"the tokenizer turns the ids {plain} into {framed}, which is more than to frame them")
+
+    @property
+    def longest(self) -> int | None:
+        """How many ids the model that it was made for can read, where it says so."""
+        said = self.config.get("model_max_length")
+        return int(said) if isinstance(said, int | float) and 0 < said < UNBOUNDED else None
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of these ids. Bytes that are no UTF-8 become U+FFFD, end of text its own name."""
+        numbers = np.asarray(ids, dtype=np.int64).tolist()
+        if self.pieces is None:
+            return self.core.decode(numbers, skip_special_tokens=False)
+        return b"".join([self.pieces[i] for i in numbers]).decode("utf-8", "replace")
+
+    def stream_decoder(self) -> StreamDecoder:
+        return StreamDecoder(self)
+
+    @cached_property
+    def byte_lengths(self) -> np.ndarray:
+        """How many UTF-8 bytes of text each id stands for; special tokens stand for none."""
+        lengths = [len(piece) for piece in self.pieces or map(_text_of, self._tokens)]
+        for number, token in self.core.get_added_tokens_decoder().items():
+            if token.special:
+                lengths[number] = 0
+        return np.array(lengths, dtype=np.int32)
+
+    @cached_property
+    def pieces(self) -> list[bytes] | None:
+        """The bytes of each id, where an id stands for the same bytes whatever is around it."""
+        if self.kind == "characters":
+            return [token.encode() for token in self._tokens]
+        if isinstance(self.core.decoder, decoders.ByteLevel):
+            return [token_bytes(token) for token in self._tokens]
+        return None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.core.to_str().encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Written so that `transformers.AutoTokenizer.from_pretrained(folder)` gives the same ids and texts."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(self.core.to_str(pretty=True), encoding="utf-8")
+        config = json.dumps({**self.config, "bottega_kind": self.kind}, indent=2, ensure_ascii=False)
+        (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """From what `save` wrote, or from any tokenizer.json or its folder (kind `pretrained`)."""
+        path = folder if folder.is_file() else folder / "tokenizer.json"
+        if not path.is_file():
+            raise DataError(f"{folder} has no tokenizer.json; name a folder that has one")
+        try:
+            with panics_as_errors(str(path)):
+                core = tokenizers.Tokenizer.from_str(read_tokenizer(path))
+        except DataError:
+            raise
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{path} is not a tokenizer: {error}") from error
+        config_path = path.with_name("tokenizer_config.json")
+        config = _read_object(config_path) if config_path.is_file() else {}
+        config.pop("auto_map", None)  # names code to run; nothing here may
+        kind = config.pop("bottega_kind", "pretrained")
+        if kind not in get_args(Kind):
+            raise DataError(f"{config_path}: bottega_kind is {kind!r}, not one of {', '.join(get_args(Kind))}")
+        return cls(core, kind=kind, config=config)
+
+    @cached_property
+    def _tokens(self) -> list[str]:
+        return [self.core.id_to_token(number) or "" for number in range(self.vocab_size)]
+
+    def _encode(self, texts: Iterable[str], problem: type[BottegaError]) -> Iterator[np.ndarray]:
+        if self.kind == "bytes":
+            return (np.frombuffer(_utf8(text, problem), np.uint8).astype(self.dtype) for text in texts)
+        if self.kind == "characters":
+            return (self._look_up(text, problem) for text in texts)
+        return self._encode_groups(texts, problem)
+
+    def _look_up(self, text: str, problem: type[BottegaError]) -> np.ndarray:
+        _utf8(text, problem)
+        points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        ids = self._id_of_point[points]
+        if len(ids) and ids.min() < 0:
+            unknown = [chr(point) for point in np.unique(points[ids < 0])]
+            named = ", ".join(map(repr, unknown[:8])) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
+            raise problem(
+                f"the character vocabulary of {self.vocab_size - 1} characters has no {named}; "
+                "leave them out, or use a bytes or bpe tokenizer"
+            )
+        return ids.astype(self.dtype)
+
+    @cached_property
+    def _id_of_point(self) -> np.ndarray:
+        table = np.full(0x110000, -1, np.int32)
+        for number, token in enumerate(self._tokens):
+            if number != self.end_of_text:
+                table[ord(token)] = number
+        return table
+
+    def _ids(self, texts: list[str]) -> list[np.ndarray]:
+        # Finding out whether the faster one agrees costs as much as half a megabyte of text.
+        if self._fast is None and not self._is_slow and sum(map(len, texts)) > WORTH_FAST:
+            self._fast = fast_encoder(self.core)
+            self._is_slow = self._fast is None
+        if self._fast is not None:
+            return [ids.astype(self.dtype) for ids in self._fast(texts)]
+        with panics_as_errors("a text cannot be encoded"):
+            encodings = self.core.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+    def _encode_groups(self, texts: Iterable[str], problem: type[BottegaError]) -> Iterator[np.ndarray]:
+        """Pieces of several texts go to the library together, and are put together again text by text."""
+        group: list[str] = []
+        ends: list[bool] = []  # is this piece the last of its text?
+        waiting = 0
+        done: list[np.ndarray] = []
+
+        def flush() -> Iterator[np.ndarray]:
+            for ids, last in zip(self._ids(group), ends, strict=True):
+                done.append(ids)
+                if last:
+                    yield done[0] if len(done) == 1 else np.concatenate(done)
+                    done.clear()
+            group.clear()
+            ends.clear()
+
+        for text in texts:
+            _utf8(text, problem)
+            # Only our own pre-tokenizer is known to allow cuts.
+            pieces = list(safe_pieces(text, PIECE)) if self.kind == "bpe" and len(text) > PIECE else [text]
+            for number, piece in enumerate(pieces or [text]):
+                group.append(piece)
+                ends.append(number >= len(pieces) - 1)
+                waiting += len(piece)
+                if waiting >= GROUP:
+                    yield from flush()
+                    waiting = 0
+        yield from flush()
+
+
+@final
+class StreamDecoder:
+    """Text as it comes: `push` gives what became complete with this id, `finish` what never did."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self.stream = decoders.DecodeStream(skip_special_tokens=False)
+        self.ids: list[int] = []
+        self.given = 0
+
+    def push(self, number: int) -> str:
+        if self.tokenizer.pieces is not None:
+            return self.bytes.decode(self.tokenizer.pieces[number])
+        self.ids.append(int(number))
+        text = self.stream.step(self.tokenizer.core, int(number)) or ""
+        self.given += len(text)
+        return text
+
+    def finish(self) -> str:
+        if self.tokenizer.pieces is not None:
+            return self.bytes.decode(b"", final=True)
+        return self.tokenizer.decode(self.ids)[self.given :]
+
+
+def _utf8(text: str, problem: type[BottegaError]) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise problem(
+            f"the text has half a surrogate pair ({text[error.start]!r}) at character {error.start}: no Unicode text"
+        ) from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise DataError(f"{path} is no JSON that can be read: nested too deeply") from None
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise DataError(f"{path} must hold a JSON object, not a {type(fields).__name__}")
+    return fields
+
+
+def _named(config: dict[str, Any], role: str) -> str | None:
+    """The token of a role, which a configuration gives as text or as an object."""
+    named = config.get(role)
+    return named.get("content") if isinstance(named, dict) else named
+
+
+def _first_id(core: tokenizers.Tokenizer, tokens: Iterable[str | None], otherwise: int) -> int:
+    found = (core.token_to_id(token) for token in tokens if token is not None)
+    return next((number for number in found if number is not None), otherwise)
+
+
+def _end_of_text(core: tokenizers.Tokenizer, config: dict[str, Any]) -> int:
+    named = _named(config, "eos_token")
+    for token in (named,) if named else USUAL_ENDS:
+        number = core.token_to_id(token)
+        if number is not None:
+            return number
+    tried = repr(named) if named else "none of " + ", ".join(USUAL_ENDS)
+    raise DataError(
+        f"the tokenizer has no token that ends a text (tried {tried}); set eos_token in tokenizer_config.json"
+    )
+
+
+def _text_of(token: str) -> bytes:
+    """About what a token of another scheme stands for: a SentencePiece byte, a word start, or a continued word."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return b"?"
+    return token.removeprefix("##").replace("▁", " ").encode()

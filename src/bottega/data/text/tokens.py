@@ -1,0 +1,227 @@
+"""Prepared tokens as samples: windows over one long memory-mapped array, or documents one by one.
+
+T: the sequence length. A sample is T + 1 tokens, so that each of the first T has its successor as target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import abstractmethod
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from bottega.core.errors import DataError
+from bottega.core.noise import key_of
+from bottega.data.prepare.language import BYTE_LENGTHS
+from bottega.data.sources.source import Source
+from bottega.data.tables.shards import Table
+
+NAMES = {"validation": "validation", "test": "test", "replay": "earlier"}
+
+
+class Tokens(Source):
+    """What windows and documents have in common: a table of tokens in a prepared folder."""
+
+    def __init__(self, folder: Path, table: str, *, documents: bool, with_bytes: bool) -> None:
+        self.folder, self.table_name = Path(folder), table
+        self.documents, self.with_bytes = documents, with_bytes
+        self.table = Table(self.folder / table)
+
+    @property
+    def name(self) -> str:
+        return NAMES.get(self.table_name, "training")
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        """input_ids and attention_mask [n, T+1]; documents [n, T+1] counts those begun; bytes [n] of the T targets."""
+        ids, mask = self._tokens(index, epoch)
+        rows = {"input_ids": ids, "attention_mask": mask}
+        if self.documents:
+            # The token that ends a document belongs to it, so the count goes up one place later.
+            rows["documents"] = np.zeros_like(ids)
+            np.cumsum(ids[:, :-1] == self.meta["end_of_text"], axis=1, out=rows["documents"][:, 1:])
+        if self.with_bytes:
+            sizes = self._byte_lengths[ids[:, 1:]] * mask[:, 1:]
+            rows["bytes"] = sizes.sum(axis=1, dtype=np.int64)
+        return rows
+
+    @abstractmethod
+    def _tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of each sample and where they are real, both int32 [n, T+1]."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Worker processes map the files again; no token travels."""
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_windows", "_byte_lengths", "_ends")
+        }
+
+    @cached_property
+    def meta(self) -> dict[str, Any]:
+        return json.loads((self.folder / "meta.json").read_text())
+
+    @cached_property
+    def _byte_lengths(self) -> np.ndarray:
+        return np.fromfile(self.folder / BYTE_LENGTHS, dtype="<i4")
+
+    def _text(self, tokens: np.ndarray) -> str:
+        from bottega.data.text.tokenizer import Tokenizer
+
+        return Tokenizer.load(self.folder / "tokenizer").decode(tokens)
+
+
+@final
+class TokenWindows(Tokens):
+    """Windows at stride T, so that each token is a target once.
+
+    Training shifts all borders by an offset that is f(seed, epoch), so that epochs cut the text in other places; up to
+    2 T tokens at the two ends are left out of an epoch. Held-out text is never shifted, what is left after the last
+    whole window is dropped, and where the whole text is shorter than one window T shrinks to fit it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        table: str,
+        *,
+        sequence_length: int,
+        seed: int | None = None,
+        documents: bool = False,
+        with_bytes: bool = False,
+    ) -> None:
+        """`seed` is None for held-out text."""
+        super().__init__(folder, table, documents=documents, with_bytes=with_bytes)
+        self.seed = seed
+        total = len(self.table.values("tokens"))
+        self.sequence_length = T = sequence_length if seed is not None else min(sequence_length, total - 1)
+        if T < 1 or total < T + 1:
+            raise DataError(
+                f"the {self.name} text has {total} tokens, fewer than one window of {max(T, 1) + 1} "
+                "(sequence_length + 1); lower sequence_length or add text"
+            )
+        self.length = (total - 1) // T if seed is None else max(1, (total - T) // T)
+        self.offsets = 1 if seed is None else min(T, total - self.length * T)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def _tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids = self._windows[index * self.sequence_length + self._offset(epoch)].astype(np.int32)
+        return ids, np.ones_like(ids)
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self.meta["key"], self.table_name, self.sequence_length, self.seed if self.offsets > 1 else None)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def describe(self, index: int, epoch: int) -> str:
+        start = index * self.sequence_length + int(self._offset(np.array([epoch])))
+        ends = self.table.ends("tokens")
+        at = int(np.searchsorted(ends, start, side="right"))
+        where = f"{self.table.row('key', at)}, its token {start - (int(ends[at - 1]) if at else 0)}"
+        head = f"{self.name} tokens {start} to {start + self.sequence_length}, from {where}"
+        return f"{head}\n{self._text(self._windows[start])}"
+
+    def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The documents in which each window begins and ends, as epoch 0 cuts them."""
+        start = index * self.sequence_length + int(self._offset(np.array([0])))
+        ends = self.table.ends("tokens")
+        first, last = (np.searchsorted(ends, at, side="right") for at in (start, start + self.sequence_length))
+        return first, last
+
+    def _offset(self, epoch: np.ndarray) -> Any:
+        if self.offsets == 1 or self.seed is None:
+            return 0
+        # Nearly every batch lies in one epoch, and the offset of an epoch is remembered.
+        first = int(epoch[0]) if len(epoch) else 0
+        if (epoch == first).all():
+            return _offset_of(self.seed, first, self.offsets)
+        return np.array([_offset_of(self.seed, int(number), self.offsets) for number in epoch])
+
+    def scores(self, name: str) -> np.ndarray:
+        """That of the document in the middle of each window, as epoch 0 cuts them."""
+        _check_score(self.meta, name)
+        start = np.arange(len(self)) * self.sequence_length + int(self._offset(np.array([0])))
+        middle = np.searchsorted(self.table.ends("tokens"), start + self.sequence_length // 2, side="right")
+        return self.table.values("score")[middle]
+
+    @cached_property
+    def _windows(self) -> np.ndarray:
+        return np.lib.stride_tricks.sliding_window_view(self.table.values("tokens"), self.sequence_length + 1)
+
+
+@final
+class TokenDocuments(Tokens):
+    """One document a sample, filled up with end of text that counts nowhere; a longer one is several samples.
+
+    Consecutive samples of a document share one token, the last target of the one before, so that each of its tokens but
+    the first is a target once.
+    """
+
+    def __init__(self, folder: Path, table: str, *, sequence_length: int, with_bytes: bool = False) -> None:
+        super().__init__(folder, table, documents=False, with_bytes=with_bytes)
+        self.sequence_length = sequence_length
+        if not len(self):
+            raise DataError(f"no document of the {self.name} text has two tokens; add text")
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """How many samples the documents up to each have."""
+        # A single token has no successor to predict.
+        return np.cumsum(-(-np.maximum(self.table.lengths("tokens") - 1, 0) // self.sequence_length))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def lengths(self) -> np.ndarray:
+        """How many tokens of each sample are real."""
+        index = np.arange(len(self))
+        start, stop = self._spans(index)
+        return stop - start
+
+    def scores(self, name: str) -> np.ndarray:
+        _check_score(self.meta, name)
+        document = np.searchsorted(self._ends, np.arange(len(self)), side="right")
+        return self.table.values("score")[document]
+
+    def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        document = np.searchsorted(self._ends, index, side="right")
+        return document, document
+
+    def _spans(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        document = np.searchsorted(self._ends, index, side="right")
+        number = index - np.where(document > 0, self._ends[document - 1], 0)
+        ends = self.table.ends("tokens")
+        first = np.where(document > 0, ends[document - 1], 0) + number * self.sequence_length
+        return first, np.minimum(first + self.sequence_length + 1, ends[document])
+
+    def _tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        start, stop = self._spans(np.asarray(index))
+        values = self.table.values("tokens")
+        places = start[:, None] + np.arange(self.sequence_length + 1)
+        mask = places < stop[:, None]
+        ids = values[np.minimum(places, len(values) - 1)].astype(np.int32)
+        return np.where(mask, ids, np.int32(self.meta["end_of_text"])), mask.astype(np.int32)
+
+    @property
+    def fingerprint(self) -> str:
+        parts = (self.meta["key"], self.table_name, self.sequence_length, "documents")
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def describe(self, index: int, epoch: int) -> str:
+        document = int(np.searchsorted(self._ends, index, side="right"))
+        start, stop = self._spans(np.array([index]))
+        text = self._text(self.table.values("tokens")[int(start[0]) : int(stop[0])])
+        return f"{self.name} document {self.table.row('key', document)}, {stop[0] - start[0]} tokens\n{text}"
+
+
+def _check_score(meta: dict[str, Any], name: str) -> None:
+    if meta.get("score_field") != name:
+        raise DataError(f"data.curriculum.by: the data was prepared with no field {name!r}; prepare it again")
+
+
+@lru_cache(maxsize=1024)
+def _offset_of(seed: int, epoch: int, offsets: int) -> int:
+    return key_of("window offset", seed, epoch)[0] % offsets

@@ -1,0 +1,183 @@
+"""Where a tokenizer's vocabulary comes from: nowhere (bytes), the corpus (characters, BPE, words), or somebody else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from pydantic import BaseModel, ConfigDict, model_validator
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.data.text.bytelevel import SYMBOLS, safe_pieces
+from bottega.data.text.tokenizer import END_OF_TEXT, PIECE, UNKNOWN, Kind, Tokenizer
+from bottega.models.folders.hub_access import hub_if_it_answers
+
+SMALLEST = 257
+"""All bytes and end of text."""
+USUAL_SIZE = 4096
+# A short form as in "movie's" stands alone and "don't" stays whole, as in texts that were divided beforehand ("do n't").
+WORD = r"'(?:s|re|ve|ll|m|d)\b|\w+(?:'t\b)?|[^\w\s]"
+# More words than any language has: the library knows no `all`.
+ALL_WORDS = 1 << 31
+AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet", "xmod", "roberta-prelayernorm", "esm")
+
+
+class TokenizerSpec(BaseModel):
+    """Which tokenizer: bytes, characters, bpe of `vocab_size`, words, or pretrained at `path` (a file, folder or hub name).
+
+    `vocab_size` is 4096 for bpe where it is not given, and bounds words only where it is.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Kind = "bpe"
+    vocab_size: int | None = None
+    min_frequency: int = 2
+    """words: rarer ones are unknown."""
+    path: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_size(cls, values: Any) -> Any:
+        is_bpe = isinstance(values, dict) and values.get("kind", "bpe") == "bpe"
+        return {**values, "vocab_size": USUAL_SIZE} if is_bpe and values.get("vocab_size") is None else values
+
+
+def build_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
+    """`texts` are read only by the kinds that learn from them."""
+    if spec.kind == "bytes":
+        return byte_tokenizer()
+    if spec.kind == "characters":
+        return character_tokenizer(texts)
+    if spec.kind == "bpe":
+        return train_bpe(texts, vocab_size=spec.vocab_size or USUAL_SIZE)
+    if spec.kind == "words":
+        return word_tokenizer(texts, vocab_size=spec.vocab_size, min_frequency=spec.min_frequency)
+    if not spec.path:
+        raise UsageError("a pretrained tokenizer needs path: a tokenizer.json, its folder, or a name on the hub")
+    return pretrained_tokenizer(spec.path)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0-255 are the bytes themselves, 256 ends a text."""
+    core = tokenizers.Tokenizer(models.BPE({symbol: byte for byte, symbol in enumerate(SYMBOLS)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return _finished(core, "bytes")
+
+
+def character_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """One id for each character of the texts, in the order of Unicode; the last id ends a text."""
+    characters = sorted(set().union(*map(set, texts)))
+    core = tokenizers.Tokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}))
+    core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return _finished(core, "characters")
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """Byte-level BPE: any text round-trips, because every byte has an id of its own. A small corpus gives fewer ids."""
+    if vocab_size < SMALLEST:
+        raise UsageError(f"tokenizer vocab_size={vocab_size} is less than {SMALLEST}: all bytes and end of text")
+    core = tokenizers.Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=SYMBOLS, show_progress=False
+    )
+    # Whole texts of 16 MB cost the library 3 GB; the words, which are all it counts, are the same in pieces.
+    pieces = (piece for text in texts for piece in safe_pieces(text, PIECE))
+    core.train_from_iterator(pieces, trainer)
+    return _finished(core, "bpe")
+
+
+def word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_frequency: int = 2) -> Tokenizer:
+    """Lower-cased words and signs: the most frequent ones, equally frequent ones by their letters; others are unknown.
+
+    `vocab_size` counts the unknown word and end of text too; None takes all words that occur `min_frequency` times.
+    """
+    if vocab_size is not None and vocab_size < 3:
+        raise UsageError(f"tokenizer vocab_size={vocab_size} is less than 3: the unknown word, end of text and a word")
+    core = tokenizers.Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    core.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace("\u2019", "'")]
+    )
+    core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(WORD), "removed", invert=True)
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=ALL_WORDS if vocab_size is None else vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[UNKNOWN, END_OF_TEXT],
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    if core.get_vocab_size() < 3:
+        raise DataError(
+            f"no word occurs {min_frequency} times in the training texts; lower data.tokenizer.min_frequency"
+        )
+    return _finished(core, "words", unk_token=UNKNOWN, pad_token=END_OF_TEXT)
+
+
+def pretrained_tokenizer(name: str) -> Tokenizer:
+    """From a tokenizer.json or its folder, or by its name on the Hugging Face hub."""
+    path = Path(name).expanduser()
+    if not path.exists() and not name.startswith((".", "/", "~")):
+        path = _downloaded(name)
+    tokenizer = Tokenizer.load(path)
+    limits = [limit for limit in (tokenizer.longest, _positions(path)) if limit is not None]
+    if limits:
+        tokenizer.config["model_max_length"] = min(limits)
+    return tokenizer
+
+
+def _positions(path: Path) -> int | None:
+    """How many ids the model beside a tokenizer has positions for."""
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    try:
+        config = json.loads(beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # a tokenizer may stand alone, and who loads the model says what is wrong with it
+    count = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if not isinstance(count, int):
+        return None
+    # These count positions from the one after padding, so that the first ones are never used.
+    offset = (config.get("pad_token_id") or 0) + 1 if config.get("model_type") in AFTER_PADDING else 0
+    return count - offset if count > offset else None
+
+
+def _downloaded(name: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"tokenizer {name!r} is not a folder here, and huggingface_hub is not installed"
+        ) from error
+    with hub_if_it_answers() as silence:
+        try:
+            path = Path(hf_hub_download(name, "tokenizer.json"))
+        except (OSError, ValueError) as error:
+            reason = silence or str(error).strip().split("\n")[0]
+            raise EnvironmentProblem(
+                f"tokenizer {name!r} is neither a folder here nor can it be fetched from the hub: {reason}"
+            ) from error
+        try:
+            hf_hub_download(name, "tokenizer_config.json")
+        except (EntryNotFoundError, OSError):
+            pass  # optional: it only says which token ends a text
+    return path.parent
+
+
+def _finished(core: tokenizers.Tokenizer, kind: Kind, **special: str) -> Tokenizer:
+    core.add_special_tokens([END_OF_TEXT])
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+        **special,
+    }
+    return Tokenizer(core, kind=kind, config=config)

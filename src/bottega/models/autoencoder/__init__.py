@@ -1,0 +1,1 @@
+"""Autoencoders, continuous (VAE) and discrete (codes), and their layout in diffusers."""

@@ -1,0 +1,48 @@
+"""The folder of a tokenizer: config.json says all that decides the model and what it reads, model.safetensors is the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from bottega.config.vae import CodesShape
+from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.autoencoder.codes import CodeAutoencoder
+from bottega.models.folders.pretrained import load_weights
+from bottega.models.pipeline.component import CONFIG, on_host, read_config
+
+MODEL_TYPE = "bottega-codes"
+WEIGHTS = "model.safetensors"
+
+
+def write_codes(model: CodeAutoencoder, folder: Path, **said: Any) -> None:
+    """`said` is what else its users must know, such as how pixels become the values that it reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": MODEL_TYPE, "shape": model.shape.model_dump(mode="json"), **said}
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    save_file(on_host(model.state_dict()), folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def read_codes(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
+    """Its shape, and what else was said."""
+    config = read_config(folder)
+    if config.pop("model_type", None) != MODEL_TYPE:
+        raise UsageError(f"{folder}: is no exported tokenizer of images or sound; train one with task image_tokens")
+    try:
+        return CodesShape.model_validate(config.pop("shape", None)), config
+    except ValidationError as error:
+        raise CheckpointError(f"{folder / CONFIG}: is damaged ({str(error).splitlines()[0]})") from error
+
+
+def load_codes(folder: Path | str) -> CodeAutoencoder:
+    """The model of a folder that `write_codes` wrote, in float32 on the host."""
+    with torch.device("meta"):
+        model = CodeAutoencoder(read_codes(Path(folder))[0])
+    model.to_empty(device="cpu")
+    load_weights(model, folder)
+    return model

@@ -1,0 +1,147 @@
+"""Folders of autoencoders: config.json and safetensors in the layout of diffusers; no remote code, no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from bottega.config.vae import AutoencoderShape
+from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.pipeline.component import CONFIG, read_component, read_config, write_component
+
+OURS = "BottegaAutoencoder"
+"""The class named in the config of sound and video, for which diffusers has no equal one."""
+
+DEFAULTS: dict[str, Any] = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ["DownEncoderBlock2D"],
+    "up_block_types": ["UpDecoderBlock2D"],
+    "block_out_channels": [64],
+    "layers_per_block": 1,
+    "act_fn": "silu",
+    "latent_channels": 4,
+    "norm_num_groups": 32,
+    "scaling_factor": 0.18215,
+    "shift_factor": None,
+    "latents_mean": None,
+    "latents_std": None,
+    "use_quant_conv": True,
+    "use_post_quant_conv": True,
+    "mid_block_add_attention": True,
+}
+"""What AutoencoderKL takes for a key that a config leaves out; older files have few of them."""
+
+
+def diffusers_config(shape: AutoencoderShape, *, sample_size: int) -> dict[str, Any]:
+    """The arguments of an AutoencoderKL with this shape."""
+    if shape.dims != 2:
+        raise UsageError(f"an autoencoder over {shape.dims} axes has no form in diffusers; only images have")
+    stages = len(shape.widths)
+    return {
+        "in_channels": shape.channels,
+        "out_channels": shape.channels,
+        "down_block_types": ["DownEncoderBlock2D"] * stages,
+        "up_block_types": ["UpDecoderBlock2D"] * stages,
+        "block_out_channels": list(shape.widths),
+        "layers_per_block": shape.layers_per_block,
+        "act_fn": "silu",
+        "latent_channels": shape.latent_channels,
+        "norm_num_groups": shape.groups,
+        "sample_size": sample_size,
+        "scaling_factor": shape.scaling_factor,
+        "shift_factor": shape.shift_factor or None,
+        "use_quant_conv": shape.quant_conv,
+        "use_post_quant_conv": shape.quant_conv,
+        "mid_block_add_attention": shape.mid_attention,
+    }
+
+
+def export_autoencoder(
+    state: Mapping[str, Tensor], shape: AutoencoderShape, folder: Path | str, *, sample_size: int = 256
+) -> Path:
+    """Write config.json and the weights; those of images open with AutoencoderKL.from_pretrained."""
+    folder = Path(folder)
+    config: dict[str, Any] = {"_class_name": OURS, **shape.model_dump(mode="json")}
+    if shape.dims == 2:
+        config = {"_class_name": "AutoencoderKL", **diffusers_config(shape, sample_size=sample_size)}
+    write_component(folder, config, state)
+    return folder
+
+
+def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
+    """The shape of a folder's model, refused unless our model computes it exactly."""
+    path = Path(folder) / CONFIG
+    config = read_config(Path(folder))
+    kind = config.get("_class_name", "AutoencoderKL")
+    if kind not in ("AutoencoderKL", OURS):
+        raise UsageError(f"{path}: {kind} is not supported; supported: AutoencoderKL")
+    try:
+        if kind == OURS:
+            return AutoencoderShape(**{key: value for key, value in config.items() if not key.startswith("_")})
+        return _from_diffusers({**DEFAULTS, **config}, path)
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
+        raise CheckpointError(f"{path}: is no config of an autoencoder ({first})") from error
+
+
+def _from_diffusers(config: Mapping[str, Any], path: Path) -> AutoencoderShape:
+    _check_exact(config, path)
+    shape = AutoencoderShape(
+        channels=config["in_channels"],
+        latent_channels=config["latent_channels"],
+        widths=tuple(config["block_out_channels"]),
+        layers_per_block=config["layers_per_block"],
+        norm_groups=config["norm_num_groups"],
+        mid_attention=config["mid_block_add_attention"],
+        quant_conv=config["use_quant_conv"],
+        scaling_factor=config["scaling_factor"],
+        shift_factor=config["shift_factor"] or 0.0,
+    )
+    if shape.groups != config["norm_num_groups"]:
+        raise CheckpointError(
+            f"{path}: norm_num_groups {config['norm_num_groups']} does not divide every one of {list(shape.widths)}"
+        )
+    return shape
+
+
+def _check_exact(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse what would load without a complaint and compute something else."""
+    down, up = config["down_block_types"], config["up_block_types"]
+    problems = {
+        f"out_channels {config['out_channels']}": config["out_channels"] != config["in_channels"],
+        f"down_block_types {down}": set(down) != {"DownEncoderBlock2D"},
+        f"up_block_types {up}": set(up) != {"UpDecoderBlock2D"},
+        f"act_fn {config['act_fn']!r}": config["act_fn"] not in ("silu", "swish"),
+        "use_quant_conv without use_post_quant_conv": config["use_quant_conv"] != config["use_post_quant_conv"],
+        "latents_mean": config["latents_mean"] is not None or config["latents_std"] is not None,
+    }
+    for problem, present in problems.items():
+        if present:
+            raise UsageError(
+                f"{path}: {problem} is not supported; supported is AutoencoderKL as Stable Diffusion has it"
+            )
+
+
+def read_autoencoder_tensors(folder: Path | str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a folder under the names and in the shapes of `wanted`, all of them and no others."""
+    found = read_component(Path(folder))
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unexpected:
+        name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")
+        raise CheckpointError(
+            f"{folder}: {what} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
+            "it does not belong to the config.json beside it"
+        )
+    for name, tensor in wanted.items():
+        # Some early files keep the attention's matrices as 1 x 1 convolutions.
+        is_matrix = tensor.dim() == 2 and found[name].shape == (*tensor.shape, 1, 1)
+        if found[name].shape != tensor.shape and not is_matrix:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {list(found[name].shape)}, its config.json needs {list(tensor.shape)}"
+            )
+    return {name: found[name].reshape(tensor.shape) for name, tensor in wanted.items()}

@@ -1,0 +1,216 @@
+"""Convolutional encoder and decoder over one, two or three axes, whose parameters carry the names of diffusers.
+
+B batch   C channels, second in this file as convolutions want them   grid: L, or H W, or T H W with T frames
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bottega.config.vae import AutoencoderShape
+from bottega.models.group_norm import GroupNorm
+
+EPSILON = 1e-6
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+def channels_second(x: Tensor) -> Tensor:
+    """[B, *grid, C] to [B, C, *grid], written out.
+
+    A mere view would make every convolution work on channels-last memory, where kernels of one place or one input
+    channel get gradients with strides that replicas warn about. A clone, because a single channel counts as contiguous
+    whatever its strides are.
+    """
+    return x.movedim(-1, 1).clone(memory_format=torch.contiguous_format)
+
+
+class CausalConv3d(nn.Conv3d):
+    """Filled up on the past side alone, so that a frame sees itself and what came before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.pad(x, (0, 0, 0, 0, self.kernel_size[0] - 1, 0)))
+
+
+def convolution(
+    shape: AutoencoderShape, inputs: int, outputs: int, *, kernel: int = 3, strides: Sequence[int] | None = None
+) -> nn.Module:
+    """Keeps every side that it does not stride over; those the caller has filled up at the end."""
+    strides = tuple(strides or (1,) * shape.dims)
+    padding = [kernel // 2 if stride == 1 else 0 for stride in strides]
+    kind: Any = CONVOLUTIONS[shape.dims]
+    if shape.causal_time:
+        padding[0], kind = 0, CausalConv3d
+    return kind(inputs, outputs, kernel, stride=strides, padding=tuple(padding))
+
+
+class Norm(GroupNorm):
+    """Over the whole grid; frame by frame in causal time, where the mean of a clip would tell of its end."""
+
+    def __init__(self, shape: AutoencoderShape, width: int) -> None:
+        super().__init__(shape.groups, width, eps=EPSILON)
+        self.by_frame = shape.causal_time
+
+    def forward(self, x: Tensor) -> Tensor:
+        return from_frames(super().forward(to_frames(x)), len(x)) if self.by_frame else super().forward(x)
+
+
+def to_frames(x: Tensor) -> Tensor:
+    """[B, C, T, H, W] to [B T, C, H, W]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def from_frames(x: Tensor, batch: int) -> Tensor:
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+class ResnetBlock(nn.Module):
+    """The unit of gradient checkpointing."""
+
+    def __init__(self, shape: AutoencoderShape, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = Norm(shape, inputs), convolution(shape, inputs, outputs)
+        self.norm2, self.conv2 = Norm(shape, outputs), convolution(shape, outputs, outputs)
+        self.conv_shortcut = convolution(shape, inputs, outputs, kernel=1) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv1(F.silu(self.norm1(x)))
+        hidden = self.conv2(F.silu(self.norm2(hidden)))
+        return hidden + (x if self.conv_shortcut is None else self.conv_shortcut(x))
+
+
+class GridAttention(nn.Module):
+    """One head over all places of the grid; of a video, over those of each frame, which keeps it affordable and causal."""
+
+    def __init__(self, shape: AutoencoderShape, width: int) -> None:
+        super().__init__()
+        self.group_norm = GroupNorm(shape.groups, width, eps=EPSILON)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(width, width)])
+        self.by_frame = shape.dims == 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        grids = to_frames(x) if self.by_frame else x
+        tokens = self.group_norm(grids.flatten(2)).transpose(1, 2)
+        q, k, v = (project(tokens)[:, None] for project in (self.to_q, self.to_k, self.to_v))
+        mixed = self.to_out[0](F.scaled_dot_product_attention(q, k, v)[:, 0])
+        grids = mixed.transpose(1, 2).reshape(grids.shape)
+        return x + (from_frames(grids, len(x)) if self.by_frame else grids)
+
+
+class Downsampler(nn.Module):
+    def __init__(self, shape: AutoencoderShape, width: int, strides: tuple[int, ...]) -> None:
+        super().__init__()
+        self.conv = convolution(shape, width, width, strides=strides)
+        # One more row at the far end alone, as the published models have it; padding counts from the last axis.
+        past = (shape.causal_time, *(False,) * (shape.dims - 1))
+        ends = [int(stride == 2 and not causal) for stride, causal in zip(strides, past, strict=True)]
+        self.padding = [side for end in reversed(ends) for side in (0, end)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x, self.padding))
+
+
+class Upsampler(nn.Module):
+    def __init__(self, shape: AutoencoderShape, width: int, strides: tuple[int, ...]) -> None:
+        super().__init__()
+        self.conv = convolution(shape, width, width)
+        self.scale = tuple(float(stride) for stride in strides)
+        self.first_once = shape.causal_time and strides[0] == 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.interpolate(x, scale_factor=self.scale, mode="nearest")
+        # The first latent stands for one frame, each later one for two.
+        return self.conv(x[:, :, 1:] if self.first_once else x)
+
+
+class DownStage(nn.Module):
+    def __init__(self, shape: AutoencoderShape, inputs: int, stage: int) -> None:
+        super().__init__()
+        width = shape.widths[stage]
+        sizes = [inputs, *[width] * shape.layers_per_block]
+        self.resnets = nn.ModuleList(ResnetBlock(shape, a, b) for a, b in itertools.pairwise(sizes))
+        if stage < len(shape.widths) - 1:
+            self.downsamplers = nn.ModuleList([Downsampler(shape, width, shape.strides(stage))])
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.resnets, *getattr(self, "downsamplers", ())]
+
+
+class UpStage(nn.Module):
+    """As wide as the encoder's stage of that number, with one layer more; grows to the size of the stage before."""
+
+    def __init__(self, shape: AutoencoderShape, inputs: int, stage: int) -> None:
+        super().__init__()
+        width = shape.widths[stage]
+        sizes = [inputs, *[width] * (shape.layers_per_block + 1)]
+        self.resnets = nn.ModuleList(ResnetBlock(shape, a, b) for a, b in itertools.pairwise(sizes))
+        if stage > 0:
+            self.upsamplers = nn.ModuleList([Upsampler(shape, width, shape.strides(stage - 1))])
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.resnets, *getattr(self, "upsamplers", ())]
+
+
+class MidStage(nn.Module):
+    def __init__(self, shape: AutoencoderShape) -> None:
+        super().__init__()
+        width = shape.widths[-1]
+        self.attentions = nn.ModuleList([GridAttention(shape, width)] if shape.mid_attention else [])
+        self.resnets = nn.ModuleList(ResnetBlock(shape, width, width) for _ in range(2))
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.resnets[0], *self.attentions, self.resnets[1]]
+
+
+class Encoder(nn.Module):
+    def __init__(self, shape: AutoencoderShape, outputs: int) -> None:
+        super().__init__()
+        widths = shape.widths
+        self.conv_in = convolution(shape, shape.channels, widths[0])
+        self.down_blocks = nn.ModuleList(DownStage(shape, widths[max(i - 1, 0)], i) for i in range(len(widths)))
+        self.mid_block = MidStage(shape)
+        self.conv_norm_out = Norm(shape, widths[-1])
+        self.conv_out = convolution(shape, widths[-1], outputs)
+
+    def forward(self, x: Tensor, *, checkpointed: bool = False) -> Tensor:
+        x = self.conv_in(x)
+        for stage in (*self.down_blocks, self.mid_block):
+            x = _through(stage, x, checkpointed=checkpointed)
+        return self.conv_out(F.silu(self.conv_norm_out(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, shape: AutoencoderShape) -> None:
+        super().__init__()
+        widths = shape.widths
+        last = len(widths) - 1
+        self.conv_in = convolution(shape, shape.latent_channels, widths[-1])
+        self.mid_block = MidStage(shape)
+        self.up_blocks = nn.ModuleList(
+            UpStage(shape, widths[min(i + 1, last)], i) for i in reversed(range(len(widths)))
+        )
+        self.conv_norm_out = Norm(shape, widths[0])
+        self.conv_out = convolution(shape, widths[0], shape.channels)
+
+    def forward(self, z: Tensor, *, checkpointed: bool = False) -> Tensor:
+        z = self.conv_in(z)
+        for stage in (self.mid_block, *self.up_blocks):
+            z = _through(stage, z, checkpointed=checkpointed)
+        return self.conv_out(F.silu(self.conv_norm_out(z)))
+
+
+def _through(stage: nn.Module, x: Tensor, *, checkpointed: bool) -> Tensor:
+    assert isinstance(stage, DownStage | MidStage | UpStage)
+    for block in stage.blocks():
+        if checkpointed and torch.is_grad_enabled():
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = block(x)
+    return x

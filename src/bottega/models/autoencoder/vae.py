@@ -1,0 +1,86 @@
+"""A variational autoencoder with KL regularisation; over images it is diffusers' AutoencoderKL, name for name.
+
+B batch   C channels, last outside this file and second inside   Z latent channels   grid: L, or H W, or T H W
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bottega.config.vae import AutoencoderShape
+from bottega.models.autoencoder.layout import diffusers_config, read_autoencoder_shape, read_autoencoder_tensors
+from bottega.models.autoencoder.resnet import Decoder, Encoder, channels_second, convolution
+from bottega.models.initial_conv import initialise_convolutional
+
+LOG_VARIANCES = (-30.0, 20.0)
+"""As the published models have it: outside, exp would leave float32's useful range."""
+
+
+class Autoencoder(nn.Module):
+    """Build it on the meta device for a large size; `to_empty` and `initialise` make it real."""
+
+    def __init__(self, shape: AutoencoderShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.encoder = Encoder(shape, 2 * shape.latent_channels)
+        self.decoder = Decoder(shape)
+        if shape.quant_conv:
+            self.quant_conv = convolution(shape, 2 * shape.latent_channels, 2 * shape.latent_channels, kernel=1)
+            self.post_quant_conv = convolution(shape, shape.latent_channels, shape.latent_channels, kernel=1)
+        self.checkpoint_blocks = False
+
+    def initialise(self, seed: int) -> None:
+        initialise_convolutional(self, seed, residual_layers=residual_layers(self.shape))
+
+    def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, *grid, C] and standard normal noise [B, *latent grid, Z]: the reconstruction, mean and log variance."""
+        mean, log_variance = self.encode(x)
+        return self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, *grid, C] to the mean and the log variance of its latents, each float32 [B, *latent grid, Z]."""
+        self.shape.latent_grid(x.shape[1:-1])
+        moments = self.encoder(channels_second(x), checkpointed=self._checkpointed)
+        if self.shape.quant_conv:
+            moments = self.quant_conv(moments)
+        # float32 whatever the precision around it: bfloat16 would round a mean of 1 by as much as its deviation.
+        mean, log_variance = moments.movedim(1, -1).float().chunk(2, dim=-1)
+        return mean, log_variance.clamp(*LOG_VARIANCES)
+
+    def decode(self, z: Tensor) -> Tensor:
+        """Latents [B, *latent grid, Z] to data [B, *grid, C]."""
+        z = channels_second(z)
+        if self.shape.quant_conv:
+            z = self.post_quant_conv(z)
+        return self.decoder(z, checkpointed=self._checkpointed).movedim(1, -1)
+
+    def shape_of(self, grid: Sequence[int]) -> tuple[int, ...]:
+        """[*latent grid, Z] of data with these sides."""
+        return self.shape.latent_shape(grid)
+
+    def diffusers_config(self, *, sample_size: int = 256) -> dict[str, Any]:
+        """The arguments of an AutoencoderKL that our state dict fits; `sample_size` is the side it was trained on."""
+        return diffusers_config(self.shape, sample_size=sample_size)
+
+    @property
+    def _checkpointed(self) -> bool:
+        return self.checkpoint_blocks and self.training
+
+
+def residual_layers(shape: AutoencoderShape) -> int:
+    """How often the decoder, the longer half, adds to its stream."""
+    return len(shape.widths) * (shape.layers_per_block + 1) + 2 + int(shape.mid_attention)
+
+
+def load_autoencoder(folder: Path | str) -> Autoencoder:
+    """The model of a folder that we or AutoencoderKL.save_pretrained wrote, in float32 on the host."""
+    with torch.device("meta"):
+        model = Autoencoder(read_autoencoder_shape(folder))
+    model.to_empty(device="cpu")
+    model.load_state_dict(read_autoencoder_tensors(folder, model.state_dict()))
+    return model

@@ -1,0 +1,1 @@
+"""The decoder of language models, and its layouts in transformers."""

@@ -1,0 +1,321 @@
+"""How others keep a decoder that ours computes exactly: the names of its tensors, and the config.json that describes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import Tensor
+
+from bottega.config.experts import ExpertsShape
+from bottega.config.ssm import SSMShape
+from bottega.config.transformer import TransformerShape
+from bottega.core.errors import CheckpointError, UsageError
+
+OWN = "bottega-decoder"
+"""The model_type of what no class of transformers computes; its names are ours."""
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+}
+"""model_type -> class: those our model computes exactly. Qwen2 has biases in its attention, which ours has not."""
+ROUTER_STATE = re.compile(r".*\.mlp\.router\.(load|bias|absent)")
+"""What routers know besides weights. Only ours do; which experts are left out is a matter of the step, and never kept."""
+
+_EXPERTS = {
+    "qwen3_moe": ("mlp", {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}),
+    "mixtral": ("block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
+}
+_MIXTRAL = "without qk_norm experts must stand in each layer, and a token ask two or more"
+_MAMBA = (
+    (r"model\.embed_tokens\.", "backbone.embeddings."),
+    (r"model\.norm\.", "backbone.norm_f."),
+    (r"model\.(layers\.\d+)\.input_layernorm\.", r"backbone.\1.norm."),
+    (r"model\.(layers\.\d+\.mixer)\.dynamics\.", r"backbone.\1."),
+    (r"model\.(layers\.)", r"backbone.\1"),
+)
+
+
+def layout_for(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
+    """The model_type whose class computes what this model does, or our own."""
+    experts = shape.experts
+    if shape.has_ssm:
+        assert shape.ssm is not None, "the shape asks for it"
+        is_plain = not shape.has_attention and experts is None and not shape.intermediate_size
+        return "mamba2" if is_plain and shape.ssm.norm_epsilon == shape.norm_epsilon else OWN
+    if experts is None:
+        return "qwen3" if shape.qk_norm else "llama"
+    is_plain = (experts.gate, experts.router, experts.activation, experts.num_shared) == (
+        "softmax",
+        "linear",
+        "swiglu",
+        0,
+    )
+    is_biased = experts.balance == "bias" and any(
+        bool(tensor.any()) for name, tensor in state.items() if name.endswith(".mlp.router.bias")
+    )
+    if not is_plain or is_biased:
+        return OWN
+    if shape.qk_norm:
+        return "qwen3_moe"
+    return "mixtral" if experts.renormalises and shape.experts_every == 1 else OWN
+
+
+def why_own(shape: TransformerShape) -> str:
+    """What no class of transformers has, of a model that `layout_for` gives our own layout."""
+    experts = shape.experts
+    if shape.has_ssm:
+        if shape.has_attention:
+            return "it has state spaces and attention"
+        if experts is not None or shape.intermediate_size:
+            return f"its state spaces stand beside {'experts' if experts is not None else 'a feed-forward'}"
+        return "its state spaces have another norm_epsilon than the rest"
+    assert experts is not None, "transformers has a class for every model of attention without experts"
+    found = {
+        f"its gates are {experts.gate}": experts.gate != "softmax",
+        f"its router is {experts.router}": experts.router != "linear",
+        f"its experts are {experts.activation}": experts.activation != "swiglu",
+        "it has shared experts": experts.num_shared > 0,
+        "a bias decides which experts are asked (balance: bias)": experts.balance == "bias",
+    }
+    return next((why for why, holds in found.items() if holds), _MIXTRAL)
+
+
+def named(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """Views of our tensors under the names of a layout: to be written from, or to be filled. Of stacked experts each has a
+    name of its own there."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        is_state = ROUTER_STATE.fullmatch(name) is not None
+        if is_state and (model_type != OWN or name.endswith(".absent")):
+            continue
+        if model_type == "mamba2":
+            found[_renamed(name, _MAMBA)] = tensor
+        elif model_type in _EXPERTS and ".mlp." in name:
+            found |= _of_experts(name, tensor, model_type)
+        else:
+            found[name] = tensor
+    return found
+
+
+def _renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+    for pattern, new in rules:
+        if re.match(pattern, name):
+            return re.sub(f"^{pattern}", new, name)
+    return name
+
+
+def _of_experts(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]:
+    place, matrices = _EXPERTS[model_type]
+    layer, _, inner = name.partition(".mlp.")
+    part, _, matrix = inner.partition(".")
+    if part == "router":
+        return {f"{layer}.{place}.gate.weight": tensor}
+    if part != "experts":  # a layer without experts among those that have them
+        return {name: tensor}
+    return {f"{layer}.{place}.experts.{n}.{matrices[matrix]}.weight": one for n, one in enumerate(tensor)}
+
+
+# What a config.json says
+
+
+def config_for(shape: TransformerShape, model_type: str) -> dict[str, Any]:
+    """All of it that describes the model."""
+    if model_type == OWN:
+        return {"model_type": OWN, "shape": shape.model_dump(mode="json")}
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "max_position_embeddings": shape.context,
+        "hidden_act": "silu",
+        "tie_word_embeddings": shape.tie_embeddings,
+        "use_cache": True,
+    }
+    if model_type == "mamba2":
+        return config | _mamba_config(shape)
+    config |= {
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_size,
+        "rms_norm_eps": shape.norm_epsilon,
+        # Before version 5 transformers read the first form, since then the second.
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": shape.dropout,
+        "use_sliding_window": False,
+    }
+    experts = shape.experts
+    if experts is None:
+        return config
+    config["num_experts_per_tok"] = experts.top_k
+    if model_type == "mixtral":
+        return config | {"num_local_experts": experts.num_experts, "intermediate_size": experts.expert_size}
+    return config | {
+        "num_experts": experts.num_experts,
+        "moe_intermediate_size": experts.expert_size,
+        "norm_topk_prob": experts.renormalises,
+        "decoder_sparse_step": shape.experts_every,
+        "mlp_only_layers": [],
+    }
+
+
+def _mamba_config(shape: TransformerShape) -> dict[str, Any]:
+    ssm = shape.ssm
+    assert ssm is not None, "the layout asks for it"
+    return {
+        "state_size": ssm.state_size,
+        "num_heads": ssm.num_heads,
+        "head_dim": ssm.head_size,
+        "n_groups": ssm.num_groups,
+        "expand": ssm.expand,
+        "conv_kernel": ssm.conv_size,
+        "chunk_size": ssm.chunk_size,
+        "layer_norm_epsilon": shape.norm_epsilon,
+        "time_step_min": ssm.time_step_min,
+        "time_step_max": ssm.time_step_max,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "pad_token_id": None,
+    }
+
+
+def shape_from(config: Mapping[str, Any], path: Path) -> TransformerShape:
+    """The shape that a config.json at `path` describes, refused unless our model computes it exactly."""
+    model_type = config.get("model_type")
+    try:
+        if model_type == OWN:
+            return TransformerShape(**config["shape"])
+        if model_type not in ARCHITECTURES:
+            kind = (config.get("architectures") or [model_type])[0]
+            raise UsageError(
+                f"{path}: architecture {kind} is not supported; supported: {', '.join(ARCHITECTURES.values())}"
+            )
+        return _of_mamba(config, path) if model_type == "mamba2" else _of_attention(config, path)
+    except KeyError as error:
+        raise CheckpointError(f"{path}: the key {error.args[0]} is missing; it is no complete model config") from None
+    except (ValueError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+        first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
+        raise CheckpointError(f"{path}: describes no model ({first})") from None
+
+
+def _of_attention(config: Mapping[str, Any], path: Path) -> TransformerShape:
+    _refuse(_attention_problems(config), path, "bias-free SiLU models with plain RoPE")
+    model_type = config["model_type"]
+    layers = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    missing = [key for key in (*layers, "vocab_size", "max_position_embeddings") if key not in config]
+    if missing:
+        raise CheckpointError(f"{path}: the keys {', '.join(missing)} are missing; it is no complete model config")
+    heads = config["num_attention_heads"]
+    # Where a key was left out, what the class of that model_type takes in its place.
+    head_size = config.get("head_dim") or (128 if model_type == "qwen3" else config["hidden_size"] // heads)
+    theta = 1e6 if model_type == "mixtral" else 10000.0
+    experts = _experts_of(config) if model_type in _EXPERTS else None
+    # Mixtral has no layer without experts; ours are called as wide as those that a token asks together.
+    inner = config["intermediate_size"] * (experts.top_k if experts is not None and model_type == "mixtral" else 1)
+    return TransformerShape(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=head_size,
+        intermediate_size=inner,
+        vocab_size=config["vocab_size"],
+        context=config["max_position_embeddings"],
+        dropout=config.get("attention_dropout") or 0.0,
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        rope_theta=_rope(config).get("rope_theta") or config.get("rope_theta") or theta,
+        norm_epsilon=config.get("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6),
+        experts=experts,
+        experts_every=config.get("decoder_sparse_step", 1) if model_type == "qwen3_moe" else 1,
+    )
+
+
+def _experts_of(config: Mapping[str, Any]) -> ExpertsShape:
+    is_mixtral = config["model_type"] == "mixtral"
+    number = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    return ExpertsShape(
+        hidden_size=config["hidden_size"],
+        expert_size=config["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+        num_experts=number,
+        top_k=config["num_experts_per_tok"],
+        renormalise=is_mixtral or bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def _of_mamba(config: Mapping[str, Any], path: Path) -> TransformerShape:
+    limit = config.get("time_step_limit") or (0.0, float("inf"))
+    highest = (
+        float("inf") if isinstance(limit[1], dict) else float(limit[1])
+    )  # transformers 5 writes {"__float__": ...}
+    width, expand, heads, head = (config[key] for key in ("hidden_size", "expand", "num_heads", "head_dim"))
+    problems = {
+        f"use_bias {config.get('use_bias')}": config.get("use_bias", False),
+        f"use_conv_bias {config.get('use_conv_bias')}": not config.get("use_conv_bias", True),
+        f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") not in ("silu", "swish"),
+        f"time_step_limit {limit}": limit[0] > 0 or highest != float("inf"),
+        f"num_heads {heads}": width * expand != heads * head,
+    }
+    _refuse(problems, path, "Mamba-2 as it was published")
+    epsilon = config.get("layer_norm_epsilon", 1e-5)
+    return TransformerShape(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=width,
+        intermediate_size=0,
+        vocab_size=config["vocab_size"],
+        # It has no last position; this is how much is read at once where a recipe does not say.
+        context=config.get("max_position_embeddings", 2048),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        norm_epsilon=epsilon,
+        mixers=("ssm",) * config["num_hidden_layers"],
+        ssm=SSMShape(
+            hidden_size=width,
+            expand=expand,
+            head_size=head,
+            state_size=config["state_size"],
+            num_groups=config.get("n_groups", 8),
+            conv_size=config.get("conv_kernel", 4),
+            chunk_size=config.get("chunk_size", 256),
+            norm_epsilon=epsilon,
+            time_step_min=config.get("time_step_min", 1e-3),
+            time_step_max=config.get("time_step_max", 0.1),
+        ),
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def _attention_problems(config: Mapping[str, Any]) -> dict[str, bool]:
+    """What would load without a complaint and compute something else."""
+    rope_type = _rope(config).get("rope_type") or _rope(config).get("type") or "default"
+    window, always = config.get("sliding_window"), config["model_type"] in ("mistral", "mixtral")
+    slides = config.get("use_sliding_window", always) and window is not None
+    return {
+        f"attention_bias {config.get('attention_bias')}": config.get("attention_bias", False),
+        f"mlp_bias {config.get('mlp_bias')}": config.get("mlp_bias", False),
+        f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") not in ("silu", "swish"),
+        f"rope_type {rope_type!r}": rope_type != "default",
+        f"sliding_window {window}": slides and window < config.get("max_position_embeddings", 0),
+        f"mlp_only_layers {config.get('mlp_only_layers')}": bool(config.get("mlp_only_layers")),
+    }
+
+
+def _refuse(problems: Mapping[str, bool], path: Path, supported: str) -> None:
+    for problem, present in problems.items():
+        if present:
+            raise UsageError(f"{path}: {problem} is not supported; supported are {supported}")

@@ -1,0 +1,1 @@
+"""The diffusion transformer, and its layout in diffusers."""

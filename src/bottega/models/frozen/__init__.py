@@ -1,0 +1,1 @@
+"""Models that others have trained and that stay as they are: language models, image generators, captioners."""

@@ -1,0 +1,93 @@
+"""All that learns when images are personalised: tokens that ask for an image, a prefix for each layer, and a mapping.
+
+B batch   L image tokens   S prefix tokens   N layers   H hidden size   P width of the projection   W width of a text token
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bottega.config.personalize import SoftPromptShape
+from bottega.core.noise import generator
+from bottega.models.initial import fill
+
+TOKEN_SCALE = 0.02
+"""Deviation of LLaMA's embeddings, and of nearly all others' at their start."""
+PREFIX_SCALE = 0.02
+"""Small beside real keys and values, which are of about 1: the language model begins as it was, only with a place in each
+layer that says nothing yet. At 1, as nn.Embedding would begin, it is disturbed before anything is learnt."""
+
+
+@final
+class SoftPrompts(nn.Module):
+    """The last hidden states at the image tokens [B, L, H] to tokens for the image generator [B, L, W]."""
+
+    checkpoint_blocks = False
+    """The engine asks the model that it trains; what is computed twice are the layers of the frozen ones."""
+
+    def __init__(self, shape: SoftPromptShape) -> None:
+        super().__init__()
+        self.shape = shape
+        each = shape.num_kv_heads * shape.head_size
+        self.image_tokens = nn.Parameter(torch.empty(shape.num_image_tokens, shape.hidden_size))
+        if shape.num_prefix_tokens and shape.projection is not None:
+            self.prefix_embedding = nn.Parameter(torch.empty(shape.num_prefix_tokens, shape.hidden_size))
+            self.prefix_inner = nn.Linear(shape.hidden_size, shape.projection)
+            self.prefix_outer = nn.Linear(shape.projection, shape.num_layers * 2 * each)
+        elif shape.num_prefix_tokens:
+            self.prefix = nn.Parameter(torch.empty(shape.num_layers, 2, shape.num_prefix_tokens, each))
+        self.mapping = nn.Linear(shape.hidden_size, shape.text_size)
+
+    def forward(self, read: Callable[[SoftPrompts], Tensor]) -> Tensor:
+        """`read` gives the hidden states [B, L, H] of a language model with these prompts in it. It is called from here,
+        and not before: who wraps this module to join gradients over ranks must see all of it used in one forward."""
+        return self.mapping(read(self))
+
+    def prefixes(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [S, kv heads * head size] of each layer; none at all where S is 0."""
+        shape = self.shape
+        if not shape.num_prefix_tokens:
+            return []
+        if shape.projection is None:
+            both: Tensor = self.prefix
+        else:
+            flat = self.prefix_outer(torch.tanh(self.prefix_inner(self.prefix_embedding)))
+            both = flat.view(shape.num_prefix_tokens, shape.num_layers, 2, -1).permute(1, 2, 0, 3)
+        return [(keys, values) for keys, values in both]
+
+    def compile_blocks(self) -> None:
+        """Nothing here is worth it: one small product. What takes the time is frozen and called by its own name."""
+
+
+def build_soft_prompts(shape: SoftPromptShape, seed: int, *, token_scale: float = TOKEN_SCALE) -> SoftPrompts:
+    """With memory, and initial weights that only the seed and each one's name decide.
+
+    `token_scale` is the deviation of the language model's embeddings, among which image tokens stand. Text tokens of
+    the generator are of about 1, since CLIP ends in a LayerNorm, and so are the hidden states, which come out of a norm
+    too; a mapping of deviation 1 / sqrt(H) keeps it.
+    """
+    module = SoftPrompts(shape)
+    counted = sum(parameter.numel() for parameter in module.parameters())
+    assert counted == shape.parameters, f"{counted:,} parameters are trained, {shape.parameters:,} were declared"
+    scales = {
+        "image_tokens": token_scale,
+        "prefix": PREFIX_SCALE,
+        "prefix_embedding": 1.0,
+        "prefix_inner.weight": 1 / math.sqrt(shape.hidden_size),
+        "prefix_outer.weight": PREFIX_SCALE / math.sqrt(shape.projection or 1),
+        "mapping.weight": 1 / math.sqrt(shape.hidden_size),
+    }
+
+    def value(name: str, size: tuple[int, ...]) -> np.ndarray:
+        if name.endswith("bias"):
+            return np.zeros(size, np.float32)
+        return np.float32(scales[name]) * generator(seed, name).standard_normal(size, dtype=np.float32)
+
+    fill(module, value)
+    return module

@@ -1,0 +1,1 @@
+"""Losses that are fused with the layer before them."""

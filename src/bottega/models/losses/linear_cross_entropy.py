@@ -1,0 +1,129 @@
+"""Head and cross-entropy in one: the logits exist a chunk of rows at a time, and the gradients are made with them.
+
+N rows   D hidden size   V vocabulary
+
+At 64 x 1,024 tokens and a vocabulary of 50,304 the logits and their gradient would take 26 GB in float32. Here a chunk
+of logits is turned into softmax - onehot in place and multiplied out at once, so the backward pass only scales two
+finished products by the incoming gradient: the loss is a sum, hence linear in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}
+"""Size of one chunk of logits: enough rows for a full matrix product, on a CPU few enough to stay near the caches."""
+
+
+@torch.compiler.disable
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, chunk_rows: int | None = None
+) -> Tensor:
+    """The sum over rows of -log softmax(hidden @ weight.T)[target] as a float32 scalar; ignored targets add nothing.
+
+    hidden [N, D], weight [V, D], targets [N]. Never waits for the device. Under autocast the products are made in its
+    type, the softmax in float32, and the gradient of the weight is summed in float32.
+    """
+    kind = hidden.device.type
+    dtype = hidden.dtype
+    if kind == "cpu":
+        dtype = torch.promote_types(dtype, torch.float32)
+    elif torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    rows = chunk_rows or _chunk_rows(len(hidden), weight.shape[0], itemsize=dtype.itemsize, kind=kind)
+    wanted = torch.is_grad_enabled()
+    needs = (wanted and hidden.requires_grad, wanted and weight.requires_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, rows, dtype, needs)
+
+
+def _chunk_rows(num_rows: int, vocab_size: int, *, itemsize: int, kind: str) -> int:
+    """Rows of a chunk: as many as the budget allows, the chunks about equal, in steps of 128 for the matrix units."""
+    budget = CHUNK_BYTES["cpu" if kind == "cpu" else "cuda"]
+    most = max(1, budget // (vocab_size * itemsize))
+    even = -(-num_rows // max(1, -(-num_rows // most)))
+    return max(1, min(most, -(-even // 128) * 128))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        chunk_rows: int,
+        dtype: torch.dtype,
+        needs: tuple[bool, bool],
+    ) -> Tensor:
+        ctx.dtypes = hidden.dtype, weight.dtype
+        total = torch.promote_types(dtype, torch.float32)
+        losses = torch.zeros(len(hidden), dtype=total, device=hidden.device)
+        # Autocast would cast the weight for every chunk again, and has no rule for products with a float32 result.
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            grad_hidden = torch.empty_like(hidden) if needs[0] else None
+            grad_weight = torch.zeros_like(weight, dtype=total) if needs[1] else None
+            for first in range(0, len(hidden), chunk_rows):
+                part = slice(first, first + chunk_rows)
+                logits = torch.mm(hidden[part], weight.T)
+                _losses_and_gradient(
+                    logits, targets[part], losses[part], ignore_index=ignore_index, gradient=any(needs)
+                )
+                if grad_hidden is not None:
+                    torch.mm(logits, weight, out=grad_hidden[part])
+                if grad_weight is not None:
+                    _add_product(grad_weight, logits.T, hidden[part])
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable  # the gradients are made in the forward: a second derivative would come out wrong, not missing
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (
+            None if saved is None else saved.to(dtype) * grad.to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*scaled, None, None, None, None, None)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where a and b may be of half precision and total is not."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(torch.mm(a, b))
+
+
+def _losses_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, *, ignore_index: int, gradient: bool) -> None:
+    """Fill `losses` of these rows and, where a gradient is wanted, turn the logits into softmax - onehot in place."""
+    if logits.device.type == "cuda" and _has_triton():
+        from bottega.models.losses.linear_cross_entropy_kernel import losses_and_gradient
+
+        losses_and_gradient(logits, targets, losses, ignore_index=ignore_index, gradient=gradient)
+        return
+    # torch's softmax kernels are several times faster than logsumexp and exp spelled out, which pay for every pass.
+    wide, columns = logits.to(losses.dtype), targets.long()
+    losses.copy_(F.cross_entropy(wide, columns, ignore_index=ignore_index, reduction="none"))
+    if gradient:
+        ignored = columns == ignore_index
+        chances = wide.softmax(dim=1)
+        chances.scatter_add_(1, columns.masked_fill(ignored, 0)[:, None], wide.new_full((len(wide), 1), -1.0))
+        logits.copy_(chances.masked_fill_(ignored[:, None], 0.0))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Hierarchical memory: working, episodic and semantic."""

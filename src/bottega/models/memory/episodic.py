@@ -1,0 +1,134 @@
+"""Episodic memory: what was said, when, how much it mattered, and how often it was of use.
+
+Bounded: when there is no room, the entry of least retention leaves, be it old or new:
+
+    retention = importance * decay^(ticks since it was said) + uses * decay^(ticks since it was last used)
+
+A key that is there already is not stored twice. With the same value it is reinforced: said once more, as important as the
+more important of the two, its uses kept. With another value it is replaced, and its history begins anew.
+
+As long as there is room, storing many at once is storing one after the other. Where there is none, what is said again at one
+tick does not go and come back: all of it is weighed once, as it stands at the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bottega.models.memory.slots import (
+    ROUNDING,
+    agree,
+    alike,
+    backwards,
+    cleared,
+    directions,
+    joined,
+    overtaken,
+    picked,
+    similarity,
+    strongest,
+)
+
+
+class Episodic(NamedTuple):
+    """A slot that was said 0 times is empty."""
+
+    keys: Tensor
+    """[..., S, k], of length 1."""
+    values: Tensor
+    """[..., S, v]"""
+    importance: Tensor
+    """[..., S]"""
+    written: Tensor
+    """[..., S]: the tick at which it was last said."""
+    used: Tensor
+    """[..., S]: the tick at which it was last found."""
+    uses: Tensor
+    """[..., S]: how often it was found."""
+    said: Tensor
+    """[..., S]: how often it was said."""
+
+    @property
+    def valid(self) -> Tensor:
+        return self.said > 0
+
+
+def empty(
+    *batch: int, slots: int, key_size: int, value_size: int, device: torch.device | str | None = None
+) -> Episodic:
+    def zeros(*size: int) -> Tensor:
+        return torch.zeros(*batch, slots, *size, device=device)
+
+    return Episodic(zeros(key_size), zeros(value_size), zeros(), zeros(), zeros(), zeros(), zeros())
+
+
+def retention(memory: Episodic, clock: int, *, decay: float) -> Tensor:
+    """How much each slot is worth keeping; that of an empty one is less than that of any other."""
+    since_written, since_used = ((clock - time).clamp(min=0) for time in (memory.written, memory.used))
+    worth = memory.importance * decay**since_written + memory.uses * decay**since_used
+    return torch.where(memory.valid, worth, torch.full_like(worth, -1.0))
+
+
+def store(
+    memory: Episodic, keys: Tensor, values: Tensor, importance: Tensor, clock: int, *, decay: float, same: float
+) -> Episodic:
+    """Add items [..., N], all said at one tick, one after the other; of those with one key the last counts."""
+    keys, values, valid = directions(keys), values.float(), importance > 0
+    now, none = torch.full_like(importance, float(clock)), torch.zeros_like(importance)
+    new = cleared(Episodic(keys, values, importance, now, none, none, torch.ones_like(none)), valid)
+    new = cleared(_reinforced(new, memory, same), valid & ~overtaken(keys, valid, same))
+    again = alike(memory.keys, keys, same) & valid[..., None, :]
+    both = joined(backwards(new), cleared(memory, ~again.any(-1)))
+    return strongest(both, retention(both, clock, decay=decay), memory.said.shape[-1])
+
+
+def use(memory: Episodic, slots: Tensor, clock: int, found: Tensor | None = None) -> Episodic:
+    """The memory after `slots` [..., P] were of use; where `found` is false, nothing was."""
+    hits = torch.ones_like(slots, dtype=torch.float32) if found is None else found.float()
+    times = torch.zeros_like(memory.uses).scatter_add(-1, slots, hits)
+    used = torch.where((times > 0) & memory.valid, torch.full_like(memory.used, clock), memory.used)
+    return memory._replace(uses=memory.uses + times * memory.valid, used=used)
+
+
+def _reinforced(new: Episodic, old: Episodic, same: float) -> Episodic:
+    """The new items, each with the history of the entry that it is stored over, if that says the same: of an old slot, or of
+    an item before it, whose own history goes with it."""
+    count, valid = new.said.shape[-1], new.valid
+    if not count:
+        return new  # and torch finds no first of none
+    pair = (alike(new.keys, new.keys, same) & valid[..., None, :] & valid[..., :, None]).float()
+    over = (alike(old.keys, new.keys, same) & valid[..., None, :]).float()
+    later = torch.ones(count, count, device=pair.device).triu(1)
+    # [..., item, entry]: whether an entry is still there when the item comes, with nothing stored over it in between.
+    untouched = (pair * later) @ later == 0
+    is_there = untouched.transpose(-1, -2) & (later.transpose(-1, -2) > 0) & valid[..., None, :]
+    was_there = ((over @ later) == 0).transpose(-1, -2) & old.valid[..., None, :]
+    near = torch.cat((similarity(new.keys, new.keys), similarity(new.keys, old.keys)), dim=-1)
+    nearest, where = near.masked_fill(~torch.cat((is_there, was_there), dim=-1), -2.0).max(-1)
+    before = picked(joined(new, old), where)
+    agrees = agree(new.values[..., None, :], before.values[..., None, :], same)[..., 0, 0]
+    agrees = agrees & (nearest >= same - ROUNDING) & valid
+    chain = _chains(torch.where(agrees & (where < count), where, torch.full_like(where, count)))
+    first = chain.long().argmax(-1)  # where the history begins, and may go on from an old slot
+    goes_on = (agrees & (where >= count)).gather(-1, first)
+    slot = picked(old, (where.gather(-1, first) - count).clamp(min=0))
+    own = (new.importance[..., None, :] * chain).amax(-1)
+    return new._replace(
+        importance=torch.where(goes_on, torch.maximum(own, slot.importance), own),
+        used=torch.where(goes_on, slot.used, new.used),
+        uses=torch.where(goes_on, slot.uses, new.uses),
+        said=chain.sum(-1).float() + slot.said * goes_on,
+    )
+
+
+def _chains(before: Tensor) -> Tensor:
+    """[..., N, N]: each item with all that it goes on from. `before` [..., N] is the one right before it; N is none."""
+    count = before.shape[-1]
+    reached = torch.eye(count, device=before.device).expand(*before.shape, count)
+    jump = torch.nn.functional.one_hot(before, count + 1)[..., :count].float()
+    for _ in range(max(1, (count - 1).bit_length())):  # each time twice as far
+        reached, jump = reached + reached @ jump, jump @ jump
+    return reached > 0

@@ -1,0 +1,79 @@
+"""The nearest of many keys: one product of matrices, or FAISS where it is installed and the keys are many.
+
+Both are exact and give the same answers: FAISS is asked for its flat index of inner products, which leaves nothing out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.models.memory.slots import directions, gathered, similarity
+
+NOTHING = float("-inf")
+
+
+class Found(NamedTuple):
+    """The best first. A place that nothing fills has score -inf, a value of zeros and where -1."""
+
+    scores: Tensor
+    """[..., Q, top_k]: cosines."""
+    values: Tensor
+    """[..., Q, top_k, v]"""
+    where: Tensor
+    """[..., Q, top_k]: the slot, counted over all levels."""
+
+    @property
+    def valid(self) -> Tensor:
+        return self.where >= 0
+
+
+def nearest(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> Found:
+    """Of slots [..., S] those whose keys point most where each query points; of equals, the one that stands first."""
+    _check(top_k)
+    scores = similarity(directions(queries), keys).masked_fill(~valid[..., None, :], NOTHING)
+    ranked = torch.sort(scores, dim=-1, descending=True, stable=True)
+    number = min(top_k, scores.shape[-1])
+    return _filled(ranked.values[..., :number], ranked.indices[..., :number], values, top_k)
+
+
+def nearest_by_faiss(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> Found:
+    """The same of one memory on the host: keys [S, k], queries [Q, k]."""
+    _check(top_k)
+    faiss = _faiss()
+    places = valid.nonzero().squeeze(-1)
+    if not len(places):
+        return nearest(keys, values, valid, queries, top_k)
+    index = faiss.IndexFlatIP(keys.shape[-1])
+    index.add(np.ascontiguousarray(keys[places].detach().numpy(), np.float32))
+    number = min(top_k, len(places))
+    asked = np.ascontiguousarray(directions(queries).detach().numpy(), np.float32)
+    scores, rows = index.search(asked, number)
+    return _filled(torch.from_numpy(scores), places[torch.from_numpy(rows)], values, top_k)
+
+
+def _filled(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> Found:
+    """As wide as was asked for."""
+    missing = top_k - scores.shape[-1]
+    scores = torch.nn.functional.pad(scores, (0, missing), value=NOTHING)
+    where = torch.nn.functional.pad(where, (0, missing))
+    there = scores > NOTHING
+    found = gathered(values, where.flatten(-2)).unflatten(-2, where.shape[-2:])
+    return Found(scores, found * there[..., None], where.masked_fill(~there, -1))
+
+
+def _check(top_k: int) -> None:
+    if top_k < 1:
+        raise UsageError(f"memory: top_k {top_k} finds nothing; ask for 1 or more")
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ImportError:
+        raise EnvironmentProblem("memory: faiss is not installed; pip install 'bottega[faiss]'") from None
+    return faiss

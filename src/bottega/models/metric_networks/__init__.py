@@ -1,0 +1,1 @@
+"""Networks that only measure: Inception for the FID, and perceptual distances."""

@@ -1,0 +1,1 @@
+"""Folders of diffusers pipelines: their parts, schedules and tokens."""

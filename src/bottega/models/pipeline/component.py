@@ -1,0 +1,74 @@
+"""One part of a diffusers pipeline in its folder: config.json and safetensors, written and read without diffusers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bottega.core.errors import CheckpointError
+from bottega.models.folders.json_object import read_object
+
+CONFIG = "config.json"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+VERSION = "0.36.0"
+"""The oldest diffusers that we are tested with: a library warns about files of a newer one than itself."""
+OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+"""Attention as it was named until 2023; many published files still are."""
+
+
+def write_component(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """`config` names the class as `_class_name`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {"_class_name": config["_class_name"], "_diffusers_version": VERSION, **config}
+    (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
+    save_file(on_host(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+
+
+def class_of(folder: Path) -> str | None:
+    """Which of diffusers' classes a folder says it holds."""
+    return read_config(folder).get("_class_name") if (folder / CONFIG).is_file() else None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return read_object(folder / CONFIG)
+
+
+def read_component(folder: Path) -> dict[str, Tensor]:
+    """All tensors, under the names that diffusers has today."""
+    # By name, because fp16 and non-averaged copies often lie beside the weights.
+    files = [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else sorted(folder.glob(_SHARDS))
+    if not files:
+        pickles = sorted(path.name for ending in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{ending}"))
+        if pickles:
+            raise CheckpointError(
+                f"{folder}: {pickles[0]} is a pickle, which can run code and is never opened; "
+                "convert it with diffusers: model.save_pretrained(folder, safe_serialization=True)"
+            )
+        raise CheckpointError(f"{folder}: no {WEIGHTS} in it; give the folder of a saved model")
+    return {_current_name(name): tensor for file in files for name, tensor in read_file(file).items()}
+
+
+def read_file(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise CheckpointError(f"{file}: is damaged ({error}); write or download it again") from error
+
+
+_SHARDS = WEIGHTS.replace(".safetensors", "-?????-of-?????.safetensors")
+
+
+def _current_name(name: str) -> str:
+    owner, _, kind = name.rpartition(".")
+    owner, _, last = owner.rpartition(".")
+    return f"{owner}.{OLD_NAMES[last]}.{kind}" if "attentions." in owner and last in OLD_NAMES else name

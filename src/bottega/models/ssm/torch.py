@@ -1,0 +1,243 @@
+"""A state-space layer (Mamba-2, Dao & Gu 2024) that mixes tokens through a state of fixed size.
+
+Parameters carry the names of transformers' `Mamba2Mixer`, but that A_log, D and dt_bias stand in `dynamics`: layers are
+shared between models whole, and parameters of the mixer itself would belong to no layer.
+
+B batch   T tokens   D hidden size   H heads   P head size   G groups   N state size
+E channels of the convolution   W its width
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bottega.config.ssm import SSMShape
+from bottega.core.noise import generator
+from bottega.models.ssm.scan import chunked, step
+
+DECAYS = (1.0, 16.0)
+"""The rates -A that heads begin with, evenly between these: some forget within a few tokens, some hold for thousands."""
+
+
+def _has_kernels(shape: SSMShape) -> bool:
+    """Whether there are kernels for this shape: on a GPU, where Triton is installed."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        from bottega.models.ssm import scan_kernel  # noqa: F401
+        from bottega.models.ssm.kernel import LONGEST, WIDEST
+    except ImportError:
+        return False
+    return shape.inner_size <= WIDEST and shape.conv_size <= LONGEST
+
+
+class SSMState(NamedTuple):
+    """All that a layer knows of what was read."""
+
+    conv: Tensor
+    """The last inputs of the convolution, [B, E, W - 1]."""
+    ssm: Tensor
+    """[B, H, P, N], float32 at least: over 100,000 tokens half precision would stop to add what is small."""
+
+    @classmethod
+    def empty(
+        cls, shape: SSMShape, batch: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> SSMState:
+        """What is known before the first token."""
+        exact = torch.promote_types(dtype, torch.float32)
+        return cls(
+            torch.zeros(batch, shape.conv_channels, shape.conv_size - 1, device=device, dtype=dtype),
+            torch.zeros(batch, shape.num_heads, shape.head_size, shape.state_size, device=device, dtype=exact),
+        )
+
+
+class Dynamics(nn.Module):
+    """How fast each head forgets, what it passes by the state, and its usual time step."""
+
+    def __init__(self, num_heads: int, *, time_step_min: float, time_step_max: float) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(num_heads))
+        self.D = nn.Parameter(torch.ones(num_heads))
+        self.dt_bias = nn.Parameter(torch.zeros(num_heads))
+        self.time_step_min, self.time_step_max = time_step_min, time_step_max
+
+    def initial_value(self, kind: str, name: str, seed: int) -> np.ndarray:
+        """As Mamba-2: log-uniform time steps, evenly spread rates, and the input passed by as it is."""
+        heads = self.D.shape[0]
+        if kind == "D":
+            return np.ones(heads, np.float32)
+        drawn = generator(seed, name).random(heads)
+        if kind == "A_log":
+            return np.log(DECAYS[0] + (DECAYS[1] - DECAYS[0]) * drawn).astype(np.float32)
+        low, high = math.log(self.time_step_min), math.log(self.time_step_max)
+        steps = np.exp(low + (high - low) * drawn)
+        return (steps + np.log(-np.expm1(-steps))).astype(np.float32)  # softplus of it is the time step
+
+
+class CausalConvolution(nn.Module):
+    """Each channel's weighted sum of its last W values.
+
+    Written as W products of shifted sequences: they become one kernel where they are compiled, in the order in which the
+    projections hold the channels. A convolution would want them transposed, and cuDNN's is slow with one channel a group.
+    """
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def initial_value(self, kind: str, name: str, seed: int) -> np.ndarray:
+        """What torch gives a convolution: uniform within 1 / sqrt(fan-in), which is the width."""
+        bound = 1.0 / math.sqrt(self.weight.shape[-1])
+        shape = tuple(self.weight.shape if kind == "weight" else self.bias.shape)
+        return generator(seed, name).uniform(-bound, bound, shape).astype(np.float32)
+
+    def forward(self, x: Tensor, *, segments: Tensor | None) -> Tensor:
+        """x [B, W - 1 + T, E], the first of them from before -> [B, T, E]; `segments` [B, T] as in `StateSpace`."""
+        width = self.weight.shape[-1]
+        length = x.shape[1] - width + 1
+        total: Tensor = self.bias
+        for k in range(width):
+            term = self.weight[:, 0, k] * x[:, k : k + length]
+            back = width - 1 - k
+            if segments is not None and back:
+                inside = F.pad(segments, (back, 0), value=-1)[:, :length] == segments
+                term = term * inside[..., None]
+            total = total + term
+        return total
+
+    def fused(self, x: Tensor, channels: slice, segments: Tensor | None) -> Tensor:
+        """The same from nothing before it, of some channels and with the SiLU behind it, as one kernel."""
+        return torch.ops.bottega.conv_silu(x, self.weight[channels], self.bias[channels], segments)
+
+
+class GatedRMSNorm(nn.Module):
+    """x silu(gate) / rms * weight over all channels, in float32 whatever the precision around it. Groups change nothing
+    here: so does transformers, whose weights these are."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        gated = x.to(exact) * F.silu(gate.to(exact))
+        return F.rms_norm(gated, self.weight.shape, self.weight.to(exact), self.epsilon)
+
+    def fused(self, x: Tensor, gate: Tensor) -> Tensor:
+        """The same as one kernel."""
+        rows = (x.flatten(0, 1), gate.flatten(0, 1))
+        return torch.ops.bottega.gated_norm(*rows, self.weight, self.epsilon)[0].view_as(x)
+
+
+class StateSpace(nn.Module):
+    """The mixer, in the place of attention. It knows no positions and has no largest length."""
+
+    def __init__(self, shape: SSMShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fused = _has_kernels(shape)
+        read = shape.inner_size + shape.conv_channels + shape.num_heads
+        self.in_proj = nn.Linear(shape.hidden_size, read, bias=False)
+        self.conv1d = CausalConvolution(shape.conv_channels, shape.conv_size)
+        self.dynamics = Dynamics(shape.num_heads, time_step_min=shape.time_step_min, time_step_max=shape.time_step_max)
+        self.norm = GatedRMSNorm(shape.inner_size, shape.norm_epsilon)
+        self.out_proj = nn.Linear(shape.inner_size, shape.hidden_size, bias=False)
+
+    def empty(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> SSMState:
+        return SSMState.empty(self.shape, batch, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: SSMState | None = None,
+        lengths: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, SSMState | None]:
+        """x [B, T, D] -> [B, T, D], and the new state if one was given.
+
+        `lengths` [B]: rows are filled up on the right, and the state given back is the one behind each row's last token.
+        `documents` [B, T]: nothing passes to where the number is another than before.
+        """
+        assert documents is None or state is None, "documents are for training, a state is for generation"
+        inner, channels, heads = self.shape.inner_size, self.shape.conv_channels, self.shape.num_heads
+        gate, mixed, dt = self.in_proj(x).split((inner, channels, heads), dim=-1)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        dt = F.softplus(dt.to(exact) + self.dynamics.dt_bias.to(exact))
+        if lengths is not None:
+            dt = dt * (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
+        segments = None if documents is None else _segments(documents)
+        fused = self.fused and x.is_cuda and x.numel() > 0 and state is None and mixed.dtype is not torch.float64
+        if fused:
+            # The two parts for themselves, or their gradients would have to be copied into one.
+            main = self.conv1d.fused(mixed[..., :inner], slice(0, inner), segments)
+            both = self.conv1d.fused(mixed[..., inner:], slice(inner, channels), segments)
+        else:
+            read = _behind(mixed, None if state is None else state.conv, self.shape.conv_size - 1)
+            mixed = F.silu(self.conv1d(read, segments=segments)).to(mixed.dtype)
+            main, both = mixed[..., :inner], mixed[..., inner:]
+        y, memory = self._scan(main, both, dt, state, segments, kernels=fused)
+        normed = self.norm.fused(y, gate) if fused else self.norm(y, gate)
+        out = self.out_proj(normed.to(mixed.dtype))
+        if state is None:
+            return out, None
+        return out, SSMState(_last(read, lengths, self.shape.conv_size - 1).to(state.conv.dtype), memory)
+
+    def _scan(
+        self,
+        x: Tensor,
+        both: Tensor,
+        dt: Tensor,
+        state: SSMState | None,
+        segments: Tensor | None,
+        *,
+        kernels: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """[B, T, inner size] and [B, T, 2 G N] -> [B, T, inner size]."""
+        shape = self.shape
+        x = x.unflatten(-1, (-1, shape.head_size))
+        B, C = both.unflatten(-1, (2, -1, shape.state_size)).unbind(-3)
+        A = -torch.exp(self.dynamics.A_log.to(dt.dtype))
+        # Which product runs in which precision is decided in the scan; autocast would also round decays and states.
+        kind = x.device.type
+        with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+            if state is not None and x.shape[1] == 1:
+                y, memory = step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state=state.ssm)
+                y = y[:, None]
+            else:
+                resets = None if segments is None else F.pad(segments.diff(dim=1) != 0, (1, 0))
+                start = None if state is None else state.ssm
+                named: dict[str, Any] = {"chunk": shape.chunk_size, "resets": resets, "kernels": kernels}
+                y, memory = chunked(x, dt, A, B, C, state=start, **named)
+        y = y + self.dynamics.D.to(dt.dtype)[:, None] * x
+        return y.to(x.dtype).flatten(2), memory
+
+
+def _segments(documents: Tensor) -> Tensor:
+    """Documents counted from 0 in each row: a number that comes back later is another document."""
+    changed = documents.diff(dim=1) != 0
+    return F.pad(changed.cumsum(1), (1, 0))
+
+
+def _behind(x: Tensor, past: Tensor | None, count: int) -> Tensor:
+    """x [B, T, E] with the `count` values before it, or zeros, in front."""
+    if past is None:
+        return F.pad(x, (0, 0, count, 0))
+    return torch.cat((past.transpose(1, 2).to(x.dtype), x), dim=1)
+
+
+def _last(x: Tensor, lengths: Tensor | None, count: int) -> Tensor:
+    """The last `count` values of each row of x [B, count + T, E], as [B, E, count]."""
+    if lengths is None:
+        return x[:, x.shape[1] - count :].transpose(1, 2)
+    places = lengths[:, None] + torch.arange(count, device=x.device)
+    return x.gather(1, places[..., None].expand(-1, -1, x.shape[2])).transpose(1, 2)

@@ -1,0 +1,1 @@
+"""Classifiers of text: our own encoder, Kim's network, and pretrained encoders."""

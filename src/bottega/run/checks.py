@@ -1,0 +1,345 @@
+"""What would keep a recipe from being trained on this machine: all problems at once, before anything heavy begins.
+
+`bottega train` refuses what is found here and `bottega plan` prints it, so the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bottega.branches.start import start_folder
+from bottega.config import needs
+from bottega.config.data import Source
+from bottega.config.generator import Generator
+from bottega.config.load import (
+    FlagError,
+    Override,
+    RecipeError,
+    Resolved,
+    check_recipe,
+    global_batch,
+    load_recipe,
+    parse_overrides,
+)
+from bottega.config.personalize import PersonalizeRecipe
+from bottega.config.recipe import BUILT_TASKS, Recipe
+from bottega.config.section import Section
+from bottega.config.techniques import UNBUILT
+from bottega.config.together import absent, injection
+from bottega.config.unused import list_unused_options
+from bottega.core.errors import BottegaError, DataError, UsageError
+from bottega.core.rundir import RunDirectory
+from bottega.core.task import Task
+from bottega.data.readers.files import check_exists
+from bottega.run import resume
+from bottega.run.compose import check_metrics, list_shortened, plain_loader, total_steps
+from bottega.techniques.lesson import Lesson
+
+SMOOTHED = ("classify", "routing")
+"""Tasks that know training.label_smoothing."""
+
+
+def raise_together(problems: Sequence[BottegaError]) -> None:
+    """Raise all problems as one error, a line each; its exit code is that of the first, and usage errors come first."""
+    if not problems:
+        return
+    ordered = sorted(problems, key=lambda problem: problem.code)
+    lines = dict.fromkeys(line for problem in ordered for line in str(problem).splitlines())
+    kind = next(kind for kind in type(ordered[0]).__mro__ if BottegaError in kind.__bases__)
+    raise kind("\n".join(lines)) from ordered[0]
+
+
+def find_problems(recipe: Recipe) -> list[BottegaError]:
+    """Return what is wrong as far as that is known without reading the data: options, processes, device, files, parts."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    parts = _collect(lambda: needs.check(recipe)) or _part_problems(recipe)
+    return [
+        *find_unbuilt(recipe),
+        *_collect(lambda: global_batch(recipe, world)),
+        *_machine_problems(recipe, world),
+        *_shape_problems(recipe),
+        *_file_problems(recipe),
+        *parts,
+    ]
+
+
+def parse_words(words: Sequence[str]) -> tuple[list[str], list[Override]]:
+    """Return the recipes and settings of a command line; raise what is wrong with it and with what it says."""
+    try:
+        return parse_overrides(words)
+    except FlagError as error:
+        others: list[BottegaError] = []
+        try:
+            resolved = check_recipe(error.sources, error.overrides) if error.sources else None
+            if resolved is not None and len(resolved.task_candidates) == 1:
+                others = _recipe_problems(resolved.recipe)
+        except RecipeError as wrong:
+            others = [wrong, *(_recipe_problems(wrong.recipe) if wrong.recipe is not None else [])]
+        raise_together([error, *others])
+        raise
+
+
+def load_checked(sources: Sequence[Any], overrides: Sequence[tuple[str, str, str]] = ()) -> Resolved:
+    """Load a recipe; where its schema finds problems, raise them with those of the rest of it on this machine."""
+    try:
+        return load_recipe(sources, overrides)
+    except RecipeError as error:
+        raise_together([error, *(_recipe_problems(error.recipe) if error.recipe is not None else [])])
+        raise
+
+
+def _recipe_problems(recipe: Recipe) -> list[BottegaError]:
+    """Return those problems that also show in a recipe from which what is wrong was left out."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    return [*find_unbuilt(recipe), *_machine_problems(recipe, world), *_file_problems(recipe)]
+
+
+def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
+    """Return the options that have a place in the schema and no code behind them."""
+    if recipe.task not in BUILT_TASKS:
+        return [UsageError(f"task: {recipe.task} cannot be trained yet; there is {', '.join(BUILT_TASKS)}")]
+    is_distributed = recipe.distributed.enabled is not False
+    requested = {
+        f"engine: {recipe.engine}": recipe.engine != "torch",
+        **{f"techniques: {one.name}": one.name in UNBUILT for one in recipe.techniques},
+        "distributed.strategy: fsdp": is_distributed and recipe.distributed.strategy == "fsdp",
+        "training.label_smoothing": recipe.training.label_smoothing > 0 and recipe.task not in SMOOTHED,
+    }
+    return [
+        UsageError(f"{key} is understood but not built yet; leave it out")
+        for key, is_requested in requested.items()
+        if is_requested
+    ]
+
+
+def find_data_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
+    """Return what is wrong now that the data is prepared: too few samples, a metric that nobody measures."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+
+    def check_length() -> None:
+        total_steps(recipe, plain_loader(recipe, lesson.training, world=world, order=lesson.order))
+
+    return _collect(
+        check_length, lambda: check_metrics(recipe, lesson.metrics, has_validation=lesson.validation is not None)
+    )
+
+
+def find_model_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
+    """Return what the model cannot do, known from its shape: nothing is allocated or computed."""
+    from bottega.engines.grouping import parameter_settings
+    from bottega.engines.sizing import build_without_memory
+    from bottega.engines.wrapping import require
+
+    try:
+        models = build_without_memory(lesson.task, recipe.seed)
+    except BottegaError as error:
+        return [error]
+    if models is None:
+        return []
+    model = models["model"]
+    names = [name for name, _ in model.named_parameters()]
+    checks = [lambda: parameter_settings(recipe.training, names, learns=lesson.task.learns)]
+    if recipe.training.gradient_checkpointing:
+        checks.append(lambda: require(model, "checkpoint_blocks", "training.gradient_checkpointing"))  # type: ignore[arg-type, return-value]
+    return _collect(*checks)
+
+
+def list_adjusted(recipe: Recipe, lesson: Lesson) -> list[str]:
+    """Return one line for each value that the data or the model makes another one."""
+    from bottega.engines.grouping import parameter_settings
+    from bottega.engines.optimizers import describe_choice
+    from bottega.engines.sizing import build_without_memory
+
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    loader = plain_loader(recipe, lesson.training, world=world, order=lesson.order)
+    lines = list_shortened(recipe, total_steps(recipe, loader), round(loader.steps_per_epoch))
+    models = build_without_memory(lesson.task, recipe.seed) if recipe.training.optimizer.name == "muon" else None
+    if models is not None:
+        named = dict(models["model"].named_parameters())
+        settings = parameter_settings(recipe.training, list(named), learns=lesson.task.learns)
+        own = {name: parameter for name, parameter in named.items() if settings[name].scale is not None}
+        lines += describe_choice(own, recipe.training.optimizer)
+    return lines
+
+
+def find_size_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
+    """Return whether the model has no room where it would be trained; known from its shape, before it is built."""
+    from bottega.engines.devices import choose_device
+    from bottega.engines.sizing import check_fits, estimate
+
+    def check() -> None:
+        footprint = estimate(task, recipe.training, seed=recipe.seed, is_frozen=injection(recipe) is not None)
+        check_fits(footprint, choose_device(recipe.device))
+
+    return _collect(check)
+
+
+def find_changes(recipe: Recipe) -> list[BottegaError]:
+    """Return what an earlier run of this name was trained with and this recipe says otherwise."""
+    run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
+    checks = [run.check_usable] if run.path.exists() else []
+    return _collect(*checks) or _collect(lambda: resume.check_recipe_unchanged(run, recipe))
+
+
+def list_unused(recipe: Recipe) -> list[str]:
+    """Return one line for each value of the recipe, and for what there is of this machine, that has no effect."""
+    lines, distributed = [*list_unused_options(recipe), *_idle_gpus(recipe), *_other_names(recipe)], recipe.distributed
+    given = distributed.model_dump(exclude_defaults=True, exclude={"enabled"})
+    if distributed.enabled is False and given:
+        lines.append(f"distributed.enabled: false; not used: {', '.join(f'distributed.{key}' for key in given)}")
+    elif distributed.offload and _device_type(recipe) == "cpu":
+        lines.append("distributed.offload: has no effect on a CPU, where the optimizer state is in host memory anyway")
+    return lines
+
+
+def _other_names(recipe: Recipe) -> list[str]:
+    """Say what the folders are called that the guide of PMG promises."""
+    if not isinstance(recipe, PersonalizeRecipe) or recipe.data.collection is None:
+        return []
+    return ["checkpoint-1000/ and final_model/ of PMG are checkpoints/step-00001000/ and, once exported, final/ here"]
+
+
+def _idle_gpus(recipe: Recipe) -> list[str]:
+    """Say how to use the other GPUs of this machine where one process was started for all of them."""
+    from bottega.engines.devices import count_gpus
+
+    is_alone = int(os.environ.get("WORLD_SIZE", 1)) == 1 and recipe.distributed.enabled is not False
+    if not is_alone or _device_type(recipe) != "cuda" or (count := count_gpus()) < 2:
+        return []
+    return [f"{count} GPUs, 1 used: start with torchrun --nproc_per_node {count} -m bottega train … to use all"]
+
+
+def _collect(*checks: Callable[[], Any]) -> list[BottegaError]:
+    """Run every check and return what they refuse."""
+    problems: list[BottegaError] = []
+    for check in checks:
+        try:
+            check()
+        except BottegaError as error:
+            problems.append(error)
+    return problems
+
+
+def _device_type(recipe: Recipe) -> str:
+    from bottega.engines.devices import choose_device
+
+    try:
+        return choose_device(recipe.device).type
+    except BottegaError:
+        return recipe.device
+
+
+def _machine_problems(recipe: Recipe, world: int) -> list[BottegaError]:
+    from bottega.engines.devices import choose_device, choose_precision
+
+    problems = _collect(lambda: choose_device(recipe.device))
+    if not problems:
+        device = choose_device(recipe.device)
+        problems = _collect(lambda: choose_precision(recipe.training.mixed_precision, device))
+    return problems + [UsageError(text) for text in _process_problems(recipe, world, _device_type(recipe))]
+
+
+def _process_problems(recipe: Recipe, world: int, device: str) -> Iterator[str]:
+    distributed, wanted = recipe.distributed, recipe.distributed.processes
+    if distributed.enabled is False:
+        if world > 1:
+            yield f"distributed.enabled: false, and {world} processes were started; start one, or leave the key out"
+        return
+    start = f"start them with torchrun --nproc_per_node {wanted or 'N'} -m bottega train …"
+    if wanted is not None and wanted != world:
+        yield f"distributed.processes: {wanted} asked for, {world} started; {start}"
+    elif distributed.enabled and world == 1:
+        yield f"distributed.enabled: true, and one process was started; {start}, or leave the key out"
+    used = "nccl" if device == "cuda" else "gloo"
+    if distributed.backend not in ("auto", used):
+        yield (
+            f"distributed.backend: {distributed.backend} is not used on device {device}, where processes talk over "
+            f"{used}; leave it out"
+        )
+    if distributed.offload and device != "cpu":
+        yield "distributed.offload is understood but not built yet; leave it out"
+
+
+def _shape_problems(recipe: Recipe) -> list[BottegaError]:
+    model = recipe.model
+    if not isinstance(model, Generator) or model.backbone == "unet":
+        return []
+    # Positions of the language model over codes turn pairs of numbers.
+    twice, each = ("twice ", 2) if model.backbone == "tokens" else ("", 1)
+    if model.hidden_size % (each * model.num_heads) == 0:
+        return []
+    return [
+        UsageError(f"model.hidden_size: {model.hidden_size} is not a multiple of {twice}num_heads {model.num_heads}")
+    ]
+
+
+def _file_problems(recipe: Recipe) -> list[BottegaError]:
+    checks: list[Callable[[], Any]] = [
+        partial(check_exists, str(source.path))
+        for source in _sources(recipe.data)
+        if source.path is not None and source.kind not in ("embedded", "huggingface", "synthetic")
+    ]
+    tokenizer = getattr(recipe.data, "tokenizer", None)
+    path = getattr(tokenizer, "path", None)
+    if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+        checks.append(_refusing(DataError(f"data.tokenizer.path: {path} does not exist; give a file or a folder")))
+    base = getattr(recipe.model, "from_", None)
+    run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
+    if base is not None and not base.startswith(needs.PREFIX) and not resume.has_begun(run):
+        checks.append(lambda: _check_local_base(base))
+    return _collect(*checks, *(_refusing(UsageError(text)) for text in absent(recipe)))
+
+
+def _check_local_base(name: str) -> None:
+    """Refuse a folder that is not there; a name of the hub is looked up when it is needed."""
+    from bottega.models.folders.pretrained import is_path
+
+    if is_path(name) or Path(name).expanduser().is_dir():
+        start_folder(name, is_local=True)
+
+
+def _refusing(error: BottegaError) -> Callable[[], None]:
+    def refuse() -> None:
+        raise error
+
+    return refuse
+
+
+def _sources(block: Any) -> Iterator[Source]:
+    """Yield every source in a block of a recipe."""
+    if isinstance(block, Source):
+        yield block
+    elif isinstance(block, Section):
+        for field in type(block).model_fields:
+            yield from _sources(getattr(block, field))
+    elif isinstance(block, tuple | list):
+        for item in block:
+            yield from _sources(item)
+    elif isinstance(block, Mapping):
+        for item in block.values():
+            yield from _sources(item)
+
+
+def _part_problems(recipe: Recipe) -> list[BottegaError]:
+    """Return what keeps the runs that this one is built on from being there, or from being trained first."""
+    problems: list[BottegaError] = []
+    for name in needs.referenced(recipe):
+        need = recipe.needs.get(name)
+        if need is not None and need.run is not None:
+            run = RunDirectory(needs.part_run(recipe, name))
+            problems += _collect(run.must_exist)
+        elif need is not None:
+            problems += _of_part(recipe, name)
+    return problems
+
+
+def _of_part(recipe: Recipe, name: str) -> list[BottegaError]:
+    part = needs.part_recipe(recipe, name)
+    problems = [*find_unbuilt(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
+    own = {str(problem) for problem in [*_machine_problems(recipe, 1), *_file_problems(recipe)]}
+    named = [type(one)(f"needs.{name}: {one}") for one in problems if str(one) not in own]
+    return [*named, *_part_problems(part)]

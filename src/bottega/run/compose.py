@@ -1,0 +1,267 @@
+"""From a recipe to the parts of a run: branch, engine, loader, rates, cadences, watchers."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bottega import branches
+from bottega.branches.branch import Branch
+from bottega.callbacks.bars import bars
+from bottega.callbacks.console import Console
+from bottega.callbacks.early_stop import EarlyStop, Plateau
+from bottega.callbacks.jsonl import JsonLines
+from bottega.callbacks.resources import Resources
+from bottega.callbacks.tensorboard import TensorBoard
+from bottega.callbacks.wandb import WandB
+from bottega.config.load import global_batch
+from bottega.config.recipe import Recipe
+from bottega.config.units import Cadence
+from bottega.core.callback import Callback
+from bottega.core.errors import UsageError
+from bottega.core.loop import Every
+from bottega.core.rundir import RunDirectory
+from bottega.core.schedule import Schedule
+from bottega.core.task import Task
+from bottega.data.loading.loader import Loader, evaluate_batches
+from bottega.data.order import difficulty
+from bottega.data.order.in_turn import InTurn
+from bottega.data.order.orders import Order, Staged
+from bottega.data.sources.source import Source
+from bottega.nearness import near_names
+
+if TYPE_CHECKING:
+    from bottega.engines.torch import TorchEngine
+
+
+def prepare(recipe: Recipe, console: Console, *, codec: Path | None = None) -> Branch:
+    """The branch with its data ready, showing a bar while that takes long. `codec` is of a run that goes on."""
+    with bars(console.rich) as say:
+        return branches.prepare(recipe, say=say, codec=codec)
+
+
+def build_engine(recipe: Recipe, task: Task) -> TorchEngine:
+    """The engine with its models built; the rates are planned once the length of the run is known."""
+    from bottega.engines.devices import limit_threads
+    from bottega.engines.torch import TorchEngine
+
+    limit_threads(recipe.cpu_threads)
+    return TorchEngine(
+        task,
+        recipe.training,
+        rate=lambda step: 0.0,
+        seed=recipe.seed,
+        device=recipe.device,
+        deterministic=recipe.deterministic,
+        micro_batch_size=micro_batch(recipe),
+        pin_memory=recipe.data.pin_memory,
+    )
+
+
+def micro_batch(recipe: Recipe) -> int | None:
+    """Examples in one forward of one process; None is all of them."""
+    training = recipe.training
+    if isinstance(training.micro_batch_size, int):
+        return training.micro_batch_size
+    return training.batch_size if training.gradient_accumulation_steps else None
+
+
+def build_loader(recipe: Recipe, source: Source, engine: TorchEngine, order: Order | None = None) -> Loader:
+    """What this process sees. `order` is how the branch combines several sources; None is the plain shuffle."""
+    # On a GPU the host is idle while the device works, so a batch is made ahead; on a CPU that would only compete.
+    ahead = (2 if engine.device.type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
+    loader = plain_loader(recipe, source, world=engine.world, order=order)
+    return replace(loader, rank=engine.rank, world=engine.world, workers=recipe.data.workers, prefetch=ahead)
+
+
+def plain_loader(recipe: Recipe, source: Source, *, world: int, order: Order | None = None) -> Loader:
+    """The same order in this thread, as one process that sees the whole batch of `world` ones."""
+    loader = Loader(source, global_batch(recipe, world), seed=recipe.seed, order=order)
+    if isinstance(order, InTurn):
+        epochs = recipe.training.num_epochs if recipe.training.max_steps is None else None
+        return replace(loader, order=order.planned(total_steps(recipe, loader), loader.batch_size, epochs=epochs))
+    curriculum = recipe.data.curriculum
+    if curriculum is None:
+        return loader
+    if order is not None:
+        raise UsageError("data.curriculum orders the samples by itself; leave out data.mixture and data.replay")
+    stages = difficulty.stages(
+        curriculum,
+        size=len(source),
+        total_steps=total_steps(recipe, loader),
+        steps_per_epoch=max(1, round(loader.steps_per_epoch)),
+        batch_size=loader.batch_size,
+        times=loader.batch_size // recipe.training.batch_size,
+    )
+    ranking = difficulty.ranking(source, curriculum.by)
+    return replace(loader, order=Staged(ranking, stages, seed=recipe.seed))
+
+
+def total_steps(recipe: Recipe, loader: Loader) -> int:
+    training = recipe.training
+    if recipe.data.online is not None:
+        return _stream_steps(recipe, loader)
+    if training.max_steps is not None:
+        return training.max_steps
+    assert training.num_epochs is not None, "the schema asks for one of them"
+    if isinstance(loader.order, InTurn) and loader.order.lengths is not None:
+        return loader.order.steps(loader.batch_size)  # each turn of whole batches
+    return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
+
+
+def _stream_steps(recipe: Recipe, loader: Loader) -> int:
+    """As long as the stream, unless that is cut off; after its end nothing would be new."""
+    whole, asked = max(1, math.ceil(loader.steps_per_epoch)), recipe.training.max_steps
+    if asked is not None and asked > whole:
+        raise UsageError(
+            f"training.max_steps: {asked} is more than the {whole} steps of {loader.batch_size} samples that the stream "
+            "(data.online) has; lower it, or leave it out"
+        )
+    return asked or whole
+
+
+def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epoch: int) -> None:
+    """The shape of the schedule times the peak, which stages of a curriculum may have of their own."""
+    peaks: list[float] = [peak_rate(recipe)]
+    firsts: tuple[int, ...] = (0,)
+    curriculum = recipe.data.curriculum
+    if curriculum is not None and any(stage.learning_rate for stage in curriculum.stages):
+        peaks = [stage.learning_rate or peaks[0] for stage in curriculum.stages]
+        firsts = difficulty.beginnings(curriculum, total, max(1, steps_per_epoch))
+    shapes = [_shape(recipe, peak, total=total, steps_per_epoch=steps_per_epoch) for peak in peaks]
+
+    def rate(step: int) -> float:
+        stage = bisect_right(firsts, step) - 1
+        return peaks[stage] * shapes[stage](step)
+
+    engine.plan(rate, total=total, steps_per_epoch=steps_per_epoch)
+
+
+def list_shortened(recipe: Recipe, total: int, steps_per_epoch: int) -> list[str]:
+    """Return a line where the warm-up is longer than the run."""
+    warmup = recipe.training.scheduler.warmup_steps.steps(total, max(1, steps_per_epoch))
+    if warmup <= total or recipe.training.scheduler.name == "one_cycle":
+        return []
+    return [
+        f"training.scheduler.warmup_steps: {warmup} steps are longer than the run, and are shortened to its {total}; the "
+        "rate rises until the end"
+    ]
+
+
+def peak_rate(recipe: Recipe) -> float:
+    rate = recipe.training.learning_rate
+    assert rate != "auto", "a range test settles it before anything is planned"
+    return rate
+
+
+def _shape(recipe: Recipe, peak: float, *, total: int, steps_per_epoch: int) -> Schedule:
+    s = recipe.training.scheduler
+    warmup = s.warmup_steps.steps(total, steps_per_epoch)
+    return Schedule(
+        s.name,
+        total=total,
+        warmup=min(warmup, total),
+        floor=_floor(recipe, peak),
+        cycle=s.t_max or (max(1, (total - warmup) // s.cycles) if s.cycles else None),
+        power=s.power,
+        gamma=s.gamma,
+        decay_fraction=s.decay_fraction,
+    )
+
+
+def _floor(recipe: Recipe, peak: float) -> float:
+    """The smallest rate as a share of the peak."""
+    s = recipe.training.scheduler
+    share = s.eta_min / peak if s.eta_min is not None else s.min_ratio or 0.0
+    return min(1.0, share)
+
+
+def cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool) -> Every:
+    def steps(cadence: Cadence | None) -> int:
+        return total if cadence is None else cadence.steps(total, max(1, round(loader.steps_per_epoch)))
+
+    saving = recipe.checkpoint.every
+    by_clock = saving.seconds if saving is not None else None
+    return Every(
+        log=steps(recipe.logging.every),
+        evaluate=steps(recipe.evaluation.every) if has_validation else 0,
+        turns=frozenset(loader.order.turns(loader.batch_size)[1:]) if isinstance(loader.order, InTurn) else frozenset(),
+        save=0 if by_clock is not None else steps(saving),
+        save_seconds=by_clock,
+        sample=steps(recipe.samples.every) if recipe.samples.every is not None else 0,
+    )
+
+
+def check_metrics(recipe: Recipe, measured: tuple[str, ...], *, has_validation: bool) -> None:
+    """What is watched must be measured, and that is known before the first step."""
+    stopping, is_plateau = recipe.training.early_stopping, recipe.training.scheduler.name == "plateau"
+    if not has_validation:
+        if stopping is not None or is_plateau:
+            key = "training.early_stopping" if stopping is not None else "training.scheduler: plateau"
+            raise UsageError(f"{key} watches validation, and data.validation is null; give it a share such as 0.05")
+        return
+    watched = {"evaluation.metric": recipe.evaluation.metric}
+    if stopping is not None:
+        watched["training.early_stopping.metric"] = stopping.metric
+    for key, metric in watched.items():
+        if metric not in measured:
+            near = near_names(metric, measured)
+            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(measured)}"
+            raise UsageError(f"{key}: {metric} is not measured; {hint}")
+
+
+def validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
+    """A function that starts one pass over the validation data."""
+    # What fits in training fits here: no more at once than a forward of training sees.
+    micro = micro_batch(recipe)
+    size = recipe.evaluation.batch_size or min(loader.batch_size, micro * loader.world if micro else loader.batch_size)
+    limit = size * recipe.evaluation.max_batches if recipe.evaluation.max_batches else None
+    return lambda: evaluate_batches(source, size, rank=loader.rank, world=loader.world, limit=limit)
+
+
+def watchers(recipe: Recipe, directory: RunDirectory, console: Console, *, is_main: bool) -> list[Callback]:
+    """The rules that every process follows, and on the main one those who write down what happens."""
+    rules = _rules(recipe)
+    if not is_main:
+        return rules
+    watching: list[Callback] = [Resources(directory.path)] if recipe.logging.resources else []
+    watching += [console, JsonLines(directory.metrics, console.warn)]
+    if recipe.logging.tensorboard:
+        watching.append(TensorBoard(directory.path, console.warn))
+    wandb = recipe.logging.wandb
+    if wandb.active:
+        options = {**wandb.model_dump(), "name": wandb.name or directory.path.name}
+        project = wandb.project or "bottega"
+        watching.append(
+            WandB(folder=directory.path, project=project, options=options, config=recipe.plain(), warn=console.warn)
+        )
+    return [*rules, *watching]
+
+
+def _rules(recipe: Recipe) -> list[Callback]:
+    rules: list[Callback] = []
+    stopping, scheduler = recipe.training.early_stopping, recipe.training.scheduler
+    if stopping is not None:
+        rules.append(
+            EarlyStop(
+                metric=stopping.metric,
+                maximise=stopping.maximise,
+                patience=stopping.patience,
+                threshold=stopping.threshold,
+            )
+        )
+    if scheduler.name == "plateau":
+        rules.append(
+            Plateau(
+                metric=recipe.evaluation.metric,
+                maximise=recipe.evaluation.maximise,
+                patience=scheduler.patience,
+                threshold=0.0,
+                factor=scheduler.factor,
+                floor=_floor(recipe, peak_rate(recipe)),
+            )
+        )
+    return rules

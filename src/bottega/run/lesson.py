@@ -1,0 +1,15 @@
+"""What a run learns from what: its branch, changed by the techniques of its recipe."""
+
+from __future__ import annotations
+
+from bottega.branches.branch import Branch
+from bottega.config.recipe import Recipe
+from bottega.techniques import apply_techniques
+from bottega.techniques.lesson import Lesson
+
+
+def applied(recipe: Recipe, branch: Branch) -> Lesson:
+    """The lesson of a recipe; what a technique is built on is opened as a run."""
+    from bottega.run.saved import open_run
+
+    return apply_techniques(recipe, branch, open_run=open_run)

@@ -1,0 +1,242 @@
+"""`bottega prepare`: from a recipe to prepared data, for every task whose data can be read, without a framework loaded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bottega.branches.start import tokenizer_of
+from bottega.config.classify import ClassifyRecipe
+from bottega.config.language import LanguageRecipe
+from bottega.config.load import check_recipe, parse_overrides
+from bottega.config.media import MediaRecipe
+from bottega.config.personalize import PersonalizeRecipe
+from bottega.config.recipe import Recipe
+from bottega.config.routing import RoutingRecipe
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.saver import explain
+from bottega.data.prepare.classify import prepare_classify
+from bottega.data.prepare.language import prepare_language
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.tables.cache import seal
+from bottega.terminal import open_console
+
+Progress = Callable[[str, int, int], None]
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors that go away where there is more room."""
+FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
+KNOWN = ("num_rules", "bayes_accuracy", "input_columns", "left_out_columns")
+"""Of rows of numbers: how many rules there are, how often the best possible answer is right, and the names of columns."""
+
+
+def prepare(
+    recipe: str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    progress: Progress = lambda stage, done, total: None,
+) -> Prepared:
+    """`bottega.prepare`: the data of a recipe by name, file or dict, ready on disk; later ones and overrides win."""
+    sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
+    return prepare_recipe(_complete([*sources, overrides or {}], ()), progress)
+
+
+def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
+    """The recipe's data as tables, from the cache or made now."""
+    if isinstance(recipe, LanguageRecipe):
+        return prepare_language(recipe.data, tokenizer_of(recipe), progress=progress)
+    if isinstance(recipe, ClassifyRecipe):
+        return prepare_classify(
+            recipe.data,
+            tokenizer_of(recipe),
+            seed=recipe.seed,
+            num_classes=recipe.model.num_labels,
+            progress=progress,
+        )
+    if isinstance(recipe, MediaRecipe):
+        from bottega.data.prepare.media import prepare_media
+
+        prepared = prepare_media(recipe, progress=progress)
+        if getattr(recipe.data, "latents", False):
+            # With an autoencoder, and so with a framework; training finds them in the cache.
+            from bottega import branches
+
+            branches.prepare(recipe, say=progress)
+        return prepared
+    if isinstance(recipe, PersonalizeRecipe):
+        from bottega.branches.people import prepare_people
+
+        return prepare_people(recipe.data, progress=progress)
+    if isinstance(recipe, RoutingRecipe):
+        from bottega.data.prepare.media import prepare_vectors
+
+        return prepare_vectors(recipe.data, progress=progress)
+    if recipe.task == "recall":
+        raise UsageError(
+            "task: the data of recall is made up as it is needed, so there is nothing to prepare or look at"
+        )
+    raise UsageError(f"task: the data of {recipe.task} cannot be prepared yet")
+
+
+def read_recipe(words: list[str], *, verb: str = "prepare") -> Recipe:
+    """A recipe whose data is complete; what only a training needs may be missing."""
+    sources, overrides = parse_overrides(words)
+    if any(override.key == "output_dir" for override in overrides):
+        raise UsageError(f"output_dir: is the folder of runs, and bottega {verb} makes none; name a folder with --out")
+    if not sources:
+        raise UsageError(f"say which recipe: bottega {verb} RECIPE, such as bottega {verb} language --data my.txt")
+    return _complete(sources, overrides)
+
+
+def _complete(sources: list[Any], overrides: Any) -> Recipe:
+    recipe = check_recipe(sources, overrides).recipe
+    problems = [(key, text) for key, text in recipe.missing() if key.startswith("data.")]
+    if problems:
+        raise UsageError("; ".join(f"{key}: {text}" for key, text in problems))
+    return recipe
+
+
+def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, str]]) -> dict[str, Any]:
+    """What `--json` prints."""
+    from bottega.callbacks.bars import bars
+
+    for kind, _ in to:
+        if kind not in FORMATS:
+            raise UsageError(f"--to {kind}: there is {', '.join(FORMATS)}")
+    recipe = read_recipe(words)
+    if out is not None:
+        _check_out(out)
+    begun = time.monotonic()
+    with bars(open_console()) as say:
+        prepared = prepare_recipe(recipe, say)
+        if out is not None:
+            _copy(prepared, out)
+        exported = [path for one in to for path in _export(prepared, one, say)]
+    return {
+        **summary(prepared),
+        "folder": str(out or prepared.folder),
+        "exported": [str(path) for path in exported],
+        "seconds": round(time.monotonic() - begun, 2),
+    }
+
+
+def summary(prepared: Prepared) -> dict[str, Any]:
+    """What is known without looking at a row, as plain values."""
+    meta = prepared.meta
+    return {
+        "task": meta["task"],
+        "folder": str(prepared.folder),
+        "fingerprint": prepared.fingerprint,
+        "tables": train_first(meta["tables"]),
+        "unread_parts": list(prepared.unread_parts),
+        "records": meta["records"],
+        "bad": meta["bad"],
+        **{name: meta[name] for name in KNOWN if name in meta},
+        "bad_records": meta["named"],
+        "dropped": meta["dropped"],
+    }
+
+
+def train_first(tables: dict[str, Any]) -> dict[str, Any]:
+    """As people expect them; prepared first is what is held out."""
+    return dict(sorted(tables.items(), key=lambda pair: (not pair[0].startswith("train"), pair[0] == "replay")))
+
+
+def counted(counts: dict[str, int]) -> list[str]:
+    """1 row, 2 rows."""
+    return [f"{count:,} {name.removesuffix('s') if count == 1 else name}" for name, count in counts.items()]
+
+
+def show(result: dict[str, Any]) -> str:
+    lines = []
+    for table, counts in result["tables"].items():
+        lines.append(f"{table:<12}{', '.join(counted(counts))}")
+    if result["unread_parts"]:
+        lines.append(f"{'not read':<12}the parts {', '.join(result['unread_parts'])} of the same folder")
+    if result["bad"]:
+        lines.append(f"{'left out':<12}{result['bad']:,} bad of {result['records']:,} records")
+        lines += [f"            {bad}" for bad in result["bad_records"][:5]]
+    for reason, count in sorted(result["dropped"].items()):
+        lines.append(f"{'left out':<12}{count:,} {reason}")
+    lines += [f"{'left out':<12}column {name!r}, which holds no numbers" for name in result.get("left_out_columns", ())]
+    lines += rules_shown(result)
+    lines.append(f"{'shards':<12}{result['folder']}")
+    if result["exported"]:
+        more = len(result["exported"]) - 1
+        lines.append(f"{'exported':<12}{result['exported'][0]}" + (f" and {more} more" if more else ""))
+    lines.append(f"{'time':<12}{result['seconds']:.1f} s")
+    return "\n".join(lines)
+
+
+def rules_shown(result: Mapping[str, Any]) -> list[str]:
+    """What is known of the rule behind the rows, in words."""
+    lines = [f"{'rules':<12}{result['num_rules']}"] if "num_rules" in result else []
+    if "bayes_accuracy" in result:
+        shares = train_first(result["bayes_accuracy"])
+        said = ", ".join(f"{value:.4f} in {table}" for table, value in shares.items())
+        lines.append(f"{'best':<12}{said}: how often the best possible answer is right (Bayes)")
+    return lines
+
+
+def _check_out(out: Path) -> None:
+    """Before the work, and again after it."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out}: is a file; name a folder to write to")
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"--out {out}: exists already and is not empty; choose another folder")
+
+
+def _copy(prepared: Prepared, out: Path) -> None:
+    """The whole folder or nothing, with a manifest that knows the copy's times."""
+    _check_out(out)
+    temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _copy_files(prepared.folder, temporary)
+        seal(temporary)
+        if out.exists():
+            out.rmdir()
+        os.rename(temporary, out)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if error.errno not in NO_ROOM:
+            raise EnvironmentProblem(f"--out {out}: {error.strerror or error}; choose another folder") from None
+        size = sum(path.stat().st_size for path in prepared.folder.rglob("*") if path.is_file())
+        raise EnvironmentProblem(
+            f"--out: {explain(error, out, size)}; make room there, or choose another folder"
+        ) from None
+
+
+def _copy_files(folder: Path, target: Path) -> None:
+    """As shutil.copytree, which goes on after a full disk and then raises a list of what it met."""
+    target.mkdir()
+    for path in sorted(folder.rglob("*")):
+        other = target / path.relative_to(folder)
+        if path.is_dir():
+            other.mkdir()
+        else:
+            shutil.copy2(path, other)
+
+
+def _export(prepared: Prepared, to: tuple[str, str], say: Progress) -> list[Path]:
+    from bottega.data.prepare.export import public_records
+    from bottega.data.writers import write
+
+    kind: Any = to[0]
+    folder = Path(to[1])
+    paths: list[Path] = []
+    total, before = sum(counts["rows"] for counts in prepared.tables.values()), 0
+    for table, counts in prepared.tables.items():
+        records = public_records(prepared, table, partial(_count, say, before, total))
+        paths += write(records, folder, to=kind, split=table.replace(".", "-"))
+        before += counts["rows"]
+    return paths
+
+
+def _count(say: Progress, before: int, total: int, done: int) -> None:
+    say("export", before + done, total)

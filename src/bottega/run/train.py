@@ -1,0 +1,271 @@
+"""The composition root: recipe -> parts -> session; and what the library offers of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bottega.branches.located import locate
+from bottega.callbacks.log_file import Level, LogFile
+from bottega.config import needs
+from bottega.config.language import LanguageRecipe
+from bottega.config.launch import check_launch_variables
+from bottega.config.load import Resolved
+from bottega.config.recipe import Recipe
+from bottega.core import checkpoint
+from bottega.core.errors import Interrupted, UsageError, describe_error
+from bottega.core.rundir import Lock, RunDirectory
+from bottega.run import resume
+from bottega.run.checks import find_problems, list_unused, load_checked, parse_words, raise_together
+from bottega.run.dependencies import train_apart, turn, wait_for
+from bottega.run.prepare import prepare_recipe
+from bottega.run.session import Run, Session
+from bottega.storage.durable import remove_leftovers
+from bottega.terminal import open_console, print_notice
+
+if TYPE_CHECKING:
+    from bottega.data.prepare.prepared import Prepared
+    from bottega.run.saved import SavedRun
+
+__all__ = ["Run", "load", "part", "train", "train_command"]
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    quiet: bool = True,
+    fresh: bool = False,
+) -> Run:
+    """Train a recipe by name, file or dict; later ones and overrides win. The same call resumes the same run."""
+    check_launch_variables()
+    sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
+    resolved = load_checked([*sources, overrides or {}])
+    return _train(resolved, quiet=quiet, fresh=fresh)
+
+
+def load(path: str | Path, *, checkpoint: str | int = "best", device: str = "auto") -> SavedRun:
+    """A run back from its directory: its task, its model, and what one can do with them."""
+    from bottega.run.saved import open_run, without_dashes
+
+    try:
+        return open_run(Path(path), checkpoint=checkpoint, device=device)
+    except UsageError as error:
+        raise without_dashes(error) from None
+
+
+def train_command(
+    words: list[str], *, fresh: bool, resume_from: Path | None, allow_data_change: bool, quiet: bool
+) -> dict[str, Any]:
+    """`bottega train`: the result as --json prints it."""
+    sources, overrides = parse_words(words)
+    if not sources:
+        raise UsageError("say what to train: bottega train RECIPE, such as bottega train language")
+    run = _train(
+        load_checked(sources, overrides),
+        quiet=quiet,
+        fresh=fresh,
+        resume_from=resume_from,
+        allow_data_change=allow_data_change,
+    )
+    return {"run": str(run.path), "step": run.step, "metrics": run.metrics}
+
+
+def _train(resolved: Resolved, **options: Any) -> Run:
+    """Train; where there are several ranks, each watches the others from the start."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return _train_rank(resolved, **options)
+    from bottega.engines.heartbeat import watch_ranks
+
+    recipe = resolved.recipe
+    log = RunDirectory(Path(recipe.output_dir) / recipe.run_name()).log
+    with watch_ranks(log) or nullcontext():
+        return _train_rank(resolved, **options)
+
+
+def _train_rank(
+    resolved: Resolved,
+    *,
+    quiet: bool,
+    fresh: bool = False,
+    resume_from: Path | None = None,
+    allow_data_change: bool = False,
+) -> Run:
+    recipe = resolved.recipe
+    raise_together(find_problems(recipe))  # before anybody waits for the other processes, or for a part
+    parts = needs.referenced(recipe)
+    directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
+    is_main = int(os.environ.get("RANK", 0)) == 0
+
+    def session() -> Session:
+        for name in parts:
+            part(recipe, name, quiet=quiet, allow_data_change=allow_data_change)
+        is_silent = quiet or not is_main
+        return Session(recipe, directory, quiet=is_silent, resume_from=resume_from, allow=allow_data_change)
+
+    if not is_main:
+        return session().run()
+    if fresh and directory.path.exists():
+        set_aside(directory.path)
+    with lock_directory(directory):
+        if parts:
+            _check_start(recipe, directory, resume_from, allow=allow_data_change, quiet=quiet)
+        main = session()
+        for note in (*resolved.notes, *list_unused(recipe)):
+            main.console.say(note)
+        return main.run()
+
+
+@contextmanager
+def lock_directory(directory: RunDirectory, *, has_log: bool = True) -> Iterator[None]:
+    """The run directory, made, locked and swept. The error that ends the run goes to its log, and a start that is refused
+    before anything was written leaves nothing behind."""
+    missing = [folder for folder in (directory.path, *directory.path.parents) if not folder.exists()]
+    directory.create()
+    with Lock(directory):
+        try:
+            for folder in (directory.path, directory.samples):
+                if folder.is_dir():
+                    remove_leftovers(folder)
+            yield
+        except BaseException as error:
+            level: Level = "WARNING" if isinstance(error, Interrupted | KeyboardInterrupt) else "ERROR"
+            if has_log and isinstance(error, Exception | KeyboardInterrupt):
+                LogFile(directory.log).write(describe_error(error)[1], level)
+            if not directory.recipe.exists():
+                directory.remove_unused(missing)
+            raise
+
+
+def _check_start(
+    recipe: Recipe, directory: RunDirectory, resume_from: Path | None, *, allow: bool, quiet: bool
+) -> None:
+    """What would keep the run from going on, looked at before its parts are trained; the session looks again."""
+    resume.check_recipe_unchanged(directory, recipe)
+    now = _data_now(recipe, quiet=quiet)
+    manifest = next((one for _, one in checkpoint.candidates(directory.checkpoints)), None)
+    if manifest is None and resume_from is not None:
+        manifest = checkpoint.read_manifest(resume.named(resume_from))
+    if manifest is not None and now is not None:
+        found = {**manifest.fingerprint, "data": now}
+        resume.check_data_unchanged(manifest, found, allow=allow, say=lambda text: None)
+
+
+def part(
+    recipe: Recipe,
+    name: str,
+    *,
+    quiet: bool = True,
+    beside: Path | None = None,
+    allow_data_change: bool = False,
+    started_in: tuple[Path, ...] = (),
+) -> Path:
+    """The finished, exported run of a need; trained first where it is not there yet, and then only once.
+
+    Known by its recipe and by its data: a judge must not have learnt from what is held out by now. `started_in` are the
+    folders that relative data paths of the recipe may start from, where that is not the working directory.
+    """
+    run, need = needs.part_run(recipe, name, beside=beside), recipe.needs[name]
+    if need.run is not None:
+        RunDirectory(run).must_exist()
+        return run
+    wanted = needs.part_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
+    data_here = locate(wanted.data, started_in)
+    if data_here != wanted.data:  # its name stays that of the recipe as it was written
+        wanted = wanted.model_copy(update={"data": data_here, "name": run.name})
+    is_main = int(os.environ.get("RANK", 0)) == 0
+    data = None if need.own_data or allow_data_change else _data_now(wanted, quiet=quiet or not is_main)
+    if _is_ready(run, data):
+        return run
+    if not is_main:
+        _data_now(wanted, quiet=True)  # may take longer than anybody would wait for a file
+        wait_for(run, lambda: _is_ready(run, data), name=name, quiet=quiet)
+        return run
+    with turn(run, quiet=quiet):
+        if not _is_ready(run, data):  # whoever was first may have made it
+            _make(wanted, run, data, name=name, quiet=quiet, allow_data_change=allow_data_change)
+    return run
+
+
+def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool, allow_data_change: bool) -> None:
+    is_begun = (run / "final").exists() or bool(checkpoint.candidates(run / "checkpoints"))
+    if data is not None and is_begun and _data_of(run) != data:
+        set_aside(run, why=f"needs.{name} has learnt from other data than there is now, and is trained anew; ")
+    if not quiet:
+        print_notice(f"bottega: needs.{name} is trained first: {run}")
+    recipe = _fitted(recipe, run, name=name, quiet=quiet)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        train_apart(recipe, run, name=name, quiet=quiet, allow_data_change=allow_data_change)
+        return
+    _train(Resolved(recipe, (recipe.task,)), quiet=quiet, allow_data_change=allow_data_change)
+    load(run).export()
+
+
+def _fitted(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Recipe:
+    """A part over fewer samples than its recipe was made for takes smaller batches. Its name stays, which is a hash of
+    what was asked for; on the same data the same size is found again."""
+    prepared = prepare_data(recipe, quiet=quiet) if not isinstance(recipe, LanguageRecipe) else None
+    if prepared is None:
+        return recipe
+    there = sum(prepared.tables[table]["rows"] for table in prepared.training_tables)
+    passes = recipe.training.gradient_accumulation_steps or 1
+    if there >= recipe.training.batch_size * passes or there < passes:
+        return recipe
+    size = 1 << (there // passes).bit_length() - 1
+    if not quiet:
+        print_notice(
+            f"bottega: needs.{name}: training.batch_size is {size} instead of {recipe.training.batch_size}: "
+            f"there are {there:,} samples to learn from"
+        )
+    training = recipe.training.model_copy(update={"batch_size": size})
+    return recipe.model_copy(update={"training": training, "name": run.name})
+
+
+def _is_ready(run: Path, data: str | None) -> bool:
+    """Whether a part is exported and, unless that does not matter (None), has learnt from this data."""
+    return is_made(run) and (data is None or _data_of(run) == data)
+
+
+def is_made(run: Path) -> bool:
+    """Whether a part is trained and exported, from whatever data."""
+    return (run / "final" / "README.md").is_file()
+
+
+def _data_of(run: Path) -> str | None:
+    found = [manifest.fingerprint.get("data") for _, manifest in checkpoint.candidates(run / "checkpoints")]
+    return str(found[0]) if found else None
+
+
+def _data_now(recipe: Recipe, *, quiet: bool) -> str | None:
+    """The fingerprint of a recipe's data as it is now; None where that cannot be known yet."""
+    prepared = prepare_data(recipe, quiet=quiet)
+    return prepared.fingerprint if prepared is not None else None
+
+
+def prepare_data(recipe: Recipe, *, quiet: bool) -> Prepared | None:
+    """A recipe's data as it is now; prepared if need be, which training would do next.
+
+    None where its tokens are those of a part that may not be there yet.
+    """
+    from bottega.callbacks.bars import bars
+
+    if str(getattr(recipe.model, "from_", None)).startswith(needs.PREFIX):
+        return None
+    if getattr(recipe.data, "latents", False):  # which an autoencoder computes
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"latents": False})})
+    with bars(open_console(quiet=quiet)) as say:
+        return prepare_recipe(recipe, say)
+
+
+def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
+    """--fresh loses nothing: the old run keeps its files under another name."""
+    RunDirectory(path).refuse_foreign()
+    number = 1
+    while (other := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    with Lock(RunDirectory(path)):
+        os.rename(path, other)
+    print_notice(f"bottega: {why}the old {what} kept as {other}")

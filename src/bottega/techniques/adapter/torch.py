@@ -1,0 +1,120 @@
+"""Narrow layers behind the outputs of a model's halves of blocks (adapters; Houlsby et al., 2019): y + U gelu(D y).
+
+S size, the narrow width   O outputs of the layer behind which it stands
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from bottega.core.errors import UsageError
+from bottega.core.noise import generator
+from bottega.techniques.inject import Injected, carriers, chosen, in_blocks
+from bottega.techniques.lora.peft_layout import check_own, fill, read_own, read_weights, write_own, write_weights
+
+KIND, KEY = "bottleneck", "techniques.adapter"
+START = f"{KEY}.start"
+NAMES = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
+OUTPUTS = (
+    *("o_proj", "down_proj", "to_out", "down"),  # ours and the many after Llama
+    *("output.dense", "out_proj", "out_lin", "lin2", "fc2", "Wo", "wo", "o", "to_out.0", "net.2"),  # of others
+)
+"""What the last matrix of attention and of a perceptron is called."""
+
+
+class Bottleneck(nn.Linear):
+    """D [S, O], U [O, S], with a bias each."""
+
+    adapter_down: nn.Parameter
+    adapter_down_bias: nn.Parameter
+    adapter_up: nn.Parameter
+    adapter_up_bias: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        narrow = F.gelu(F.linear(y, self.adapter_down, self.adapter_down_bias))
+        return y + F.linear(narrow, self.adapter_up, self.adapter_up_bias)
+
+
+class Adapter(Injected):
+    key: ClassVar[str] = KEY
+    of_export: ClassVar[str] = "it is all there is here"
+    size: int = Field(32, gt=0)
+    targets: tuple[str, ...] | None = None
+    """None is the last matrix of each half of the blocks."""
+
+    def is_own(self, name: str) -> bool:
+        return name.rpartition(".")[2] in NAMES
+
+    def inject(self, model: nn.Module, seed: int) -> None:
+        for name in self.choose(model):
+            put_behind(model.get_submodule(name), name, size=self.size, seed=seed)
+
+    def read(self, folder: Path, model: nn.Module) -> None:
+        read_bottlenecks(folder, model, self)
+
+    def export(
+        self, model: nn.Module, folder: Path, *, origin: str | None, whole: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Narrow layers are no matrix, and no other model says the same: they are written alone."""
+        write_bottlenecks(model, folder, self, origin=origin)
+        return {"library_name": "bottega"}
+
+    def choose(self, model: nn.Module) -> list[str]:
+        able = [name for name in carriers(model, kinds=(nn.Linear,)) if not self.is_full(f"{name}.weight")]
+        if self.targets is not None:
+            every = [name for name, _ in model.named_modules() if name]
+            return chosen(able, self.targets, key=f"{KEY}.targets", layers=every)
+        ends = tuple(f".{end}" for end in OUTPUTS)
+        found = [name for name in able if in_blocks(name) and name.endswith(ends)]
+        if not found:
+            raise UsageError(
+                f"{KEY}.targets: {type(model).__name__} has no matrix inside numbered blocks that is called like an "
+                "output; name layers, as bottega inspect shows them, or use lora"
+            )
+        return found
+
+
+def put_behind(layer: nn.Module, name: str, *, size: int, seed: int) -> None:
+    """Nothing at first, because U is 0; D is drawn as a layer's weight would be, by its name."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    width = weight.shape[0]
+    limit = 1 / math.sqrt(width)
+    drawn = generator(seed, f"{name}.adapter_down").uniform(-limit, limit, (size, width))
+    layer.__class__ = Bottleneck
+    assert isinstance(layer, Bottleneck)
+    layer.adapter_down = nn.Parameter(torch.from_numpy(drawn).to(weight.device, weight.dtype))
+    layer.adapter_down_bias = nn.Parameter(weight.new_zeros(size))
+    layer.adapter_up = nn.Parameter(weight.new_zeros((width, size)))
+    layer.adapter_up_bias = nn.Parameter(weight.new_zeros(width))
+
+
+def write_bottlenecks(model: nn.Module, folder: Path, adapter: Adapter, *, origin: str | None) -> None:
+    """`adapter_model.safetensors` with all that learnt, under the names of our model, and `bottega.json` with the size and
+    the layers. No matrix says the same, so nobody else opens it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = list(bottlenecks(model))
+    write_own(folder, KIND, hashes=adapter.hashes(model), origin=origin, size=adapter.size, layers=layers)
+    write_weights(folder, {name: p for name, p in model.named_parameters() if adapter.learns(name)})
+
+
+def read_bottlenecks(folder: Path, model: nn.Module, adapter: Adapter) -> None:
+    """Fill the narrow layers; the folder must be of the same size and layers, over the same base."""
+    said = read_own(folder, key=START)
+    check_own(said, folder, model, adapter, kind=KIND, key=START)
+    if said.get("size") != adapter.size:
+        raise UsageError(f"{KEY}.size: {adapter.size}, and {folder} has {said.get('size')}; set it to that")
+    places: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if adapter.learns(name)}
+    fill(places, read_weights(folder), folder, is_own=adapter.is_own, technique="adapter")
+
+
+def bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Bottleneck)}

@@ -1,0 +1,1 @@
+"""Continual learning: sources one after the other, replay, and what is forgotten."""

@@ -1,0 +1,270 @@
+"""Distillation in a recipe: which teacher, whether it fits, and what of its answers is followed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from bottega.branches import classify, text_classify
+from bottega.branches.branch import Branch
+from bottega.branches.classify import ClassifyBranch
+from bottega.branches.generation import GenerationBranch
+from bottega.branches.language import LanguageBranch
+from bottega.branches.text_classify import TextClassifyBranch
+from bottega.config.recipe import Recipe
+from bottega.config.techniques import DistillOptions
+from bottega.core.errors import BottegaError, UsageError
+from bottega.core.task import Task
+from bottega.data.audio.mel import MelCodec
+from bottega.data.text.tokenizer import Tokenizer
+from bottega.models.folders.pretrained import read_shape
+from bottega.models.text_classifier.pretrained import pretrained_shape
+from bottega.tasks.classify import Classification
+from bottega.tasks.code_language import CodeLanguage
+from bottega.tasks.generation import Generation
+from bottega.tasks.language import Language
+from bottega.techniques.distill.torch import Distilled, Form
+from bottega.techniques.inject import hash_of
+from bottega.techniques.lesson import Lesson, OpenRun
+from bottega.techniques.lora.peft_layout import CONFIG as ADAPTER
+
+KEY = "techniques.distill.teacher"
+TOKENIZER, ROWS, CLASSES, SEVERAL, SAMPLE = "tokenizer", "vocab_size", "classes", "multi_label", "a sample of"
+SCALE, SPECTROGRAMS = "normalise", "spectrograms"
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """`facts` are what it must have in common with the student, by their names; `longest` is how much it reads."""
+
+    model: torch.nn.Module
+    facts: Mapping[str, Any]
+    longest: int | None
+    codec: Path
+    """Where its tokenizer lies, if it has one."""
+
+
+def apply(lesson: Lesson, options: DistillOptions, recipe: Recipe, branch: Branch) -> Lesson:
+    """The same lesson with a teacher beside the data."""
+    form = _form(branch.task, recipe)
+    if options.hidden and recipe.training.compile is True:
+        raise UsageError(
+            "training.compile: true, and techniques.distill.hidden listens inside the model, which is then not compiled; "
+            "leave one of them out"
+        )
+    assert lesson.open_run is not None, "a lesson that is applied knows how to open a run"
+    teacher = _open(options.teacher, recipe, branch, open_run=lesson.open_run)
+    _check_fits(teacher, branch, name=options.teacher)
+    task = Distilled(
+        inner=lesson.task,
+        form=form,
+        teacher=teacher.model,
+        temperature=options.temperature,
+        alpha=options.alpha,
+        hidden=options.hidden,
+        padding="attention_mask" if isinstance(branch, TextClassifyBranch) else None,
+    )
+    parameters = sum(parameter.numel() for parameter in teacher.model.parameters())
+    return replace(
+        lesson,
+        task=task,
+        metrics=(*lesson.metrics, *task.added),
+        frozen={**lesson.frozen, "teacher": _hash_of(teacher.model)},
+        notes=(*lesson.notes, f"distill: the teacher is {options.teacher}, {parameters:,} parameters"),
+    )
+
+
+def _hash_of(teacher: torch.nn.Module) -> str:
+    """Of all that decides what it answers, wherever it lies and in whatever layout: the number of heads is in no weight."""
+    weights = hash_of(teacher, lambda name: False)
+    return hashlib.sha256(f"{getattr(teacher, 'shape', '')} {weights}".encode()).hexdigest()
+
+
+def _form(task: Task, recipe: Recipe) -> Form:
+    if any(technique.name == "maml" for technique in recipe.techniques):
+        raise UsageError(
+            "techniques: distill and maml do not go together, since the teacher knows no episode; keep one"
+        )
+    if isinstance(task, Classification):
+        return "labels" if task.multi_label else "classes"
+    if isinstance(task, Language | CodeLanguage):
+        return "tokens"
+    if isinstance(task, Generation):
+        return "values"
+    raise UsageError(
+        f"techniques: distill has no answer of {recipe.task} to follow; it takes classes, tokens and flows"
+    )
+
+
+# Who teaches
+
+
+def _open(name: str, recipe: Recipe, branch: Branch, *, open_run: OpenRun) -> Teacher:
+    """A run with the weights that count, or a folder."""
+    folder = Path(name).expanduser()
+    if not name.strip():
+        raise UsageError(f"{KEY}: is empty; name a run, needs.NAME or the folder of a model")
+    own = Path(recipe.output_dir) / recipe.run_name()
+    if folder.resolve() == own.resolve():
+        raise UsageError(f"{KEY}: {name} is this run itself, and a run cannot teach itself; name another run")
+    if not folder.is_dir():
+        raise UsageError(f"{KEY}: there is no run and no folder at {name}")
+    try:
+        if not (folder / "recipe.yaml").is_file():
+            return _read_folder(folder, branch)
+        # On the student's own device: where there are several processes, the first engine decides how they talk.
+        saved = open_run(folder, device=recipe.device)
+    except BottegaError as error:
+        said = type(error)(f"{KEY}: {str(error).removeprefix('pretrained: ')}")
+        said.code = error.code
+        raise said from None
+    if type(saved.branch) is not type(branch):
+        raise UsageError(f"{KEY}: {name} has learnt {_learnt(saved.recipe)}, and here it is {_learnt(recipe)}")
+    return Teacher(saved.model, _facts(saved.branch), _longest(saved.branch), saved.directory.codec)
+
+
+def _learnt(recipe: Recipe) -> str:
+    return f"{recipe.task} of {recipe.data.input}" if recipe.task == "classify" else recipe.task  # type: ignore[attr-defined]
+
+
+def _read_folder(folder: Path, branch: Branch) -> Teacher:
+    """A model of transformers, or an export of ours."""
+    if (folder / ADAPTER).is_file():
+        raise UsageError(f"{folder} holds an adapter and no whole model; name the run that it was exported from")
+    if not isinstance(branch, LanguageBranch | TextClassifyBranch | ClassifyBranch):
+        raise UsageError(f"{folder} is no run; of {branch.unit} the teacher is the directory of a run")
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"{folder} is no run and no folder of a model: it has neither recipe.yaml nor config.json; name one that is"
+        )
+    if isinstance(branch, LanguageBranch):
+        shape = read_shape(folder)
+        model = Language(shape=shape, pretrained=str(folder)).build(0)["model"]
+        facts = {TOKENIZER: Tokenizer.load(folder).fingerprint, ROWS: shape.vocab_size}
+        return Teacher(model, facts, shape.context, folder)
+    config = _config(folder)
+    try:
+        task, facts = _of_texts(folder, config, branch) if isinstance(branch, TextClassifyBranch) else _seen(config)
+    except (KeyError, TypeError, ValueError, ValidationError):
+        raise UsageError(f"{folder}: config.json is that of no such classifier as is taught here") from None
+    model = task.model_copy(update={"pretrained": str(folder)}).build(0)["model"]
+    return Teacher(model, facts, getattr(task.shape, "max_positions", None), folder)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(f"{folder} is no folder of a model: its config.json cannot be read")
+    return found
+
+
+def _of_texts(
+    folder: Path, config: dict[str, Any], branch: TextClassifyBranch
+) -> tuple[Classification, dict[str, Any]]:
+    tokenizer = Tokenizer.load(folder).fingerprint
+    if config["model_type"] == text_classify.MODEL_TYPE:
+        task = Classification(key="text", shape=config["shape"], multi_label=config["multi_label"])
+        return task, {TOKENIZER: tokenizer, SEVERAL: task.multi_label, CLASSES: tuple(config["classes"])}
+    if not str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
+        raise UsageError(f"{folder} holds an encoder that has learnt no classes; fine-tune it first, and name that run")
+    several = config.get("problem_type") == "multi_label_classification"
+    names = tuple(str(name) for _, name in sorted(config["id2label"].items(), key=lambda item: int(item[0])))
+    shape = pretrained_shape(folder, names, multi_label=several)
+    return Classification(key="text", shape=shape), {TOKENIZER: tokenizer, SEVERAL: several, CLASSES: names}
+
+
+def _seen(config: dict[str, Any]) -> tuple[Classification, dict[str, Any]]:
+    if config["model_type"] not in (classify.MODEL_TYPE, classify.SPIKING_TYPE):
+        raise ValueError
+    task = Classification(key="mel" if config["input"] == "audio" else config["input"], shape=config["shape"])
+    mel = MelCodec.model_validate(config["mel"]) if config["mel"] is not None else None
+    shape: Any = task.shape
+    sample = (task.key, *shape.grid, shape.channels)
+    return task, {
+        SAMPLE: sample,
+        CLASSES: tuple(config["classes"]),
+        SCALE: config["normalise"] if mel is None else None,
+        SPECTROGRAMS: mel,
+    }
+
+
+# Whether it fits
+
+
+def _facts(branch: Branch) -> dict[str, Any]:
+    """What two models must have in common for one to follow the other."""
+    if isinstance(branch, LanguageBranch):
+        return {TOKENIZER: branch.tokenizer.fingerprint, ROWS: branch.shape.vocab_size}
+    if isinstance(branch, TextClassifyBranch):
+        several = branch.recipe.data.multi_label
+        # Classes first: where they differ, the words that were seen with them often do as well.
+        return {CLASSES: branch.classes.names, SEVERAL: several, TOKENIZER: branch.tokenizer.fingerprint}
+    assert isinstance(branch, ClassifyBranch | GenerationBranch)
+    mel = branch.mel
+    seen = {SCALE: branch.recipe.data.normalise if mel is None else None, SPECTROGRAMS: mel}
+    if isinstance(branch, ClassifyBranch):
+        sample = (branch.key, *branch.shape.grid, branch.shape.channels)
+        return {SAMPLE: sample, CLASSES: branch.classes.names, **seen}
+    shape, path = branch.facts.shape, getattr(branch.task, "path", None)
+    facts: dict[str, Any] = {SAMPLE: (branch.key, *shape.sample), **seen, **branch.frozen}
+    facts |= {"condition": shape.condition.kind, "condition size": shape.condition.size}
+    if shape.condition.kind == "class":
+        facts[CLASSES] = branch.facts.classes
+    if path is not None:
+        facts |= {"objective": path.objective, "noise_schedule": path.schedule if path.objective != "flow" else None}
+    return facts
+
+
+def _longest(branch: Branch) -> int | None:
+    """Tokens that a model of texts reads at most."""
+    if isinstance(branch, LanguageBranch):
+        return branch.shape.context
+    return branch.shape.max_positions if isinstance(branch, TextClassifyBranch) else None
+
+
+def _check_fits(teacher: Teacher, branch: Branch, *, name: str) -> None:
+    ours, theirs = _facts(branch), teacher.facts
+    for what in {**ours, **theirs}:
+        if ours.get(what) != theirs.get(what):
+            raise UsageError(
+                f"{KEY}: {name} has {_said(what, theirs.get(what))}, and here it is {_said(what, ours.get(what))}; "
+                f"{_remedy(what, teacher)}"
+            )
+    length = branch.length if isinstance(branch, LanguageBranch | TextClassifyBranch) else None
+    if teacher.longest is not None and (length is None or length > teacher.longest):
+        here = f"{length}" if length is not None else "any number"
+        raise UsageError(
+            f"{KEY}: {name} reads {teacher.longest} tokens at most, and here a text may have {here}; set "
+            f"data.sequence_length={teacher.longest}"
+        )
+
+
+def _said(what: str, value: Any) -> str:
+    if what == CLASSES:
+        return f"the {len(value or ())} classes {', '.join((value or ())[:4])}{', …' if len(value or ()) > 4 else ''}"
+    if what == SAMPLE:
+        return f"{what} {value[0]} {' x '.join(map(str, value[1:]))}"
+    if what == SPECTROGRAMS:
+        return "other spectrograms" if value is not None else "no spectrograms"
+    text = str(value)
+    return f"{what} {text[:12] if len(text) == 64 else text}"  # of a hash the beginning tells enough
+
+
+def _remedy(what: str, teacher: Teacher) -> str:
+    if what == TOKENIZER and (teacher.codec / "tokenizer.json").is_file():
+        return f"set data.tokenizer.kind=pretrained data.tokenizer.path={teacher.codec}, or train another teacher"
+    own = {ROWS: "model.vocab_size", SCALE: "data.normalise", SEVERAL: "data.multi_label"}
+    own |= {key: f"model.{key}" for key in ("condition", "objective", "noise_schedule")}
+    if what in own:
+        return f"set {own[what]}={teacher.facts.get(what)}, or train another teacher"
+    return "train a teacher on the same data, such as one under needs"

@@ -1,0 +1,1 @@
+"""Elastic weight consolidation."""

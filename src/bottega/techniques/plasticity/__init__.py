@@ -1,0 +1,1 @@
+"""Spike-timing-dependent plasticity beside the gradient."""

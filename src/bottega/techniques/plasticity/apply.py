@@ -1,0 +1,71 @@
+"""Plasticity in a recipe: which rule, for which layers of the model, and whether any of them may change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from bottega.branches.branch import Branch
+from bottega.config.recipe import Recipe
+from bottega.config.techniques import PlasticityOptions, Technique
+from bottega.config.together import PLASTICITY, clashes
+from bottega.core.errors import UsageError
+from bottega.data.loading.loader import Loader
+from bottega.models.spiking.stdp import Rule
+from bottega.techniques.lesson import Lesson
+from bottega.techniques.plasticity.torch import KEY, Plasticity, chosen_layers
+
+if TYPE_CHECKING:
+    from bottega.engines.torch import TorchEngine
+
+
+def apply(lesson: Lesson, options: PlasticityOptions, recipe: Recipe, branch: Branch) -> Lesson:
+    _check_beside(recipe, options)
+    task = Plasticity(
+        inner=lesson.task,
+        rule=rule_of(options),
+        rate=options.rate,
+        reward=options.reward,
+        reward_decay=options.reward_decay,
+        bounds=options.bounds,
+        low=options.low,
+        high=options.high,
+        normalise=options.normalise,
+        targets=options.targets,
+    )
+    return replace(lesson, task=task).beginning(lambda engine, loader: _check_learns(engine, loader, task))
+
+
+def _check_beside(recipe: Recipe, options: PlasticityOptions) -> None:
+    """The recipe refuses what it lists; where the model or a stream asks for it, it is in no list."""
+    if any(one.name == PLASTICITY for one in recipe.techniques):
+        return
+    own = Technique(name=PLASTICITY, options=options)
+    for key, _, text in clashes(recipe.model_copy(update={"techniques": (*recipe.techniques, own)})):
+        asked = getattr(recipe.model, "plasticity", False)
+        raise UsageError(f"{key}: {text}{'; model.plasticity: false leaves it out' if asked else ''}")
+
+
+def rule_of(options: PlasticityOptions) -> Rule:
+    is_triplet = options.rule == "triplet"
+    return Rule(
+        a_plus=options.a_plus,
+        a_minus=options.a_minus,
+        tau_plus=options.tau_plus,
+        tau_minus=options.tau_minus,
+        a3_plus=options.a3_plus if is_triplet else 0.0,
+        a3_minus=options.a3_minus if is_triplet else 0.0,
+        tau_x=options.tau_x,
+        tau_y=options.tau_y,
+    )
+
+
+def _check_learns(engine: TorchEngine, loader: Loader, task: Plasticity) -> None:
+    """A layer that is frozen stays as it is; where all of them are, the technique would do nothing and not say so."""
+    names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
+    weights = [names[id(layer.synapse.weight)] for layer in chosen_layers(engine.model, task.targets)]
+    if all(engine.settings[name].scale is None for name in weights):
+        raise UsageError(
+            f"{KEY}: {weights[0]} is frozen, as is every spiking layer that it could change; free one in training.freeze or "
+            "training.groups (scale: 0 keeps the gradient away from it), or leave plasticity out"
+        )

@@ -1,0 +1,599 @@
+"""`bottega compare` over made-up run directories: which test it takes, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from bottega.analysis.compare import compare, draw, show
+from bottega.core import checkpoint
+from bottega.core.errors import DataError, UsageError
+
+CLASSIFY: dict[str, Any] = {
+    "task": "classify",
+    "data.train.path": "reviews.jsonl",
+    "model.kind": "cnn",
+    "training.max_steps": 10,
+    "evaluation.metric": "accuracy",
+    "evaluation.mode": "max",
+}
+GOOD, BETTER = (0.80, 0.81, 0.79, 0.82, 0.80), (0.83, 0.85, 0.82, 0.84, 0.835)
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A run directory as training leaves it, with one evaluation a value."""
+    monkeypatch.chdir(tmp_path)
+
+    # Nothing here has to survive a power failure, and a disk takes its time.
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+
+    def made(
+        name: str,
+        *values: float | None,
+        seed: int = 0,
+        data: str | None = "d1",
+        settings: Mapping[str, Any] | None = None,
+        more: Mapping[str, Any] | None = None,
+        held_out: str | None = None,
+        content: str | None = None,
+    ) -> Path:
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        recipe = {**CLASSIFY, "seed": seed, "name": run.name, **(settings or {})}
+        recipe = {key: value for key, value in recipe.items() if value is not None}
+        (run / "recipe.yaml").write_text(json.dumps(recipe, indent=0), encoding="utf-8")  # JSON is YAML
+        rows = [
+            {"step": i + 1, "kind": "eval", "samples": i, "accuracy": v, "loss": 1 - (v or 0), **(more or {})}
+            for i, v in enumerate(values)
+        ]
+        lines = [{"step": 1, "kind": "train", "samples": 1, "loss": 9.0, "accuracy": 0.99}, *rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
+        if data is not None:
+            hashes = {"validation": held_out, "validation.content": content}
+            recorded = {name: value for name, value in hashes.items() if value is not None}
+            fingerprint = {"data": data, "held_out": recorded} if recorded else {"data": data}
+            checkpoint.write(run / "checkpoints", step=1, files={}, progress={}, fingerprint=fingerprint)
+        return run
+
+    return made
+
+
+@pytest.fixture
+def seeds(make: Make) -> Callable[..., str]:
+    """A group of one value a seed, as the pattern that names it."""
+
+    def made(name: str, values: Sequence[float], *, first: int = 0, **options: Any) -> str:
+        for number, value in enumerate(values):
+            make(f"{name}-s{first + number}", value, seed=first + number, **options)
+        return f"runs/{name}-s*"
+
+    return made
+
+
+def answers(run: Path, right: Sequence[bool], *, keys: Sequence[str] | None = None, label: str = "yes") -> None:
+    rows = [
+        {"key": key, "label": label, "predicted": label if ok else "no", "probability": 0.9}
+        for key, ok in zip(keys or [f"test.jsonl:{i}" for i in range(len(right))], right, strict=True)
+    ]
+    (run / "results").mkdir()
+    (run / "results" / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def refused(*names: str, kind: type[Exception] = UsageError, **options: Any) -> str:
+    with pytest.raises(kind) as caught:
+        compare(names, **options)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert not text.endswith(".")
+    return text
+
+
+# Which test, and what it says.
+
+
+def test_seeds_in_common_are_pairs(seeds: Callable[..., str]) -> None:
+    report = compare([seeds("a", GOOD), seeds("b", BETTER, settings={"model.num_filters": 64})])
+    (pair,) = report["pairs"]
+    theirs = scipy.stats.ttest_rel(BETTER, GOOD)
+    assert (pair["test"], pair["paired_by"], pair["n"]) == ("paired t-test", "seed", 5)
+    assert (pair["statistic"], pair["p"]) == pytest.approx((theirs.statistic, theirs.pvalue))
+    bounds = theirs.confidence_interval(0.95)
+    assert (pair["interval"]["low"], pair["interval"]["high"]) == pytest.approx((bounds.low, bounds.high))
+    assert pair["ranks"]["p"] == pytest.approx(2 / 2**5)
+    assert (pair["better"], pair["outcome"]) == ("B", "B is better")
+    assert "paired t-test, n = 5, p = 0.00" in pair["verdict"]
+    assert pair["changed"] == {"model.num_filters": [None, 64]}
+    assert [run["value"] for run in report["groups"][0]["runs"]] == list(GOOD)
+    assert report["groups"][0]["mean"] == pytest.approx(np.mean(GOOD))
+    assert report["groups"][0]["deviation"] == pytest.approx(np.std(GOOD, ddof=1))
+    assert report["notes"] == []
+
+
+def test_pairs_go_by_seed_and_not_by_order(make: Make) -> None:
+    """Names that sort otherwise than their seeds; differences that are 0.02 only when seeds meet."""
+    for seed, value in enumerate(GOOD):
+        make(f"a-{seed}", value, seed=seed)
+        make(f"b-{9 - seed}", value + 0.02 + seed / 1000, seed=seed)
+    (pair,) = compare(["runs/a-*", "runs/b-*"])["pairs"]
+    assert pair["bootstrap"]["percentile"]["low"] >= 0.02 - 1e-9
+    assert pair["difference"] == pytest.approx(0.022)
+
+
+def test_smaller_is_better_where_the_runs_say_so(seeds: Callable[..., str]) -> None:
+    goal = {"evaluation.metric": "loss", "evaluation.mode": "min"}
+    report = compare([seeds("a", GOOD, settings=goal), seeds("b", BETTER, settings=goal)])
+    assert (report["metric"], report["mode"]) == ("loss", "min")
+    assert report["pairs"][0]["difference"] < 0
+    assert report["pairs"][0]["better"] == "B"
+
+
+def test_another_metric_is_read_where_the_run_was_best(make: Make) -> None:
+    """Not where that other metric was best, which nobody would have kept."""
+    goal = {"evaluation.metric": "loss", "evaluation.mode": "min"}
+    for name, offset in (("a", 0.0), ("b", 0.1)):
+        for seed in range(3):
+            run = make(f"{name}-s{seed}", seed=seed, settings=goal)
+            rows = [(1, 0.5, 0.6), (2, 0.3, 0.7 + offset + seed / 100), (3, 0.4, 0.99), (4, None, 0.999)]
+            lines = [{"step": s, "kind": "eval", "samples": s, "loss": x, "accuracy": y} for s, x, y in rows]
+            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    report = compare(["runs/a-s*", "runs/b-s*"], metric="accuracy")
+    assert [run["value"] for run in report["groups"][0]["runs"]] == pytest.approx([0.70, 0.71, 0.72])
+    assert report["mode"] == "max"  # the name says it, though the runs were kept by another metric
+    assert compare(["runs/a-s*", "runs/b-s*"], metric="loss")["mode"] == "min"
+
+
+def test_no_seed_in_common_means_no_pairs(seeds: Callable[..., str]) -> None:
+    report = compare([seeds("a", GOOD), seeds("b", BETTER[:4], first=10)])
+    (pair,) = report["pairs"]
+    theirs = scipy.stats.ttest_ind(BETTER[:4], GOOD, equal_var=False)
+    assert (pair["test"], pair["paired_by"], pair["n"]) == ("Welch's t-test", None, 9)
+    assert (pair["p"], pair["df"]) == pytest.approx((theirs.pvalue, theirs.df))
+    assert "no seed in common" in pair["why"]
+    assert any("5 and 4 runs" in note for note in report["notes"])
+
+
+def test_folds_are_corrected(make: Make) -> None:
+    for name, values in (("cv-a", GOOD), ("cv-b", BETTER)):
+        for fold, value in enumerate(values):
+            split = {"data.split.folds": 5, "data.split.fold": fold}
+            make(f"{name}/fold-{fold}", value, settings=split, data=f"part {fold}")
+        (Path("runs") / name / "crossval.json").write_text('{"folds": 5}')
+    report = compare(["runs/cv-a", "runs/cv-b/"])
+    (pair,) = report["pairs"]
+    differences = np.array(BETTER) - np.array(GOOD)
+    t = differences.mean() / np.sqrt(differences.var(ddof=1) * (1 / 5 + 1 / 4))
+    assert (pair["test"], pair["paired_by"]) == ("corrected resampled t-test", "fold")
+    assert (pair["statistic"], pair["p"]) == pytest.approx((t, 2 * scipy.stats.t.sf(t, 4)))
+    assert pair["ranks"] is None  # ranks know nothing of shared training data
+    # As the sub-folders themselves, too, and an unfinished one counts with the parts it was planned with.
+    again = compare(["runs/cv-a/fold-*", "runs/cv-b/fold-[0-3]"])["pairs"][0]
+    t = differences[:4].mean() / np.sqrt(differences[:4].var(ddof=1) * (1 / 4 + 1 / 4))
+    assert again["statistic"] == pytest.approx(t)
+
+
+def test_repeated_folds_are_one_group(make: Make) -> None:
+    """Two repeats of three folds: six pairs, and the share that a fold holds out stays a third."""
+    values = {"cv-a": (0.80, 0.81, 0.79, 0.82, 0.80, 0.78), "cv-b": (0.83, 0.85, 0.82, 0.84, 0.83, 0.84)}
+    for name, numbers in values.items():
+        for number, value in enumerate(numbers):
+            split = {"data.split.folds": 3, "data.split.fold": number % 3, "data.split.seed": number // 3}
+            make(f"{name}/fold-{number}", value, settings=split, data=f"part {number}")
+    (pair,) = compare(["runs/cv-a", "runs/cv-b"])["pairs"]
+    differences = np.subtract(values["cv-b"], values["cv-a"])
+    t = differences.mean() / np.sqrt(differences.var(ddof=1) * (1 / 6 + 1 / 2))
+    assert (pair["n"], pair["statistic"]) == (6, pytest.approx(t))
+    assert pair["changed"] == {}
+
+
+def test_single_classifiers_go_by_their_answers(make: Make) -> None:
+    a, b = make("a", 0.8), make("b", 0.8, seed=1, settings={"model.num_filters": 64})
+    answers(a, [True] * 60 + [False] * 30 + [True] * 10)
+    answers(b, [True] * 60 + [True] * 30 + [False] * 10)
+    report = compare(["runs/a", "runs/b"])
+    (pair,) = report["pairs"]
+    assert (report["metric"], pair["paired_by"]) == ("accuracy", "key")
+    assert pair["test"] == "McNemar's test (chi-square)"
+    assert pair["statistic"] == pytest.approx((20 - 1) ** 2 / 40)
+    assert pair["difference"] == pytest.approx(0.2)
+    assert pair["better"] == "B"
+    assert pair["effect"] == {"name": "odds ratio", "size": pytest.approx(3.0), "unbiased": None}
+    assert [group["mean"] for group in report["groups"]] == pytest.approx([0.7, 0.9])
+    assert any("not two ways of training" in note for note in report["notes"])
+
+
+def test_answers_meet_by_key_and_not_by_line(make: Make) -> None:
+    a, b = make("a", 0.8), make("b", 0.8, seed=1)
+    answers(a, [True, False, True, False], keys=["1", "2", "3", "4"])
+    answers(b, [False, True, False, True], keys=["4", "3", "2", "1"])
+    assert compare(["runs/a", "runs/b"])["pairs"][0]["n"] == 0
+
+
+def test_three_groups_are_corrected_by_holm(seeds: Callable[..., str]) -> None:
+    names = [seeds("a", GOOD), seeds("b", BETTER), seeds("c", [v + 0.001 * i for i, v in enumerate(GOOD)])]
+    report = compare(names)
+    assert [(p["second"], p["first"]) for p in report["pairs"]] == [("B", "A"), ("C", "A"), ("C", "B")]
+    raw = [p["p"] for p in report["pairs"]]
+    smallest, middle, largest = sorted(raw)
+    adjusted = {smallest: 3 * smallest, middle: max(3 * smallest, 2 * middle)}
+    adjusted[largest] = max(adjusted[middle], largest)
+    assert [p["p_adjusted"] for p in report["pairs"]] == pytest.approx([min(1.0, adjusted[p]) for p in raw])
+    assert "after Holm's correction for 3 pairs" in report["pairs"][0]["verdict"]
+    assert any("intervals are not" in note for note in report["notes"])
+
+
+def test_holm_decides_and_not_the_single_p(seeds: Callable[..., str]) -> None:
+    values = np.array(GOOD)
+    wobble = np.array([0.02, -0.005, 0.03, 0.001, 0.012])
+    names = [seeds("a", values), seeds("b", values + wobble), seeds("c", values + wobble[::-1] / 3)]
+    report = compare(names, alpha=0.15)
+    raised = [p for p in report["pairs"] if p["p"] < 0.15 <= p["p_adjusted"]]
+    assert raised
+    assert all(p["outcome"] == "no difference shown" for p in raised)
+
+
+def test_few_pairs_are_said_to_be_few(seeds: Callable[..., str]) -> None:
+    report = compare([seeds("a", GOOD[:3]), seeds("b", BETTER[:3])])
+    assert any("with 3 pairs" in note and "0.25" in note for note in report["notes"])
+    assert "n = 3" in report["pairs"][0]["verdict"]
+
+
+def test_equal_differences_prove_little(seeds: Callable[..., str]) -> None:
+    (pair,) = compare([seeds("a", (0.8, 0.7, 0.6)), seeds("b", (0.9, 0.8, 0.7))])["pairs"]
+    assert pair["test"].startswith("Wilcoxon")
+    assert (pair["p"], pair["outcome"]) == (0.25, "no difference shown")
+
+
+def test_seeds_that_only_one_has_are_left_out_and_named(seeds: Callable[..., str]) -> None:
+    report = compare([seeds("a", GOOD), seeds("b", BETTER[:4], first=1)])
+    assert report["pairs"][0]["n"] == 4
+    assert any("seed 0 is in one of them only" in note for note in report["notes"])
+
+
+def test_results_of_an_evaluation(seeds: Callable[..., str]) -> None:
+    names = [seeds("a", GOOD[:3]), seeds("b", BETTER[:3])]
+    for run in Path("runs").iterdir():
+        (run / "results").mkdir()
+        metrics = {"accuracy": 0.5 + len(run.name) / 100 + int(run.name[-1]) / 10, "split": "test"}
+        (run / "results" / "metrics.json").write_text(json.dumps(metrics))
+    report = compare(names, split="test")
+    assert [run["value"] for run in report["groups"][0]["runs"]] == pytest.approx([0.54, 0.64, 0.74])
+    assert not [note for note in report["notes"] if "split" in note]
+    assert "is of the split test, not validation" in refused(*names, split="validation")
+    assert "has no f1; --metric can be accuracy" in refused(*names, split="test", metric="f1")
+    (Path("runs") / "b-s1" / "results" / "metrics.json").write_text('{"accuracy": 0.7}')
+    assert any("does not say of which split" in note for note in compare(names, split="test")["notes"])
+    (Path("runs") / "b-s1" / "results" / "metrics.json").write_text("[1")
+    assert "b-s1/results/metrics.json is no JSON object" in refused(*names, split="test", kind=DataError)
+    (Path("runs") / "b-s1" / "results" / "metrics.json").unlink()
+    assert "bottega evaluate runs/b-s1 --split test --out" in refused(*names, split="test")
+
+
+def test_results_of_other_data_are_not_those_of_a_run(seeds: Callable[..., str], make: Make) -> None:
+    """Evaluated on a folder of somebody else with a part test, metrics.json says test too."""
+    names = [seeds("a", GOOD[:3]), seeds("b", BETTER[:3])]
+    for run in Path("runs").iterdir():
+        (run / "results").mkdir()
+        metrics = {"accuracy": 0.5 + int(run.name[-1]) / 10, "split": "test", "data": None}
+        (run / "results" / "metrics.json").write_text(json.dumps(metrics))
+    assert compare(names, split="test")["pairs"][0]["n"] == 3
+    (Path("runs") / "b-s1" / "results" / "metrics.json").write_text(json.dumps({**metrics, "data": "elsewhere/x"}))
+    text = refused(*names, split="test")
+    assert "runs/b-s1/results/metrics.json was measured on elsewhere/x" in text
+    assert "bottega evaluate runs/b-s1 --split test --out" in text
+
+
+def test_answers_to_other_data_are_not_those_of_a_split(make: Make) -> None:
+    runs = [make("a", 0.8), make("b", 0.9)]
+    for run in runs:
+        answers(run, [True, False, True])
+    for fields, expected in (
+        ({"split": "test", "data": "elsewhere/x"}, "was measured on elsewhere/x"),
+        ({"split": "validation", "data": None}, "is of the split validation, not test"),
+    ):
+        (runs[1] / "results" / "metrics.json").write_text(json.dumps({"accuracy": 0.7, **fields}))
+        assert expected in refused("runs/a", "runs/b", split="test")
+        assert compare(["runs/a", "runs/b"])["pairs"][0]["paired_by"] == "key"
+
+
+# What may be compared.
+
+
+def test_data_that_was_prepared_alike_is_told_by_its_fingerprint(seeds: Callable[..., str]) -> None:
+    """The folder may have moved; the same content is the same data."""
+    moved = {"data.train.path": "elsewhere/reviews.jsonl"}
+    assert compare([seeds("a", GOOD), seeds("b", BETTER, settings=moved)])["notes"] == []
+
+
+def test_augmentation_changes_the_fingerprint_and_not_what_is_held_out(seeds: Callable[..., str], make: Make) -> None:
+    copies = {"data.augmentation.augmentation_factor": 2}
+    plain = seeds("a", GOOD)
+    for seed, value in enumerate(BETTER):
+        make(f"b-s{seed}", value, seed=seed, data=f"with copies of seed {seed}", settings=copies)
+    report = compare([plain, "runs/b-s*"])
+    assert any("data.augmentation" in note for note in report["notes"])
+    assert report["pairs"][0]["better"] == "B"
+
+
+def test_more_training_data_may_be_compared_on_the_same_held_out_file(seeds: Callable[..., str]) -> None:
+    few = {"data.train.path": "few.jsonl", "data.validation.path": "dev.jsonl"}
+    many = {"data.train.path": "many.jsonl", "data.validation.path": "dev.jsonl"}
+    other = {"data.train.path": "few.jsonl", "data.validation.path": "test.jsonl"}
+    one = seeds("a", GOOD, settings=few, data="few")
+    assert compare([one, seeds("b", BETTER, settings=many, data="many")])["pairs"][0]["n"] == 5
+    text = refused(one, seeds("c", BETTER, settings=other, data="other"))
+    assert 'data.validation.path ("dev.jsonl" and "test.jsonl")' in text
+
+
+def test_different_data_is_refused(seeds: Callable[..., str]) -> None:
+    one = seeds("a", GOOD)
+    split = seeds("b", BETTER, data="d2", settings={"data.validation.split": 0.3})
+    assert "measured on different data: data.validation.split (0.1 and 0.3)" in refused(one, split)
+    assert "its files changed in between" in refused(one, seeds("c", BETTER, data="d3"))
+    fewer = seeds("d", BETTER, settings={"evaluation.max_batches": 2})
+    assert "measured on all of it and 2 batches of 32" in refused(one, fewer)
+    assert "only the recipes say" in compare([one, seeds("e", BETTER, data=None)])["notes"][0]
+
+
+READ_OTHERWISE = {"data.train.columns": ["text", "rest", "label"]}
+
+
+def test_samples_and_labels_decide_and_not_how_they_are_read(seeds: Callable[..., str]) -> None:
+    one = seeds("a", GOOD, held_out="h1")
+    report = compare([one, seeds("b", BETTER, data="d2", held_out="h1", settings=READ_OTHERWISE)])
+    assert report["notes"] == [
+        "the data was read in different ways (data.train.columns); the samples measured and their labels are the same"
+    ]
+    text = refused(one, seeds("c", BETTER, data="d3", held_out="h2", settings={"model.num_filters": 64}))
+    assert "different data: the samples or labels that were held out are not the same" in text
+    assert "data.train.columns" in refused(one, seeds("d", BETTER, data="d4", held_out="h2", settings=READ_OTHERWISE))
+    few = {**READ_OTHERWISE, "data.validation": {"split": 0.1, "limit": 3}}
+    assert "data.validation.limit (null and 3)" in refused(
+        one, seeds("e", BETTER, data="d5", held_out="h1", settings=few)
+    )
+    assert "its files changed in between" in refused(one, seeds("f", BETTER, data="d6", held_out="h1"))
+
+
+def test_equal_names_and_labels_of_other_files_are_other_samples(seeds: Callable[..., str]) -> None:
+    moved = {"data.train.path": "elsewhere/reviews.jsonl", **READ_OTHERWISE}
+    apart = {"data.train.path": "many.jsonl", "data.validation.path": "dev.jsonl"}
+    one = seeds("a", GOOD, held_out="h1", content="c1")
+    same = seeds("b", BETTER, data="d2", held_out="h1", content="c1", settings=moved)
+    assert "the samples measured and their labels are the same" in compare([one, same])["notes"][0]
+    assert compare([one, seeds("c", BETTER, data="d3", held_out="h1", content="c1", settings=READ_OTHERWISE)])["pairs"]
+    for name, content in (("d", "c2"), ("e", None)):
+        other = seeds(name, BETTER, data="d4", held_out="h1", content=content, settings=moved)
+        assert 'data.train.path ("reviews.jsonl" and "elsewhere/reviews.jsonl")' in refused(one, other)
+    changed = seeds("f", BETTER, data="d5", held_out="h1", content="c2", settings=READ_OTHERWISE)
+    assert "measured on different data" in refused(one, changed)
+    held = seeds("g", GOOD, data="d6", held_out="h1", settings=apart)
+    few = {**apart, "data.train.path": "few.jsonl"}
+    assert compare([held, seeds("h", BETTER, data="d7", held_out="h1", settings=few)])["pairs"]
+
+
+def test_the_loss_of_other_texts_of_the_same_samples_is_refused(make: Make) -> None:
+    language = {"task": "language", "model.kind": None, "model.size": "nano", "evaluation.metric": "loss"}
+    for name in ("title", "text"):
+        for seed in range(2):
+            settings = {**language, "evaluation.mode": "min", "data.train.field": name}
+            make(f"{name}-s{seed}", 0.5 + seed / 10, seed=seed, data=name, settings=settings, held_out="h1")
+    assert "loss is a mean over different numbers: data.train.field" in refused("runs/title-s*", "runs/text-s*")
+
+
+def test_folds_without_a_record_are_told_by_their_answers(make: Make) -> None:
+    """As an earlier version left them: each fold was evaluated, and nothing else says what it held out."""
+    for name, settings, label in (
+        ("cv-a", {}, "yes"),
+        ("cv-b", READ_OTHERWISE, "yes"),
+        ("cv-c", READ_OTHERWISE, "other"),
+    ):
+        for fold in range(3):
+            split = {"data.split.folds": 3, "data.split.fold": fold}
+            run = make(f"{name}/fold-{fold}", 0.8 + fold / 10, settings={**split, **settings}, data=f"{name} {fold}")
+            answers(run, [True, False], keys=[f"a.csv:{fold}", f"a.csv:{fold + 3}"], label=label)
+            (run / "results" / "metrics.json").write_text(json.dumps({"split": "validation"}))
+    assert compare(["runs/cv-a", "runs/cv-b"])["pairs"][0]["paired_by"] == "fold"
+    assert "data.train.columns" in refused("runs/cv-a", "runs/cv-c")
+    for file in Path("runs/cv-b").glob("fold-*/results/metrics.json"):
+        file.write_text(json.dumps({"split": "validation", "data": "elsewhere/x"}))
+    assert "data.train.columns" in refused("runs/cv-a", "runs/cv-b")  # answers to other data tell nothing of their own
+
+
+def test_a_loss_over_other_tokens_is_refused(make: Make) -> None:
+    language = {"task": "language", "model.kind": None, "model.size": "nano", "evaluation.metric": "loss"}
+    for name, kind in (("a", "bytes"), ("b", "bpe")):
+        for seed in range(2):
+            settings = {**language, "evaluation.mode": "min", "data.tokenizer.kind": kind}
+            values = {"bits_per_byte": 1.0 + seed / 10 + (kind == "bpe") * seed}
+            make(f"{name}-s{seed}", 0.5, seed=seed, data=kind, settings=settings, more=values)
+    text = refused("runs/a-s*", "runs/b-s*")
+    assert "data.tokenizer.kind" in text
+    assert "--metric bits_per_byte" in text
+    assert compare(["runs/a-s*", "runs/b-s*"], metric="bits_per_byte")["pairs"][0]["n"] == 2
+
+
+# What is refused.
+
+
+def test_single_runs_without_predictions(make: Make) -> None:
+    make("a", 0.8)
+    b = make("b", 0.9, settings={"model.num_filters": 64})
+    text = refused("runs/a", "runs/b")
+    assert "at least 2" in text
+    assert "give seeds" in text
+    assert "bottega evaluate runs/a --out" in text
+    answers(b, [True])
+    assert "runs/a is a single run" in refused("runs/a", "runs/b")
+
+
+def test_answers_to_other_samples(make: Make) -> None:
+    for name, keys in (("a", range(8)), ("b", range(8, 28))):
+        file = make(name, 0.8) / "results" / "predictions.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(f'{{"key": "{key}", "label": "yes", "predicted": "no"}}\n' for key in keys))
+    assert "different data: 8 and 20 samples, none in common" in refused("runs/a", "runs/b")
+
+
+def test_a_single_run_against_seeds(make: Make, seeds: Callable[..., str]) -> None:
+    make("one", 0.9)
+    assert "runs/one is a single run: at least 2" in refused(seeds("a", GOOD), "runs/one")
+
+
+def test_one_pair_is_too_few(seeds: Callable[..., str]) -> None:
+    text = refused(seeds("a", GOOD[:3]), seeds("b", BETTER[:3], first=2))
+    assert "fewer than 2 pairs; give both the same seeds" in text
+
+
+def test_groups_without_any_spread_or_pairs(seeds: Callable[..., str]) -> None:
+    assert "do not vary at all" in refused(seeds("a", (1.0, 1.0)), seeds("b", (0.9, 0.9), first=5))
+
+
+def test_members_that_differ_in_more_than_the_seed(make: Make, seeds: Callable[..., str]) -> None:
+    one = seeds("a", GOOD)
+    make("a-s9", 0.9, seed=9, settings={"training.learning_rate": 0.1, "model.num_filters": 7})
+    text = refused(one, seeds("b", BETTER))
+    assert "differ in more than the seed" in text
+    assert "training.learning_rate (0.0003 and 0.1)" in text
+    assert "model.num_filters (null and 7)" in text
+
+
+def test_the_same_run_or_seed_twice(make: Make, seeds: Callable[..., str]) -> None:
+    one, two = seeds("a", GOOD), seeds("b", BETTER)
+    assert "given twice" in refused(one, two, "runs/../runs/a-s1")
+    assert "given twice" in refused("runs/a-s0,runs/a-s0", two)
+    make("a-s0.1", 0.8, seed=0)
+    assert "are both seed 0; leave one out" in refused("runs/a-s*", two)
+
+
+def test_different_goals(seeds: Callable[..., str]) -> None:
+    one = seeds("a", GOOD)
+    text = refused(one, seeds("b", BETTER, settings={"evaluation.metric": "loss", "evaluation.mode": "min"}))
+    assert "kept its best by accuracy (max)" in text
+    assert "by loss (min)" in text
+    text = refused(one, seeds("c", BETTER, settings={"evaluation.mode": "min"}))
+    assert "evaluation.mode: min, and of accuracy larger is better" in text
+
+
+def test_metrics_that_are_missing(make: Make, seeds: Callable[..., str]) -> None:
+    one, two = seeds("a", GOOD), seeds("b", BETTER)
+    assert "metrics.jsonl has no f1; --metric can be accuracy, loss" in refused(one, two, metric="f1")
+    make("b-s7", seed=7)
+    assert "runs/b-s7 has no evaluation" in refused(one, two)
+    make("c-s0", None, seed=0)
+    make("c-s1", 0.7, seed=1)
+    assert "accuracy is null and no finite number" in refused(one, "runs/c-s*")
+    # Without a best evaluation there is none to read another metric at.
+    assert "accuracy is null" in refused(one, "runs/c-s*", metric="loss")
+
+
+def test_folds_against_seeds(make: Make, seeds: Callable[..., str]) -> None:
+    for fold in range(3):
+        make(f"cv/fold-{fold}", 0.8, settings={"data.split.folds": 3, "data.split.fold": fold})
+    assert "compare one kind" in refused(seeds("a", GOOD), "runs/cv")
+    assert "a group by itself" in refused("runs/cv,runs/a-s0", "runs/a-s1")
+
+
+def test_folds_of_another_split(make: Make) -> None:
+    for name, seed in (("cv-a", 0), ("cv-b", 1)):
+        for fold in range(3):
+            split = {"data.split.folds": 3, "data.split.fold": fold, "data.split.seed": seed}
+            make(f"{name}/fold-{fold}", 0.8 + fold / 10, settings=split, data=f"{seed} {fold}")
+    assert "data.split.seed (0 and 1)" in refused("runs/cv-a", "runs/cv-b")
+
+
+def test_answers_to_other_questions(make: Make) -> None:
+    a, b, c = (make(name, 0.8, seed=i) for i, name in enumerate("abc"))
+    answers(a, [True, False])
+    answers(b, [True, True], keys=["test.jsonl:0", "test.jsonl:7"])
+    answers(c, [True, True], label="other")
+    assert "different samples or labels, 2 of 3" in refused("runs/a", "runs/b")
+    assert "different samples or labels, 2 of 2" in refused("runs/a", "runs/c")
+    answers(make("d", 0.8, seed=4), [True, True])
+    assert "single runs are compared by accuracy" in refused("runs/a", "runs/d", metric="loss")
+    assert compare(["runs/a", "runs/d"], metric="accuracy")["pairs"][0]["n"] == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "predictions.jsonl:2"),
+        ('{"key": "b", "label": "yes"}', "expected key, label and predicted"),
+        ('{"key": "a", "label": "yes", "predicted": "no"}', "'a' was there before"),
+        ("[]", "expected key, label and predicted"),
+    ],
+)
+def test_damaged_predictions(make: Make, line: str, said: str) -> None:
+    a, b = make("a", 0.8), make("b", 0.8, seed=1)
+    answers(b, [True])
+    (a / "results").mkdir()
+    (a / "results" / "predictions.jsonl").write_text(f'{{"key": "a", "label": "yes", "predicted": "yes"}}\n{line}\n')
+    assert said in refused("runs/a", "runs/b", kind=DataError)
+
+
+def test_names_that_lead_nowhere(make: Make, seeds: Callable[..., str]) -> None:
+    one = seeds("a", GOOD)
+    assert "no run matches" in refused(one, "runs/zz-*")
+    assert "no run at runs/a-s7" in refused(one, "runs/a-s7")
+    assert "names no run" in refused(one, ",")
+    assert "say what to compare" in refused(one)
+    for alpha in (0.0, 1.0, -1.0, float("nan")):
+        assert "--alpha" in refused(one, "runs/b", alpha=alpha)
+
+
+# For people.
+
+
+def test_the_table_never_judges_without_test_n_and_p(seeds: Callable[..., str]) -> None:
+    text = show(compare([seeds("a", GOOD), seeds("b", BETTER), seeds("c", GOOD[::-1])]))
+    assert "significant" not in text
+    rows = [line for line in text.splitlines() if line.startswith(("B - A ", "C - A ", "C - B "))]
+    assert len(rows) == 3
+    for row in rows:
+        assert "paired t-test" in row
+        assert "d_z" in row
+        assert row.endswith(("is better", "no difference shown"))
+    for name in ("B - A", "C - A", "C - B"):
+        assert f"{name}: paired t-test, because both have 5 seeds in common" in text
+
+
+def test_the_picture_shows_every_run(seeds: Callable[..., str], tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
+    report = compare([seeds("a", (0.8, 0.8, 0.8, 0.7)), seeds("b", BETTER[:4])])
+    draw(report, tmp_path / "deep" / "p.png")
+    with image.open(tmp_path / "deep" / "p.png") as picture:
+        pixels = np.asarray(picture.convert("RGB")).astype(int)
+    from bottega.analysis.compare import COLOURS
+
+    # Dots are the only filled things of a colour that are nine points wide: three equal values stand beside each other.
+    blue = np.abs(pixels - [int(COLOURS[0][i : i + 2], 16) for i in (1, 3, 5)]).sum(2) < 30
+    blue[:, blue.any(0).nonzero()[0].max() - 60 :] = False  # the mean and its interval, at the right
+    blue[int(len(blue) * 0.8) :] = False  # letters
+    solid = blue.sum(0)
+    assert blue.sum() == pytest.approx(4 * np.pi * 8**2, rel=0.2)
+    assert (solid > 0).sum() > 3 * 14
+
+
+def test_an_interval_ends_where_the_metric_does() -> None:
+    group = {"label": "A", "name": "a", "kind": "seeds", "n": 2, "mean": 0.9, "deviation": 0.1, "runs": []}
+    report: dict[str, Any] = {
+        "metric": "accuracy",
+        "mode": "max",
+        "read_from": "here",
+        "level": 0.95,
+        "pairs": [],
+        "notes": [],
+        "groups": [{**group, "interval": {"low": 0.31, "high": 1.14}}],
+    }
+    assert "0.31000 to *1.00000" in show(report)
+    assert "* the interval goes beyond what the metric can be" in show(report)
+    lost = show({**report, "metric": "loss"})
+    assert "0.31000 to 1.14000" in lost
+    assert "*" not in lost

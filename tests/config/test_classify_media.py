@@ -1,0 +1,105 @@
+"""Classifiers of images, sound and video: one task, whose schema follows from what it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bottega.config.fields import keys_of
+from bottega.config.flags import Override, parse_overrides
+from bottega.config.load import check_recipe, commented_recipe, json_schema, load_recipe, to_yaml
+from bottega.config.registry import FORMS, RECIPES, SCHEMAS
+from bottega.core.errors import UsageError
+
+MEDIA = ("image", "audio", "video")
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_a_recipe_is_of_the_form_its_input_says_and_survives_a_round_trip(medium: str, tmp_path: Path) -> None:
+    resolved = check_recipe([{"task": "classify", "data.input": medium, "training.label_smoothing": 0.1}])
+    assert type(resolved.recipe) is FORMS["classify"][medium]
+    assert resolved.recipe.samples.every is None
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(resolved.recipe))
+    assert check_recipe([str(again)]).recipe == resolved.recipe
+    assert check_recipe([str(again)]).recipe.run_name() == resolved.recipe.run_name()
+
+
+def test_text_is_what_a_recipe_reads_that_does_not_say() -> None:
+    assert type(check_recipe([{"task": "classify"}]).recipe) is RECIPES["classify"]
+    assert type(check_recipe([{"task": "classify", "data.input": "text"}]).recipe) is RECIPES["classify"]
+
+
+def test_a_later_layer_may_change_the_input() -> None:
+    resolved = check_recipe([{"task": "classify", "data.input": "image"}], [Override("data.input", "audio")])
+    assert type(resolved.recipe) is FORMS["classify"]["audio"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"data.input": "imgae"},
+            "data.input: expected one of text, image, audio, video, got 'imgae'; did you mean image",
+        ),
+        ({"data.input": 3}, "data.input: expected one of text, image, audio, video, got 3"),
+        ({"data.input": ["image"]}, "data.input: expected one of text, image, audio, video"),
+        ({"image_size": 28}, "image_size: is a key of data.input=image; say that too"),
+        ({"data.input": "image", "data.seconds": 1.0}, "data.seconds: is a key of data.input=audio; say that too"),
+        ({"data.input": "image", "model.kind": "cnn"}, "model.kind: expected one of convnet, spiking, got 'cnn'"),
+        ({"data.input": "audio", "data.hop_sise": 3}, "data.hop_sise: unknown key; did you mean hop_size?"),
+        ({"data.input": "video", "data.num_frames": 0}, "data.num_frames: must be greater than 0, got 0"),
+        ({"data.input": "image", "model.num_filters": 8}, "model.num_filters: is a key of data.input=text"),
+    ],
+)
+def test_each_form_is_closed_and_says_what_is_wrong(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_recipe([{"task": "classify", **settings}])
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_other_tasks_have_no_input() -> None:
+    with pytest.raises(UsageError, match=r"data\.input: unknown key"):
+        check_recipe([{"task": "image", "data.input": "image"}])
+    assert "classify" in check_recipe([{"data.input": "video"}]).task_candidates
+    assert "image" not in check_recipe([{"data.input": "video"}]).task_candidates
+
+
+def test_training_needs_a_source() -> None:
+    with pytest.raises(UsageError, match=r"data\.train\.path: missing"):
+        load_recipe([{"task": "classify", "data.input": "image", "training.max_steps": 1}])
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+def test_every_key_is_described_is_a_flag_and_stands_in_the_commented_recipe(medium: str, tmp_path: Path) -> None:
+    keys = keys_of(FORMS["classify"][medium])
+    assert [key for key, info in keys.items() if not info.description] == []
+    plain = [key for key in keys if "*" not in key]
+    _, overrides = parse_overrides([word for key in plain for word in (f"--{key}", "1")])
+    assert [override.key for override in overrides] == plain
+    path = tmp_path / "new.yaml"
+    path.write_text(commented_recipe(f"classify/{medium}"))
+    recipe = load_recipe([str(path)]).recipe
+    assert type(recipe) is FORMS["classify"][medium]
+    assert recipe.model_copy(update={"origin": None, "training": None, "data": None}) == check_recipe(
+        [{"task": "classify", "data.input": medium}]
+    ).recipe.model_copy(update={"training": None, "data": None})
+
+
+def test_the_schema_for_editors_has_all_forms_in_one_branch() -> None:
+    schema = json_schema()
+    forms = {f"#/$defs/{form.__name__}" for form in FORMS["classify"].values()}
+    assert schema["discriminator"]["mapping"]["classify"] == "#/$defs/classify"
+    assert {choice["$ref"] for choice in schema["$defs"]["classify"]["anyOf"]} == forms
+    assert {"$ref": "#/$defs/classify"} in schema["oneOf"]
+    assert all("extends" in schema["$defs"][form.__name__]["properties"] for form in SCHEMAS)
+    inputs = {
+        form: schema["$defs"][f"{form}ClassifyData"]["properties"]["input"] for form in ("Image", "Audio", "Video")
+    }
+    assert {form: field["const"] for form, field in inputs.items()} == {
+        "Image": "image",
+        "Audio": "audio",
+        "Video": "video",
+    }

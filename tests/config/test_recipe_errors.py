@@ -1,0 +1,233 @@
+"""Every problem at once, each on one line that names the place, the key, the value and the nearest right one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.config.load import Override, check_recipe, load_recipe, parse_overrides
+from bottega.core.errors import UsageError
+
+
+def problems(text: str, folder: Path, *overrides: Override, check: bool = True) -> list[str]:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        (check_recipe if check else load_recipe)([str(path)], overrides)
+    return [line.replace(f"{folder}/", "") for line in str(caught.value).splitlines()]
+
+
+def test_all_problems_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = """\
+task: language
+training:
+  max_steps: 10
+  batch_size: many
+  learnig_rate: 1e-4
+  micro_batch_size: x
+  mixed_precision: fp17
+  optimizer:
+    name: adamww
+  groups:
+    - pattern: "a("
+    - {patern: b}
+  ema: 2
+trainig: {lr: 1}
+model: {size: versee}
+data: {train: [[a]]}
+checkpoint: {every: 3 blah}
+"""
+    assert problems(text, tmp_path) == [
+        "recipe.yaml:4: training.batch_size: expected a whole number, got 'many'",
+        "recipe.yaml:5: training.learnig_rate: unknown key; did you mean learning_rate?",
+        "recipe.yaml:6: training.micro_batch_size: expected a whole number or auto, got 'x'",
+        "recipe.yaml:7: training.mixed_precision: expected one of auto, fp32, bf16, fp16, got 'fp17'; did you mean fp16?",
+        "recipe.yaml:9: training.optimizer.name: expected one of adamw, muon, sgd, lion, adafactor, adam, "
+        "got 'adamww'; did you mean adamw?",
+        "recipe.yaml:11: training.groups.0.pattern: 'a(' is not a regular expression: "
+        "missing ), unterminated subpattern at position 1",
+        "recipe.yaml:12: training.groups.1.pattern: missing",
+        "recipe.yaml:12: training.groups.1.patern: unknown key; did you mean pattern?",
+        "recipe.yaml:13: training.ema: must be less than 1, got 2",
+        "recipe.yaml:14: trainig: unknown key; did you mean training?",
+        "recipe.yaml:15: model.size: expected one of nano, verse, stanza, epic, got 'versee'; did you mean verse?",
+        "recipe.yaml:16: data.train: expected text, got ['a']",
+        'recipe.yaml:17: checkpoint.every: expected a number of steps, "1 epoch", "5%" or "10 min", got \'3 blah\'',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("training: {batch_size: true}", "expected a whole number, got true"),
+        ("training: {batch_size: 1.5}", "expected a whole number, got 1.5"),
+        ("training: {batch_size: 0}", "must be greater than 0, got 0"),
+        ("training: {learning_rate: .nan}", "must be greater than 0|expected a finite number"),
+        ("training: {learning_rate: fast}", "expected a number or auto, got 'fast'"),
+        ("training: {gradient_checkpointing: perhaps}", "expected true or false, got 'perhaps'"),
+        ("training: {groups: all}", "expected a list, got 'all'"),
+        ("training: {groups: []}", "expected a list of at least 1, got []"),
+        ("training: 5", "expected a block of keys, got 5"),
+        ("training: {scheduler: {eta_min: 0.1, min_ratio: 0.1}}", "keep one"),
+        ("samples: {prompts: [[1]]}", "expected text"),
+        ("name: ../../etc", "because it names a folder"),
+        ("needs: {vae: {}}", "needs.vae: expected either recipe or run"),
+        ("techniques: [{name: lara}]", "did you mean lora"),
+        ("_target_: os.system", "_target_: unknown key"),
+        ("output_dir: ${HOME}/runs", "is not replaced in a recipe"),
+        ("data: {validation: {split: 1.5}}", "share between 0 and 1"),
+        ("data: {tokenizer: {kind: bpee}}", "did you mean bpe"),
+        ("vocab_sise: 5", "did you mean vocab_size"),
+        ("model: {sequence_length: 5}", "did you mean data.sequence_length"),
+    ],
+)
+def test_one_problem_one_line(line: str, words: str, tmp_path: Path) -> None:
+    found = problems(f"# comment\ntask: language\n{line}\n", tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith("recipe.yaml:3: ")
+    assert any(option in found[0] for option in words.split("|"))
+
+
+def test_a_near_miss_of_a_size_is_a_size() -> None:
+    with pytest.raises(UsageError, match=r"command line: model: .* got 'versee'; did you mean verse"):
+        check_recipe(["language"], [Override("model", "versee")])
+
+
+def test_the_key_is_shown_as_it_was_typed(tmp_path: Path) -> None:
+    found = problems("training:\n  train_batch_size: many\n", tmp_path, Override("lr", "abc"))
+    assert found[:2] == [
+        "recipe.yaml:2: training.train_batch_size: expected a whole number, got 'many'",
+        "command line: lr: expected a number or auto, got 'abc'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "both"),
+    [
+        ("batch_size: 8\n  train_batch_size: 6", ("training.train_batch_size", "training.batch_size")),
+        ("num_train_epochs: 3\n  max_epochs: 4", ("training.max_epochs", "training.num_train_epochs")),
+        (
+            "warmup_steps: 3\n  scheduler: {warmup_steps: 4}",
+            ("training.scheduler.warmup_steps", "training.warmup_steps"),
+        ),
+        ("fp16: true\n  bf16: true", ("training.bf16", "training.fp16")),
+        ("save_frequency: 5\n  save_steps: 5", ("training.save_steps", "training.save_frequency")),
+    ],
+)
+def test_two_spellings_that_disagree(lines: str, both: tuple[str, str], tmp_path: Path) -> None:
+    found = problems(f"training:\n  {lines}\n", tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith(f"recipe.yaml:3: {both[0]}: disagrees with {both[1]} at recipe.yaml:2")
+
+
+def test_two_spellings_that_agree_are_fine() -> None:
+    training: dict[str, Any] = {"batch_size": 6, "train_batch_size": 6, "fp16": False, "bf16": True}
+    recipe = check_recipe([{"training": training}]).recipe
+    assert (recipe.training.batch_size, recipe.training.mixed_precision) == (6, "bf16")
+    assert check_recipe([{"fp16": True}], [Override("fp16", "false")]).recipe.training.mixed_precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("value", "precision"), [("no", "fp32"), ("false", "fp32"), ("true", "auto"), ("bf16", "bf16")]
+)
+def test_spellings_of_precision(value: str, precision: str) -> None:
+    assert check_recipe([], [Override("mixed_precision", value)]).recipe.training.mixed_precision == precision
+
+
+def test_no_is_false_where_a_switch_is_wanted() -> None:
+    recipe = check_recipe([], [Override("deterministic", "yes"), Override("compile", "no")]).recipe
+    assert recipe.deterministic is True
+    assert recipe.training.compile is False
+
+
+def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
+    assert problems("task: language\n", tmp_path, check=False) == [
+        "training.max_steps: missing; give max_steps or num_epochs",
+        "data.train.path: missing; give a file or folder with --data PATH",
+        "model.size: missing; give a size (nano, verse, stanza, epic), from, or num_layers and hidden_size",
+    ]
+
+
+def test_what_is_missing_comes_with_what_is_wrong_but_no_mistake_counts_twice(tmp_path: Path) -> None:
+    text = "task: language\nmodel: {size: nan0}\ntraining: {max_step: 5, batch_size: x}\n"
+    assert problems(text, tmp_path, check=False) == [
+        "recipe.yaml:2: model.size: expected one of nano, verse, stanza, epic, got 'nan0'; did you mean nano?",
+        "recipe.yaml:3: training.batch_size: expected a whole number, got 'x'",
+        "recipe.yaml:3: training.max_step: unknown key; did you mean max_steps?",
+        "data.train.path: missing; give a file or folder with --data PATH",
+    ]
+
+    assert problems("extends: language\ntraining: {max_steps: null, num_epoch: 5}\n", tmp_path, check=False) == [
+        "recipe.yaml:2: training.num_epoch: unknown key; did you mean num_epochs?"
+    ]
+    found = problems("task: personalize\nmodel: {diffusion: [1]}\n", tmp_path, check=False)
+    assert [line for line in found if "diffusion" in line] == ["recipe.yaml:2: model.diffusion: expected text, got [1]"]
+
+
+def test_two_lengths_in_one_layer_are_an_error(tmp_path: Path) -> None:
+    text = "extends: language\ntraining: {max_steps: 5, num_epochs: 1}\n"
+    assert problems(text, tmp_path, check=False) == [
+        "recipe.yaml:2: training.num_epochs: given together with max_steps 5; keep one of them"
+    ]
+
+
+def test_task_is_told_from_the_keys_or_asked_for(tmp_path: Path) -> None:
+    found = problems("training: {max_steps: 5}\n", tmp_path, check=False)
+    assert len(found) == 1
+    assert found[0].startswith("task: missing; the rest fits language, classify")
+    found = problems("task: langage\n", tmp_path)
+    assert found[0].endswith("got 'langage'; did you mean language?")
+    found = problems("model: {num_experts: 4, filter_sizes: [3]}\n", tmp_path)
+    assert found[-1].startswith("task: not given; the rest is nearest to")
+    assert check_recipe([{"model": {"spike_threshold": 1.0}}]).task_candidates == ("routing",)
+
+
+def test_secrets_are_never_shown(tmp_path: Path) -> None:
+    for text in ("wandb: {api_key: CANARY}", "hub_token: CANARY", "logging: {wandb: {key: CANARY}}"):
+        found = problems(text + "\n", tmp_path)
+        assert "environment" in found[0]
+        assert not any("CANARY" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("langage", "did you mean language"),
+        ("language/shakespere", "did you mean language/shakespeare"),
+        ("nothing.yaml", "nothing.yaml: no such file"),
+        ("../recipes/language", "no bundled recipe"),
+    ],
+)
+def test_unknown_recipes(name: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        load_recipe([name])
+
+
+def test_a_file_that_is_no_recipe(tmp_path: Path) -> None:
+    assert problems("just text\n", tmp_path) == ["recipe.yaml: a recipe is a block of keys, not 'just text'"]
+    assert problems("extends: [a]\n", tmp_path) == ["recipe.yaml:1: extends: expected a name or a path, got ['a']"]
+
+
+def test_a_key_that_a_block_does_not_have_names_those_it_has() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_overrides(["language", "data.online.foo=3"])
+    assert str(caught.value) == "data.online.foo: unknown key; there is replay and memory"
+
+
+def test_options_of_a_technique_are_worded_like_other_keys() -> None:
+    for value, said in ((-1, "must be at least 0, got -1"), ("a", "expected a number, got 'a'")):
+        with pytest.raises(UsageError, match=f"strength: {said}"):
+            check_recipe(["language", {"techniques": [{"name": "ewc", "options": {"strength": value}}]}])
+
+
+def test_a_wrong_option_of_the_data_does_not_make_its_path_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\n")
+    sources, overrides = parse_overrides(
+        ["classify/cnn", "--data", str(tmp_path / "a.csv"), "data.train.encoding=latn-1"]
+    )
+    with pytest.raises(UsageError) as refused:
+        load_recipe(sources, overrides)
+    assert str(refused.value).count("\n") == 0
+    assert "latn-1" in str(refused.value)

@@ -1,0 +1,250 @@
+"""A recipe has a stable name, a file that reads back equal, and a schema that explains itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.config.fields import keys_of
+from bottega.config.flags import parse_overrides
+from bottega.config.load import (
+    RECIPES,
+    Override,
+    bundled_recipes,
+    check_recipe,
+    commented_recipe,
+    global_batch,
+    json_schema,
+    load_recipe,
+    to_yaml,
+)
+from bottega.config.recipe import changed_keys
+from bottega.core.errors import UsageError
+
+DATA = [Override("data", "corpus.txt")]
+BUNDLED = [name for name, _, _ in bundled_recipes()]
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_bundled_recipes_load_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+    lacks_data = any(key.startswith("data.") for key, _ in check_recipe([name]).recipe.missing())
+    recipe = load_recipe([name], DATA if lacks_data else ()).recipe
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(recipe))
+    again = load_recipe([str(path)]).recipe
+    assert again == recipe
+    assert again.run_name() == recipe.run_name()
+    assert recipe.run_name().startswith(name.replace("/", "-") + "-")
+
+
+def test_bundled_recipes_say_what_they_are() -> None:
+    assert {"language", "language/shakespeare", "language/verse", "language/stanza", "language/epic"} <= set(BUNDLED)
+    assert all(task in RECIPES and about for _, task, about in bundled_recipes())
+    load_recipe(["language"])
+    with pytest.raises(UsageError, match=r"^data.train.path: missing"):
+        load_recipe(["language/shakespeare"])
+
+
+def test_a_bundled_name_is_not_taken_over_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("language").write_text("seed: 5\n")
+    Path("language.yaml").write_text("extends: language\nseed: 5\n")
+    assert load_recipe(["language"]).recipe.seed == 0
+    assert load_recipe(["language.yaml"]).recipe.seed == 5
+
+
+NEUTRAL = {
+    "output_dir": "x",
+    "device": "cpu",
+    "logging.every": "5",
+    "checkpoint.every": "10 min",
+    "samples.count": "2",
+    "data.workers": "3",
+    "data.prefetch": "3",
+    "training.compile": "false",
+    "training.micro_batch_size": "2",
+    "distributed.processes": "2",
+}
+CHANGING = {"seed": "1", "training.learning_rate": "1e-3", "data.limit": "10", "model.dropout": "0.5", "max_steps": "7"}
+
+
+def test_the_default_name_follows_what_changes_results() -> None:
+    base = load_recipe(["language"]).recipe
+    for key, text in NEUTRAL.items():
+        other = load_recipe(["language"], [Override(key, text)]).recipe
+        assert other != base
+        assert (key, other.run_name(), changed_keys(base, other)) == (key, base.run_name(), [])
+    names = {load_recipe(["language"], [Override(*item)]).recipe.run_name() for item in CHANGING.items()}
+    assert len(names | {base.run_name()}) == len(CHANGING) + 1
+    assert load_recipe(["language"], [Override("name", "mine")]).recipe.run_name() == "mine"
+
+
+def test_changed_keys_have_both_values() -> None:
+    old = load_recipe(["language"]).recipe
+    new = load_recipe(["language"], [Override("lr", "1e-5"), Override("ema", "0.9"), Override("max_grad_norm", "null")])
+    assert changed_keys(old, new.recipe) == [
+        ("training.learning_rate", old.training.learning_rate, 1e-5),
+        ("training.max_grad_norm", 1.0, None),
+        ("training.ema", None, 0.9),
+    ]
+
+
+def test_global_batch() -> None:
+    recipe = check_recipe([{"training": {"batch_size": 12}}]).recipe
+    assert [global_batch(recipe, world) for world in (1, 3, 4)] == [12, 12, 12]
+    with pytest.raises(UsageError, match=r"cannot be shared evenly by 5 processes; .*: 1, 2, 3, 4, 6, 12$"):
+        global_batch(recipe, 5)
+    accumulated = check_recipe([{"training": {"batch_size": 12, "gradient_accumulation_steps": 2}}]).recipe
+    assert global_batch(accumulated, 5) == 120
+
+
+@pytest.mark.parametrize(
+    ("length", "every"),
+    [
+        ({"max_steps": 50}, "5 steps"),
+        ({"num_epochs": 50}, "5 epochs"),
+        ({"max_epochs": 9}, "5 epochs"),
+        ({}, "5 steps"),
+    ],
+)
+def test_bare_cadences_follow_the_runs_length(length: dict[str, Any], every: str) -> None:
+    recipe = check_recipe([{"training": {"save_frequency": 5, "eval_steps": 5}}, {"training": length}]).recipe
+    assert str(recipe.checkpoint.every) == every
+    assert str(recipe.evaluation.every) == "5 steps"
+
+
+def test_early_stopping_spellings() -> None:
+    def stopping(**training: Any) -> Any:
+        return check_recipe([{"training": training}]).recipe.training.early_stopping
+
+    assert stopping() is None
+    assert stopping(early_stopping=True).patience == 3
+    assert stopping(early_stopping=True, patience=7).patience == 7
+    assert stopping(early_stopping_threshold=0.5).threshold == 0.5
+    assert stopping(early_stopping=False, patience=7) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "size", "source"),
+    [("verse", "verse", None), ("gpt2", None, "gpt2"), ("org/verse", None, "org/verse"), ("./run", None, "./run")],
+)
+def test_model_is_a_size_or_a_place(value: str, size: str | None, source: str | None) -> None:
+    model: Any = load_recipe(["language"], [Override("model", value)]).recipe.model
+    assert (model.size, model.from_) == (size, source)
+
+
+def test_accelerate_files_are_a_layer_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: 'no'\nuse_cpu: true\n"
+                    "num_processes: 8\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
+                    "fsdp_config: {fsdp_offload_params: true, fsdp_version: 2}\n")  # fmt: skip
+    resolved = load_recipe([str(path), "language"])
+    recipe, distributed = resolved.recipe, resolved.recipe.distributed
+    assert (recipe.training.mixed_precision, recipe.device) == ("fp32", "cpu")
+    assert (distributed.strategy, distributed.processes, distributed.machines) == ("fsdp", 8, 2)
+    assert (distributed.machine_rank, distributed.main_address, distributed.main_port) == (1, "10.0.0.1", 29500)
+    assert distributed.offload
+    assert any("fsdp_version" in note for note in resolved.notes)
+    assert recipe.run_name().startswith("language-")
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: XLA\nmixed_precision: fp8\ngpu_ids: '0,1'\nfoo: 1\n"
+    )
+    with pytest.raises(UsageError) as caught:
+        check_recipe([str(path)])
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[1] for line in lines if line.startswith(str(path))] == ["2", "3", "4", "5"]
+
+
+def test_flags() -> None:
+    words = "language training.ema=0.9 --training.max-steps 5 --lr=1 --batch-size 16 --config a.yaml"
+    sources, overrides = parse_overrides([*words.split(), "--deterministic", "false", "--scheduler.warmup_steps", "5%"])
+    assert sources == ["language", "a.yaml"]
+    assert [(o.key, o.text) for o in overrides] == [
+        ("training.ema", "0.9"),
+        ("training.max_steps", "5"),
+        ("lr", "1"),
+        ("batch_size", "16"),
+        ("deterministic", "false"),
+        ("scheduler.warmup_steps", "5%"),
+    ]
+
+
+def test_wrong_flags_are_all_named_with_the_nearest() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_overrides(
+            ["--learnig_rate", "1", "--lr", "--wandb.api_key", "CANARY", "trainin.ema=1", "-v", "--batch_size"]
+        )
+    assert str(caught.value).splitlines() == [
+        "--learnig_rate: unknown flag; did you mean --learning_rate?",
+        "--lr: needs a value: --lr VALUE",
+        "--wandb.api_key: unknown flag",
+        "trainin.ema: unknown key; did you mean training.ema?",
+        "-v: unknown flag; settings are written --key value or key=value",
+        "--batch_size: needs a value: --batch_size VALUE",
+    ]
+
+
+def test_two_flags_for_one_key_must_agree_and_the_same_flag_again_replaces() -> None:
+    with pytest.raises(UsageError, match="command line: learning_rate: disagrees with lr"):
+        check_recipe([], [Override("lr", "1"), Override("learning_rate", "2")])
+    assert check_recipe([], [Override("lr", "1"), Override("lr", "2")]).recipe.training.learning_rate == 2
+
+
+@pytest.mark.parametrize("task", RECIPES)
+def test_every_key_is_described_and_the_commented_recipe_loads(task: str, tmp_path: Path) -> None:
+    keys = keys_of(RECIPES[task])
+    assert [key for key, info in keys.items() if not info.description] == []
+    path = tmp_path / "new.yaml"
+    path.write_text(commented_recipe(task))
+    resolved = load_recipe([str(path)])
+    assert resolved.recipe.task == task
+    unsaid = {key.split(".")[0] for key in keys} - {key.split(".")[0] for key in resolved.said} - {"task"}
+    assert unsaid == set()
+    assert all("#" in line for line in path.read_text().splitlines() if line.strip())
+
+
+def test_json_schema_has_a_branch_for_each_task() -> None:
+    schema = json_schema()
+    assert set(schema["discriminator"]["mapping"]) == set(RECIPES)
+    assert len(schema["oneOf"]) == len(RECIPES)
+    language = schema["$defs"]["LanguageRecipe"]
+    assert language["additionalProperties"] is False
+    assert {"extends", "model", "training"} <= set(language["properties"])
+    assert schema["$defs"]["Training"]["properties"]["batch_size"]["exclusiveMinimum"] == 0
+    assert "from" in schema["$defs"]["LanguageModel"]["properties"]
+
+
+def test_recipes_are_frozen_and_hold_no_secrets() -> None:
+    recipe = load_recipe(["language"]).recipe
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.training.batch_size = 5  # type: ignore[misc]
+    names = {key.rpartition(".")[2] for schema in RECIPES.values() for key in keys_of(schema)}
+    assert not names & {"api_key", "token", "password", "secret", "key"}
+
+
+def test_loading_imports_two_packages_and_what_they_need() -> None:
+    """The first word of every command waits for this; torch alone would take seconds."""
+    script = (
+        "import sys; import bottega.config.load as load; load.load_recipe(['language']);"
+        "print(*{name.partition('.')[0] for name in sys.modules} - {*sys.stdlib_module_names})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = {name for name in done.stdout.split() if not name.startswith("_")}
+    assert imported <= {"bottega", "pydantic", "yaml"} | {
+        "annotated_types",
+        "cython_runtime",
+        "pydantic_core",
+        "typing_extensions",
+        "typing_inspection",
+    }

@@ -1,0 +1,188 @@
+"""Layers merge like an update: what a later one says wins, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bottega.config.flat import flatten, merge, nest
+from bottega.config.load import Override, check_recipe, load_recipe, parse_overrides
+from bottega.config.yamlfile import scalar
+from bottega.core.errors import UsageError
+
+names = st.sampled_from(["a", "b", "c"])
+trees = st.dictionaries(
+    names, st.recursive(st.integers(), lambda t: st.dictionaries(names, t, min_size=1), max_leaves=5)
+)
+
+
+def flat(tree: dict[str, Any]) -> Any:
+    return flatten(tree, file="f", lines={}).entries
+
+
+def updated(base: Any, over: Any) -> Any:
+    """The plain recursive merge that the flat one must equal."""
+    if not isinstance(base, dict) or not isinstance(over, dict):
+        return over
+    return {**base, **{k: updated(base[k], v) if k in base else v for k, v in over.items()}}
+
+
+@settings(deadline=None)
+@given(trees, trees, trees)
+def test_flat_merge_equals_nested_merge(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> None:
+    assert nest(merge(merge(flat(a), flat(b)), flat(c))) == updated(updated(a, b), c)
+
+
+def test_later_sources_win_and_overrides_win_over_all(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("seed: 1\ntraining: {batch_size: 4, learning_rate: 1e-3}\n")
+    second.write_text("training: {batch_size: 8}\n")
+    recipe = check_recipe([str(first), str(second), {"training.weight_decay": 0.5}], [Override("seed", "3")]).recipe
+    assert (recipe.seed, recipe.training.batch_size) == (3, 8)
+    assert (recipe.training.learning_rate, recipe.training.weight_decay) == (1e-3, 0.5)
+    said = check_recipe([str(first), str(second)]).said
+    assert said["training.batch_size"] == f"{second}:1"
+    assert said["training.learning_rate"] == f"{first}:2"
+
+
+def test_a_scalar_over_a_block_and_a_block_over_a_scalar() -> None:
+    def merged(*layers: dict[str, Any]) -> Any:
+        return check_recipe(list(layers)).recipe.training
+
+    assert merged({"training.optimizer": "sgd"}, {"training.optimizer.momentum": 0.5}).optimizer.name == "sgd"
+    assert (
+        merged({"training.optimizer": {"name": "sgd", "momentum": 0.5}}, {"optimizer": "adamw"}).optimizer.momentum
+        == 0.5
+    )
+    assert (
+        merged({"training.early_stopping": {"patience": 5}}, {"training.early_stopping": False}).early_stopping is None
+    )
+    assert merged({"training.early_stopping": None}, {"training": {"patience": 5}}).early_stopping.patience == 5
+    assert (
+        merged({"training.early_stopping": {"patience": 5}}, {"training.early_stopping": {}}).early_stopping.patience
+        == 5
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "over", "gone"),
+    [
+        ("training.max_steps=5", "training.num_epochs=1", "training.max_steps"),
+        ("training.num_epochs=1", "training.max_steps=5", "training.num_epochs"),
+        ("model.size=nano", "model.from=gpt2", "model.size"),
+        ("data.validation.split=0.1", "data.validation.path=x", "data.validation.split"),
+        ("data.train.kind=embedded", "data.train.path=x", "data.train.kind"),
+        ("training.scheduler.cycles=2", "training.scheduler.t_max=5", "training.scheduler.cycles"),
+    ],
+)
+def test_a_later_layer_takes_back_the_other_way_to_say_it(base: str, over: str, gone: str) -> None:
+    (below_key, below), (key, text) = base.split("="), over.split("=")
+    layer = {below_key: scalar(below)}
+    assert gone in check_recipe([layer]).said
+    assert gone not in check_recipe([layer], [Override(key, text)]).said
+
+
+def test_a_named_kind_or_split_stays_with_a_new_path() -> None:
+    below = {"data": {"train": {"kind": "jsonl", "path": "a"}, "test": {"path": "d", "split": "test"}}}
+    data = check_recipe([{"task": "language", **below}, {"data.train.path": "b", "data.test.path": "e"}]).recipe.data
+    assert (data.train.kind, data.train.path) == ("jsonl", "b")
+    assert data.test is not None
+    assert (data.test.path, data.test.split) == ("e", "test")
+
+
+def test_single_betas_change_their_half() -> None:
+    def betas(*layers: dict[str, Any]) -> Any:
+        return check_recipe(list(layers)).recipe.training.optimizer.betas
+
+    assert betas({"training": {"adam_beta2": 0.95}}) == (0.9, 0.95)
+    assert betas({"training.optimizer.betas": [0.8, 0.9]}, {"training": {"adam_beta1": 0.7}}) == (0.7, 0.9)
+    assert betas({"training": {"adam_beta1": 0.7}}, {"training.optimizer.betas": [0.8, 0.9]}) == (0.8, 0.9)
+    assert betas({"training.optimizer": "lion"}) == (0.9, 0.99)
+
+
+def test_extends(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yaml").write_text("extends: language\nseed: 1\ntraining: {batch_size: 4}\n")
+    (tmp_path / "sub" / "child.yaml").write_text("extends: ../base.yaml\ntraining: {batch_size: 8}\n")
+    recipe = load_recipe([str(tmp_path / "sub" / "child.yaml")]).recipe
+    assert (recipe.task, recipe.seed, recipe.training.batch_size) == ("language", 1, 8)
+    assert recipe.run_name().startswith("child-")
+
+
+def test_extends_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("extends: ./a.yaml\n")
+    with pytest.raises(UsageError, match=r"circle: a.yaml -> b.yaml -> a.yaml"):
+        load_recipe([str(tmp_path / "a.yaml")])
+
+
+# Parts of a recipe
+
+
+def needs_of(*words: str) -> Any:
+    return load_recipe(*parse_overrides(["image", *words])).recipe.needs
+
+
+def test_parts_are_set_whole_or_key_by_key() -> None:
+    assert needs_of("needs.judge.settings.training.batch_size=4")["judge"].settings == {"training": {"batch_size": 4}}
+    assert needs_of("needs.judge.settings={lr: 0.1}")["judge"].recipe == "classify/image"
+    both = needs_of("needs.tokens={recipe: image_tokens}")
+    assert (both["judge"].recipe, both["tokens"].recipe) == ("classify/image", "image_tokens")
+    assert needs_of("needs.judge=null") == {}
+    assert load_recipe(["image", {"needs": {"judge": None}}]).recipe.needs == {}
+    for words in ("needs.judge={run: runs/mine}", "needs.judge.run=runs/mine"):
+        judge = needs_of(words)["judge"]
+        assert (judge.recipe, judge.run) == (None, "runs/mine"), "a finished run takes the place of a recipe"
+    with pytest.raises(UsageError, match=r"needs\.judge\.setings\.x: unknown key"):
+        needs_of("needs.judge.setings.x=1")
+
+
+# Who said what is wrong
+
+
+def test_a_block_is_blamed_on_the_command_line_that_changed_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: audio\ndata: {fft_size: 512, hop_size: 128}\n")
+    with pytest.raises(UsageError, match=r"^command line: data: hop_size: 400 is more than half"):
+        load_recipe(*parse_overrides([str(file), "data.hop_size=400"]))
+    file.write_text("extends: audio\ndata: {fft_size: 512, hop_size: 400}\n")
+    with pytest.raises(UsageError, match=r"mine\.yaml:2: data: hop_size: 400"):
+        load_recipe([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["image", "data.image_size=9"], r"command line: model\.patch_size: .* 2 do not divide .* 9 .*; 1, 3, 9 do"),
+        (["video", "data.num_frames=5", "model.temporal_patch_size=2"], r"temporal_patch_size: .*\(data\.num_frames\)"),
+        (["audio", "data.num_mels=63", "model.axes=2", "model.patch_size=4"], r"patch_size: .*\(data\.num_mels\)"),
+    ],
+)
+def test_patches_that_do_not_fit_are_found_without_data(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_recipe(*parse_overrides(words))
+    changed = ["model.backbone=unet"] if words[0] == "image" else ["model.vae=runs/vae"]
+    assert check_recipe(*parse_overrides([*words, *changed]))
+
+
+def test_other_query_heads_alone_change_the_key_value_heads() -> None:
+    """Of a size, and of a file that names both; a number that divides stays."""
+    from bottega.config.language_kinds import shape_fields
+
+    for recipe in ("language", "language/shakespeare", "language/stanza"):
+        for heads in (1, 2, 3, 6, 8):
+            resolved = check_recipe([recipe, {"model.num_heads": heads}])
+            model: Any = resolved.recipe.model
+            fields = shape_fields(model.kind, model.size, model.said())
+            assert fields["num_heads"] == heads
+            assert heads % fields["num_kv_heads"] == 0
+    resolved = check_recipe(["language/shakespeare", {"model.num_heads": 2}])
+    assert "model.num_kv_heads is 2 instead of 4, because num_heads is 2" in resolved.notes
+    kept = check_recipe(["language/shakespeare", {"model.num_heads": 8}])
+    assert kept.recipe.model.num_kv_heads == 4  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"num_heads 2 is not a multiple of num_kv_heads 4.*try num_kv_heads 2"):
+        check_recipe(["language", {"model.num_heads": 2, "model.num_kv_heads": 4}])

@@ -1,0 +1,57 @@
+"""Cadences carry their unit and become steps in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from bottega.config.units import Cadence, Duration, Every, EveryOrTime
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"),
+    [(7, 7), ("7", 7), ("7 steps", 7), ("1 epoch", 50), ("2 epochs", 100), ("0.5 epoch", 25), ("5%", 10), ("0.01%", 1)],
+)
+def test_in_steps(value: Any, steps: int) -> None:
+    assert Cadence.parse(value).steps(total_steps=200, steps_per_epoch=50) == steps
+
+
+@pytest.mark.parametrize("value", ["10 min", "90 s", "2 h"])
+def test_time_is_for_checkpoints_only(value: str) -> None:
+    assert TypeAdapter(EveryOrTime).validate_python(value).seconds in (600, 90, 7200)
+    for kind in (Every, Duration):
+        with pytest.raises(ValidationError, match='expected a number of steps, "1 epoch" or "5%"'):
+            TypeAdapter(kind).validate_python(value)
+    with pytest.raises(ValueError, match="is a time"):
+        Cadence.parse(value, time=True).steps(10, 10)
+
+
+@pytest.mark.parametrize("value", [True, None, [1], -1, "-5", "often", "1.5", 1.5, "5 blah", "200%", "1e400 steps", ""])
+def test_bad_text_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError):
+        Cadence.parse(value, time=True)
+
+
+def test_zero_is_a_stretch_of_nothing_and_a_cadence_that_is_off() -> None:
+    assert TypeAdapter(Duration).validate_python(0).steps(10, 10) == 0
+    assert TypeAdapter(Every).validate_python(0) is None
+
+
+amounts = st.one_of(st.integers(1, 10**6).map(float), st.floats(0.001, 100).map(lambda x: round(x, 3)))
+
+
+@settings(deadline=None)
+@given(amounts, st.sampled_from(["steps", "epochs", "percent", "seconds"]))
+def test_text_is_read_back(amount: float, unit: Any) -> None:
+    if unit == "steps":
+        amount = float(int(amount) + 1)
+    if unit == "percent":
+        amount = min(amount, 100.0)
+    cadence = Cadence(amount, unit)
+    assert Cadence.parse(cadence.plain(), time=True) == cadence
+    if unit != "seconds":
+        assert cadence.steps(1000, 100) >= 1

@@ -1,0 +1,79 @@
+"""What a recipe of spiking units can say, and what it is told where it cannot be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from bottega.config.load import check_recipe
+from bottega.config.spiking import SpikingShape
+from bottega.core.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"leak": -0.1},
+        {"leak": 1.1},
+        {"leak": math.nan},
+        {"threshold": 0.0},
+        {"threshold": math.inf},
+        {"time_steps": 0},
+        {"refractory": -1},
+        {"adaptation": -1.0},
+        {"adaptation_leak": 2.0},
+        {"sharpness": 0.0},
+        {"surrogate": "step"},
+    ],
+)
+def test_a_shape_is_closed(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        SpikingShape(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("leak", -0.1, "must be at least 0, got -0.1"),
+        ("leak", 1.5, "must be at most 1, got 1.5"),
+        ("spike_threshold", 0.0, "must be greater than 0, got 0.0"),
+        ("spike_threshold", -1.0, "must be greater than 0, got -1.0"),
+        ("time_steps", 0, "must be greater than 0, got 0"),
+        ("refractory", -1, "must be at least 0, got -1"),
+        ("sharpness", 0.0, "must be greater than 0, got 0.0"),
+        ("adaptation", -0.5, "must be at least 0, got -0.5"),
+        ("firing_rate", 1.2, "must be at most 1, got 1.2"),
+        ("surrogate", "atan", "expected one of arctan, sigmoid, fast_sigmoid, got 'atan'; did you mean arctan"),
+        ("coding", "rates", "expected one of constant, rate, latency, got 'rates'; did you mean rate"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused_in_one_line(key: str, value: Any, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_recipe(["classify/spiking", {f"model.{key}": value}])
+    assert f"model.{key}: {said}" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"model.kind": "convnet", "model.firing_rate": None},
+            "is of spiking units, and kind is convnet; say model.kind",
+        ),
+        ({"model.firing_rate": None, "model.firing_rate_weight": 2.0}, "there is no model.firing_rate to keep to"),
+        ({"data.normalise": "standard", "model.coding": "rate"}, "use unit or symmetric"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_recipe(["classify/spiking", changes])
+
+
+def test_the_keys_of_units_rename_no_run_of_a_convolutional_network() -> None:
+    """Left at null they are no part of what a run is named by."""
+    named = check_recipe(["classify/image"]).recipe.results_key()
+    assert [key for key in named if key in ("model.leak", "model.time_steps", "model.coding")] == []
