@@ -27,7 +27,7 @@ from bottega.core.loop import Every, Fit
 from bottega.data.loading.loader import Loader
 from bottega.data.sources.source import Source
 from bottega.engines.torch import TorchEngine
-from bottega.tasks.language import Language
+from bottega.tasks.language.task import Language
 
 
 class Windows(Source):

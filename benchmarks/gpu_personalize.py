@@ -31,8 +31,8 @@ from bottega.models.frozen.image import FrozenImage, ImageFacts
 from bottega.models.frozen.language import FrozenLanguage
 from bottega.models.frozen.prefix_attention import register
 from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
-from bottega.tasks.paths import Path
-from bottega.tasks.personalize import Personalize
+from bottega.tasks.generation.paths import Path
+from bottega.tasks.personalize.task import Personalize
 
 SIZES: dict[str, Any] = {
     "language": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},

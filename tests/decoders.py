@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bottega.models.decoder.torch import Transformer
-from bottega.tasks.sampling import generate
+from bottega.tasks.language.sampling import generate
 
 
 def texts(model: Transformer, prompts: list[list[int]], **settings: Any) -> list[list[int | None]]:

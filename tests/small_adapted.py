@@ -16,9 +16,9 @@ from bottega.config.convnet import ConvNetShape
 from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape
 from bottega.config.text_classifier import EncoderShape, KimShape
 from bottega.config.transformer import TransformerShape
-from bottega.tasks.classify import Classification
-from bottega.tasks.generation import Generation
-from bottega.tasks.language import Language
+from bottega.tasks.classify.task import Classification
+from bottega.tasks.generation.task import Generation
+from bottega.tasks.language.task import Language
 
 STEADY = {"training.scheduler.name": "constant", "training.scheduler.warmup_steps": 0}
 LANGUAGE = {key: value for key, value in small_run.SMALL.items() if not key.startswith("model.")}

@@ -19,7 +19,6 @@ import bottega
 import small_media
 import tiny_clip
 from bottega import cli
-from bottega.branches.codes import tokenizer_folder
 from bottega.config import needs
 from bottega.config.load import load_recipe, to_yaml
 from bottega.core import checkpoint
@@ -27,6 +26,7 @@ from bottega.core.errors import BottegaError, CheckpointError, DataError, Direct
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.run import dependencies, saved
 from bottega.run import train as run
+from bottega.tasks.generation.codes import tokenizer_folder
 from small_run import environment
 
 TINY: dict[str, Any] = {

@@ -22,7 +22,7 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from bottega import branches, cli
+from bottega import cli
 from bottega.analysis.lr_find import find
 from bottega.config.load import load_recipe
 from bottega.core.errors import CheckpointError, UsageError
@@ -33,6 +33,7 @@ from bottega.data.sources.source import ArraySource
 from bottega.engines.rate_range import HIGH, LOW, STEPS, Swept, found_in, sweep
 from bottega.run import compose, range_test
 from bottega.run.range_picture import below
+from bottega.tasks import registry
 from small_run import bottega as command
 from small_run import different, tensors
 from toy_task import engine, loader, training
@@ -300,7 +301,7 @@ def test_nothing_of_the_test_outlives_it(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(range_test, "build_engine", build)
     name, values = ewc(tmp_path)
     recipe = load_recipe([name, values]).recipe
-    branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+    branch = registry.prepare(recipe, say=lambda stage, done, total: None)
     gc.disable()
     try:
         range_test.measured(recipe, branch, steps=20)

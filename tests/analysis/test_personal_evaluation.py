@@ -799,8 +799,8 @@ def test_arms_differ_in_what_is_known_and_in_nothing_else(run: Path) -> None:
     """With the weights of what is known at 0, the whole method draws what no personalisation draws, bit for bit."""
     import bottega
     from bottega.analysis.personal_studio import studio_of
-    from bottega.branches.personal_arms import draw_arm
     from bottega.config.personalize import ConditionWeights
+    from bottega.tasks.personalize.arms import draw_arm
 
     saved = bottega.load(run, device="cpu")
     branch: Any = saved.branch

@@ -13,8 +13,8 @@ import bottega
 import small_media
 from bottega.analysis import scores
 from bottega.analysis.evaluate import show
-from bottega.branches.generation import GenerationBranch
 from bottega.core.errors import DataError, UsageError
+from bottega.tasks.generation.branch import GenerationBranch
 
 JUDGE = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps": 4, "training.batch_size": 8}}}
 

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 import bottega
-from bottega.branches.clip_folder import clip_folder, clip_tokens
 from bottega.cli import main
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.models.clip import load_clip
+from bottega.tasks.align.clip_folder import clip_folder, clip_tokens
 
 transformers = pytest.importorskip("transformers")
 

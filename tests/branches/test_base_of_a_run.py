@@ -13,9 +13,9 @@ import pytest
 
 import bottega
 import small_run
-from bottega.branches.start import start_folder
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.folders.pretrained import fetch_folder
+from bottega.tasks.start import start_folder
 from small_adapted import EMPTY, LANGUAGE, STEADY, classify, train, write_bases
 
 LORA = {"name": "lora", "options": {"rank": 2}}

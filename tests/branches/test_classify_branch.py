@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import bottega
-from bottega import branches
-from bottega.branches.classify import ClassifyBranch
 from bottega.config.load import load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.data.loading.loader import evaluate_batches
+from bottega.tasks import registry
+from bottega.tasks.classify.media import ClassifyBranch
 
 RATE = 8000
 SMALL: dict[str, Any] = {
@@ -83,7 +83,7 @@ def settings(medium: str, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def opened(medium: str, folder: Path, **changes: Any) -> ClassifyBranch:
-    branch = branches.prepare(load_recipe([settings(medium, folder, **changes)]).recipe, say=lambda *_: None)
+    branch = registry.prepare(load_recipe([settings(medium, folder, **changes)]).recipe, say=lambda *_: None)
     assert isinstance(branch, ClassifyBranch)
     return branch
 
@@ -154,7 +154,7 @@ def test_a_branch_comes_back_from_its_codec(medium: str, tmp_path: Path) -> None
     assert branch.prepared.meta["task"] == medium, "a generator of the same medium and classes can use it too"
     branch.save_codec(tmp_path / "codec")
     branch.save_codec(tmp_path / "codec")
-    again = branches.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
+    again = registry.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
     assert isinstance(again, ClassifyBranch)
     assert (again.shape, again.classes, again.mel, again.task) == (
         branch.shape,
@@ -217,7 +217,7 @@ def test_the_loss_is_the_one_of_the_recipe(tmp_path: Path) -> None:
     np.testing.assert_allclose(branch.task.class_weights, counts.sum() / (3 * counts))
     assert (branch.task.objective, branch.task.gamma) == ("focal", 1.5)
     branch.save_codec(tmp_path / "codec")
-    assert branches.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint).task == branch.task
+    assert registry.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint).task == branch.task
 
 
 def test_what_cannot_be_classified_is_refused_by_name(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from PIL import Image
 import bottega
 import small_media
 from bottega import cli
-from bottega.branches.generation import GenerationBranch
 from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import read_metrics
+from bottega.tasks.generation.branch import GenerationBranch
 from small_media import NAMES
 
 PNG = b"\x89PNG\r\n\x1a\n"

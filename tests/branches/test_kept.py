@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import small_media
-from bottega import branches
-from bottega.branches.media import MediaBranch
 from bottega.config.data import Source as SourceOptions
 from bottega.config.load import load_recipe
 from bottega.core.errors import CheckpointError, DataError
 from bottega.data.sources.given import GivenData
+from bottega.tasks import registry
+from bottega.tasks.media import MediaBranch
 
 SPECTRUM = {"data.num_mels": 8, "data.fft_size": 256, "data.hop_size": 64}
 SMALL: dict[str, Any] = {"model.hidden_size": 8, "data.validation.split": 0.25, "training.max_steps": 1}
@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 def opened(which: str, folder: Path, **changes: Any) -> MediaBranch:
     make, settings = RUNS[which]
     recipe = load_recipe([{**settings, "data.train.path": str(make(folder)), **changes}]).recipe
-    branch = branches.prepare(recipe, say=lambda *_: None)
+    branch = registry.prepare(recipe, say=lambda *_: None)
     assert isinstance(branch, MediaBranch)
     return branch
 
@@ -53,7 +53,7 @@ def test_what_was_cut_short_is_written_again(which: str, tmp_path: Path) -> None
             if content is not None:
                 file.write_bytes(content)
             with pytest.raises(CheckpointError, match="start the same training again"):
-                branches.reopen(branch.recipe, codec, branch.fingerprint).form()
+                registry.reopen(branch.recipe, codec, branch.fingerprint).form()
             assert not branch.has_codec(codec)
             branch.save_codec(codec)
             assert file.read_bytes() == whole
@@ -99,7 +99,7 @@ def test_pictures_that_are_no_squares_must_be_of_the_same_sides(which: str, tmp_
 
 def test_clips_of_other_sides_are_brought_to_those_of_the_run(tmp_path: Path) -> None:
     settings = {"task": "video", **SMALL, "data.num_frames": 4, "data.train.path": str(small_media.clips(tmp_path))}
-    branch = branches.prepare(load_recipe([settings]).recipe, say=lambda *_: None)
+    branch = registry.prepare(load_recipe([settings]).recipe, say=lambda *_: None)
     video = np.zeros((4, 4, 16, 12), np.uint8)
     np.savez(tmp_path / "large.npz", video=video, label=np.array(["dark"] * 4), fps=np.full(4, 8, np.uint8))
     rows = branch.other(GivenData(SourceOptions(path=str(tmp_path / "large.npz")))).rows(np.arange(4), np.zeros(4, int))

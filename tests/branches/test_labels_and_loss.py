@@ -12,11 +12,12 @@ import torch
 
 import bottega
 import small_texts
-from bottega import branches, cli
+from bottega import cli
 from bottega.config.load import load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import Noise
-from bottega.tasks.classify import Classification
+from bottega.tasks import registry
+from bottega.tasks.classify.task import Classification
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -26,7 +27,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def prepared(folder: Path, changes: dict[str, Any], recipe: str = "classify") -> Any:
     values = {k: v for k, v in small_texts.settings(folder).items() if k != "data.test"} | changes
-    return branches.prepare(load_recipe([recipe, values]).recipe, say=lambda stage, done, total: None)
+    return registry.prepare(load_recipe([recipe, values]).recipe, say=lambda stage, done, total: None)
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])
@@ -50,7 +51,7 @@ def test_folds_have_the_classes_of_all_folds_and_a_rare_one_is_told(tmp_path: Pa
 def test_a_class_of_held_out_pictures_alone_is_an_error_but_for_meta_learning(tmp_path: Path) -> None:
     def made(recipe: str, **changes: Any) -> Any:
         loaded = load_recipe([recipe, {"output_dir": str(tmp_path), **changes}]).recipe
-        return branches.prepare(loaded, say=lambda stage, done, total: None)
+        return registry.prepare(loaded, say=lambda stage, done, total: None)
 
     assert len(made("classify/few-shot").classes) == 10
     with pytest.raises(DataError, match="is none of the 6 classes"):
@@ -105,7 +106,7 @@ def test_weights_by_the_names_of_classes(tmp_path: Path) -> None:
     assert branch.classes.names == ("cook", "sail", "sing")
     assert branch.task.class_weights == (2.0, 1.0, 3.0)
     branch.save_codec(tmp_path / "codec")
-    again = branches.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
+    again = registry.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
     assert again.task.class_weights == (2.0, 1.0, 3.0)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"loss.class_weights: 'sings' is none of the 3 classes; did you mean 'sing'"):
         prepared(tmp_path, {"loss.class_weights": {"sings": 3}})

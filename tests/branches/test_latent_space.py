@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 import bottega
 import small_media
 from bottega import cli
-from bottega.branches.publish import open_folder
 from bottega.cli import main
 from bottega.config.vae import AutoencoderShape
 from bottega.core.errors import CheckpointError, UsageError
@@ -23,7 +22,8 @@ from bottega.core.noise import Noise
 from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.models.autoencoder.vae import Autoencoder
 from bottega.models.pipeline.component import WEIGHTS
-from bottega.tasks.latents import moments, round_trip
+from bottega.tasks.generation.export import open_folder
+from bottega.tasks.generation.latents import moments, round_trip
 from small_run import different, tensors
 
 TINY: dict[str, Any] = {

@@ -17,12 +17,6 @@ from safetensors.numpy import load_file, save_file
 
 import small_personal
 from bottega.analysis.memory import rows_of
-from bottega.branches.candidates import LEAST, Scores, best
-from bottega.branches.keywords import Keyworder, tokenizer_content
-from bottega.branches.personal_arms import ARMS, draw_arm
-from bottega.branches.personal_asks import read_history
-from bottega.branches.personal_sheets import Answer, Known, answer_sheet
-from bottega.branches.publish_personal import Published
 from bottega.config.load import load_recipe
 from bottega.config.personalize import Keywords
 from bottega.core import checkpoint
@@ -30,6 +24,12 @@ from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageE
 from bottega.data.image.page import Sheet
 from bottega.models.frozen.soft_prompts import SoftPrompts
 from bottega.run.saved import SavedRun, open_run
+from bottega.tasks.personalize.arms import ARMS, draw_arm
+from bottega.tasks.personalize.asks import read_history
+from bottega.tasks.personalize.candidates import LEAST, Scores, best
+from bottega.tasks.personalize.export import Published
+from bottega.tasks.personalize.keywords import Keyworder, tokenizer_content
+from bottega.tasks.personalize.sheets import Answer, Known, answer_sheet
 from small_run import bottega, environment, tensors
 
 

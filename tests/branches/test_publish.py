@@ -15,8 +15,6 @@ from torch import Tensor
 
 import bottega
 import tiny_clip
-from bottega.branches.publish import open_folder, pipeline_of, publish, scheduler_config
-from bottega.branches.text_condition import TextCondition, TextFacts
 from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape, TextEncoderOptions, UNetShape
 from bottega.config.media import ImageRecipe
 from bottega.config.vae import AutoencoderShape
@@ -28,10 +26,12 @@ from bottega.models.autoencoder.vae import Autoencoder
 from bottega.models.dit import layout
 from bottega.models.generator import build_generator, load_generator
 from bottega.models.unet import vector_size
-from bottega.tasks.generation import Generation
-from bottega.tasks.latents import Latents
-from bottega.tasks.paths import STEPS
-from bottega.tasks.paths import Path as NoisePath
+from bottega.tasks.generation.export import open_folder, pipeline_of, publish, scheduler_config
+from bottega.tasks.generation.latents import Latents
+from bottega.tasks.generation.paths import STEPS
+from bottega.tasks.generation.paths import Path as NoisePath
+from bottega.tasks.generation.task import Generation
+from bottega.tasks.generation.text_condition import TextCondition, TextFacts
 
 diffusers = pytest.importorskip("diffusers")
 diffusers.utils.logging.disable_progress_bar()

@@ -12,7 +12,6 @@ import torch
 
 import bottega
 import small_routing
-from bottega import branches
 from bottega.config.load import check_recipe, load_recipe
 from bottega.config.ssm import SSMShape
 from bottega.config.transformer import TransformerShape
@@ -20,6 +19,7 @@ from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.models.decoder.torch import Transformer
 from bottega.models.routing import RoutingNet
 from bottega.models.several import shared_layers
+from bottega.tasks import registry
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def prepared(folder: Path, **changes: Any) -> Any:
     recipe = load_recipe(["routing", small_routing.settings(folder, **changes)]).recipe
-    return branches.prepare(recipe, say=lambda stage, done, total: None)
+    return registry.prepare(recipe, say=lambda stage, done, total: None)
 
 
 # What a run does
@@ -239,7 +239,7 @@ def test_data_that_does_not_fit(
     settings = {**small_routing.settings(tmp_path, **changes)}
     small_routing.written(tmp_path, without=without)
     with pytest.raises(BottegaError) as caught:
-        branches.prepare(load_recipe(["routing", settings]).recipe, say=lambda stage, done, total: None)
+        registry.prepare(load_recipe(["routing", settings]).recipe, say=lambda stage, done, total: None)
     assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert caught.value.code == code

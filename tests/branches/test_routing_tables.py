@@ -14,12 +14,12 @@ import pytest
 import bottega
 import small_routing
 from bottega import cli
-from bottega.branches.routing import RoutingBranch
-from bottega.branches.routing_pictures import hundredths, story
 from bottega.config.data import source_names
 from bottega.config.load import check_recipe, load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import read_metrics
+from bottega.tasks.routing.branch import RoutingBranch
+from bottega.tasks.routing.pictures import hundredths, story
 
 NAMES = [f"c{number}" for number in range(small_routing.INPUTS)]
 

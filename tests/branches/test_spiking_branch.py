@@ -12,9 +12,6 @@ import torch
 from PIL import Image
 
 import bottega
-from bottega import branches
-from bottega.branches import raster
-from bottega.branches.classify import ClassifyBranch
 from bottega.config.convnet import ConvNetShape
 from bottega.config.load import load_recipe
 from bottega.config.spiking import SpikingNetShape
@@ -22,7 +19,10 @@ from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.data.image.page import SCALE
 from bottega.models.spiking.network import SpikingNet
-from bottega.tasks.classify import Classification
+from bottega.tasks import registry
+from bottega.tasks.classify import raster
+from bottega.tasks.classify.media import ClassifyBranch
+from bottega.tasks.classify.task import Classification
 
 SMALL: dict[str, Any] = {
     "model.hidden_size": 32,
@@ -58,7 +58,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def opened(folder: Path, **changes: Any) -> ClassifyBranch:
     recipe = load_recipe(["classify/spiking", settings(folder, **changes)]).recipe
-    branch = branches.prepare(recipe, say=lambda *_: None)
+    branch = registry.prepare(recipe, say=lambda *_: None)
     assert isinstance(branch, ClassifyBranch)
     return branch
 
@@ -180,7 +180,7 @@ def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Pat
     other = {"model.kind": "convnet", "model.from": str(trained), "data.input": "image"}
     plain = {key: value for key, value in settings(tmp_path, **other).items() if "firing" not in key}
     with pytest.raises(UsageError, match=r"is of another kind; set model\.kind=spiking"):
-        branches.prepare(load_recipe(["classify/image", plain]).recipe, say=lambda *_: None)
+        registry.prepare(load_recipe(["classify/image", plain]).recipe, say=lambda *_: None)
 
 
 @pytest.mark.parametrize("kind", ["spiking", "convnet"])
@@ -190,9 +190,9 @@ def test_a_branch_comes_back_from_its_codec_as_the_kind_it_was(kind: str, tmp_pa
     base = ["classify/spiking" if kind == "spiking" else "classify/image", {**settings(tmp_path), **changes}]
     if kind == "convnet":
         base[1].pop("model.firing_rate")  # type: ignore[union-attr,call-arg]
-    branch = branches.prepare(load_recipe(base).recipe, say=lambda *_: None)
+    branch = registry.prepare(load_recipe(base).recipe, say=lambda *_: None)
     branch.save_codec(tmp_path / "codec")
-    again: Any = branches.reopen(load_recipe(base).recipe, tmp_path / "codec", branch.fingerprint)
+    again: Any = registry.reopen(load_recipe(base).recipe, tmp_path / "codec", branch.fingerprint)
     assert again.shape == branch.shape  # type: ignore[attr-defined]
     assert again.task == branch.task
     assert type(again.shape) is (SpikingNetShape if kind == "spiking" else ConvNetShape)

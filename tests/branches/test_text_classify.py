@@ -12,18 +12,18 @@ import torch
 
 import bottega
 import small_texts
-from bottega import branches
-from bottega.branches.evaluation_data import DataRequest
-from bottega.branches.text_classify import TextClassifyBranch
 from bottega.config.load import load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.data.loading.loader import evaluate_batches
+from bottega.tasks import registry
+from bottega.tasks.classify.text import TextClassifyBranch
+from bottega.tasks.evaluation_data import DataRequest
 
 LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.every": 40, "checkpoint.every": 40}
 
 
 def prepared(values: dict[str, Any]) -> TextClassifyBranch:
-    branch = branches.prepare(load_recipe(["classify", values]).recipe, say=lambda stage, done, total: None)
+    branch = registry.prepare(load_recipe(["classify", values]).recipe, say=lambda stage, done, total: None)
     assert isinstance(branch, TextClassifyBranch)
     return branch
 
@@ -185,7 +185,7 @@ def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> Non
     counts = np.bincount(labels)
     np.testing.assert_allclose(branch.task.class_weights, counts.sum() / (3 * counts))
     branch.save_codec(tmp_path / "codec")
-    again = branches.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
+    again = registry.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
     assert again.task == branch.task, "a run that is opened again measures the same loss"
 
 

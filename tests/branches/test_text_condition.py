@@ -225,7 +225,7 @@ def test_another_encoder_is_refused(frozen_run: Path, pictures: Path, clip: Path
 
 
 def test_encoder_and_tokenizer_may_lie_as_in_a_pipeline_of_diffusers(clip: Path, tmp_path: Path) -> None:
-    from bottega.branches.text_condition import encoder_folders
+    from bottega.tasks.generation.text_condition import encoder_folders
 
     for name, files in (("text_encoder", ("config.json", "model.safetensors")), ("tokenizer", ("tokenizer.json",))):
         (tmp_path / name).mkdir()

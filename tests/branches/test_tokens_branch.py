@@ -13,13 +13,14 @@ import torch
 
 import bottega
 import small_media
-from bottega import branches, cli
-from bottega.branches.publish_codes import open_codes
-from bottega.branches.tokens import TokensBranch
+from bottega import cli
 from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.models.autoencoder.codes_folder import load_codes
+from bottega.tasks import registry
+from bottega.tasks.autoencode.tokens import TokensBranch
+from bottega.tasks.generation.export_codes import open_codes
 from small_run import different, tensors
 
 NOT_OURS = ("model.num_layers", "model.num_heads", "model.patch_size", "samples.steps")
@@ -316,4 +317,4 @@ def test_sounds_are_generated_over_codes_on_the_tokenizers_scale(tmp_path: Path)
     assert np.isfinite(sounds).all()
     assert bottega.evaluate(made.path, count=6)["counts"]["generated"] == 6
     with pytest.raises(UsageError, match=r"data\.hop_size: 32"):
-        branches.prepare(load_recipe(["audio", {**settings, "data.hop_size": 32}]).recipe, say=lambda *_: None)
+        registry.prepare(load_recipe(["audio", {**settings, "data.hop_size": 32}]).recipe, say=lambda *_: None)

@@ -12,10 +12,10 @@ import torch
 
 import bottega
 import small_media
-from bottega.branches.vae import VaeBranch
 from bottega.cli import main
 from bottega.core.errors import UsageError
 from bottega.models.autoencoder.vae import load_autoencoder
+from bottega.tasks.autoencode.vae import VaeBranch
 
 SMALL: dict[str, Any] = {
     **{key: value for key, value in small_media.COMMON.items() if not key.startswith(("model.", "samples."))},

@@ -266,7 +266,7 @@ def test_nothing_is_protected_before_the_first_checkpoint(tmp_path: Path) -> Non
 
 
 def test_training_goes_on_where_a_sample_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bottega.branches.generation import GenerationBranch
+    from bottega.tasks.generation.branch import GenerationBranch
 
     def nothing(*_: Any, **__: Any) -> None:
         raise Diverged("1 of 16 samples are not finite: ...")

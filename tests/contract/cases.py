@@ -18,8 +18,6 @@ import small_personal
 import small_recall
 import small_routing
 import small_texts
-from bottega import branches
-from bottega.branches.branch import Branch
 from bottega.config.load import load_recipe
 from bottega.config.vae import AutoencoderShape, CodesShape
 from bottega.core import checkpoint
@@ -28,6 +26,8 @@ from bottega.models.autoencoder.codes import CodeAutoencoder
 from bottega.models.autoencoder.codes_folder import write_codes
 from bottega.run.compose import build_engine, build_loader, plan_rates
 from bottega.run.lesson import applied
+from bottega.tasks import registry
+from bottega.tasks.branch import Branch
 from small_media import audio, image, video
 from small_run import settings, write_text
 
@@ -175,7 +175,7 @@ def build(case: Case, folder: Path, **changes: Any) -> Subject:
     values = {key: value for key, value in values.items() if key not in case.lacks}
     recipe = load_recipe([case.recipe, values]).recipe
     assert recipe.task == case.task
-    branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+    branch = registry.prepare(recipe, say=lambda stage, done, total: None)
     lesson = applied(recipe, branch)
     engine = build_engine(recipe, lesson.task)
     loader = build_loader(recipe, lesson.training, engine, lesson.order)

@@ -224,8 +224,8 @@ def test_a_folder_of_something_else(tmp_path: Path, collection: str) -> None:
 
 
 def test_captions_by_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bottega.branches.people import prepare_people
     from bottega.models.frozen import captioner
+    from bottega.tasks.personalize.people import prepare_people
 
     folder, model = ser(tmp_path / "ser"), captioning_model(tmp_path / "blip")
     loads: list[Path] = []
@@ -253,8 +253,8 @@ def test_captions_by_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_models_that_cannot_caption(tmp_path: Path) -> None:
-    from bottega.branches.people import prepare_people
     from bottega.models.frozen.captioner import load_captioner
+    from bottega.tasks.personalize.people import prepare_people
 
     folder = ser(tmp_path / "ser")
     model = captioning_model(tmp_path / "blip")

@@ -17,7 +17,6 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from bottega import branches
 from bottega.config.data import Competence, Curriculum
 from bottega.config.load import load_recipe
 from bottega.core.errors import BottegaError, UsageError
@@ -27,6 +26,7 @@ from bottega.data.order.difficulty import LEVELS, competence_at, ranking, stages
 from bottega.data.order.orders import Staged
 from bottega.data.sources.source import ArraySource
 from bottega.run.compose import plain_loader, total_steps
+from bottega.tasks import registry
 from small_run import different, tensors
 
 
@@ -165,7 +165,7 @@ def test_the_score_of_a_picture_is_its_own(tmp_path: Path) -> None:
     recipe = load_recipe(
         [name, {**values, "data.curriculum": {"by": "hardness", "competence": {"initial": 0.5}}}]
     ).recipe
-    source = branches.prepare(recipe, say=lambda stage, done, total: None).training()
+    source = registry.prepare(recipe, say=lambda stage, done, total: None).training()
     ranked = ranking(source, "hardness")
     light = source.rows(ranked, np.zeros_like(ranked))["image"].mean(axis=(1, 2, 3))
     assert (np.diff(light) <= 1e-6).all()
@@ -177,7 +177,7 @@ def test_each_stage_sees_what_it_declares(medium: Any, tmp_path: Path) -> None:
     name, values = medium(tmp_path)
     curriculum = {"data.curriculum": {"by": "hardness", "stages": STAGES}}
     recipe = load_recipe([name, {**values, **COMMON, **curriculum}]).recipe
-    source = branches.prepare(recipe, say=lambda stage, done, total: None).training()
+    source = registry.prepare(recipe, say=lambda stage, done, total: None).training()
     loader = plain_loader(recipe, source, world=1)
     assert total_steps(recipe, loader) == 8
     place = np.argsort(ranking(source, "hardness"))
@@ -227,7 +227,7 @@ def test_what_a_curriculum_can_go_by(tmp_path: Path) -> None:
             said = refused.get((name, by), None if by != "mood" else "must be a number")
 
             def ordered(recipe: Any = recipe) -> Loader:
-                branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+                branch = registry.prepare(recipe, say=lambda stage, done, total: None)
                 return plain_loader(recipe, branch.training(), world=1)
 
             if said is None:

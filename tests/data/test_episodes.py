@@ -141,12 +141,12 @@ def test_regions_are_equal_and_large_enough() -> None:
 
 
 def test_tables_tell_their_labels_and_fields(tmp_path: Path) -> None:
-    from bottega import branches
     from bottega.config.load import load_recipe
+    from bottega.tasks import registry
 
     def training(name: str, values: dict[str, object]) -> object:
         recipe = load_recipe([name, values]).recipe
-        return branches.prepare(recipe, say=lambda stage, done, total: None).training()
+        return registry.prepare(recipe, say=lambda stage, done, total: None).training()
 
     for name, values in (("image", small_media.image(tmp_path)), ("audio", small_media.audio(tmp_path))):
         rows = training(name, values)

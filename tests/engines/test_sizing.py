@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import small_texts
-from bottega import branches, cli
+from bottega import cli
 from bottega.config.load import load_recipe
 from bottega.core.errors import OutOfMemory
 from bottega.engines import fitting, host_memory, sizing
 from bottega.engines.footprint import optimizer_bytes, weights_of
 from bottega.engines.sizing import Footprint, check_fits, estimate
 from bottega.run.compose import build_engine
+from bottega.tasks import registry
 from small_media import image
 from small_run import settings, words, write_text
 from toy_task import Toy, advance, engine, loader, training
@@ -35,7 +36,7 @@ SMALL: dict[str, Any] = {
 def test_the_estimate_is_what_an_engine_takes(name: str, optimizer: str, tmp_path: Path) -> None:
     values = {**SMALL[name](tmp_path), "training.optimizer.name": optimizer, "device": "cpu"}
     recipe = load_recipe([name, values]).recipe
-    branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+    branch = registry.prepare(recipe, say=lambda stage, done, total: None)
     found = estimate(branch.task, recipe.training, seed=0)
     one = build_engine(recipe, branch.task)
     one._ensure_state()

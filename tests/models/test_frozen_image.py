@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import tiny_pipelines
-from bottega.branches.publish import scheduler_config
 from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.folders import pretrained
 from bottega.models.folders.encoder import silent
@@ -24,7 +23,8 @@ from bottega.models.frozen.image import Encoded, FrozenImage, image_facts, load_
 from bottega.models.frozen.precision import frozen_dtype, quantization
 from bottega.models.pipeline import parts
 from bottega.models.pipeline.schedule import LEAST_RATIO, read_schedule
-from bottega.tasks import paths, samplers
+from bottega.tasks.generation import paths, samplers
+from bottega.tasks.generation.export import scheduler_config
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "sd": tiny_pipelines.stable_diffusion,

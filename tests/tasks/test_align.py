@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bottega.config.align import AlignModel, clip_shape
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
-from bottega.tasks.align import Alignment
+from bottega.tasks.align.task import Alignment
 
 MODEL = AlignModel(
     hidden_size=16,

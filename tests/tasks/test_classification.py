@@ -14,7 +14,7 @@ from bottega.config.convnet import ConvNetShape
 from bottega.config.text_classifier import EncoderShape, KimShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
-from bottega.tasks.classify import Classification
+from bottega.tasks.classify.task import Classification
 
 KIM = KimShape(vocab_size=40, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3), dropout=0.0)
 ENCODER = EncoderShape(vocab_size=40, num_labels=3, hidden_size=16, num_layers=2, num_heads=2, dropout=0.0)

@@ -14,7 +14,7 @@ import torch
 
 from bottega.config.convnet import ConvNetShape
 from bottega.core.noise import Noise
-from bottega.tasks.classify import Classification
+from bottega.tasks.classify.task import Classification
 
 SHAPE = ConvNetShape(grid=(8, 8), channels=1, num_labels=4, hidden_size=8, dropout=0.0)
 TASK = Classification(key="image", shape=SHAPE)

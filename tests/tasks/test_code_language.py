@@ -15,7 +15,7 @@ from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
-from bottega.tasks.code_language import CodeLanguage, FrozenCodes
+from bottega.tasks.generation.code_language import CodeLanguage, FrozenCodes
 
 CODES, CLASSES = 50, 2
 

@@ -16,9 +16,9 @@ from bottega.core.noise import Noise, generator
 from bottega.data.loading.loader import Loader, evaluate_batches
 from bottega.data.sources.source import ArraySource
 from bottega.engines.torch import TorchEngine
-from bottega.tasks.generation import Generation
-from bottega.tasks.paths import Path
-from bottega.tasks.samplers import sample
+from bottega.tasks.generation.paths import Path
+from bottega.tasks.generation.samplers import sample
+from bottega.tasks.generation.task import Generation
 
 CONDITIONS = ["none", "class", "vector", "text"]
 WORDS = 5

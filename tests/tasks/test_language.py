@@ -12,7 +12,7 @@ import torch
 from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
 from bottega.models.folders.pretrained import export_transformers
-from bottega.tasks.language import Language
+from bottega.tasks.language.task import Language
 
 SHAPE = TransformerShape(
     num_layers=2,

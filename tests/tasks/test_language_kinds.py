@@ -17,7 +17,7 @@ from bottega.core.noise import Noise
 from bottega.core.types import Loss
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
-from bottega.tasks.language import Language
+from bottega.tasks.language.task import Language
 from bottega.techniques.overheard import Overheard
 from decoders import greedy_by_reading_again, texts
 

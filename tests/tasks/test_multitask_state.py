@@ -16,7 +16,7 @@ from bottega.data.loading.loader import Loader
 from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import ArraySource
 from bottega.engines.changes import Seen
-from bottega.tasks.multitask import Multitask
+from bottega.tasks.multitask.task import Multitask
 from toy_task import advance, engine, state, training
 
 

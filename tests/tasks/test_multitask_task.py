@@ -22,9 +22,9 @@ from bottega.data.sources.source import ArraySource, Source
 from bottega.engines.devices import put
 from bottega.engines.torch import TorchEngine
 from bottega.models.several import Several, shared_layers
-from bottega.tasks.classify import Classification
-from bottega.tasks.language import Language
-from bottega.tasks.multitask import Multitask
+from bottega.tasks.classify.task import Classification
+from bottega.tasks.language.task import Language
+from bottega.tasks.multitask.task import Multitask
 
 VOCABULARY, WIDTH = 11, 8
 ENCODER = EncoderShape(

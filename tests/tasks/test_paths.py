@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise
-from bottega.tasks.paths import STEPS, Path
+from bottega.tasks.generation.paths import STEPS, Path
 
 Schedule = Literal["cosine", "linear", "scaled_linear"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import small_personal
-from bottega import branches
 from bottega.config.load import load_recipe
 from bottega.config.personalize import ConditionWeights
 from bottega.core.noise import Noise
 from bottega.core.types import Models
 from bottega.data.loading.loader import evaluate_batches
-from bottega.tasks.personalize import Personalize
+from bottega.tasks import registry
+from bottega.tasks.personalize.task import Personalize
 
 COUNT = 6
 
@@ -24,7 +24,7 @@ COUNT = 6
 @cache
 def opened(folder: Any) -> tuple[Personalize, Models, dict[str, Tensor]]:
     recipe = load_recipe(["personalize", small_personal.settings(folder)]).recipe
-    branch: Any = branches.prepare(recipe, say=lambda stage, done, total: None)
+    branch: Any = registry.prepare(recipe, say=lambda stage, done, total: None)
     batch = next(evaluate_batches(branch.validation(), COUNT))
     rows = {name: torch.from_numpy(value) for name, value in batch.items() if name != "index"}
     rows |= {name: torch.from_numpy(v) for name, v in branch.teller.sayings.said("negative", [""] * COUNT).items()}

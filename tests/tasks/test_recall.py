@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 import bottega
 import small_recall
-from bottega import branches, cli
+from bottega import cli
 from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.core.loop import evaluate
@@ -27,7 +27,8 @@ from bottega.models.decoder.torch import Transformer
 from bottega.models.memory import torch as memories
 from bottega.models.several import shared_layers
 from bottega.run.compose import build_engine, build_loader, plan_rates
-from bottega.tasks.recall import RecallFacts, RecallStreams
+from bottega.tasks import registry
+from bottega.tasks.recall.task import RecallFacts, RecallStreams
 from small_run import environment, tensors
 
 TOKENS = Tokens(num_keys=10, num_values=5, num_fillers=3)
@@ -150,7 +151,7 @@ def test_what_lasts_is_stated_alike_in_every_epoch_and_asked_for_elsewhere() -> 
 
 def streams_task(folder: Path, **changes: Any) -> RecallStreams:
     recipe = load_recipe(["recall", small_recall.settings(folder, **changes)]).recipe
-    task = branches.prepare(recipe, say=None).task
+    task = registry.prepare(recipe, say=None).task
     assert isinstance(task, RecallStreams)
     return task
 
@@ -215,7 +216,7 @@ def test_its_trunk_is_that_of_a_language_model(tmp_path: Path, kind: str) -> Non
 
 def facts_task(folder: Path, **changes: Any) -> RecallFacts:
     recipe = load_recipe(["recall/lasting", small_recall.lasting(folder, **changes)]).recipe
-    task = branches.prepare(recipe, say=None).task
+    task = registry.prepare(recipe, say=None).task
     assert isinstance(task, RecallFacts)
     return task
 
@@ -367,7 +368,7 @@ def trained(recipe: str, steps: int, folder: Path, **changes: Any) -> dict[str, 
     """As the recipe has it, for fewer steps; the measures of what is held out."""
     settings = {"output_dir": str(folder), "training.max_steps": steps, "device": "cpu", **changes}
     one = load_recipe([recipe, settings]).recipe
-    branch = branches.prepare(one, say=None)
+    branch = registry.prepare(one, say=None)
     engine = build_engine(one, branch.task)
     loader = build_loader(one, branch.training(), engine, branch.order)
     plan_rates(one, engine, total=steps, steps_per_epoch=100)

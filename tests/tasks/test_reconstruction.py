@@ -15,8 +15,8 @@ from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.models.autoencoder.layout import export_autoencoder
-from bottega.tasks.codes import Codes, usage
-from bottega.tasks.vae import Reconstruction
+from bottega.tasks.autoencode.tokens_task import Codes, usage
+from bottega.tasks.autoencode.vae_task import Reconstruction
 
 FIELDS: dict[str, Any] = {"channels": 3, "latent_channels": 4, "widths": (16, 32), "layers_per_block": 1}
 SHAPE = AutoencoderShape(**FIELDS, norm_groups=8)

@@ -19,7 +19,7 @@ from bottega.core.noise import Noise
 from bottega.data.sources.source import ArraySource
 from bottega.engines.changes import Seen
 from bottega.tasks.measures import routing as measures
-from bottega.tasks.routing import RoutingTask
+from bottega.tasks.routing.task import RoutingTask
 from toy_task import advance, engine, loader, training
 
 SPIKING = {"trunk": "spiking", "num_layers": 3, "spiking": SpikingShape(time_steps=4)}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise
-from bottega.tasks.paths import STEPS, Path
-from bottega.tasks.samplers import Method, Predict, sample
+from bottega.tasks.generation.paths import STEPS, Path
+from bottega.tasks.generation.samplers import Method, Predict, sample
 
 MU, S = 1.5, 0.5
 FLOW, COSINE, LINEAR = Path(), Path(objective="v"), Path(objective="noise", schedule="linear")

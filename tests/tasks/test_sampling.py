@@ -12,7 +12,7 @@ from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
-from bottega.tasks.sampling import choose, generate, penalised
+from bottega.tasks.language.sampling import choose, generate, penalised
 from decoders import greedy_by_reading_again, texts
 
 V, CONTEXT = 40, 16

@@ -21,9 +21,9 @@ from bottega.config.text_classifier import KimShape
 from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
-from bottega.tasks.classify import Classification
-from bottega.tasks.generation import Generation
-from bottega.tasks.language import Language
+from bottega.tasks.classify.task import Classification
+from bottega.tasks.generation.task import Generation
+from bottega.tasks.language.task import Language
 from bottega.techniques.adapter.torch import Adapter, Bottleneck
 from small_run import different, tensors
 

@@ -19,7 +19,6 @@ import small_run
 import small_texts
 from bottega.analysis.compare import compare
 from bottega.analysis.verify_resume import compare as first_difference
-from bottega.branches.evaluation_data import DataRequest
 from bottega.core.callback import Progress
 from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Goal, evaluate
@@ -30,6 +29,7 @@ from bottega.data.sources.first import First
 from bottega.data.sources.source import ArraySource, Source
 from bottega.engines.fisher import DRAWN_FOR, diagonal
 from bottega.engines.sums import sum_terms
+from bottega.tasks.evaluation_data import DataRequest
 from bottega.techniques.continual.by_source import BySource
 from bottega.techniques.continual.forgetting import Forgetting, transfer
 from bottega.techniques.ewc.torch import Ewc, consolidate

@@ -17,7 +17,7 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from bottega import branches, cli
+from bottega import cli
 from bottega.analysis.compare import compare
 from bottega.config import needs
 from bottega.config.load import load_recipe, to_yaml
@@ -32,7 +32,8 @@ from bottega.data.loading.loader import evaluate_batches
 from bottega.models.decoder.torch import Transformer
 from bottega.run.compose import build_engine, build_loader, plan_rates
 from bottega.run.lesson import applied
-from bottega.tasks.language import Language
+from bottega.tasks import registry
+from bottega.tasks.language.task import Language
 from bottega.techniques.distill.apply import _hash_of
 from bottega.techniques.distill.torch import Distilled, binary_divergence, divergence, state_difference
 from bottega.techniques.inject import hash_of
@@ -92,7 +93,7 @@ class Subject:
 
     def __init__(self, recipe: str, folder: Path, /, **changes: Any) -> None:
         resolved = load_recipe([recipe, values(recipe, folder, **changes)]).recipe
-        self.branch: Any = branches.prepare(resolved, say=lambda stage, done, total: None)
+        self.branch: Any = registry.prepare(resolved, say=lambda stage, done, total: None)
         self.lesson = applied(resolved, self.branch)
         self.engine = build_engine(resolved, self.lesson.task)
         self.loader = build_loader(resolved, self.lesson.training, self.engine, self.lesson.order)

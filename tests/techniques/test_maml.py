@@ -18,7 +18,6 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from bottega import branches
 from bottega.analysis.compare import compare
 from bottega.analysis.ledger import ledger
 from bottega.config.load import load_recipe
@@ -32,6 +31,7 @@ from bottega.data.loading.loader import Loader, evaluate_batches
 from bottega.engines.devices import put
 from bottega.run.compose import build_engine, build_loader, plan_rates
 from bottega.run.lesson import applied
+from bottega.tasks import registry
 from bottega.techniques.lesson import Lesson
 from bottega.techniques.maml.torch import Maml, Rebound
 from small_run import different
@@ -207,7 +207,7 @@ class Subject:
         recipe_name, values = settings(name, folder)
         values = {**values, "techniques": maml(name, method, **options), "training.batch_size": 4, **more}
         recipe = load_recipe([recipe_name, values]).recipe
-        self.branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+        self.branch = registry.prepare(recipe, say=lambda stage, done, total: None)
         self.lesson: Lesson = applied(recipe, self.branch)
         self.engine = build_engine(recipe, self.lesson.task)
         self.loader: Loader = build_loader(recipe, self.lesson.training, self.engine, self.lesson.order)

@@ -31,9 +31,9 @@ from bottega.core.types import Batch, Loss, Models
 from bottega.data.sources.source import ArraySource
 from bottega.models.spiking.stdp import Rule, eligibility
 from bottega.models.spiking.units import SpikingGate, SpikingLayer
-from bottega.tasks.classify import Classification
-from bottega.tasks.language import Language
-from bottega.tasks.multitask import Multitask
+from bottega.tasks.classify.task import Classification
+from bottega.tasks.language.task import Language
+from bottega.tasks.multitask.task import Multitask
 from bottega.techniques.plasticity.torch import (
     COUNT,
     REWARD,

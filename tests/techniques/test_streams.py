@@ -17,7 +17,6 @@ import small_parts
 import small_routing
 import small_run
 import small_texts
-from bottega import branches
 from bottega.analysis.ledger import ledger
 from bottega.analysis.verify_resume import compare as first_difference
 from bottega.callbacks.prequential import Prequential
@@ -29,6 +28,7 @@ from bottega.data.order.online import NEW, Stream
 from bottega.engines.torch import TorchEngine
 from bottega.run.compose import build_engine, build_loader, plan_rates, total_steps
 from bottega.run.lesson import applied
+from bottega.tasks import registry
 from bottega.techniques import all_of_them
 
 ONLINE: dict[str, Any] = {"training.max_steps": None, "data.online": {"replay": 0.25, "memory": 20}}
@@ -83,7 +83,7 @@ def test_what_is_said_is_the_mean_over_new_samples_before_they_are_learnt(
 ) -> None:
     """Against an engine that is shown the new rows alone, before each step. The measuring itself changes no weight."""
     recipe = recipe_of(case, tmp_path, **{"training.micro_batch_size": micro})
-    branch = branches.prepare(recipe, say=lambda stage, done, total: None)
+    branch = registry.prepare(recipe, say=lambda stage, done, total: None)
     lesson = applied(recipe, branch)
     (watch,) = (callback for callback in lesson.callbacks if isinstance(callback, Prequential))
     by_hand = Prequential(branch.summarise)

@@ -180,7 +180,7 @@ def _results(
 ) -> dict[str, float | None]:
     """As `bottega evaluate --out` writes them; read where the same checkpoint was measured before."""
     from bottega.analysis.evaluate import measure
-    from bottega.branches.evaluation_data import DataRequest
+    from bottega.tasks.evaluation_data import DataRequest
 
     file = folder / "metrics.json"
     fields: dict[str, Any] = {}

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bottega.branches.evaluation_data import DataRequest
 from bottega.core.errors import UsageError
 from bottega.data.present import finite, whole, writing
 from bottega.data.sources.source import Source
 from bottega.run.saved import SavedRun, open_run, without_dashes
+from bottega.tasks.evaluation_data import DataRequest
 from bottega.terminal import open_console
 
 UNDEFINED = {
@@ -227,7 +227,7 @@ def _classes_shown(found: dict[str, dict[str, float]]) -> list[str]:
 
 def _codes_used(saved: SavedRun, source: Source) -> dict[str, float]:
     """Of a tokenizer: how many of its codes the same data uses."""
-    from bottega.branches.tokens import TokensBranch
+    from bottega.tasks.autoencode.tokens import TokensBranch
 
     branch = saved.branch
     if not isinstance(branch, TokensBranch):
@@ -237,6 +237,6 @@ def _codes_used(saved: SavedRun, source: Source) -> dict[str, float]:
 
 
 def _generates(saved: SavedRun) -> bool:
-    from bottega.branches.generation import GenerationBranch
+    from bottega.tasks.generation.branch import GenerationBranch
 
     return isinstance(saved.branch, GenerationBranch)

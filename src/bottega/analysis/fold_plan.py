@@ -118,15 +118,15 @@ def data_of(recipe: Recipe, say: Any) -> Prepared | None:
 
 def check_measured(recipe: Recipe, say: Any) -> None:
     """What is watched must be measured: each fold would find that out for itself, one after the other."""
-    from bottega import branches
     from bottega.run.compose import check_metrics
     from bottega.run.lesson import applied
+    from bottega.tasks import registry
 
     if needs.referenced(recipe) or getattr(recipe.data, "latents", False):
         return  # a part may have to be trained before, or latents to be computed
     # Nothing is computed here, and the memory of a GPU is for the folds.
     placed = needs.placed(recipe.model_copy(update={"device": "cpu"}))
-    branch = branches.prepare(placed, say=say)
+    branch = registry.prepare(placed, say=say)
     metrics = applied(placed, branch).metrics if recipe.techniques else branch.metrics
     check_metrics(recipe, metrics, has_validation=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bottega.branches.located import locate
 from bottega.config import needs
 from bottega.core.checkpoint import candidates
 from bottega.core.errors import UsageError
@@ -13,6 +12,7 @@ from bottega.engines.devices import batch_length
 from bottega.run.compose import plain_loader
 from bottega.run.lesson import applied
 from bottega.run.saved import open_run
+from bottega.tasks.located import locate
 
 
 def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from bottega.branches.located import locate, recorded_folders
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
 from bottega.config import needs
@@ -24,6 +23,7 @@ from bottega.run.compose import prepare
 from bottega.run.range_picture import draw
 from bottega.run.range_test import JSON, PICTURE, measured
 from bottega.run.train import part
+from bottega.tasks.located import locate, recorded_folders
 
 
 def find(

@@ -30,10 +30,10 @@ from bottega.analysis.personal_truth import (
     ruler_of,
     tastes_of,
 )
-from bottega.branches.personal_arms import ARMS
-from bottega.branches.personal_sheets import SHOWN
 from bottega.data.personal import Item, Record, evenly
 from bottega.data.present import finite, whole, writing
+from bottega.tasks.personalize.arms import ARMS
+from bottega.tasks.personalize.sheets import SHOWN
 
 PEOPLE, SHEETS, CHART = "people.jsonl", "sheets", "arms.png"
 MOST_DRAWN = 256

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from bottega.analysis import statistics as st
-from bottega.branches.personal_arms import ARMS
 from bottega.core.noise import generator
+from bottega.tasks.personalize.arms import ARMS
 
 ALL_ARMS = (*ARMS, "picked", "shuffled")
 REAL = "target"

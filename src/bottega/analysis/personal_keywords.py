@@ -15,7 +15,7 @@ from bottega.core.noise import generator
 from bottega.data.personal import Record
 
 if TYPE_CHECKING:
-    from bottega.branches.personalize import PersonalizeBranch
+    from bottega.tasks.personalize.branch import PersonalizeBranch
 
 
 DESCRIBING = (".json", ".txt", ".model", ".jinja")
@@ -36,9 +36,9 @@ def is_small(folder: Path) -> bool:
 
 def asked(branch: PersonalizeBranch, folder: Path, records: Sequence[Record], *, cache: Path) -> list[tuple[str, ...]]:
     """What another language model says of what people like, asked as the run asks its own; decoded, whatever is kept."""
-    from bottega.branches.keywords import Keyworder
     from bottega.engines.devices import choose_device
     from bottega.models.frozen.language import load_language_model
+    from bottega.tasks.personalize.keywords import Keyworder
 
     own, device = branch.teller.prompts, choose_device(branch.recipe.device)
     keyworder = Keyworder(folder, own.options, length=own.length, room=own.room, precision=own.precision, cache=cache)

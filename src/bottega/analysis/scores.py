@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from bottega.branches.asked import check_count
-from bottega.branches.classify import ClassifyBranch
-from bottega.branches.evaluation_data import EvaluationData
-from bottega.branches.generation import GenerationBranch
 from bottega.config import needs
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.data.image.augment import normalise
 from bottega.data.sources.source import Source
 from bottega.run.saved import SavedRun
 from bottega.run.train import is_made, load, part
+from bottega.tasks.classify.media import ClassifyBranch
+from bottega.tasks.evaluation_data import EvaluationData
+from bottega.tasks.generation.asked import check_count
+from bottega.tasks.generation.branch import GenerationBranch
 from bottega.tasks.measures.attributes import attributes, conditional_accuracy
 from bottega.tasks.measures.frechet import distance_of_moments, frechet_distance, moments
 from bottega.tasks.measures.motion import DIRECTIONS, direction

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bottega.branches.start import start_folder
 from bottega.config import needs
 from bottega.config.data import Source
 from bottega.config.generator import Generator
@@ -37,6 +36,7 @@ from bottega.core.task import Task
 from bottega.data.readers.files import check_exists
 from bottega.run import resume
 from bottega.run.compose import check_metrics, list_shortened, plain_loader, total_steps
+from bottega.tasks.start import start_folder
 from bottega.techniques.lesson import Lesson
 
 SMOOTHED = ("classify", "routing")

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bottega import branches
-from bottega.branches.branch import Branch
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
 from bottega.callbacks.early_stop import EarlyStop, Plateau
@@ -32,6 +30,8 @@ from bottega.data.order.in_turn import InTurn
 from bottega.data.order.orders import Order, Staged
 from bottega.data.sources.source import Source
 from bottega.nearness import near_names
+from bottega.tasks import registry
+from bottega.tasks.branch import Branch
 
 if TYPE_CHECKING:
     from bottega.engines.torch import TorchEngine
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def prepare(recipe: Recipe, console: Console, *, codec: Path | None = None) -> Branch:
     """The branch with its data ready, showing a bar while that takes long. `codec` is of a run that goes on."""
     with bars(console.rich) as say:
-        return branches.prepare(recipe, say=say, codec=codec)
+        return registry.prepare(recipe, say=say, codec=codec)
 
 
 def build_engine(recipe: Recipe, task: Task) -> TorchEngine:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bottega.branches.branch import Branch
 from bottega.config.recipe import Recipe
+from bottega.tasks.branch import Branch
 from bottega.techniques import apply_techniques
 from bottega.techniques.lesson import Lesson
 

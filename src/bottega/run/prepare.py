@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bottega.branches.start import tokenizer_of
 from bottega.config.classify import ClassifyRecipe
 from bottega.config.language import LanguageRecipe
 from bottega.config.load import check_recipe, parse_overrides
@@ -25,6 +24,7 @@ from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.tables.cache import seal
+from bottega.tasks.start import tokenizer_of
 from bottega.terminal import open_console
 
 Progress = Callable[[str, int, int], None]
@@ -64,12 +64,12 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
         prepared = prepare_media(recipe, progress=progress)
         if getattr(recipe.data, "latents", False):
             # With an autoencoder, and so with a framework; training finds them in the cache.
-            from bottega import branches
+            from bottega.tasks import registry
 
-            branches.prepare(recipe, say=progress)
+            registry.prepare(recipe, say=progress)
         return prepared
     if isinstance(recipe, PersonalizeRecipe):
-        from bottega.branches.people import prepare_people
+        from bottega.tasks.personalize.people import prepare_people
 
         return prepare_people(recipe.data, progress=progress)
     if isinstance(recipe, RoutingRecipe):

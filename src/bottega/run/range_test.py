@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bottega.branches.branch import Branch
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
 from bottega.config import needs
@@ -22,6 +21,7 @@ from bottega.run import resume
 from bottega.run.compose import build_engine, build_loader, plan_rates, total_steps
 from bottega.run.lesson import applied
 from bottega.run.range_picture import draw
+from bottega.tasks.branch import Branch
 
 JSON, PICTURE = "lr-find.json", "lr-find.png"
 

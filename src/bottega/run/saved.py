@@ -13,12 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bottega import branches
-from bottega.branches.branch import Branch
-from bottega.branches.evaluation_data import DataRequest, EvaluationData, choose_data
-from bottega.branches.frozen import BASE
-from bottega.branches.located import DataGone
-from bottega.branches.prediction import predict_classes
 from bottega.config.data import source_names
 from bottega.config.load import load_saved_recipe
 from bottega.config.recipe import Recipe
@@ -36,6 +30,12 @@ from bottega.engines.tensors import check_finite, check_tensors, compare, read_t
 from bottega.engines.torch import TorchEngine
 from bottega.models.decoder.layout import OWN, shape_from, why_own
 from bottega.storage.durable import remove_leftovers, writing_folder
+from bottega.tasks import registry
+from bottega.tasks.branch import Branch
+from bottega.tasks.evaluation_data import DataRequest, EvaluationData, choose_data
+from bottega.tasks.frozen import BASE
+from bottega.tasks.located import DataGone
+from bottega.tasks.prediction import predict_classes
 from bottega.techniques.continual.by_source import BySource
 from bottega.techniques.inject import Injected
 from bottega.techniques.injection import injected
@@ -217,7 +217,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     folder, manifest, progress, state = _read(directory, str(checkpoint), needs_best=needs_best)
     recipe = load_saved_recipe(directory.recipe)
     here = recipe if device == "auto" else recipe.model_copy(update={"device": device})
-    branch = branches.reopen(here, directory.codec, str(manifest.fingerprint.get("data")))
+    branch = registry.reopen(here, directory.codec, str(manifest.fingerprint.get("data")))
     # Trained in fp16 on a GPU, it can still be read where there is none.
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})

@@ -10,9 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bottega.branches.branch import Branch
-from bottega.branches.located import STARTED_IN, UPWARDS
-from bottega.branches.start import PLACE, based, local_start
 from bottega.callbacks.console import Console
 from bottega.callbacks.divergence import diagnose_losses
 from bottega.callbacks.slow_run import SlowRun
@@ -41,6 +38,9 @@ from bottega.run.compose import (
 from bottega.run.lesson import applied
 from bottega.run.range_test import settled
 from bottega.storage.durable import discard, writing_folder
+from bottega.tasks.branch import Branch
+from bottega.tasks.located import STARTED_IN, UPWARDS
+from bottega.tasks.start import PLACE, based, local_start
 from bottega.techniques.lesson import Lesson
 
 if TYPE_CHECKING:

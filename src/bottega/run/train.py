@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bottega.branches.located import locate
 from bottega.callbacks.log_file import Level, LogFile
 from bottega.config import needs
 from bottega.config.language import LanguageRecipe
@@ -24,6 +23,7 @@ from bottega.run.dependencies import train_apart, turn, wait_for
 from bottega.run.prepare import prepare_recipe
 from bottega.run.session import Run, Session
 from bottega.storage.durable import remove_leftovers
+from bottega.tasks.located import locate
 from bottega.terminal import open_console, print_notice
 
 if TYPE_CHECKING:

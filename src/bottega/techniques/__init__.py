@@ -9,11 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from bottega.branches.branch import Branch
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import Technique
 from bottega.config.together import PLASTICITY
 from bottega.core.errors import UsageError
+from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson, OpenRun
 
 MODULES = {

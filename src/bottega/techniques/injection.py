@@ -33,8 +33,8 @@ def fresh_parts(task: Task) -> tuple[str, ...]:
     """What learns in full beside, because it begins at random, or at 0 and would pass no gradient on."""
     from bottega.config.generator import UNetShape
     from bottega.models.generator import read_generator
-    from bottega.tasks.classify import Classification
-    from bottega.tasks.generation import Generation
+    from bottega.tasks.classify.task import Classification
+    from bottega.tasks.generation.task import Generation
 
     if isinstance(task, Classification):
         # An encoder that was trained to fill in words has nothing before the head either.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from bottega.branches.branch import Branch
 from bottega.callbacks.console import Console
 from bottega.core.callback import Callback
 from bottega.core.rundir import RunDirectory
@@ -14,6 +13,7 @@ from bottega.core.task import Task
 from bottega.data.loading.loader import Loader
 from bottega.data.order.orders import Order
 from bottega.data.sources.source import Source
+from bottega.tasks.branch import Branch
 
 if TYPE_CHECKING:
     from bottega.engines.torch import TorchEngine

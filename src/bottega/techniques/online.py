@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bottega.branches.branch import Branch
 from bottega.callbacks.console import Console
 from bottega.callbacks.prequential import PREFIX, Prequential
 from bottega.config.recipe import Recipe
@@ -20,6 +19,7 @@ from bottega.data.order.online import stream
 from bottega.data.order.orders import Order, Streamed
 from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import Source
+from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bottega.branches.branch import Branch
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import AdapterOptions
+from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson
 from bottega.techniques.lora.apply import adapted
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bottega.branches.branch import Branch
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import ReplayOptions
+from bottega.tasks.branch import Branch
 from bottega.techniques.continual.apply import needs_sequence
 from bottega.techniques.lesson import Lesson
 

@@ -12,12 +12,6 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from bottega.branches import classify, text_classify
-from bottega.branches.branch import Branch
-from bottega.branches.classify import ClassifyBranch
-from bottega.branches.generation import GenerationBranch
-from bottega.branches.language import LanguageBranch
-from bottega.branches.text_classify import TextClassifyBranch
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import DistillOptions
 from bottega.core.errors import BottegaError, UsageError
@@ -26,10 +20,17 @@ from bottega.data.audio.mel import MelCodec
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.models.folders.pretrained import read_shape
 from bottega.models.text_classifier.pretrained import pretrained_shape
-from bottega.tasks.classify import Classification
-from bottega.tasks.code_language import CodeLanguage
-from bottega.tasks.generation import Generation
-from bottega.tasks.language import Language
+from bottega.tasks.branch import Branch
+from bottega.tasks.classify import media as classify
+from bottega.tasks.classify import text as text_classify
+from bottega.tasks.classify.media import ClassifyBranch
+from bottega.tasks.classify.task import Classification
+from bottega.tasks.classify.text import TextClassifyBranch
+from bottega.tasks.generation.branch import GenerationBranch
+from bottega.tasks.generation.code_language import CodeLanguage
+from bottega.tasks.generation.task import Generation
+from bottega.tasks.language.branch import LanguageBranch
+from bottega.tasks.language.task import Language
 from bottega.techniques.distill.torch import Distilled, Form
 from bottega.techniques.inject import hash_of
 from bottega.techniques.lesson import Lesson, OpenRun

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bottega.branches.branch import Branch
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import EwcOptions
 from bottega.core.types import Batch
 from bottega.data.loading.loader import Loader
 from bottega.data.order.in_turn import InTurn
+from bottega.tasks.branch import Branch
 from bottega.techniques.continual.apply import needs_sequence
 from bottega.techniques.ewc.torch import FISHER, Ewc, consolidate
 from bottega.techniques.lesson import Lesson

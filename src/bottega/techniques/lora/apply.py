@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bottega.branches.branch import Branch
-from bottega.branches.frozen import BASE
 from bottega.config.groups import BACKBONE
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import AdapterOptions, LoraOptions
 from bottega.config.together import injection
 from bottega.core.errors import UsageError
+from bottega.tasks.branch import Branch
+from bottega.tasks.frozen import BASE
 from bottega.techniques.injection import injected
 from bottega.techniques.lesson import Lesson
 

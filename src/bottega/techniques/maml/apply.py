@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from bottega.branches.branch import Branch
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import MamlOptions
 from bottega.config.training import Training
@@ -18,6 +17,7 @@ from bottega.data.order import episodes
 from bottega.data.order.episodes import Episodes
 from bottega.data.sources.source import Source
 from bottega.engines.grouping import parameter_settings
+from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson
 from bottega.techniques.maml.torch import Maml
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bottega.branches.branch import Branch
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import PlasticityOptions, Technique
 from bottega.config.together import PLASTICITY, clashes
 from bottega.core.errors import UsageError
 from bottega.data.loading.loader import Loader
 from bottega.models.spiking.stdp import Rule
+from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson
 from bottega.techniques.plasticity.torch import KEY, Plasticity, chosen_layers
 

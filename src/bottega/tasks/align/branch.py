@@ -1,0 +1,224 @@
+"""The branch of alignment: pictures with captions, and a CLIP that learns which belong together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from bottega.config.align import AlignRecipe, ClipShape, clip_shape
+from bottega.config.recipe import Recipe
+from bottega.core.errors import DataError, UsageError
+from bottega.core.types import Models
+from bottega.data.image.augment import denormalise
+from bottega.data.image.write import write_images
+from bottega.data.prepare.media import prepare_media
+from bottega.data.prepare.prepared import Prepared
+from bottega.data.sources.samples import image_encoder
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Classes
+from bottega.data.text.captions import CaptionTokens, captions_of
+from bottega.data.text.clip_tokens import learn_clip_tokens
+from bottega.data.text.negatives import WithNegatives
+from bottega.models.clip import Clip, export_clip, read_clip_shape
+from bottega.tasks.align.clip_folder import clip_tokens
+from bottega.tasks.align.task import Alignment
+from bottega.tasks.kept import NotKept, read_kept
+from bottega.tasks.media import MediaBranch
+from bottega.tasks.start import folder_of
+
+FACTS, TOKENS = "align.json", "text"
+SHOWN = 512
+"""Captions that a sheet chooses from, at most."""
+
+
+class AlignFacts(BaseModel):
+    """What a run knows of its data once it is prepared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shape: ClipShape
+    frame: tuple[int, int, int]
+    """Height, width and channels of the pictures."""
+    tokens: str
+    """The fingerprint of the tokenizer."""
+
+
+def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> AlignBranch:
+    checked = _checked(recipe)
+    prepared = prepare_media(checked, progress=say)
+    start = folder_of(checked)
+    tables = [prepared.table(name) for name in prepared.training_tables]
+    texts = {text.strip() for table in tables for text in captions_of(table)}
+    if not any(texts):
+        raise DataError("data.train: there are no captions; give each picture its own, such as a.txt beside a.png")
+    if len(texts) < 2:
+        raise DataError("data.train: all captions are alike, so there is nothing to tell apart; give each its own")
+    frame = image_encoder(prepared).shape(0)
+    if start is not None:
+        shape, tokens = read_clip_shape(start, key="model.from"), clip_tokens(start, key="model.from")
+    else:
+        model = checked.model
+        learnt = learn_clip_tokens(tables, content=prepared.fingerprint, vocab_size=model.vocab_size)
+        tokens = CaptionTokens(learnt, model.max_tokens)
+        shape = _shape(checked, frame, tokens)
+    facts = AlignFacts(shape=shape, frame=frame, tokens=tokens.fingerprint)
+    return AlignBranch(checked, facts, tokens, prepared=prepared, start=start)
+
+
+def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> AlignBranch:
+    checked, facts = _checked(recipe), _read_facts(codec)
+    tokens = CaptionTokens(codec / TOKENS, facts.shape.max_tokens)
+    return AlignBranch(checked, facts, tokens, expected=fingerprint, start=folder_of(checked, codec=codec))
+
+
+def _checked(recipe: Recipe) -> AlignRecipe:
+    assert isinstance(recipe, AlignRecipe)
+    data = recipe.data
+    if data.buckets is not None:
+        raise UsageError("data.buckets: a CLIP sees pictures of one shape; leave it out")
+    if data.normalise != "symmetric":
+        raise UsageError(f"data.normalise: {data.normalise}, and a CLIP scales pixels by itself; leave it out")
+    if data.condition_field is not None:
+        raise UsageError(
+            "data.condition_field: captions are found by their usual names (caption, text, txt); name another field with "
+            "data.train.label"
+        )
+    return recipe
+
+
+def _shape(recipe: AlignRecipe, frame: tuple[int, int, int], tokens: CaptionTokens) -> ClipShape:
+    (height, width, _), patch = frame, recipe.model.patch_size
+    if height != width:
+        raise DataError(f"data.train: pictures of {height} x {width}, and a CLIP sees squares; set data.image_size")
+    if height % patch:
+        raise UsageError(f"model.patch_size: {patch} does not divide the side of the pictures, {height}")
+    found = tokens.tokenizer
+    before, _ = found.frame
+    return clip_shape(
+        recipe.model,
+        image_size=height,
+        tokens=found.vocab_size,
+        bos=before[0],
+        eos=found.end_of_text,
+        padding=found.padding,
+    )
+
+
+@final
+class AlignBranch(MediaBranch):
+    metrics = ("loss", "accuracy", "caption_recall")
+    unit = "images"
+
+    def __init__(
+        self,
+        recipe: AlignRecipe,
+        facts: AlignFacts,
+        tokens: CaptionTokens,
+        *,
+        prepared: Prepared | None = None,
+        expected: str | None = None,
+        start: Path | None = None,
+    ) -> None:
+        """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
+        super().__init__(recipe, prepared, expected=expected)
+        self.facts, self.tokens = facts, tokens
+        self.task: Alignment = Alignment(
+            shape=facts.shape,
+            negatives=recipe.model.negatives,
+            pretrained=str(start) if start is not None else None,
+        )
+
+    def frame(self) -> tuple[int, ...]:
+        return self.facts.frame
+
+    def known_classes(self) -> Classes:
+        return Classes(())
+
+    def served(self, rows: Any) -> Source:
+        model = self.recipe.model
+        options: Any = {"count": model.negatives, "hard": model.hard_negatives, "seed": self.recipe.seed}
+        return WithNegatives(rows, rows.table, self.tokens, **options)
+
+    @property
+    def known(self) -> AlignFacts:
+        return self.facts
+
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *self._overridden()]
+
+    def _overridden(self) -> list[str]:
+        """Sizes that the recipe gives and the CLIP it starts from decides otherwise."""
+        model, config = self.recipe.model, self.facts.shape.values
+        if model.from_ is None:
+            return []
+        vision, text = config.get("vision_config", {}), config.get("text_config", {})
+        actual = {
+            "hidden_size": vision.get("hidden_size"),
+            "num_layers": vision.get("num_hidden_layers"),
+            "patch_size": vision.get("patch_size"),
+            "text_hidden_size": text.get("hidden_size"),
+            "text_num_layers": text.get("num_hidden_layers"),
+        }
+        other = [f"{key} {size}" for key, size in actual.items() if size is not None and size != getattr(model, key)]
+        return [f"model.from: its own sizes are used: {', '.join(other)}"] if other else []
+
+    def read_known(self, folder: Path) -> AlignFacts:
+        facts = _read_facts(folder)
+        if not (folder / TOKENS / "tokenizer.json").is_file():
+            raise NotKept(f"{folder / TOKENS} has no tokenizer; start the same training again to have it written")
+        return facts
+
+    def write_codec(self, folder: Path) -> None:
+        self.tokens.save(folder / TOKENS)
+        (folder / FACTS).write_text(self.facts.model_dump_json(indent=1) + "\n")
+
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        """Held-out pictures, or where none are held out training ones, each with the caption that fits best."""
+        name = "validation" if "validation" in self.prepared.tables else self.prepared.training_tables[0]
+        rows = self._rows(self.recipe, self.prepared, name, is_training=False)
+        texts = list(dict.fromkeys(captions_of(rows.table)))[:SHOWN]  # type: ignore[attr-defined]
+        index = np.arange(min(self.recipe.samples.count, len(rows)))
+        pixels = rows.rows(index, np.zeros_like(index))["image"]
+        scores = self.scores(models["model"], pixels, texts, device=device)
+        best = [texts[number] for number in scores.argmax(1).tolist()]
+        write_images(denormalise(pixels, how="symmetric"), folder, captions=best)
+
+    @torch.no_grad()
+    def scores(self, model: Clip, pixels: np.ndarray, texts: list[str], *, device: Any) -> np.ndarray:
+        """Log odds [pictures, texts] that each pair belongs together; pixels from -1 to 1."""
+        ids = torch.from_numpy(self.tokens.encode(texts)["input_ids"]).to(device)
+        images = model.images(torch.from_numpy(pixels).to(device))
+        return model.logits(images, model.texts(ids)).float().cpu().numpy()
+
+    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
+        raise UsageError(
+            "a CLIP does not generate; bottega train image model.condition=text model.text.from=RUN trains one that does, "
+            "and reads with it"
+        )
+
+    def example(self) -> None:
+        """Nothing can be generated."""
+
+    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
+        raise AssertionError("nothing was generated")
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """A CLIP of transformers with its tokenizer and its image processor."""
+        export_clip(models["model"], folder)
+        self.tokens.save(folder)
+        path = folder / "tokenizer_config.json"
+        # Pipelines of diffusers fill captions up to what the tokenizer says.
+        said = {**json.loads(path.read_bytes()), "model_max_length": self.tokens.length}
+        path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        return {"library_name": "transformers", "pipeline_tag": "zero-shot-image-classification"}
+
+
+def _read_facts(codec: Path) -> AlignFacts:
+    return read_kept(codec / FACTS, AlignFacts.model_validate_json)

@@ -1,0 +1,1 @@
+"""Classification of text, images, sound and video."""

@@ -1,0 +1,1 @@
+"""Generation of images, sound and video: diffusion and flow matching, in pixels, latents or codes."""

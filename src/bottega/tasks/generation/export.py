@@ -1,0 +1,248 @@
+"""A generator as a folder: a diffusers pipeline where a stock one samples it, and in any case one that we document.
+
+Every folder holds, and `open_folder` reads:
+
+- `config.json`: `format` "bottega-generator" and `version` 1; `medium`; `classes` by number; `samples` (steps, sampler,
+  guidance) as the recipe has them; and `task`: the `shape` of the model, the `path` between data and noise, which `key` of
+  a batch is generated, the share trained without condition, how `latents` are scaled, tokens of the empty caption.
+- the weights, each in one place: `unet/` or `transformer/` where diffusers has that model (config.json and
+  diffusion_pytorch_model.safetensors, as its `from_pretrained` opens), and `model.safetensors` for all the rest, such as
+  the embedding of classes, under the names that our model has.
+- `vae/` with an autoencoder, `text_encoder/` and `tokenizer/` with a frozen reader of captions, where there are such.
+- `scheduler/`: the same path as a scheduler of diffusers, which can step any model that predicts noise, v or velocity.
+- `codec/`: how numbers become pixels or sound again, as the run keeps it.
+
+A pipeline has `model_index.json` besides, and opens with its class's `from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from safetensors.torch import save_file
+
+from bottega.config.generator import UNetShape
+from bottega.core.errors import CheckpointError
+from bottega.core.types import Models
+from bottega.models.autoencoder.layout import export_autoencoder
+from bottega.models.dit import layout
+from bottega.models.generator import OWN, WEIGHTS, Generator, load_generator
+from bottega.models.pipeline.component import CONFIG, VERSION, on_host, read_config, write_component
+from bottega.models.unet import UNet, unet_config
+from bottega.tasks.generation.paths import STEPS
+from bottega.tasks.generation.paths import Path as NoisePath
+from bottega.tasks.generation.task import Generation
+
+if TYPE_CHECKING:
+    from bottega.tasks.generation.branch import GenerationBranch
+
+FORMAT, FORMAT_VERSION = "bottega-generator", 1
+INDEX = "model_index.json"
+PARTS = ("unet", "transformer", "vae", "text_encoder", "tokenizer", "scheduler", "codec")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
+BETAS = {
+    "linear": ("linear", 1e-4, 0.02),
+    "scaled_linear": ("scaled_linear", 0.00085, 0.012),
+    "cosine": ("squaredcos_cap_v2", 1e-4, 0.02),
+}
+"""Our schedules in diffusers' words; the last looks at neither number."""
+
+
+def publish(branch: GenerationBranch, models: Models, folder: Path) -> dict[str, Any]:
+    """Write all of it. Gives what the card says."""
+    _clear(folder)
+    task, pipeline = branch.task, pipeline_of(branch, models)
+    _write_weights(models["model"], folder)
+    if task.latents is not None:
+        _write_vae(task, models["vae"], folder / "vae")
+    if task.text is not None:
+        _write_text(branch, models["text_encoder"], folder)
+    _write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(task.path, pipeline))
+    (folder / "codec").mkdir(exist_ok=True)
+    branch.write_codec(folder / "codec")
+    if pipeline is not None:
+        _write_json(folder / INDEX, _index(branch, pipeline))
+    _write_json(folder / CONFIG, _config(branch))
+    return _card(branch, is_stock=pipeline is not None)
+
+
+def open_folder(folder: Path) -> tuple[Generation, dict[str, Any]]:
+    """The task and its models as they were exported; nothing but the folder is needed."""
+    config = read_config(folder)
+    if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
+        raise CheckpointError(f"{folder / CONFIG}: is no {FORMAT} of version {FORMAT_VERSION}; export the run again")
+    try:
+        task = Generation.model_validate(config["task"])
+    except (KeyError, ValidationError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: is damaged ({str(error).splitlines()[0]})") from error
+    places = {"latents": folder / "vae", "text": folder / "text_encoder"}
+    parts = {name: getattr(task, name) for name in places}
+    update = {n: part.model_copy(update={"folder": str(places[n])}) for n, part in parts.items() if part is not None}
+    task = task.model_copy(update=update)
+    model = Generator(task.shape)
+    load_generator(model, folder, whole=True)
+    models: dict[str, Any] = {"model": model.eval().requires_grad_(False)}
+    if task.latents is not None:
+        models["vae"] = task.latents.build().eval()
+    if task.text is not None:
+        models["text_encoder"] = task.text.build().eval()
+    return task, models
+
+
+def pipeline_of(branch: GenerationBranch, models: Models) -> str | None:
+    """The stock pipeline that samples this model rightly, or None."""
+    task, backbone = branch.task, branch.task.shape.backbone
+    # The pipelines take what a model made for pixels from -1 to 1.
+    if branch.medium != "image" or getattr(branch.recipe.data, "normalise", None) != "symmetric":
+        return None
+    kind, is_unet = task.shape.condition.kind, isinstance(backbone, UNetShape)
+    if is_unet and kind == "none" and task.latents is None:
+        # Its loop only asks the scheduler to step, so a flow's does too; the others first ask it to scale the input.
+        return "DDPMPipeline"
+    # These two scale latents and do not shift them.
+    if task.path.objective == "flow" or task.latents is None or task.latents.shift:
+        return None
+    if layout.has_diffusers_form(task.shape):
+        return "DiTPipeline"
+    is_clip = type(models.get("text_encoder")).__name__ == "CLIPTextModel"
+    # The pipeline refuses pictures whose sides are no multiple of 8.
+    fits = all(side * models["vae"].shape.downsample % 8 == 0 for side in backbone.grid)
+    return "StableDiffusionPipeline" if is_unet and kind == "text" and is_clip and fits else None
+
+
+def scheduler_config(path: NoisePath, pipeline: str | None = None) -> dict[str, Any]:
+    """A diffusers scheduler with the same path between data and noise."""
+    if path.objective == "flow":
+        return {
+            "_class_name": "FlowMatchEulerDiscreteScheduler",
+            "_diffusers_version": VERSION,
+            "num_train_timesteps": STEPS,
+            "shift": path.shift,
+        }
+    schedule, first, last = BETAS[path.schedule]
+    config: dict[str, Any] = {
+        "_class_name": "DDPMScheduler" if pipeline == "DDPMPipeline" else "DDIMScheduler",
+        "_diffusers_version": VERSION,
+        "num_train_timesteps": STEPS,
+        "beta_schedule": schedule,
+        "beta_start": first,
+        "beta_end": last,
+        "prediction_type": "epsilon" if path.objective == "noise" else "v_prediction",
+        # Pixels end at -1 and 1, latents nowhere.
+        "clip_sample": pipeline == "DDPMPipeline",
+        # From the last trained step down, where there is nothing but noise, as our samplers go.
+        "timestep_spacing": "trailing",
+    }
+    if pipeline == "DDPMPipeline":
+        return config
+    # Trailing steps have no offset; Stable Diffusion's pipeline warns about any but 1.
+    config |= {"set_alpha_to_one": True, "steps_offset": 1}
+    steps = path.most_steps
+    if steps is not None and steps < STEPS:
+        # Where nothing is clipped, predicted noise near the end of a schedule is divided by nearly nothing; our samplers
+        # begin earlier, and so does a scheduler that knows of no later steps.
+        config |= {"num_train_timesteps": steps, "trained_betas": path.betas()[:steps].tolist()}
+    return config
+
+
+def _clear(folder: Path) -> None:
+    """An earlier export, which may have had other parts; never what somebody else keeps there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / CONFIG).is_file() or read_config(folder).get("format") != FORMAT:
+        return
+    for part in PARTS:
+        shutil.rmtree(folder / part, ignore_errors=True)
+    for file in (INDEX, WEIGHTS, CONFIG):
+        (folder / file).unlink(missing_ok=True)
+
+
+def _write_weights(model: Generator, folder: Path) -> None:
+    rest, backbone = model.state_dict(), model.backbone
+    if isinstance(backbone, UNet):
+        prefix = "backbone.unet."
+        unet = {name.removeprefix(prefix): rest.pop(name) for name in list(rest) if name.startswith(prefix)}
+        write_component(folder / "unet", unet_config(backbone.shape), unet)
+    elif layout.has_diffusers_form(model.shape):
+        config = layout.diffusers_config(backbone.shape)
+        rest |= {OWN: model.condition.folded()}
+        write_component(folder / "transformer", config, layout.to_diffusers(rest, backbone.shape))
+        rest = {}
+    if rest:
+        save_file(on_host(rest), folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def _write_vae(task: Generation, vae: Any, folder: Path) -> None:
+    assert task.latents is not None
+    factors = {"scaling_factor": task.latents.scale, "shift_factor": task.latents.shift}
+    side = task.shape.backbone.grid[0] * vae.shape.downsample
+    export_autoencoder(vae.state_dict(), vae.shape.model_copy(update=factors), folder, sample_size=side)
+
+
+def _write_text(branch: GenerationBranch, encoder: Any, folder: Path) -> None:
+    """The encoder, and the tokenizer's own files; told to cut captions where the run did."""
+    from bottega.tasks.generation.text_condition import encoder_folders
+
+    assert branch.text is not None
+    assert branch.text.facts.encoder is not None
+    encoder.save_pretrained(folder / "text_encoder")
+    source, target = encoder_folders(branch.text.facts.encoder)[1], folder / "tokenizer"
+    branch.text.tokens.tokenizer.save(target)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    path = target / "tokenizer_config.json"
+    said = json.loads(path.read_text()) if path.is_file() else {}
+    _write_json(path, {**said, "model_max_length": branch.text.tokens.length})
+
+
+def _config(branch: GenerationBranch) -> dict[str, Any]:
+    options, task = branch.recipe.samples, branch.task.model_dump(mode="json", exclude={"pretrained"})
+    for part, name in (("latents", "vae"), ("text", "text_encoder")):
+        if task.get(part):
+            task[part]["folder"] = name
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "medium": branch.medium,
+        "task": task,
+        "classes": list(branch.facts.classes),
+        "samples": {"steps": options.steps, "sampler": options.sampler, "guidance": options.guidance},
+    }
+
+
+def _index(branch: GenerationBranch, pipeline: str) -> dict[str, Any]:
+    scheduler = scheduler_config(branch.task.path, pipeline)["_class_name"]
+    head = {"_class_name": pipeline, "_diffusers_version": VERSION, "scheduler": ["diffusers", scheduler]}
+    if pipeline == "DDPMPipeline":
+        return head | {"unet": ["diffusers", "UNet2DModel"]}
+    head["vae"] = ["diffusers", "AutoencoderKL"]
+    if pipeline == "DiTPipeline":
+        # A comma parts the names of one class there, and would make several of ours.
+        names = {str(i): name.replace(",", " ") for i, name in enumerate(branch.facts.classes)}
+        return head | {"transformer": ["diffusers", layout.CLASS], "id2label": names}
+    return head | {
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "safety_checker": [None, None],
+        "feature_extractor": [None, None],
+        "image_encoder": [None, None],
+        "requires_safety_checker": False,
+    }
+
+
+def _card(branch: GenerationBranch, *, is_stock: bool) -> dict[str, Any]:
+    said = {"library_name": "diffusers" if is_stock else "bottega"}
+    has_text = branch.task.shape.condition.kind == "text"
+    tags = {"image": "text-to-image" if has_text else "unconditional-image-generation"}
+    tags |= {"audio": "text-to-audio", "video": "text-to-video"} if has_text else {}
+    return said | ({"pipeline_tag": tags[branch.medium]} if branch.medium in tags else {})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

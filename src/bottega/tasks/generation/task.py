@@ -1,0 +1,127 @@
+"""Generation: learn the way from noise to data, and go it. One task for pictures, sounds, clips and their latents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bottega.config.generator import GeneratorShape
+from bottega.core.noise import Noise
+from bottega.core.task import Task
+from bottega.core.types import Batch, Loss, Models
+from bottega.models.generator import build_generator
+from bottega.tasks.generation import samplers
+from bottega.tasks.generation.latents import PREPARED, Latents
+from bottega.tasks.generation.paths import Path
+from bottega.tasks.generation.text import FrozenText
+
+
+class Generation(Task):
+    """A batch holds `key` [b, g..., c] and what the model may be asked for: `label` [b], `condition` [b, d], or
+    `input_ids` and `attention_mask` [b, L]. Optional: `weight` [b], where 0 marks a row that counts nowhere."""
+
+    key: str
+    shape: GeneratorShape
+    path: Path = Path()
+    condition_dropout: float = 0.1
+    latents: Latents | None = None
+    """Between the data and what is generated; None is the data themselves."""
+    text: FrozenText | None = None
+    """A text encoder from a folder; None is none, or our own inside the model."""
+    empty_text: tuple[int, ...] = ()
+    """The row of tokens [L] of the empty caption, which stands for no condition."""
+    empty_length: int = 1
+    """How many of them are text; the others fill it up."""
+    pretrained: str | None = None
+
+    def build(self, seed: int) -> dict[str, Any]:
+        models: dict[str, Any] = {"model": build_generator(self.shape, seed, pretrained=self.pretrained)}
+        if self.latents is not None:
+            models["vae"] = self.latents.build()
+        if self.text is not None:
+            models["text_encoder"] = self.text.build()
+        return models
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        if "weight" in batch:
+            return {"loss": float((np.asarray(batch["weight"]) > 0).sum())}
+        return {"loss": float(len(batch[PREPARED if PREPARED in batch else self.key]))}
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        clean = self._clean(models, batch, rng)
+        noise = rng.normal("noise", tuple(clean.shape[1:]))
+        t = self.path.draw_times(rng)
+        alpha, sigma = (_over(level.float(), clean) for level in self.path.levels(t))
+        asked = self._asked(models, batch, drop=rng.uniform("drop") < self.condition_dropout)
+        predicted = models["model"](alpha * clean + sigma * noise, self.path.model_time(t), **asked)
+        error = self.path.error(predicted, clean, noise, alpha, sigma)
+        if "weight" in batch:
+            error = error * (batch["weight"] > 0)
+        return Loss(terms={"loss": (error.sum(), 1.0)})
+
+    def draw(
+        self,
+        models: Models,
+        batch: Batch,
+        rng: Noise,
+        *,
+        steps: int,
+        method: samplers.Method = "heun",
+        guidance: float = 1.0,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Tensor:
+        """One sample for each row of what is asked for. Guidance 1 is the model as it is, 0 asks for nothing."""
+        start = rng.normal("start", self.shape.sample)
+        none = torch.ones(len(start), dtype=torch.bool, device=start.device)
+        with_condition = self._asked(models, batch, drop=~none)
+        without = self._asked(models, batch, drop=none) if self.shape.condition.kind != "none" else with_condition
+
+        def predict(x: Tensor, time: Tensor) -> Tensor:
+            if guidance == 1 or self.shape.condition.kind == "none":
+                return models["model"](x, time, **with_condition)
+            plain = models["model"](x, time, **without).float()
+            if guidance == 0:
+                return plain
+            return plain + guidance * (models["model"](x, time, **with_condition).float() - plain)
+
+        x = samplers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
+        return x if self.latents is None else self.latents.decode(models["vae"], x)
+
+    def _clean(self, models: Models, batch: Batch, rng: Noise) -> Tensor:
+        if self.latents is None:
+            # Sound may be generated as a row of frames, all bands in each, where the data have bands and one channel.
+            return batch[self.key].reshape(-1, *self.shape.sample)
+        return self.latents.encode(models["vae"], batch, self.key, rng)
+
+    def _asked(self, models: Models, batch: Batch, *, drop: Tensor) -> dict[str, Tensor]:
+        kind = self.shape.condition.kind
+        if kind == "none":
+            return {}
+        if kind != "text":
+            return {
+                "label" if kind == "class" else "vector": batch["label" if kind == "class" else "condition"],
+                "drop": drop,
+            }
+        ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
+        empty = _row(self.empty_text, ids.device)
+        shown = torch.arange(len(empty), device=ids.device) < self.empty_length
+        ids, mask = torch.where(drop[:, None], empty, ids), torch.where(drop[:, None], shown, mask)
+        if self.text is None:
+            return {"input_ids": ids, "mask": mask}
+        return self.text.encode(models["text_encoder"], ids, mask)
+
+
+def _over(level: Tensor, x: Tensor) -> Tensor:
+    """[B] so that it multiplies [B, ...]."""
+    return level.view(-1, *(1,) * (x.ndim - 1))
+
+
+@lru_cache(maxsize=16)
+def _row(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Once for each device: the host would wait for the copy."""
+    return torch.tensor(tokens, device=device)

@@ -1,0 +1,1 @@
+"""Personalised image generation with soft prompts between frozen models."""

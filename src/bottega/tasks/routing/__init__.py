@@ -1,0 +1,1 @@
+"""Routing of samples between experts."""
