@@ -16,7 +16,7 @@ import bottega
 PACKAGE = Path(bottega.__file__).parent
 ROOT = PACKAGE.parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
-FRAMEWORK_FREE = ("storage", "core", "schema", "data")
+FRAMEWORK_FREE = ("storage", "core", "config", "data")
 LONGEST_FILE = 400
 LARGEST_CORE = 1500
 

@@ -128,7 +128,7 @@ def clip(path: Path, direction: str, *, speed: int) -> None:
 
 def pictures(folder: Path) -> None:
     """What `bottega data digits` and `bottega data tones` draw, the latter at half its size and without its lower half."""
-    from bottega.insight.data_report import data_command
+    from bottega.analysis.data_report import data_command
     from PIL import Image
 
     for name, drawn in (("digits", "images.png"), ("tones", "spectrograms.png")):

@@ -170,8 +170,8 @@ def test_data_that_cannot_travel_is_refused_with_the_remedy() -> None:
 SCRIPT = """
     import sys, time
     import numpy as np
-    from bottega.data.loader import Loader
-    from bottega.data.source import Source
+    from bottega.data.loading.loader import Loader
+    from bottega.data.sources.source import Source
 
     class Slow(Source):
         patience = 0

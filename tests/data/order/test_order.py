@@ -18,7 +18,7 @@ from bottega.data.order.permutation import permute
 @given(size=st.integers(1, 5000), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
 def test_every_sample_once(size: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(size), size=size, seed=seed, epoch=epoch)
-    assert permutation.dtype == np.int64
+    assert order.dtype == np.int64
     assert np.array_equal(np.sort(order), np.arange(size))
 
 
@@ -42,7 +42,7 @@ def test_seek_equals_prefix_and_epochs_may_be_mixed(data: st.DataObject) -> None
 def test_shape_is_kept_and_huge_sizes_work() -> None:
     index = np.array([[0, 1, 2], [2**62 - 1, 5, 2**61]])
     order = permute(index, size=2**62, seed=0, epoch=np.array([[0, 0, 0], [1, 1, 1]]))
-    assert permutation.shape == index.shape
+    assert order.shape == index.shape
     assert ((order >= 0) & (order < 2**62)).all()
     assert permute(np.array([], dtype=np.int64), size=3, seed=0, epoch=0).shape == (0,)
 

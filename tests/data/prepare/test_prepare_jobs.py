@@ -130,8 +130,8 @@ SLOW = """
     from bottega.data.prepare import inputs, jobs
     from bottega.data.prepare.encode import Encode
     from bottega.data.prepare.language import prepare_language
-    from bottega.data.vocabulary import TokenizerSpec
-    from bottega.schema.data import HeldOut, Source, TextData
+    from bottega.data.text.vocabulary import TokenizerSpec
+    from bottega.config.data import HeldOut, Source, TextData
 
     inputs.JOB_BYTES = 2000
     work = Encode.work
@@ -177,8 +177,8 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
         import resource, sys
         from pathlib import Path
         from bottega.data.prepare.language import prepare_language
-        from bottega.data.vocabulary import TokenizerSpec
-        from bottega.schema.data import HeldOut, Source, TextData
+        from bottega.data.text.vocabulary import TokenizerSpec
+        from bottega.config.data import HeldOut, Source, TextData
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         data = TextData(train=Source(path=sys.argv[1] + "/big.txt"), validation=HeldOut(split=0.05))
         spec = TokenizerSpec(kind="bytes")

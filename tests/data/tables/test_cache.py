@@ -114,7 +114,7 @@ def test_the_default_follows_the_environment(tmp_path: Path, monkeypatch: pytest
 SCRIPT = """
     import sys, time
     from pathlib import Path
-    from bottega.data.cache import cached
+    from bottega.data.tables.cache import cached
 
     def build(folder):
         with open(sys.argv[2], "a") as log:

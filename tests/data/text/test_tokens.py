@@ -201,8 +201,8 @@ def test_two_processes_preparing_at_once_do_the_work_once(tmp_path: Path) -> Non
         from pathlib import Path
         from typing import Any
         from bottega.data.prepare.language import prepare_language
-        from bottega.data.vocabulary import TokenizerSpec
-        from bottega.schema.data import HeldOut, Source, TextData
+        from bottega.data.text.vocabulary import TokenizerSpec
+        from bottega.config.data import HeldOut, Source, TextData
         stages = []
         data = TextData(train=Source(path=sys.argv[1] + "/a.txt"), validation=HeldOut(split=0.1))
         note = lambda stage, done, total: stages.append(stage)
