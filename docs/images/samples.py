@@ -128,8 +128,9 @@ def clip(path: Path, direction: str, *, speed: int) -> None:
 
 def pictures(folder: Path) -> None:
     """What `bottega data digits` and `bottega data tones` draw, the latter at half its size and without its lower half."""
-    from bottega.analysis.data_report import data_command
     from PIL import Image
+
+    from bottega.analysis.data_report import data_command
 
     for name, drawn in (("digits", "images.png"), ("tones", "spectrograms.png")):
         data_command([str(folder / name)], examples=3, out=folder)
