@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bottega import cli
+from bottega.core.rundir import Lock, RunDirectory
 from config.guide_blocks import ROUTING_ADVANCED
 from small_run import settings, write_text
 
@@ -143,3 +144,30 @@ def test_the_problems_of_a_part_are_found_before_it_is_trained(tmp_path: Path, c
     assert "needs.vae: engine: jax" in told
     assert "fp16 needs a GPU" in told
     shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def test_the_folder_of_the_run_is_looked_at(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in its place, a process that holds it, a disk without room: nothing is created to find out."""
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        asked = [*words, f"output_dir={place}", "name=x"]
+        planned = call(capsys, "plan", "--check", *asked)
+        assert planned == call(capsys, "train", *asked)
+        assert planned[0] == 5
+        assert f"cannot write {place / 'x'}: " in planned[1]
+    run = RunDirectory(tmp_path / "runs" / "held")
+    with Lock(run):
+        planned = call(capsys, "plan", "--check", *words, "name=held")
+        assert planned == call(capsys, "train", *words, "name=held")
+        assert planned[0] == 9
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    code, err = call(capsys, "plan", "--check", *words, "name=full")
+    assert (code, "a checkpoint needs" in err) == (5, True), err
+    assert call(capsys, "train", *words, "name=full", "--quiet")[0] == 5
+    monkeypatch.undo()
+    assert not (tmp_path / "runs" / "planned").exists()
+    assert call(capsys, "plan", "--check", *words, "name=planned")[0] == 0
+    assert not (tmp_path / "runs" / "planned").exists()

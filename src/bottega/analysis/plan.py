@@ -15,6 +15,7 @@ from bottega.core.errors import BottegaError, DataError
 from bottega.run.checks import (
     find_changes,
     find_data_problems,
+    find_disk_problems,
     find_model_problems,
     find_problems,
     find_size_problems,
@@ -82,7 +83,7 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
         return [f"{', '.join(waiting)}: trained first; what depends on it is not checked"] if waiting else []
     placed = needs.placed(recipe)
     branch = prepare(placed, Console(unit="samples", quiet=quiet))
-    raise_together(find_size_problems(recipe, branch.task))
+    raise_together([*find_size_problems(recipe, branch.task), *find_disk_problems(recipe, branch.task)])
     lesson = applied(placed, branch)
     raise_together([*find_data_problems(recipe, lesson), *find_model_problems(recipe, lesson)])
     return [*lesson.notes, *list_adjusted(recipe, lesson)]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-import socket
 import time
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import psutil
-
 from bottega.config.yamlfile import read_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
 from bottega.core.rundir import RunDirectory
+from bottega.storage.durable import is_locked
 
 DEPTH = 2
 """Levels below the folder at which runs are looked for: parts and folds lie one deeper than runs."""
@@ -123,31 +120,6 @@ def _state(
     if not has_checkpoint:
         return "no checkpoint", None
     return "stopped", f"at step {step}; the same command resumes it"
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a run. One that is dead holds none, so its number is looked at first: to try a
-    lock could stand in the way of a run that is just starting."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        owner = json.loads(os.pread(handle, 4096, 0) or b"{}")
-        is_here = owner.get("host") == socket.gethostname()
-        if is_here and not psutil.pid_exists(int(owner.get("pid", 0))):
-            return False
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        pass  # of a process that is writing it now
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(handle)
-    return False
 
 
 def _last_row(path: Path) -> dict[str, Any]:

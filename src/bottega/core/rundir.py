@@ -17,7 +17,7 @@ from typing import Any
 from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError, DirectoryInUse, UsageError
 from bottega.core.saver import explain
-from bottega.storage.durable import TEMPORARY, flush, remove_leftovers, temporary_name
+from bottega.storage.durable import TEMPORARY, flush, is_locked, remove_leftovers, temporary_name
 
 LOCK = "LOCK"
 
@@ -181,6 +181,11 @@ class Lock:
             return _read_owner(handle) is not None
         finally:
             os.close(handle)
+
+    def check_free(self) -> None:
+        """Refuse a run that a process holds; nothing is created."""
+        if is_locked(self.path):
+            raise self._taken(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW))
 
     def _open(self) -> int:
         """The locked file."""

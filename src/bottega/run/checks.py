@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,7 +32,8 @@ from bottega.config.techniques import UNBUILT
 from bottega.config.together import absent, injection
 from bottega.config.unused import list_unused_options
 from bottega.core.errors import BottegaError, DataError, UsageError
-from bottega.core.rundir import RunDirectory
+from bottega.core.rundir import Lock, RunDirectory
+from bottega.core.saver import explain, preflight
 from bottega.core.task import Task
 from bottega.data.readers.files import check_exists
 from bottega.run import resume
@@ -179,10 +181,38 @@ def find_size_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
 
 
 def find_changes(recipe: Recipe) -> list[BottegaError]:
-    """Return what an earlier run of this name was trained with and this recipe says otherwise."""
+    """Return what is wrong with the folder of the run: not writable, not a run, in use, or trained with another recipe."""
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
-    checks = [run.check_usable] if run.path.exists() else []
+    if not run.path.is_dir():
+        return _collect(lambda: _check_writable(run))
+    checks = (run.check_usable, Lock(run).check_free, lambda: _check_writable(run))
     return _collect(*checks) or _collect(lambda: resume.check_recipe_unchanged(run, recipe))
+
+
+def _check_writable(run: RunDirectory) -> None:
+    """Refuse a place where a training could not write, in the words that it would have for that."""
+    there = _nearest_existing(run.path)
+    code = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+    if not there.is_dir():
+        code = errno.EEXIST if there == Path(os.path.abspath(run.path)) else errno.ENOTDIR
+    if code:
+        raise explain(OSError(code, os.strerror(code)), run.path)
+
+
+def _nearest_existing(path: Path) -> Path:
+    whole = Path(os.path.abspath(path))
+    return next(place for place in (whole, *whole.parents) if os.path.lexists(place))
+
+
+def find_disk_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
+    """Return whether the checkpoints of a model have no room where they would be written; known from its shape."""
+    from bottega.engines.sizing import estimate
+
+    run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
+    footprint = estimate(task, recipe.training, seed=recipe.seed, is_frozen=injection(recipe) is not None)
+    saved = footprint.gradients + footprint.optimizer + footprint.average  # of what learns, and no frozen model
+    folder = run.checkpoints if run.checkpoints.is_dir() else _nearest_existing(run.path)
+    return _collect(lambda: preflight(folder, size=saved, keep=recipe.checkpoint.keep))
 
 
 def list_unused(recipe: Recipe) -> list[str]:

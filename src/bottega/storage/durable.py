@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 TEMPORARY = (".tmp-", ".trash-", ".probe-")
 """How the names of files begin that only a process that was killed leaves behind."""
@@ -156,3 +160,28 @@ def _is_in_use(folder: Path) -> bool:
         return not _lock(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a run. One that is dead holds none, so its number is looked at first: to try a
+    lock could stand in the way of a run that is just starting."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        owner = json.loads(os.pread(handle, 4096, 0) or b"{}")
+        is_here = owner.get("host") == socket.gethostname()
+        if is_here and not psutil.pid_exists(int(owner.get("pid", 0))):
+            return False
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass  # of a process that is writing it now
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False
