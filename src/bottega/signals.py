@@ -9,6 +9,8 @@ import time
 from types import FrameType, TracebackType
 from typing import ClassVar, NoReturn
 
+from bottega.world import World
+
 ECHO = 5.0
 """Seconds within which a second signal is the first one again, where there are several ranks."""
 
@@ -36,7 +38,7 @@ def stop_waiting() -> None:
 
     Not where there are several ranks: they stop after the same step, and the others may be in the middle of it.
     """
-    if threading.current_thread() is threading.main_thread() and int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if threading.current_thread() is threading.main_thread() and World.current().size == 1:
         current = StopSignals.current
         if current is not None and current.received is not None:
             raise StopRequested(current.received) if isinstance(current, EarlySignals) else StoppedWaiting
@@ -160,4 +162,4 @@ def leave_at_once(reason: str | None, code: int) -> NoReturn:
 
 def _is_echo(seconds: float) -> bool:
     """A scheduler or a terminal signals all processes and a launcher passes it on: ranks hear the same request twice."""
-    return seconds < ECHO and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return seconds < ECHO and World.current().size > 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from bottega.core.rundir import RunDirectory
 from bottega.run.checks import find_problems, raise_together
 from bottega.run.train import lock_directory, set_aside
 from bottega.terminal import escape_controls, open_console
+from bottega.world import is_launched
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,7 +94,7 @@ def cross_validate(
 
     from bottega.callbacks.bars import bars
 
-    if "RANK" in os.environ:
+    if is_launched():
         raise UsageError("crossval starts processes of its own; start it without torchrun")
     if checkpoint not in ("best", "last"):
         raise UsageError(f"--checkpoint {checkpoint}: expected best or last")

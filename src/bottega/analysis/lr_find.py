@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from bottega.run.range_picture import draw
 from bottega.run.range_test import JSON, PICTURE, measured
 from bottega.run.train import part
 from bottega.tasks.located import locate, recorded_folders
+from bottega.world import World
 
 
 def find(
@@ -38,7 +38,7 @@ def find(
     recipe = None if is_run else load_recipe(sources, overrides).recipe
     report = find_rate(recipe, run=Path(what) if is_run else None, low=low, high=high, steps=steps, quiet=quiet)
     report["command"] = _command(what, words, report, is_run=is_run)
-    return write_report(report, out) if int(os.environ.get("RANK", 0)) == 0 else report
+    return write_report(report, out) if World.current().is_main else report
 
 
 def is_run_directory(what: str | Path) -> bool:
@@ -60,7 +60,7 @@ def find_rate(
     raise_together(find_problems(locate(recipe, folders)))
     for name in needs.referenced(recipe):
         part(recipe, name, quiet=quiet)
-    is_main = int(os.environ.get("RANK", 0)) == 0
+    is_main = World.current().is_main
     console = Console(unit="samples", quiet=quiet or not is_main)
     branch = prepare(locate(needs.placed(recipe), folders), console)
     if start is not None and start[1] != branch.fingerprint:

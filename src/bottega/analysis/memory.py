@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from bottega.run.checks import find_problems, raise_together
 from bottega.run.compose import build_engine, prepare
 from bottega.run.lesson import applied
 from bottega.run.train import part
+from bottega.world import World
 
 GIB = 1 << 30
 CARDS = (16, 24, 40, 48, 80, 141)
@@ -31,7 +31,7 @@ MOST = 64
 
 def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
     """Train a copy of the recipe for a few steps with ever larger micro-batches, and throw it away."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if World.current().size > 1:
         raise UsageError("bottega plan --memory: is measured by one process; start it without a launcher")
     sources, overrides = parse_overrides(words)
     recipe = load_recipe(sources, overrides).recipe

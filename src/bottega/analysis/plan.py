@@ -29,6 +29,7 @@ from bottega.run.compose import prepare
 from bottega.run.lesson import applied
 from bottega.run.train import is_made, prepare_data
 from bottega.terminal import print_notice, print_result
+from bottega.world import World
 
 
 def check(words: list[str], *, show: bool) -> dict[str, Any]:
@@ -83,14 +84,14 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
         return [f"{', '.join(waiting)}: trained first; what depends on it is not checked"] if waiting else []
     placed = needs.placed(recipe)
     branch = prepare(placed, Console(unit="samples", quiet=quiet))
-    raise_together([*find_size_problems(recipe, branch.task), *find_disk_problems(recipe, branch.task)])
+    raise_together(find_size_problems(recipe, branch.task) or find_disk_problems(recipe, branch.task))
     lesson = applied(placed, branch)
     raise_together([*find_data_problems(recipe, lesson), *find_model_problems(recipe, lesson)])
     return [*lesson.notes, *list_adjusted(recipe, lesson)]
 
 
 def _check_rows(recipe: Recipe, rows: int) -> None:
-    batch = global_batch(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    batch = global_batch(recipe, World.current().size)
     if rows < batch and recipe.task != "language":  # whose samples are windows of its rows
         raise DataError(
             f"the training data has {rows} samples, fewer than one batch of {batch}; lower training.batch_size or add data"

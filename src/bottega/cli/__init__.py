@@ -18,6 +18,7 @@ from bottega.config.launch import check_launch_variables
 from bottega.core.errors import UsageError, describe_error
 from bottega.signals import EarlySignals, StopRequested, StopSignals
 from bottega.terminal import ReaderGone, drop_unwritable_output, print_notice, print_result, reserve_standard_files
+from bottega.world import World
 
 HELP = """\
 usage: bottega VERB [...]            one recipe, one command; `bottega VERB --help` says more
@@ -86,7 +87,7 @@ def _dispatch(name: str, words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     arguments, rest = parser.parse_known_args(_joined(parser, words))
     result = verb.run(arguments, rest)
-    if arguments.json and int(os.environ.get("RANK", 0)) == 0:
+    if arguments.json and World.current().is_main:
         from bottega.data.present import finite
 
         text = json.dumps(finite(result if result is not None else {}), default=str)
@@ -116,6 +117,7 @@ class _Parser(argparse.ArgumentParser):
 def _explain(error: Exception) -> int:
     """One line for people, and the exit code a scheduler can act on."""
     code, text = describe_error(error)
-    rank = f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    world = World.current()
+    rank = f"rank {world.rank}: " if world.size != 1 else ""
     print_notice(strip_text(f"bottega: {rank}{text}"))
     return code

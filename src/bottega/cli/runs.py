@@ -12,6 +12,7 @@ from bottega.cli.train_help import add_keys_to_help
 from bottega.cli.verb import Verb, no_more, words_of
 from bottega.core.errors import UsageError
 from bottega.terminal import ResultStream, open_console, print_notice, print_result
+from bottega.world import World
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         allow_data_change=arguments.allow_data_change,
         quiet=arguments.quiet,
     )
-    if not arguments.quiet and int(os.environ.get("RANK", 0)) == 0:
+    if not arguments.quiet and World.current().is_main:
         _say_what_predicts(Path(result["run"]))
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from bottega.core.errors import UsageError
+from bottega.world import World
 
 LIMITS = {
     "WORLD_SIZE": (1, 1 << 20),
@@ -25,9 +26,9 @@ def check_launch_variables() -> None:
                 f"the environment variable {name} is {text[:40]!r}; torchrun sets it to a number from {least} to {most}: "
                 "unset it, or start the processes with torchrun"
             )
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if rank >= world:
+    world = World.current()
+    if world.rank >= world.size:
         raise UsageError(
-            f"the environment variable RANK is {rank}, and WORLD_SIZE {world}: ranks are counted from 0; unset both, or "
+            f"the environment variable RANK is {world.rank}, and WORLD_SIZE {world.size}: ranks are counted from 0; unset both, or "
             "start the processes with torchrun"
         )

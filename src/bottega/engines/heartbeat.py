@@ -28,6 +28,7 @@ import torch.distributed as dist
 from bottega.core.errors import Interrupted, PeerLost
 from bottega.signals import leave_at_once
 from bottega.terminal import escape_controls
+from bottega.world import World, missing_variables, rank_of
 
 BEAT = 2.0
 """Seconds between two beats."""
@@ -78,7 +79,7 @@ class Heartbeat:
 
     def __init__(self, rank: int, world: int, *, log: Path | None = None) -> None:
         self.rank, self.world, self.log = rank, world, log
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        here = World.current().local_size
         watched = [
             other for other in range(world) if other != rank and (rank == 0 or other == 0 or _same(other, rank, here))
         ]
@@ -257,12 +258,10 @@ def watch_ranks(log: Path) -> Heartbeat | None:
 
     Rank 0 also writes to the file `log` why it ends the job.
     """
-    known = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1 or not known:
+    world = World.current()
+    if world.size == 1 or missing_variables():
         return None
-    rank = int(os.environ["RANK"])
-    return Heartbeat(rank, world, log=log if rank == 0 else None)
+    return Heartbeat(world.rank, world.size, log=log if world.is_main else None)
 
 
 def _same(one: int, other: int, here: int) -> bool:
@@ -305,7 +304,7 @@ def _find_sibling(rank: int) -> int | None:
     with suppress(psutil.Error):
         for child in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error):
-                if child.environ().get("RANK") == str(rank):
+                if rank_of(child.environ()) == rank:
                     return child.pid
     return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import seed_of
+from bottega.world import World, missing_variables
 
 _groups = itertools.count()
 """Numbers the groups that this process joins, one after the other; all ranks join the same ones."""
@@ -19,10 +19,10 @@ _groups = itertools.count()
 
 def join_group(device: torch.device) -> tuple[int, int]:
     """Rank and world from the environment that torchrun and accelerate set."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = World.current().size
     if world == 1:
         return 0, 1
-    unset = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    unset = missing_variables()
     if unset:
         raise UsageError(f"WORLD_SIZE is {world} and {', '.join(unset)} not set; start the processes with torchrun")
     if not dist.is_initialized():

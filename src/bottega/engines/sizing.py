@@ -16,6 +16,7 @@ from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.task import Task
 from bottega.engines.host_memory import available_memory
 from bottega.engines.optimizers import is_hidden_matrix
+from bottega.world import World
 
 GIB = 1 << 30
 
@@ -92,7 +93,7 @@ def estimate(task: Task, training: Training, *, seed: int, is_frozen: bool = Fal
 
 def check_fits(footprint: Footprint, device: torch.device) -> None:
     """Refuse, before anything is allocated, a model that has no room where it would be trained."""
-    beside = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # processes that share the memory of the host
+    beside = World.current().local_size  # processes that share the memory of the host
     free = available_memory() // beside
     needed, place = footprint.total, "memory"
     if device.type == "cuda":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ from bottega.engines.noise import draw
 from bottega.engines.sums import INDEX, Local, add_up, fetched, in_order, reduced, sum_terms
 from bottega.engines.tensors import TorchSnapshot, check_finite, compare, read_tensors, take
 from bottega.engines.wrapping import compile_frozen, compiled, replicated, require
+from bottega.world import World
 
 EVALUATION = -1
 """The step that evaluations draw their noise for."""
@@ -68,7 +68,7 @@ class TorchEngine(Engine):
         self.precision = choose_precision(training.mixed_precision, self.device)
         self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
         self._auto = training.micro_batch_size == "auto"
-        self.processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        self.processes_here = World.current().local_size
 
         models = task.build(seed)
         self.model: torch.nn.Module = models["model"].to(self.device)

@@ -40,6 +40,7 @@ from bottega.run import resume
 from bottega.run.compose import check_metrics, list_shortened, plain_loader, total_steps
 from bottega.tasks.start import start_folder
 from bottega.techniques.lesson import Lesson
+from bottega.world import World
 
 SMOOTHED = ("classify", "routing")
 """Tasks that know training.label_smoothing."""
@@ -57,7 +58,7 @@ def raise_together(problems: Sequence[BottegaError]) -> None:
 
 def find_problems(recipe: Recipe) -> list[BottegaError]:
     """Return what is wrong as far as that is known without reading the data: options, processes, device, files, parts."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = World.current().size
     parts = _collect(lambda: needs.check(recipe)) or _part_problems(recipe)
     return [
         *find_unbuilt(recipe),
@@ -96,7 +97,7 @@ def load_checked(sources: Sequence[Any], overrides: Sequence[tuple[str, str, str
 
 def _recipe_problems(recipe: Recipe) -> list[BottegaError]:
     """Return those problems that also show in a recipe from which what is wrong was left out."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = World.current().size
     return [*find_unbuilt(recipe), *_machine_problems(recipe, world), *_file_problems(recipe)]
 
 
@@ -120,7 +121,7 @@ def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
 
 def find_data_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
     """Return what is wrong now that the data is prepared: too few samples, a metric that nobody measures."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = World.current().size
 
     def check_length() -> None:
         total_steps(recipe, plain_loader(recipe, lesson.training, world=world, order=lesson.order))
@@ -156,7 +157,7 @@ def list_adjusted(recipe: Recipe, lesson: Lesson) -> list[str]:
     from bottega.engines.optimizers import describe_choice
     from bottega.engines.sizing import build_without_memory
 
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    world = World.current().size
     loader = plain_loader(recipe, lesson.training, world=world, order=lesson.order)
     lines = list_shortened(recipe, total_steps(recipe, loader), round(loader.steps_per_epoch))
     models = build_without_memory(lesson.task, recipe.seed) if recipe.training.optimizer.name == "muon" else None
@@ -237,7 +238,7 @@ def _idle_gpus(recipe: Recipe) -> list[str]:
     """Say how to use the other GPUs of this machine where one process was started for all of them."""
     from bottega.engines.devices import count_gpus
 
-    is_alone = int(os.environ.get("WORLD_SIZE", 1)) == 1 and recipe.distributed.enabled is not False
+    is_alone = World.current().size == 1 and recipe.distributed.enabled is not False
     if not is_alone or _device_type(recipe) != "cuda" or (count := count_gpus()) < 2:
         return []
     return [f"{count} GPUs, 1 used: start with torchrun --nproc_per_node {count} -m bottega train … to use all"]

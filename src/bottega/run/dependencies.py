@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from bottega.core.errors import BottegaError, DirectoryInUse, PeerLost
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.signals import StopSignals
 from bottega.terminal import print_notice
+from bottega.world import World, environment_alone
 
 POLL, PATIENT = 0.5, 5.0
 """Seconds between two looks at a part that somebody else makes, and until the first word about it."""
@@ -61,7 +61,7 @@ def _work_place(run: Path) -> RunDirectory:
 def wait_for(run: Path, is_ready: Callable[[], bool], *, name: str, quiet: bool) -> None:
     """Until rank 0 has made a part. A launcher ends everybody if it fails; if it hangs, nobody else would notice."""
     if not quiet:
-        print_notice(f"bottega: rank {os.environ['RANK']} waits for rank 0 to make needs.{name}: {run}")
+        print_notice(f"bottega: rank {World.current().rank} waits for rank 0 to make needs.{name}: {run}")
     newest, since = 0.0, time.monotonic()
     while not is_ready():
         found = _newest(run)
@@ -109,12 +109,8 @@ def train_apart(recipe: Recipe, run: Path, *, name: str, quiet: bool, allow_data
 
 def _alone(words: list[str], *, quiet: bool) -> int:
     """The exit code of a verb that is not one of our group. What it says goes to stderr: our stdout may be JSON."""
-    grouped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
-    alone = {
-        key: value for key, value in os.environ.items() if key not in grouped and not key.startswith("TORCHELASTIC")
-    }
     command, out = [sys.executable, "-m", "bottega", *words], subprocess.DEVNULL if quiet else 2
-    with StopSignals() as stop, subprocess.Popen(command, env=alone, stdout=out) as child:
+    with StopSignals() as stop, subprocess.Popen(command, env=environment_alone(), stdout=out) as child:
         heard: float | None = None
         while child.poll() is None:
             if stop.received is not None and heard is None:

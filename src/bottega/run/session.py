@@ -42,6 +42,7 @@ from bottega.tasks.branch import Branch
 from bottega.tasks.located import STARTED_IN, UPWARDS
 from bottega.tasks.start import PLACE, based, local_start
 from bottega.techniques.lesson import Lesson
+from bottega.world import World
 
 if TYPE_CHECKING:
     from bottega.engines.torch import TorchEngine
@@ -69,7 +70,7 @@ class Session:
     ) -> None:
         self.recipe, self.directory, self.resume_from, self.allow = recipe, directory, resume_from, allow
         self.branch: Branch
-        is_main = int(os.environ.get("RANK", 0)) == 0
+        is_main = World.current().is_main
         level = recipe.logging.level
         self.console = Console(
             unit="samples",
@@ -80,7 +81,7 @@ class Session:
 
     def run(self) -> Run:
         recipe, directory, console = self.recipe, self.directory, self.console
-        is_main = int(os.environ.get("RANK", 0)) == 0  # the others might look before --fresh has set the old run aside
+        is_main = World.current().is_main  # the others might look before --fresh has set the old run aside
         changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
         self._placed = needs.placed(recipe)
         has_begun = resume.has_begun(directory)
@@ -102,7 +103,7 @@ class Session:
         except RuntimeError as error:
             from bottega.engines.ranks import is_lost_peer
 
-            world = int(os.environ.get("WORLD_SIZE", 1))
+            world = World.current().size
             if world > 1 and is_lost_peer(error):
                 from bottega.engines.heartbeat import Heartbeat
 
@@ -296,7 +297,7 @@ class Session:
             else ""
         )
         console.say(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
-        is_main = int(os.environ.get("RANK", 0)) == 0
+        is_main = World.current().is_main
         diverged = diagnose_losses(read_metrics(self.directory.metrics), self.recipe) if is_main else None
         if diverged is not None:
             console.warn(diverged)

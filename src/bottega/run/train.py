@@ -25,6 +25,7 @@ from bottega.run.session import Run, Session
 from bottega.storage.durable import remove_leftovers
 from bottega.tasks.located import locate
 from bottega.terminal import open_console, print_notice
+from bottega.world import World
 
 if TYPE_CHECKING:
     from bottega.data.prepare.prepared import Prepared
@@ -76,7 +77,7 @@ def train_command(
 
 def _train(resolved: Resolved, **options: Any) -> Run:
     """Train; where there are several ranks, each watches the others from the start."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if World.current().size == 1:
         return _train_rank(resolved, **options)
     from bottega.engines.heartbeat import watch_ranks
 
@@ -98,7 +99,7 @@ def _train_rank(
     raise_together(find_problems(recipe))  # before anybody waits for the other processes, or for a part
     parts = needs.referenced(recipe)
     directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
-    is_main = int(os.environ.get("RANK", 0)) == 0
+    is_main = World.current().is_main
 
     def session() -> Session:
         for name in parts:
@@ -176,7 +177,7 @@ def part(
     data_here = locate(wanted.data, started_in)
     if data_here != wanted.data:  # its name stays that of the recipe as it was written
         wanted = wanted.model_copy(update={"data": data_here, "name": run.name})
-    is_main = int(os.environ.get("RANK", 0)) == 0
+    is_main = World.current().is_main
     data = None if need.own_data or allow_data_change else _data_now(wanted, quiet=quiet or not is_main)
     if _is_ready(run, data):
         return run
@@ -197,7 +198,7 @@ def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool
     if not quiet:
         print_notice(f"bottega: needs.{name} is trained first: {run}")
     recipe = _fitted(recipe, run, name=name, quiet=quiet)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if World.current().size > 1:
         train_apart(recipe, run, name=name, quiet=quiet, allow_data_change=allow_data_change)
         return
     _train(Resolved(recipe, (recipe.task,)), quiet=quiet, allow_data_change=allow_data_change)

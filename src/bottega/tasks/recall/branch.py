@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +25,7 @@ from bottega.data.sources.source import Source
 from bottega.tasks.branch import Branch
 from bottega.tasks.kept import keep_once
 from bottega.tasks.recall.task import ACCURACY, WITHOUT, Recall, RecallFacts, RecallStreams
+from bottega.world import World
 
 DATA, CONFIG = "data.json", "config.json"
 MODEL_TYPE = "bottega-recall"
@@ -36,7 +36,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> RecallBr
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     if isinstance(recipe, LastingRecipe):
         # A recipe need not say how many processes there are, and each may bring a batch of its own.
-        too_near = recipe.too_near(int(os.environ.get("WORLD_SIZE", 1)))
+        too_near = recipe.too_near(World.current().size)
         if too_near is not None:
             raise UsageError(f"data.distance: {too_near}")
     return RecallBranch(recipe)
