@@ -148,6 +148,11 @@ class Session:
             lesson.begin(engine, loader)
         self._introduce(branch, engine, progress)
 
+        last = _Last()
+        callbacks = [*lesson.callbacks, *watchers(recipe, directory, console, is_main=engine.rank == 0), last]
+        if engine.rank == 0 and engine.device.type == "cpu":
+            callbacks.append(SlowRun(recipe, console.warn))
+
         def announce(p: Progress, folder: Path) -> None:
             for callback in callbacks:
                 callback.after_save(p, folder)
@@ -160,9 +165,6 @@ class Session:
             warn=console.warn,
         )
         saver.resumed_from = found
-        callbacks = watchers(recipe, directory, console, is_main=engine.rank == 0)
-        if engine.rank == 0 and engine.device.type == "cpu":
-            callbacks.append(SlowRun(recipe, console.warn))
         fit = Fit(
             engine=engine,
             batches=loader,
@@ -179,8 +181,6 @@ class Session:
             recover=self._recovery(engine, loader, saver),
         )
         began = time.monotonic()
-        last = _Last()
-        fit.callbacks = [*lesson.callbacks, *callbacks, last]
         fit.run()
         if lesson.finish is not None and engine.rank == 0:
             lesson.finish(directory, console)

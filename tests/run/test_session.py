@@ -1,0 +1,39 @@
+"""One process's part in one training: who is told what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import small_run
+from bottega.core.callback import Callback, Progress
+from bottega.run import session
+
+
+class Told(Callback):
+    """Remembers every call."""
+
+    name = "told"
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, str]] = []
+
+    def after_save(self, progress: Progress, folder: Path) -> None:
+        self.saved.append((progress.step, folder.name))
+
+
+def test_a_callback_of_a_technique_is_told_of_every_checkpoint(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, applied = Told(), session.applied
+
+    def with_callback(*given: Any) -> Any:
+        return replace(applied(*given), callbacks=(told,))
+
+    monkeypatch.setattr(session, "applied", with_callback)
+    run = small_run.train(tmp_path, text_file, name="x")
+    assert [name for _, name in told.saved] == ["step-00000004", "step-00000008"]
+    assert run.metrics["loss"] > 0
