@@ -12,7 +12,8 @@ import bottega
 from bottega.config import bundled
 from bottega.config.flags import parse_overrides
 from bottega.config.load import check_recipe, load_recipe, to_yaml
-from bottega.config.recipe import BUILT_TASKS
+from bottega.config.registry import RECIPES
+from bottega.tasks import registry
 from small_recipes import settings, task_of, write_data
 
 NAMES = bundled.names()
@@ -45,7 +46,7 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_resolves_and_round_trips(name: str, tmp_path: Path) -> None:
     recipe = check_recipe([name]).recipe
-    assert recipe.task in BUILT_TASKS
+    assert recipe.task in RECIPES
     file = tmp_path / "again.yaml"
     file.write_text(to_yaml(recipe), encoding="utf-8")
     again = check_recipe([file]).recipe
@@ -77,3 +78,7 @@ def test_the_small_form_trains_three_steps(name: str, data: dict[str, Path], tmp
     assert (run.path / "checkpoints" / "last" / "model.safetensors").is_file()
     if task_of(name) in GENERATED:
         assert len(list((run.path / "samples" / "step-00000003").iterdir())) >= 2, "and draws"
+
+
+def test_every_task_can_be_opened() -> None:
+    assert set(registry.MODULES) == set(RECIPES)

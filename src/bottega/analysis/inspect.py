@@ -39,12 +39,12 @@ def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
         return saved.engine, saved.branch, saved.recipe.training.batch_size, saved.recipe.seed
     from bottega.callbacks.console import Console
     from bottega.config.load import load_recipe, parse_overrides
-    from bottega.config.recipe import BUILT_TASKS
+    from bottega.config.registry import RECIPES
     from bottega.run.checks import find_problems, raise_together
     from bottega.run.compose import build_engine, prepare
     from bottega.run.lesson import applied
 
-    if "/" in what and not what.endswith((".yaml", ".yml")) and what.partition("/")[0] not in BUILT_TASKS:
+    if "/" in what and not what.endswith((".yaml", ".yml")) and what.partition("/")[0] not in RECIPES:
         RunDirectory(Path(what)).must_exist()  # or it says which run is near
     sources, overrides = parse_overrides([what, *words])
     recipe = load_recipe(sources, overrides).recipe

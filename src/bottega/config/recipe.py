@@ -18,22 +18,6 @@ from bottega.config.together import clashes
 from bottega.config.training import Training
 from bottega.config.units import Cadence, Every, EveryOrTime
 
-BUILT_TASKS = (
-    "language",
-    "classify",
-    "image",
-    "audio",
-    "video",
-    "image_vae",
-    "image_tokens",
-    "align",
-    "personalize",
-    "routing",
-    "recall",
-    "multitask",
-)
-"""The tasks that can be trained; the schemas of the others are here so that their recipes can be checked."""
-
 
 class Model(Section):
     """What every task's model has; the tasks add to it."""

@@ -26,7 +26,7 @@ from bottega.config.load import (
     parse_overrides,
 )
 from bottega.config.personalize import PersonalizeRecipe
-from bottega.config.recipe import BUILT_TASKS, Recipe
+from bottega.config.recipe import Recipe
 from bottega.config.section import Section
 from bottega.config.techniques import UNBUILT
 from bottega.config.together import absent, injection
@@ -103,8 +103,6 @@ def _recipe_problems(recipe: Recipe) -> list[BottegaError]:
 
 def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
     """Return the options that have a place in the schema and no code behind them."""
-    if recipe.task not in BUILT_TASKS:
-        return [UsageError(f"task: {recipe.task} cannot be trained yet; there is {', '.join(BUILT_TASKS)}")]
     is_distributed = recipe.distributed.enabled is not False
     requested = {
         f"engine: {recipe.engine}": recipe.engine != "torch",

@@ -9,8 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bottega.config.recipe import BUILT_TASKS, Recipe
-from bottega.core.errors import UsageError
+from bottega.config.recipe import Recipe
 from bottega.tasks.branch import Branch
 from bottega.tasks.located import recorded_folders
 
@@ -49,6 +48,4 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
 
 
 def _module(recipe: Recipe) -> Any:
-    if recipe.task not in MODULES:
-        raise UsageError(f"task: {recipe.task} cannot be trained yet; there is {', '.join(BUILT_TASKS)}")
     return import_module(MODULES[recipe.task])

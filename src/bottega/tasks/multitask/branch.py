@@ -15,7 +15,8 @@ from bottega.config.classify import ClassifyRecipe
 from bottega.config.language import LanguageRecipe
 from bottega.config.load import check_recipe, load_recipe, to_yaml
 from bottega.config.multitask import MultitaskRecipe
-from bottega.config.recipe import BUILT_TASKS, Recipe, changed_keys
+from bottega.config.recipe import Recipe, changed_keys
+from bottega.config.registry import RECIPES
 from bottega.config.transformer import WIDENING
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.types import Models
@@ -95,7 +96,7 @@ def part_recipe(recipe: MultitaskRecipe, name: str) -> Recipe:
 def _refuse_task(tasks: Sequence[str]) -> None:
     """Before its settings, which would not fit either."""
     # What personalize trains stands between two frozen models, and is no trunk.
-    there = [task for task in BUILT_TASKS if task not in ("multitask", "personalize")]
+    there = [task for task in RECIPES if task not in ("multitask", "personalize")]
     if not set(tasks) & set(there):
         raise UsageError(f"a part cannot be of task {tasks[0]}; it can be {', '.join(there)}")
 
