@@ -42,7 +42,7 @@ def test_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours["KEPT"] == "y"
 
 
-@pytest.mark.parametrize("text", ["", "abc", "-1", "²", "1.5"])
+@pytest.mark.parametrize("text", ["", "abc", "-1", "²", "1.5", "9" * 5000])
 def test_what_is_no_number_waits_for_the_check_of_the_command(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", text)
     monkeypatch.setenv("RANK", text)

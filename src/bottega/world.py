@@ -9,6 +9,9 @@ from dataclasses import dataclass
 GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 """The variables by which a launcher makes processes a group; TORCHELASTIC_... come beside them."""
 
+LONGEST = 10
+"""Digits of a number that could count processes; Python refuses to read thousands of them."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -46,7 +49,7 @@ class World:
 def _number(name: str, default: int) -> int:
     """A variable as a number. What is none is refused by config/launch.py, which every command asks first."""
     text = os.environ.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else default
+    return int(text) if text.isascii() and text.isdigit() and len(text) < LONGEST else default
 
 
 def is_launched() -> bool:
