@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: $(STAMP) ## train a small language model on this machine's CPU, about three minutes
 	@$(BIN)/bottega train language
 
-test: $(STAMP) ## the tests, about nine minutes on two cores
+test: $(STAMP) ## the quick tests, about seven minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu'
 
 test-gpu: $(STAMP) ## what needs a GPU: kernels, compiled models, fp16, exact resume of every task
