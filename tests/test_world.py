@@ -30,7 +30,6 @@ def test_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     world = World.current()
     assert world == World(rank=5, size=8, local_rank=1, local_size=4)
-    assert (world.data_rank, world.data_size) == (5, 8)
     assert not world.is_main
     assert is_launched()
     monkeypatch.delenv("LOCAL_WORLD_SIZE")

@@ -27,23 +27,14 @@ class World:
     @classmethod
     def current(cls) -> World:
         """The world that the launcher describes; one process without a launcher."""
-        size = _number("WORLD_SIZE", 1)
-        return cls(_number("RANK", 0), size, _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", size))
+        size = max(1, _number("WORLD_SIZE", 1))
+        here = max(1, _number("LOCAL_WORLD_SIZE", size))
+        return cls(_number("RANK", 0), size, _number("LOCAL_RANK", 0), here)
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and speaks to people for all."""
         return self.rank == 0
-
-    @property
-    def data_rank(self) -> int:
-        """Which share of every batch this process sees. Processes that hold parts of one model will see the same share."""
-        return self.rank
-
-    @property
-    def data_size(self) -> int:
-        """Into how many shares a batch is cut."""
-        return self.size
 
 
 def _number(name: str, default: int) -> int:

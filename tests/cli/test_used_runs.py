@@ -246,10 +246,15 @@ def test_a_damaged_checkpoint_is_named_with_its_run_and_the_others(say: Any, run
 
 
 @pytest.mark.parametrize("verb", ["generate", "evaluate", "export"])
-def test_a_damaged_state_of_the_optimizer_concerns_only_training(say: Any, run: Path, verb: str) -> None:
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_a_damaged_state_of_the_optimizer_concerns_only_training(say: Any, run: Path, verb: str, which: str) -> None:
     """The weights are whole, and nothing else is needed to use them."""
-    (run / "checkpoints" / "best" / "optimizer.safetensors").write_bytes(b"")
-    assert say(verb, run, "--checkpoint", "best").code == 0
+    (run / "checkpoints" / which / "optimizer.safetensors").write_bytes(b"")
+    answer = say(verb, run, "--checkpoint", which)
+    assert answer.code == 0, answer.err
+    assert "damaged" not in answer.err
+    with pytest.raises(CheckpointError, match="optimizer.safetensors"):
+        checkpoint.verify(run / "checkpoints" / which)
 
 
 # A recipe that changes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bottega.config import needs
 from bottega.config.classify import ClassifyRecipe
@@ -16,9 +16,6 @@ from bottega.config.together import injection
 from bottega.core.errors import BottegaError, CheckpointError, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.data.text.vocabulary import TokenizerSpec
-
-if TYPE_CHECKING:
-    pass
 
 PLACE = "start"
 """In the environment.json of a run, the folder that it began from; a hub name leaves none."""

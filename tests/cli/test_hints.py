@@ -1,0 +1,87 @@
+"""What a person is told who has not said enough, or not quite the right thing: the next command, with names of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bottega
+import small_texts
+from bottega import cli
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = cli.main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("classifier")
+    return Path(bottega.train("classify", {**small_texts.settings(folder), "training.max_steps": 2}).path)
+
+
+@pytest.mark.parametrize("line", ["{0}\t{1}", "__label__{0} {1}"])
+def test_lines_with_labels_are_proposed_to_classify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    path = tmp_path / "my texts.txt"
+    path.write_text("".join(line.format(row["label"], row["text"]) + "\n" for row in small_texts.rows()))
+    code, out, err = answer(capsys, "data", path, "--examples", 0)
+    assert code == 0, err
+    assert f"bottega data classify --data '{path}'" in out
+    path.write_text("".join(row["text"] + "\n" for row in small_texts.rows()))
+    assert "data classify" not in answer(capsys, "data", path, "--examples", 0)[1], "plain texts have no labels"
+
+
+def test_columns_are_proposed_by_what_is_in_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("".join(f"{row['label']},{n},{row['text']}\n" for n, row in enumerate(small_texts.rows())))
+    out = answer(capsys, "data", path)[1]
+    assert "data.train.field=column_2 data.train.label=column_0" in out
+    code, _, err = answer(capsys, "train", "classify", "--data", path, f"output_dir={tmp_path}")
+    assert (code, "`bottega data FILE` lists all" in err) == (3, True), err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train", "shakespear"], "did you mean language/shakespeare?"),
+        (["train", "clasify"], "did you mean classify?"),
+        (["train", "nothing-like-it"], "`bottega recipes` lists them"),
+        (["inspect", "runs/nope"], "no run at runs/nope"),
+        (["data", "nope.txt"], "holds nothing of a similar name"),
+    ],
+)
+def test_a_name_is_suggested_only_where_it_is_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t2.txt").write_text("another text")
+    code, out, err = answer(capsys, *words)
+    assert code in (2, 3)
+    assert out == ""
+    assert part in err
+    assert err.count("\n") == 1
+
+
+def test_a_classifier_that_is_asked_to_generate(classifier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--prompt", "hello"]):
+        code, _, err = answer(capsys, "generate", classifier, *more)
+        assert (code, "bottega predict classifies new samples" in err) == (2, True), err
+
+
+def test_a_loaded_run_is_shown_in_one_line(classifier: Path) -> None:
+    saved = bottega.load(classifier)
+    assert repr(saved) == f"<SavedRun {classifier}: classify, step-00000002>"
+    with pytest.raises(bottega.core.errors.UsageError, match=r"^checkpoint 99: .* is a checkpoint already"):
+        bottega.load(classifier / "checkpoints" / "last", checkpoint=99)
+
+
+def test_steps_is_short_for_max_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = answer(capsys, "plan", "routing", "--steps", 7)
+    assert code == 0, err
+    assert "max_steps: 7" in out
