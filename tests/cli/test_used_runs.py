@@ -250,10 +250,10 @@ def test_a_damaged_checkpoint_is_named_with_its_run_and_the_others(say: Any, run
 def test_a_damaged_state_of_the_optimizer_concerns_only_training(say: Any, run: Path, verb: str, which: str) -> None:
     """The weights are whole, and nothing else is needed to use them."""
     (run / "checkpoints" / which / "optimizer.safetensors").write_bytes(b"")
-    answer = say(verb, run, "--checkpoint", which)
+    answer = say(verb, run, "--checkpoint", which, *(["--count", 0] if verb == "evaluate" else []))
     assert answer.code == 0, answer.err
-    assert "damaged" not in answer.err
-    with pytest.raises(CheckpointError, match="optimizer.safetensors"):
+    assert "in place of the best" not in answer.err
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors"):
         checkpoint.verify(run / "checkpoints" / which)
 
 
