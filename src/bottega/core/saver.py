@@ -139,13 +139,16 @@ def explain(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
         errno.EROFS: "the file system is read-only",
         errno.EACCES: "permission denied",
         errno.EPERM: "permission denied",
+        errno.ENOTDIR: "a part of this path is a file; choose another folder",
+        errno.EEXIST: "this is a file; choose another folder",
     }.get(error.errno or 0, error.strerror or str(error))
     try:
         free = f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} bytes free"
     except OSError:
         free = ""
-    size = f": needs {needed:,} bytes{free}" if needed else free
-    advice = "; free some space, and the same command goes on" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    size = f": needs {needed:,} bytes{free}" if needed else free if is_full else ""
+    advice = "; free some space, and the same command goes on" if is_full else ""
     return EnvironmentProblem(f"cannot write {folder}: {reason}{size}{advice}")
 
 
