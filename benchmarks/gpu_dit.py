@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape
 from bottega.config.training import Optimizer, Training
 from bottega.engines.torch import TorchEngine
+from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.tasks.generation.task import Generation
 
 SIDE, CHANNELS, PATCH, WIDTH, LAYERS, HEADS, CLASSES = 32, 4, 4, 768, 12, 12, 1000

@@ -21,12 +21,12 @@ import torch
 STARTED = time.perf_counter()  # as for the peers: the import of torch is before it, the framework's own after it
 
 from bottega.config.training import Optimizer, Training
-from bottega.config.transformer import SIZES, TransformerShape
 from bottega.core.callback import Progress
 from bottega.core.loop import Every, Fit
 from bottega.data.loading.loader import Loader
 from bottega.data.sources.source import Source
 from bottega.engines.torch import TorchEngine
+from bottega.models.decoder.config import SIZES, TransformerShape
 from bottega.tasks.language.task import Language
 
 

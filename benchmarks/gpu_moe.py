@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bottega.config.experts import ExpertsShape
+from bottega.models.experts.config import ExpertsShape
 from bottega.models.experts.torch import Experts, FeedForward
 from bottega.models.initial import initialise
 

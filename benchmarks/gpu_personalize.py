@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from bottega.analysis.memory import report, show
-from bottega.config.personalize import SoftPromptShape
 from bottega.config.training import Training
 from bottega.engines.torch import TorchEngine
+from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.frozen.image import FrozenImage, ImageFacts
 from bottega.models.frozen.language import FrozenLanguage
 from bottega.models.frozen.prefix_attention import register

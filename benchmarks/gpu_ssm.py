@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.config.ssm import SSMShape
-from bottega.config.transformer import TransformerShape
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
+from bottega.models.ssm.config import SSMShape
 from bottega.models.ssm.torch import StateSpace
 
 Step = Callable[[], Tensor]

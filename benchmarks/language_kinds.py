@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import bottega
-from bottega.config.language_kinds import shape_fields
-from bottega.config.transformer import TransformerShape
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.kinds import shape_fields
 
 WIDTH, VOCABULARY = 128, 65
 ATTENTION = {"num_heads": 4, "num_kv_heads": 4, "head_size": 32}

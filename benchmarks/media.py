@@ -21,8 +21,7 @@ import numpy as np
 
 import bottega
 from bottega.analysis.scores import Judge, Reference, collected
-from bottega.config.flags import parse_overrides
-from bottega.config.load import load_recipe
+from bottega.tasks.recipes import load_recipe, parse_overrides
 
 RECIPES = {
     "digits": "image",

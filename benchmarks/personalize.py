@@ -25,11 +25,11 @@ import bottega
 from bottega.analysis import statistics as st
 from bottega.analysis.evaluate import show
 from bottega.analysis.personal_truth import fields_of
-from bottega.config import needs
-from bottega.config.load import load_recipe
 from bottega.config.recipe import Recipe
 from bottega.data.present import finite
 from bottega.run.train import part
+from bottega.tasks import needs
+from bottega.tasks.recipes import load_recipe
 
 MINUTES_TRAINING, MINUTES_EVALUATION, PEOPLE = 20, 10, 40
 GAIN, LOSS, P = 2.0, 0.05, 0.01

@@ -25,8 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 
 import bottega
 from bottega.analysis.compare import compare, show
-from bottega.config.load import load_recipe
 from bottega.data.present import finite
+from bottega.tasks.recipes import load_recipe
 
 HARD, LARGE = "routing/synthetic-hard", "routing/large"
 RATE, RATES, TRIAL = "training.learning_rate", (1e-2, 2e-2, 4e-2), 100

@@ -38,11 +38,11 @@ from typing import Any
 import pytest
 
 from bottega import cli
-from bottega.config.load import check_recipe, parse_overrides
 from bottega.config.recipe import Recipe
-from bottega.config.transformer import DECLARED, sized
 from bottega.core import errors
 from bottega.core.errors import BottegaError
+from bottega.models.decoder.config import DECLARED, sized
+from bottega.tasks.recipes import check_recipe, parse_overrides
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

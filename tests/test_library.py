@@ -15,8 +15,8 @@ import small_run
 from bottega.cli import main
 from bottega.cli.train_help import KEYS, describe_keys
 from bottega.config.aliases import spell
-from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import load_recipe
 
 CALLS = {"augment", "compare", "crossval", "evaluate", "load", "lr_find", "plan", "predict", "prepare", "runs", "train"}
 

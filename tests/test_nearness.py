@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from bottega import cli
 from bottega.config.fields import keys_of
-from bottega.config.language import LanguageRecipe
-from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.engines.devices import choose_device
 from bottega.nearness import near_names
+from bottega.tasks.language.config import LanguageRecipe
+from bottega.tasks.recipes import load_recipe
 
 KEYS = sorted(key for key in keys_of(LanguageRecipe) if "*" not in key)
 

@@ -10,10 +10,10 @@ import pytest
 
 import bottega
 from bottega.config import bundled
-from bottega.config.flags import parse_overrides
-from bottega.config.load import check_recipe, load_recipe, to_yaml
-from bottega.config.registry import RECIPES
-from bottega.tasks import registry
+from bottega.config.load import to_yaml
+from bottega.config.task_spec import imported
+from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
+from bottega.tasks.registry import TASKS
 from small_recipes import settings, task_of, write_data
 
 NAMES = bundled.names()
@@ -46,7 +46,7 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_resolves_and_round_trips(name: str, tmp_path: Path) -> None:
     recipe = check_recipe([name]).recipe
-    assert recipe.task in RECIPES
+    assert recipe.task in TASKS
     file = tmp_path / "again.yaml"
     file.write_text(to_yaml(recipe), encoding="utf-8")
     again = check_recipe([file]).recipe
@@ -80,5 +80,9 @@ def test_the_small_form_trains_three_steps(name: str, data: dict[str, Path], tmp
         assert len(list((run.path / "samples" / "step-00000003").iterdir())) >= 2, "and draws"
 
 
-def test_every_task_can_be_opened() -> None:
-    assert set(registry.MODULES) == set(RECIPES)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_function_that_a_task_names_is_there(task: str) -> None:
+    spec = TASKS[task]
+    functions = [spec.open, spec.reopen, spec.preview, *([spec.prepare] if spec.prepare is not None else [])]
+    assert all(callable(imported(function)) for function in functions)
+    assert {schema.model_fields["task"].default for schema in spec.schemas.values()} == {task}

@@ -17,12 +17,13 @@ from bottega.analysis.compare import compare
 from bottega.analysis.fold_plan import is_trained, plan_folds, splitting
 from bottega.analysis.fold_runs import Work, places, train_all
 from bottega.analysis.fold_table import pooled, show, summary
-from bottega.config.load import load_recipe, to_yaml
+from bottega.config.load import to_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.run.dependencies import PartFailed
 from bottega.run.prepare import prepare_recipe
+from bottega.tasks.recipes import load_recipe
 from small_texts import rows as texts
 from small_texts import settings
 

@@ -24,7 +24,6 @@ import small_run
 import small_texts
 from bottega import cli
 from bottega.analysis.lr_find import find
-from bottega.config.load import load_recipe
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
@@ -34,6 +33,7 @@ from bottega.engines.rate_range import HIGH, LOW, STEPS, Swept, found_in, sweep
 from bottega.run import compose, range_test
 from bottega.run.range_picture import below
 from bottega.tasks import registry
+from bottega.tasks.recipes import load_recipe
 from small_run import bottega as command
 from small_run import different, tensors
 from toy_task import engine, loader, training

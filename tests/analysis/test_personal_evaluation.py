@@ -39,8 +39,8 @@ from bottega.analysis.personal_truth import (
 )
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import generator
-from bottega.data.personal import Item, Record
 from bottega.tasks.measures.clip_scores import similarity, to_history, zero_shot
+from bottega.tasks.personalize.data.records import Item, Record
 
 WORDS = {
     "colour": ("amber", "jade", "plum", "teal"),
@@ -799,8 +799,8 @@ def test_arms_differ_in_what_is_known_and_in_nothing_else(run: Path) -> None:
     """With the weights of what is known at 0, the whole method draws what no personalisation draws, bit for bit."""
     import bottega
     from bottega.analysis.personal_studio import studio_of
-    from bottega.config.personalize import ConditionWeights
     from bottega.tasks.personalize.arms import draw_arm
+    from bottega.tasks.personalize.config import ConditionWeights
 
     saved = bottega.load(run, device="cpu")
     branch: Any = saved.branch

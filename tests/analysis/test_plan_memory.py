@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from bottega.analysis.memory import GIB, cards, plan_memory, show
-from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.engines.footprint import Taken
 from bottega.engines.saved_tensors import SavedTensorMeter
+from bottega.tasks.recipes import load_recipe
 from small_run import settings, write_text
 
 

@@ -15,9 +15,9 @@ import small_texts
 from bottega.callbacks import slow_run
 from bottega.callbacks.divergence import describe_divergence
 from bottega.callbacks.slow_run import SlowRun, cheaper_steps
-from bottega.config.load import load_recipe
 from bottega.core.callback import Progress
 from bottega.core.rundir import read_metrics
+from bottega.tasks.recipes import load_recipe
 
 
 @pytest.mark.parametrize(

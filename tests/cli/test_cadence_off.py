@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import load_recipe
 from small_run import SMALL, steps_logged, train, write_text
 
 KEYS = ("samples.every", "evaluation.every", "checkpoint.every", "logging.every")

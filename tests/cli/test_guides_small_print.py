@@ -11,12 +11,12 @@ import torch
 import bottega
 import small_routing
 from bottega import cli
-from bottega.config.load import check_recipe, load_recipe
 from bottega.config.yamlfile import parse_yaml
 from bottega.core.errors import UsageError
 from bottega.engines import devices
 from bottega.run.checks import list_unused
 from bottega.run.resume import named
+from bottega.tasks.recipes import check_recipe, load_recipe
 from config.guide_blocks import PERSONALIZE
 from small_run import train, words, write_text
 

@@ -10,10 +10,10 @@ import pytest
 import bottega
 import small_texts
 from bottega import cli
-from bottega.config.load import check_recipe, load_recipe
 from bottega.config.unused import OPTIMIZERS, SCHEDULERS, list_unused_options
 from bottega.config.yamlfile import parse_yaml
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import check_recipe, load_recipe
 from config.guide_blocks import PERSONALIZE
 from small_run import train, write_text
 

@@ -15,10 +15,10 @@ import bottega
 from bottega import cli
 from bottega.cli.verb import Verb
 from bottega.config.data import Source as SourceOptions
-from bottega.config.load import load_recipe
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.data.sources.given import GivenData
 from bottega.signals import StopSignals
+from bottega.tasks.recipes import load_recipe
 from small_run import settings, train, write_text
 
 

@@ -14,10 +14,10 @@ import bottega
 import small_run
 import small_texts
 from bottega import cli
-from bottega.config.load import check_recipe, parse_overrides
 from bottega.core.errors import DataError, UsageError
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.tables.classes import texts_of
+from bottega.tasks.recipes import check_recipe, parse_overrides
 
 NAMES = list(small_texts.WORDS)
 

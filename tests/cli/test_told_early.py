@@ -14,8 +14,8 @@ import small_texts
 from bottega import cli
 from bottega.analysis.ledger import ledger
 from bottega.config import bundled
-from bottega.config.load import check_recipe, load_recipe
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import check_recipe, load_recipe
 from small_run import train, write_text
 
 DISTILL = "techniques=[{name: distill, options: {teacher: nowhere, hidden: 1}}]"
@@ -94,7 +94,7 @@ def test_what_a_part_leaves_to_another_file_is_no_contradiction(tmp_path: Path) 
     sources = [{"kind": "embedded", "name": name, "labels": [number]} for number, name in enumerate("ab")]
     teacher = {"recipe": "classify/image", "settings": {"techniques": ["replay"]}}
     whole = load_recipe(["classify/image", {"data.sources": sources, "data.mixture": "sequence", "needs.x": teacher}])
-    from bottega.config.needs import part_recipe
+    from bottega.tasks.needs import part_recipe
 
     assert part_recipe(whole.recipe, "x").data.mixture == "sequence"
 

@@ -49,7 +49,7 @@ def test_what_a_run_leaves(finished_run: Path) -> None:
     }
     facts = json.loads((finished_run / "environment.json").read_text())
     assert facts["packages"].keys() >= {"torch", "numpy"}
-    from bottega.config.load import load_recipe
+    from bottega.tasks.recipes import load_recipe
 
     assert load_recipe([finished_run / "recipe.yaml"]).recipe.run_name() == "finished", "reloadable"
 

@@ -8,9 +8,10 @@ import pytest
 
 from bottega.config.addresses import REMEMBERED, strip_credentials, strip_text, with_credentials
 from bottega.config.data import Source
-from bottega.config.load import load_recipe, to_yaml
+from bottega.config.load import to_yaml
 from bottega.config.recipe import changed_keys
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import load_recipe
 
 SECRET = "canary-7d1f0c"
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from bottega.config.fields import keys_of
-from bottega.config.flags import Override, parse_overrides
-from bottega.config.load import check_recipe, commented_recipe, json_schema, load_recipe, to_yaml
-from bottega.config.registry import FORMS, RECIPES, SCHEMAS
+from bottega.config.flags import Override
+from bottega.config.load import to_yaml
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import check_recipe, commented_recipe, json_schema, load_recipe, parse_overrides
+from bottega.tasks.registry import TASKS
 
 MEDIA = ("image", "audio", "video")
 
@@ -18,7 +19,7 @@ MEDIA = ("image", "audio", "video")
 @pytest.mark.parametrize("medium", MEDIA)
 def test_a_recipe_is_of_the_form_its_input_says_and_survives_a_round_trip(medium: str, tmp_path: Path) -> None:
     resolved = check_recipe([{"task": "classify", "data.input": medium, "training.label_smoothing": 0.1}])
-    assert type(resolved.recipe) is FORMS["classify"][medium]
+    assert type(resolved.recipe) is TASKS["classify"].inputs[medium]
     assert resolved.recipe.samples.every is None
     again = tmp_path / "again.yaml"
     again.write_text(to_yaml(resolved.recipe))
@@ -27,13 +28,13 @@ def test_a_recipe_is_of_the_form_its_input_says_and_survives_a_round_trip(medium
 
 
 def test_text_is_what_a_recipe_reads_that_does_not_say() -> None:
-    assert type(check_recipe([{"task": "classify"}]).recipe) is RECIPES["classify"]
-    assert type(check_recipe([{"task": "classify", "data.input": "text"}]).recipe) is RECIPES["classify"]
+    assert type(check_recipe([{"task": "classify"}]).recipe) is TASKS["classify"].recipe
+    assert type(check_recipe([{"task": "classify", "data.input": "text"}]).recipe) is TASKS["classify"].recipe
 
 
 def test_a_later_layer_may_change_the_input() -> None:
     resolved = check_recipe([{"task": "classify", "data.input": "image"}], [Override("data.input", "audio")])
-    assert type(resolved.recipe) is FORMS["classify"]["audio"]
+    assert type(resolved.recipe) is TASKS["classify"].inputs["audio"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_training_needs_a_source() -> None:
 
 @pytest.mark.parametrize("medium", MEDIA)
 def test_every_key_is_described_is_a_flag_and_stands_in_the_commented_recipe(medium: str, tmp_path: Path) -> None:
-    keys = keys_of(FORMS["classify"][medium])
+    keys = keys_of(TASKS["classify"].inputs[medium])
     assert [key for key, info in keys.items() if not info.description] == []
     plain = [key for key in keys if "*" not in key]
     _, overrides = parse_overrides([word for key in plain for word in (f"--{key}", "1")])
@@ -82,7 +83,7 @@ def test_every_key_is_described_is_a_flag_and_stands_in_the_commented_recipe(med
     path = tmp_path / "new.yaml"
     path.write_text(commented_recipe(f"classify/{medium}"))
     recipe = load_recipe([str(path)]).recipe
-    assert type(recipe) is FORMS["classify"][medium]
+    assert type(recipe) is TASKS["classify"].inputs[medium]
     assert recipe.model_copy(update={"origin": None, "training": None, "data": None}) == check_recipe(
         [{"task": "classify", "data.input": medium}]
     ).recipe.model_copy(update={"training": None, "data": None})
@@ -90,11 +91,11 @@ def test_every_key_is_described_is_a_flag_and_stands_in_the_commented_recipe(med
 
 def test_the_schema_for_editors_has_all_forms_in_one_branch() -> None:
     schema = json_schema()
-    forms = {f"#/$defs/{form.__name__}" for form in FORMS["classify"].values()}
+    forms = {f"#/$defs/{form.__name__}" for form in TASKS["classify"].inputs.values()}
     assert schema["discriminator"]["mapping"]["classify"] == "#/$defs/classify"
     assert {choice["$ref"] for choice in schema["$defs"]["classify"]["anyOf"]} == forms
     assert {"$ref": "#/$defs/classify"} in schema["oneOf"]
-    assert all("extends" in schema["$defs"][form.__name__]["properties"] for form in SCHEMAS)
+    assert all("extends" in schema["$defs"][form.__name__]["properties"] for form in TASKS.schemas)
     inputs = {
         form: schema["$defs"][f"{form}ClassifyData"]["properties"]["input"] for form in ("Image", "Audio", "Video")
     }

@@ -14,9 +14,10 @@ from guide_blocks import (
     TEXT_AUGMENTATION,
 )
 
-from bottega.config.classify import ClassifyRecipe, ImageClassifyRecipe, LossOptions
-from bottega.config.load import check_recipe, load_recipe, to_yaml
+from bottega.config.load import to_yaml
 from bottega.core.errors import UsageError
+from bottega.tasks.classify.config import ClassifyRecipe, ImageClassifyRecipe, LossOptions
+from bottega.tasks.recipes import check_recipe, load_recipe
 
 
 def checked(**settings: Any) -> ClassifyRecipe:

@@ -11,12 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bottega import cli
-from bottega.config.importers import FORMATS, axolotl, import_file, lightning, llamafactory, told, trainer, translated
+from bottega.config.importers import FORMATS, axolotl, lightning, llamafactory, told, trainer, translated
 from bottega.config.importers.mapping import UNKNOWN, Sheet, leaves
 from bottega.config.importers.written import show
-from bottega.config.load import check_recipe, global_batch
+from bottega.config.load import global_batch
 from bottega.config.yamlfile import parse_yaml
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import check_recipe, import_file
+from bottega.tasks.registry import TASKS
 
 AXOLOTL = """\
 base_model: lab/quill-1b
@@ -509,7 +511,7 @@ ROWS = [(kind, snippet, key, value) for kinds, snippet, key, value in TABLE for 
 
 
 def sheet_of(kind: str, said: dict[str, Any]) -> Sheet:
-    return translated(Path("theirs.yaml"), said, kind)
+    return translated(TASKS, Path("theirs.yaml"), said, kind)
 
 
 def at(recipe: Any, key: str) -> Any:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from bottega.config.load import load_recipe
 from bottega.config.metrics import bounds, natural_direction
 from bottega.config.recipe import changed_keys
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import load_recipe
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from bottega.config.load import Override, check_recipe, load_recipe, parse_overrides
+from bottega.config.flags import Override
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 
 
 def problems(text: str, folder: Path, *overrides: Override, check: bool = True) -> list[str]:

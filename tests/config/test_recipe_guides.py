@@ -22,12 +22,14 @@ from guide_blocks import (
     TEXT_AUGMENTATION,
 )
 
-from bottega.config.language import LanguageRecipe
-from bottega.config.load import RECIPES, check_recipe, global_batch, load_recipe, parse_overrides, to_yaml
-from bottega.config.personalize import PersonalizeRecipe
+from bottega.config.load import global_batch, to_yaml
 from bottega.config.recipe import Recipe
-from bottega.config.routing import RoutingRecipe
 from bottega.config.yamlfile import parse_yaml
+from bottega.tasks.language.config import LanguageRecipe
+from bottega.tasks.personalize.config import PersonalizeRecipe
+from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
+from bottega.tasks.registry import TASKS
+from bottega.tasks.routing.config import RoutingRecipe
 
 
 def checked(text: str, folder: Path) -> Recipe:
@@ -42,7 +44,7 @@ def test_a_printed_block_fits_its_task_and_survives_a_round_trip(name: str, tmp_
     path = tmp_path / "block.yaml"
     path.write_text(text)
     resolved = check_recipe([str(path)])
-    assert set(resolved.task_candidates) == (set(RECIPES) if task == ALL else {task})
+    assert set(resolved.task_candidates) == (set(TASKS) if task == ALL else {task})
     again = tmp_path / "again.yaml"
     again.write_text(to_yaml(resolved.recipe))
     assert check_recipe([str(again)]).recipe == resolved.recipe

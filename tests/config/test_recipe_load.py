@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 
 from bottega.config.fields import keys_of
-from bottega.config.flags import parse_overrides
-from bottega.config.load import (
-    RECIPES,
-    Override,
+from bottega.config.flags import Override
+from bottega.config.load import global_batch, to_yaml
+from bottega.config.recipe import changed_keys
+from bottega.core.errors import UsageError
+from bottega.tasks.recipes import (
     bundled_recipes,
     check_recipe,
     commented_recipe,
-    global_batch,
     json_schema,
     load_recipe,
-    to_yaml,
+    parse_overrides,
 )
-from bottega.config.recipe import changed_keys
-from bottega.core.errors import UsageError
+from bottega.tasks.registry import TASKS
 
 DATA = [Override("data", "corpus.txt")]
 BUNDLED = [name for name, _, _ in bundled_recipes()]
@@ -44,7 +43,7 @@ def test_bundled_recipes_load_and_survive_a_round_trip(name: str, tmp_path: Path
 
 def test_bundled_recipes_say_what_they_are() -> None:
     assert {"language", "language/shakespeare", "language/verse", "language/stanza", "language/epic"} <= set(BUNDLED)
-    assert all(task in RECIPES and about for _, task, about in bundled_recipes())
+    assert all(task in TASKS and about for _, task, about in bundled_recipes())
     load_recipe(["language"])
     with pytest.raises(UsageError, match=r"^data.train.path: missing"):
         load_recipe(["language/shakespeare"])
@@ -195,9 +194,9 @@ def test_two_flags_for_one_key_must_agree_and_the_same_flag_again_replaces() -> 
     assert check_recipe([], [Override("lr", "1"), Override("lr", "2")]).recipe.training.learning_rate == 2
 
 
-@pytest.mark.parametrize("task", RECIPES)
+@pytest.mark.parametrize("task", TASKS)
 def test_every_key_is_described_and_the_commented_recipe_loads(task: str, tmp_path: Path) -> None:
-    keys = keys_of(RECIPES[task])
+    keys = keys_of(TASKS[task].recipe)
     assert [key for key, info in keys.items() if not info.description] == []
     path = tmp_path / "new.yaml"
     path.write_text(commented_recipe(task))
@@ -210,8 +209,8 @@ def test_every_key_is_described_and_the_commented_recipe_loads(task: str, tmp_pa
 
 def test_json_schema_has_a_branch_for_each_task() -> None:
     schema = json_schema()
-    assert set(schema["discriminator"]["mapping"]) == set(RECIPES)
-    assert len(schema["oneOf"]) == len(RECIPES)
+    assert set(schema["discriminator"]["mapping"]) == set(TASKS)
+    assert len(schema["oneOf"]) == len(TASKS)
     language = schema["$defs"]["LanguageRecipe"]
     assert language["additionalProperties"] is False
     assert {"extends", "model", "training"} <= set(language["properties"])
@@ -223,7 +222,7 @@ def test_recipes_are_frozen_and_hold_no_secrets() -> None:
     recipe = load_recipe(["language"]).recipe
     with pytest.raises(ValueError, match="frozen"):
         recipe.training.batch_size = 5  # type: ignore[misc]
-    names = {key.rpartition(".")[2] for schema in RECIPES.values() for key in keys_of(schema)}
+    names = {key.rpartition(".")[2] for spec in TASKS.values() for key in keys_of(spec.recipe)}
     assert not names & {"api_key", "token", "password", "secret", "key"}
 
 

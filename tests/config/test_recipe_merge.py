@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bottega.config.flags import Override
 from bottega.config.flat import flatten, merge, nest
-from bottega.config.load import Override, check_recipe, load_recipe, parse_overrides
 from bottega.config.yamlfile import scalar
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 
 names = st.sampled_from(["a", "b", "c"])
 trees = st.dictionaries(
@@ -171,7 +172,7 @@ def test_patches_that_do_not_fit_are_found_without_data(words: list[str], said: 
 
 def test_other_query_heads_alone_change_the_key_value_heads() -> None:
     """Of a size, and of a file that names both; a number that divides stays."""
-    from bottega.config.language_kinds import shape_fields
+    from bottega.models.decoder.kinds import shape_fields
 
     for recipe in ("language", "language/shakespeare", "language/stanza"):
         for heads in (1, 2, 3, 6, 8):

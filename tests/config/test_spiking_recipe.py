@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bottega.config.load import check_recipe
-from bottega.config.spiking import SpikingShape
 from bottega.core.errors import UsageError
+from bottega.models.spiking.config import SpikingShape
+from bottega.tasks.recipes import check_recipe
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bottega.config.load import check_recipe
 from bottega.core.errors import UsageError
+from bottega.tasks.recipes import check_recipe
 
 
 def options(name: str, values: dict[str, Any]) -> Any:

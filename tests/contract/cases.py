@@ -18,16 +18,16 @@ import small_personal
 import small_recall
 import small_routing
 import small_texts
-from bottega.config.load import load_recipe
-from bottega.config.vae import AutoencoderShape, CodesShape
 from bottega.core import checkpoint
 from bottega.data.loading.loader import Loader
 from bottega.models.autoencoder.codes import CodeAutoencoder
 from bottega.models.autoencoder.codes_folder import write_codes
+from bottega.models.autoencoder.config import AutoencoderShape, CodesShape
 from bottega.run.compose import build_engine, build_loader, plan_rates
 from bottega.run.lesson import applied
 from bottega.tasks import registry
 from bottega.tasks.branch import Branch
+from bottega.tasks.recipes import load_recipe
 from small_media import audio, image, video
 from small_run import settings, write_text
 

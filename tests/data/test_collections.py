@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from bottega.config.personalize import PersonalizeData
 from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.data.collections import collected
-from bottega.data.personal import PersonalRows, Record
-from bottega.data.prepare.item_captions import described
-from bottega.data.prepare.personal import prepare_personal
 from bottega.data.prepare.prepared import Prepared
+from bottega.tasks.personalize.config import PersonalizeData
+from bottega.tasks.personalize.data.collections import collected
+from bottega.tasks.personalize.data.item_captions import described
+from bottega.tasks.personalize.data.records import PersonalRows, Record
+from bottega.tasks.personalize.data.tables import prepare_personal
 from small_collections import captioning_model, flickr, picture, pog, ser
 
 TABLE = "FLICKR-AES_image_labeled_by_each_worker.csv"
@@ -225,7 +225,7 @@ def test_a_folder_of_something_else(tmp_path: Path, collection: str) -> None:
 
 def test_captions_by_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bottega.models.frozen import captioner
-    from bottega.tasks.personalize.people import prepare_people
+    from bottega.tasks.personalize.data.prepare import prepare_people
 
     folder, model = ser(tmp_path / "ser"), captioning_model(tmp_path / "blip")
     loads: list[Path] = []
@@ -254,7 +254,7 @@ def test_captions_by_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_models_that_cannot_caption(tmp_path: Path) -> None:
     from bottega.models.frozen.captioner import load_captioner
-    from bottega.tasks.personalize.people import prepare_people
+    from bottega.tasks.personalize.data.prepare import prepare_people
 
     folder = ser(tmp_path / "ser")
     model = captioning_model(tmp_path / "blip")

@@ -12,19 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.config import media
-from bottega.config.classify import ClassifyData
 from bottega.config.data import Curriculum, Data, Stage, TextData
 from bottega.config.data import Source as Options
-from bottega.config.generator import VideoGenerator
-from bottega.config.routing import RoutingData, RoutingRecipe, VectorAugmentation
 from bottega.config.units import Cadence
 from bottega.data.audio.decode import encode_wav
 from bottega.data.loading.loader import Loader
 from bottega.data.order import difficulty
 from bottega.data.order.orders import Order, Staged
-from bottega.data.prepare.classify import prepare_classify
-from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.sources import combine
 from bottega.data.sources.bucketed import Bucketed
@@ -33,6 +27,12 @@ from bottega.data.sources.source import Source
 from bottega.data.text.labelled import LabelledTexts
 from bottega.data.text.tokens import TokenDocuments, TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.generator.config import VideoGenerator
+from bottega.tasks.classify.config import ClassifyData
+from bottega.tasks.classify.prepare import prepare_classify
+from bottega.tasks.generation import config as media
+from bottega.tasks.language.prepare import prepare_language
+from bottega.tasks.routing.config import RoutingData, RoutingRecipe, VectorAugmentation
 from operations import count_operations
 
 BATCH = 24

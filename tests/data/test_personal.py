@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.config.personalize import PersonalizeData
 from bottega.core.errors import DataError, UsageError
 from bottega.data.image.decode import decode
 from bottega.data.image.resize import resize
-from bottega.data.personal import Item, PersonalRows, Record
-from bottega.data.prepare import pictures as pictures_module
-from bottega.data.prepare.personal import prepare_personal
 from bottega.data.prepare.prepared import Prepared
+from bottega.tasks.personalize.config import PersonalizeData
+from bottega.tasks.personalize.data import pictures as pictures_module
+from bottega.tasks.personalize.data.records import Item, PersonalRows, Record
+from bottega.tasks.personalize.data.tables import prepare_personal
 from small_collections import item, people, picture, record, records
 
 SIZE = 8
@@ -66,8 +66,8 @@ def test_samples_show_the_target(tmp_path: Path) -> None:
 def test_large_collections_stay_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = people(tmp_path)
     decoded = PersonalRows(prepared(path), "train")
-    monkeypatch.setattr("bottega.data.prepare.personal.DECODED_LIMIT", 1)
-    monkeypatch.setattr("bottega.data.prepare.personal.VERSION", "encoded")
+    monkeypatch.setattr("bottega.tasks.personalize.data.tables.DECODED_LIMIT", 1)
+    monkeypatch.setattr("bottega.tasks.personalize.data.tables.VERSION", "encoded")
     encoded = PersonalRows(prepared(path), "train")
     assert (decoded.encoder.store, encoded.encoder.store) == ("decoded", "encoded")
     index, epoch = np.arange(20), np.zeros(20, np.int64)
@@ -96,8 +96,8 @@ def test_every_picture_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_many_processes_write_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = people(tmp_path)
     one = PersonalRows(prepared(path), "train")
-    monkeypatch.setattr("bottega.data.prepare.personal.VERSION", "several")
-    monkeypatch.setattr("bottega.data.prepare.pictures.JOB_BYTES", 2000)
+    monkeypatch.setattr("bottega.tasks.personalize.data.tables.VERSION", "several")
+    monkeypatch.setattr("bottega.tasks.personalize.data.pictures.JOB_BYTES", 2000)
     monkeypatch.setattr("bottega.data.prepare.jobs.WORTH_PROCESSES", 1)
     stages: dict[str, tuple[int, int]] = {}
     data = PersonalizeData.model_validate({"train": {"path": str(path)}, "image_size": SIZE})

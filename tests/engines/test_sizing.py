@@ -10,13 +10,13 @@ import torch
 
 import small_texts
 from bottega import cli
-from bottega.config.load import load_recipe
 from bottega.core.errors import OutOfMemory
 from bottega.engines import fitting, host_memory, sizing
 from bottega.engines.footprint import optimizer_bytes, weights_of
 from bottega.engines.sizing import Footprint, check_fits, estimate
 from bottega.run.compose import build_engine
 from bottega.tasks import registry
+from bottega.tasks.recipes import load_recipe
 from small_media import image
 from small_run import settings, words, write_text
 from toy_task import Toy, advance, engine, loader, training

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from bottega.config.align import AlignModel, clip_shape
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.clip import Clip, build_clip, export_clip, load_clip, read_clip_shape
+from bottega.models.clip.torch import Clip, build_clip, export_clip, load_clip, read_clip_shape
+from bottega.tasks.align.config import AlignModel, clip_shape
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,9 +10,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from bottega.config.vae import AutoencoderShape, CodesShape
 from bottega.core.errors import UsageError
 from bottega.models.autoencoder.codes import CodeAutoencoder, Codebook, FiniteScalars
+from bottega.models.autoencoder.config import AutoencoderShape, CodesShape
 
 KINDS: dict[str, dict[str, Any]] = {"levels": {"levels": (8, 5, 5, 5)}, "codebook": {"codebook_size": 64}}
 GRIDS = {1: (24,), 2: (16, 24), 3: (5, 8, 12)}

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from bottega.config.convnet import ConvNetShape
-from bottega.models.convnet import Block, ConvNet
+from bottega.models.convnet.config import ConvNetShape
+from bottega.models.convnet.torch import Block, ConvNet
 from bottega.models.initial_conv import initialise_convolutional
 
 

@@ -9,10 +9,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from bottega.config.experts import ExpertsShape
-from bottega.config.language_kinds import kind_of, mixers, shape_fields, words_of
-from bottega.config.transformer import DECLARED, SIZES, TransformerShape
+from bottega.models.decoder.config import DECLARED, SIZES, TransformerShape
+from bottega.models.decoder.kinds import kind_of, mixers, shape_fields, words_of
 from bottega.models.decoder.torch import Block, Cache, Transformer
+from bottega.models.experts.config import ExpertsShape
 from bottega.models.initial import initialise
 from decoders import compile_and_count
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bottega.config.language_kinds import shape_fields
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.kinds import shape_fields
 from bottega.models.decoder.layout import OWN, layout_for
 from bottega.models.decoder.torch import Transformer
 from bottega.models.folders.pretrained import export_transformers, load_weights, read_shape

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape
 from bottega.core.noise import Noise, generator
 from bottega.models.dit.torch import DiT, positions, time_frequencies
-from bottega.models.generator import ClassCondition, Generator, build_generator
+from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
+from bottega.models.generator.torch import ClassCondition, Generator, build_generator
 
 GRIDS: dict[str, dict[str, Any]] = {
     "sound": {"grid": (6,), "patch": (2,), "channels": 3},

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import bottega.models.experts.dispatch as dispatch
-from bottega.config.experts import ExpertsShape
-from bottega.config.spiking import SpikingShape
 from bottega.core.noise import Noise
+from bottega.models.experts.config import ExpertsShape
 from bottega.models.experts.torch import Experts, Routing, evenness, leave_out, renewed, stats
 from bottega.models.initial import initialise
 from bottega.models.several import shared_layers
+from bottega.models.spiking.config import SpikingShape
 
 D, E = 8, 4
 

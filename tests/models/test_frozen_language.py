@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bottega.config.personalize import SoftPromptShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.frozen import prefix_attention
 from bottega.models.frozen.allowed_words import AllowedWords
+from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.frozen.language import FrozenLanguage, language_facts, load_language_model
 from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
 from tiny_pipelines import llama, llama_tokenizer, t5_tokenizer

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tiny_pipelines
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import BottegaError, UsageError
 from bottega.models.autoencoder.vae import load_autoencoder
-from bottega.models.clip import load_clip
+from bottega.models.clip.torch import load_clip
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.models.folders.pretrained import export_transformers, read_shape
 from bottega.models.frozen.language import load_language_model

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.config.memory import MemoryShape
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.memory import episodic as memory_episodic
 from bottega.models.memory import semantic as memory_semantic
 from bottega.models.memory import torch as memories
 from bottega.models.memory import working as memory_working
+from bottega.models.memory.config import MemoryShape
 from bottega.models.memory.search import nearest, nearest_by_faiss
 from bottega.models.memory.torch import HierarchicalMemory
 

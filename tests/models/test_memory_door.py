@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bottega.config.memory import MemoryShape
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.memory.config import MemoryShape
 from bottega.models.memory.torch import HierarchicalMemory
 
 SHAPE = MemoryShape(key_size=3, value_size=2, working_slots=4, episodic_slots=6, semantic_slots=2, promote_after=3)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.config.experts import ExpertsShape
-from bottega.config.spiking import SpikingShape
-from bottega.config.ssm import SSMShape
+from bottega.models.experts.config import ExpertsShape
 from bottega.models.experts.torch import Experts, active_parameters
+from bottega.models.spiking.config import SpikingShape
 from bottega.models.spiking.units import LIF
+from bottega.models.ssm.config import SSMShape
 from bottega.models.ssm.scan import chunked, recurrent
 from bottega.models.ssm.torch import StateSpace
 

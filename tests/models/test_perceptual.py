@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tiny_pipelines
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import generator
-from bottega.models.clip import Clip, load_clip
+from bottega.models.clip.torch import Clip, load_clip
 from bottega.models.metric_networks.perceptual import CHANNELS, ClipPerceptual, Lpips, load_lpips
 from bottega.tasks.measures.perceptual import perceptual_distances
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.models.folders.pretrained import export_transformers, fetch_folder, load_weights, read_shape
 from bottega.models.initial import initialise

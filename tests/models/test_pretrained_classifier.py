@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bottega.config.text_classifier import PretrainedShape
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.text_classifier.config import PretrainedShape
 from bottega.models.text_classifier.pretrained import (
     PretrainedClassifier,
     build_pretrained,

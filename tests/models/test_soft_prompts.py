@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bottega.config.personalize import SoftPromptShape
+from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
 
 LLAMA_7B = SoftPromptShape(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.config.spiking import SpikingShape, Surrogate
 from bottega.models.spiking import units
+from bottega.models.spiking.config import SpikingShape, Surrogate
 from bottega.models.spiking.surrogate import slope, smooth_spike, spike
 from bottega.models.spiking.units import (
     LIF,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from bottega.config.ssm import SSMShape
 from bottega.models.initial import initialise
 from bottega.models.several import shared_layers
 from bottega.models.ssm import scan
+from bottega.models.ssm.config import SSMShape
 from bottega.models.ssm.scan import chunked, recurrent, step
 from bottega.models.ssm.torch import SSMState, StateSpace
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bottega.config.ssm import SSMShape
 from bottega.models.initial import initialise
+from bottega.models.ssm.config import SSMShape
 from bottega.models.ssm.scan import chunked
 from bottega.models.ssm.torch import CausalConvolution, GatedRMSNorm, StateSpace
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from bottega.config.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.models.text_classifier.encoder import TextClassifier, initialise_encoder
 
 SHAPE = EncoderShape(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import tiny_clip
-from bottega.config.generator import ConditionShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.dit.torch import initial_value
+from bottega.models.generator.config import ConditionShape
 from bottega.models.initial import fill
 from bottega.models.text_encoder import TextEncoder, load_text_encoder, read_text_facts
 

@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from bottega.config.transformer import DECLARED, SIZES, TransformerShape, sized
 from bottega.core.errors import UsageError
+from bottega.models.decoder.config import DECLARED, SIZES, TransformerShape, sized
 from bottega.models.decoder.torch import Cache, Transformer, rotary
 from bottega.models.initial import initialise
 from decoders import compile_and_count

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape, UNetShape
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
-from bottega.models.generator import Generator, build_generator, load_generator
+from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape, UNetShape
+from bottega.models.generator.torch import Generator, build_generator, load_generator
 from bottega.models.unet import UNet, choose_unet, unet_config, vector_size
 
 diffusers = pytest.importorskip("diffusers")

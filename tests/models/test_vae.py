@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bottega.config.vae import AutoencoderShape, stage_widths
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.autoencoder.config import AutoencoderShape, stage_widths
 from bottega.models.autoencoder.layout import export_autoencoder, read_autoencoder_shape
 from bottega.models.autoencoder.vae import Autoencoder, load_autoencoder
 from bottega.models.initial_conv import initial_convolution

@@ -19,14 +19,15 @@ import bottega
 import small_media
 import tiny_clip
 from bottega import cli
-from bottega.config import needs
-from bottega.config.load import load_recipe, to_yaml
+from bottega.config.load import to_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, DirectoryInUse, PeerLost, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.run import dependencies, saved
 from bottega.run import train as run
+from bottega.tasks import needs
 from bottega.tasks.generation.codes import tokenizer_folder
+from bottega.tasks.recipes import load_recipe
 from small_run import environment
 
 TINY: dict[str, Any] = {

@@ -11,11 +11,11 @@ import pytest
 
 import small_media
 from bottega.config.data import Source as SourceOptions
-from bottega.config.load import load_recipe
 from bottega.core.errors import CheckpointError, DataError
 from bottega.data.sources.given import GivenData
 from bottega.tasks import registry
 from bottega.tasks.media import MediaBranch
+from bottega.tasks.recipes import load_recipe
 
 SPECTRUM = {"data.num_mels": 8, "data.fft_size": 256, "data.hop_size": 64}
 SMALL: dict[str, Any] = {"model.hidden_size": 8, "data.validation.split": 0.25, "training.max_steps": 1}

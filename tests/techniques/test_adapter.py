@@ -16,11 +16,11 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape
-from bottega.config.text_classifier import KimShape
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
+from bottega.models.text_classifier.config import KimShape
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.generation.task import Generation
 from bottega.tasks.language.task import Language

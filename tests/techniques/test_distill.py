@@ -19,9 +19,7 @@ import small_run
 import small_texts
 from bottega import cli
 from bottega.analysis.compare import compare
-from bottega.config import needs
-from bottega.config.load import load_recipe, to_yaml
-from bottega.config.transformer import TransformerShape
+from bottega.config.load import to_yaml
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
@@ -29,11 +27,13 @@ from bottega.core.rundir import read_metrics
 from bottega.core.task import Task
 from bottega.core.types import Loss
 from bottega.data.loading.loader import evaluate_batches
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.run.compose import build_engine, build_loader, plan_rates
 from bottega.run.lesson import applied
-from bottega.tasks import registry
+from bottega.tasks import needs, registry
 from bottega.tasks.language.task import Language
+from bottega.tasks.recipes import load_recipe
 from bottega.techniques.distill.apply import _hash_of
 from bottega.techniques.distill.torch import Distilled, binary_divergence, divergence, state_difference
 from bottega.techniques.inject import hash_of

@@ -20,7 +20,6 @@ import small_run
 import small_texts
 from bottega.analysis.compare import compare
 from bottega.analysis.ledger import ledger
-from bottega.config.load import load_recipe
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, DataError, Diverged, UsageError
 from bottega.core.loop import evaluate
@@ -32,6 +31,7 @@ from bottega.engines.devices import put
 from bottega.run.compose import build_engine, build_loader, plan_rates
 from bottega.run.lesson import applied
 from bottega.tasks import registry
+from bottega.tasks.recipes import load_recipe
 from bottega.techniques.lesson import Lesson
 from bottega.techniques.maml.torch import Maml, Rebound
 from small_run import different

@@ -18,22 +18,22 @@ from torch import Tensor, nn
 
 import small_media
 import small_run
-from bottega.config.convnet import ConvNetShape
-from bottega.config.language_kinds import shape_fields
-from bottega.config.load import load_recipe
-from bottega.config.spiking import SpikingNetShape, SpikingShape
 from bottega.config.techniques import PlasticityOptions
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise, generator
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.sources.source import ArraySource
+from bottega.models.convnet.config import ConvNetShape
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.kinds import shape_fields
+from bottega.models.spiking.config import SpikingNetShape, SpikingShape
 from bottega.models.spiking.stdp import Rule, eligibility
 from bottega.models.spiking.units import SpikingGate, SpikingLayer
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.language.task import Language
 from bottega.tasks.multitask.task import Multitask
+from bottega.tasks.recipes import load_recipe
 from bottega.techniques.plasticity.torch import (
     COUNT,
     REWARD,

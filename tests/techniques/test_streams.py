@@ -20,7 +20,6 @@ import small_texts
 from bottega.analysis.ledger import ledger
 from bottega.analysis.verify_resume import compare as first_difference
 from bottega.callbacks.prequential import Prequential
-from bottega.config.load import load_recipe
 from bottega.config.recipe import Recipe
 from bottega.core.callback import Progress
 from bottega.core.errors import OutOfMemory, UsageError
@@ -29,6 +28,7 @@ from bottega.engines.torch import TorchEngine
 from bottega.run.compose import build_engine, build_loader, plan_rates, total_steps
 from bottega.run.lesson import applied
 from bottega.tasks import registry
+from bottega.tasks.recipes import load_recipe
 from bottega.techniques import all_of_them
 
 ONLINE: dict[str, Any] = {"training.max_steps": None, "data.online": {"replay": 0.25, "memory": 20}}

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from bottega.config.load import load_saved_recipe
 from bottega.config.metrics import natural_direction
 from bottega.config.recipe import Recipe, changed_keys
 from bottega.core import checkpoint
 from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Goal
 from bottega.core.rundir import RunDirectory, read_metrics
+from bottega.tasks.recipes import load_saved_recipe
 
 FOLD, FOLD_SEED = "data.split.fold", "data.split.seed"
 FROM_TRAIN = ("data.train", "data.sources", "data.split", "data.validation", "data.test")

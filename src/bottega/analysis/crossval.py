@@ -23,13 +23,14 @@ from bottega.analysis.fold_plan import (
 )
 from bottega.analysis.fold_runs import Work, places, train_all
 from bottega.config.data import Splitting
-from bottega.config.load import load_recipe, parse_overrides, to_yaml
+from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.run.checks import find_problems, raise_together
 from bottega.run.train import lock_directory, set_aside
+from bottega.tasks.recipes import load_recipe, parse_overrides
 from bottega.terminal import escape_controls, open_console
 from bottega.world import is_launched
 

@@ -16,36 +16,21 @@ from bottega.analysis.table_columns import TABLES, describe_columns, show_column
 from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.prepare.inputs import find_in_utf8
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.prepare.preview import Preview, rows_of
 from bottega.data.readers import find
 from bottega.data.readers.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from bottega.data.readers.lines import recognise
 from bottega.data.records.fields import TEXTS, usual
 from bottega.data.records.record import Record
-from bottega.data.sources.samples import picture
 from bottega.data.tables.classes import texts_of
 from bottega.data.tables.shards import Table
-from bottega.run.prepare import counted, prepare_recipe, read_recipe, rules_shown, summary, train_first
+from bottega.run.prepare import counted, open_preview, prepare_recipe, read_recipe, rules_shown, summary, train_first
+from bottega.tasks.registry import TASKS
 from bottega.terminal import open_console
 
-# What a sample is and how long it is, by task: the column, and its unit.
-CONTENT = {
-    "language": ("tokens", "tokens"),
-    "classify": ("input_ids", "tokens"),
-    "image": ("image", None),
-    "image_vae": ("image", None),
-    "image_tokens": ("image", None),
-    "audio": ("audio", "seconds"),
-    "video": ("video", "frames"),
-    "routing": ("x", None),
-    "personalize": ("history", "liked items"),
-}
 PERCENTILES = {"min": 0, "5%": 5, "median": 50, "95%": 95, "max": 100}
 # A label list longer than this shows its largest and smallest only.
 LABELS_SHOWN = 12
-# Of each person's history, so that the target beside it can still be seen.
-LIKED_SHOWN = 6
-TASK_OF_KIND = {"images": "image", "audio": "audio", "video": "video", "idx": "image"}
 
 
 def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any]:
@@ -57,9 +42,10 @@ def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any
     recipe = read_recipe(_with_task(words), verb="data")
     with bars(open_console()) as say:
         prepared = prepare_recipe(recipe, say)
-        report = describe(prepared)
-        report["examples"] = _examples(prepared, examples)
-        report["pictures"] = [str(path) for path in _pictures(prepared, max(examples, 12), out)] if examples else []
+        preview = open_preview(prepared)
+        report = describe(preview)
+        report["examples"] = _examples(preview, examples)
+        report["pictures"] = [str(path) for path in _pictures(preview, max(examples, 12), out)] if examples else []
     if _is_path(words) and _has_labelled_lines(words[0]):
         path = shlex.quote(words[0])
         report["hint"] = f"each line has a label and a text; to learn the labels: bottega data classify --data {path}"
@@ -112,36 +98,34 @@ def _task_of(words: list[str]) -> str:
     listing = find_in_utf8(Source(path=path, encoding=encoding))
     if listing.kind == "shards":
         return str(json.loads((Path(path).expanduser() / "meta.json").read_bytes()).get("task", "language"))
-    if listing.kind in TASK_OF_KIND:
-        return TASK_OF_KIND[listing.kind]
-    if listing.kind in ("text", "embedded"):
-        return "language"
+    for task, spec in TASKS.items():
+        if listing.kind in spec.files:
+            return task
     records = (record for piece in listing.pieces(1 << 20)[:1] for record in listing.read(piece))
     first = next((record for record in records if isinstance(record, Record)), None)
     names = set(first.fields) if first is not None else set()
     suffixes, stems = {f".{name.rpartition('.')[2]}" for name in names}, {name.partition(".")[0] for name in names}
-    if {"history", "target"} <= names:
-        return "personalize"
     for task, known in (("image", IMAGE_SUFFIXES), ("audio", AUDIO_SUFFIXES), ("video", VIDEO_SUFFIXES)):
         if suffixes & known or task in stems:
             return task
-    return "classify" if {"text", "label"} <= names else "language"
+    return next((task for task, spec in TASKS.items() if spec.fields and spec.fields <= names), "language")
 
 
-def describe(prepared: Prepared) -> dict[str, Any]:
+def describe(preview: Preview) -> dict[str, Any]:
     """Everything but the examples, as plain values."""
-    meta, task = prepared.meta, prepared.meta["task"]
-    column, unit = CONTENT[task]
+    prepared, column = preview.prepared, preview.column
+    meta = prepared.meta
     tables = {name: prepared.table(name) for name in train_first(prepared.tables)}
-    # Two texts may have the same ids: words that a tokenizer does not know are all one.
-    whole = (name for name in ("text", "record") if all(name in table.columns for table in tables.values()))
-    repeated = next(whole, column)
-    report: dict[str, Any] = {**summary(prepared), "duplicates": _duplicates(tables, repeated)}
-    if unit is not None:
-        scale = meta["sample_rate"] if unit == "seconds" else 1
+    duplicates = _duplicates(tables, preview.content_of(tables))
+    report: dict[str, Any] = {**summary(prepared), "duplicates": duplicates}
+    if preview.unit is not None and column is not None:
         report["lengths"] = {
-            "unit": unit,
-            **{name: _quantiles(table.lengths(column) / scale) for name, table in tables.items() if len(table)},
+            "unit": preview.unit,
+            **{
+                name: _quantiles(table.lengths(column) / preview.per_unit)
+                for name, table in tables.items()
+                if len(table)
+            },
         }
     if meta.get("classes"):
         report["labels"] = {name: _balance(texts_of(table, "label")) for name, table in tables.items()}
@@ -183,103 +167,23 @@ def _hashes(table: Table, column: str) -> np.ndarray:
     return np.fromiter((digest(number) for number in range(len(table))), np.uint64, len(table))
 
 
-def _examples(prepared: Prepared, count: int) -> list[dict[str, str]]:
+def _examples(preview: Preview, count: int) -> list[dict[str, str]]:
     """The first few rows of train in words."""
-    table = prepared.table(prepared.training_tables[0])
-    return [_example(prepared, table, number) for number in range(min(count, len(table)))]
+    table = preview.prepared.table(preview.prepared.training_tables[0])
+    return [_example(preview, row) for row in rows_of(table, list(range(min(count, len(table)))))]
 
 
-def _example(prepared: Prepared, table: Table, number: int) -> dict[str, str]:
-    row = {name: table.row(name, number) for name in table.columns}
+def _example(preview: Preview, row: dict[str, Any]) -> dict[str, str]:
     said = {name: str(row[name]) for name in ("label", "caption") if row.get(name)}
-    if "num_rules" in prepared.meta:
+    if "num_rules" in preview.prepared.meta:
         said["rule"] = str(row["rule"])
-    task = prepared.meta["task"]
-    if task == "language":
-        text = prepared.tokenizer.decode(row["tokens"][:400])
-    elif task == "classify":
-        text = str(row["text"])
-    elif task == "personalize":
-        text = _liked(row["record"])
-    else:
-        content = row[CONTENT[task][0]]
-        text = f"{len(content):,} bytes" if isinstance(content, bytes) else _form(task, content, prepared)
-    return {"key": str(row["key"]), "shows": text, **said}
+    return {"key": str(row["key"]), "shows": preview.describe(row), **said}
 
 
-def _liked(record: str) -> str:
-    from bottega.data.personal import Record
-
-    person = Record.model_validate_json(record)
-    liked = "; ".join(item.caption for item in person.history)
-    return f"user {person.user} liked: {liked}\nwish: {person.asked}"
-
-
-def _form(task: str, content: np.ndarray, prepared: Prepared) -> str:
-    if task == "audio":
-        return f"{len(content) / prepared.meta['sample_rate']:.2f} s at {prepared.meta['sample_rate']:,} Hz"
-    if task == "routing":
-        return f"{len(content)} numbers: {np.array2string(np.asarray(content), threshold=8, precision=4)}"
-    return " x ".join(map(str, content.shape))
-
-
-def _pictures(prepared: Prepared, count: int, out: Path) -> list[Path]:
+def _pictures(preview: Preview, count: int, out: Path) -> list[Path]:
     """A sheet of images or frames, or spectrograms; none where the medium is nothing to look at."""
-    task = prepared.meta["task"]
-    table = prepared.table(prepared.training_tables[0])
-    shown = min(count, len(table)) if task.startswith("image") else min(4, len(table))
-    numbers = np.unique(np.linspace(0, len(table) - 1, shown).astype(int)).tolist()
-    if task in ("image", "image_vae", "image_tokens"):
-        from bottega.data.image.sheet import sheet
-
-        images = [picture(prepared, {name: table.row(name, n) for name in table.columns}) for n in numbers]
-        return [_drawn(sheet, images, out / "images.png", captions=[_caption(table, n) for n in numbers])]
-    if task == "video":
-        from bottega.data.image.sheet import sheet
-
-        videos = [table.row("video", n) for n in numbers]
-        frames = [video[i] for video in videos for i in np.linspace(0, len(video) - 1, 6).astype(int)]
-        captions = [_caption(table, n) for n in numbers for _ in range(6)]
-        return [_drawn(sheet, frames, out / "frames.png", captions=captions, columns=6)]
-    if task == "personalize":
-        return [_drawn(_people_sheet, prepared, out / "people.png", numbers=numbers)]
-    if task == "audio":
-        from bottega.data.audio.picture import spectrogram_sheet
-
-        rate = int(prepared.meta["sample_rate"])
-        sounds = [(_caption(table, n), np.asarray(table.row("audio", n)), rate) for n in numbers]
-        return [_drawn(spectrogram_sheet, sounds, out / "spectrograms.png")]
-    return []
-
-
-def _people_sheet(prepared: Prepared, path: Path, *, numbers: list[int]) -> None:
-    """Each row a person: the last things they liked, then what they took. Where no picture is known, the words stand."""
-    from bottega.data.image.sheet import sheet
-    from bottega.data.personal import PersonalRows
-
-    rows = PersonalRows(prepared, prepared.training_tables[0])
-    records = [rows.record(number) for number in numbers]
-    columns = min(LIKED_SHOWN, max(len(record.history) for record in records)) + 1
-    size = prepared.meta["image_size"]
-    white = np.full((size, size, 3), 255, np.uint8)
-    images, captions = [], []
-    for record in records:
-        items = record.items[-columns:]
-        missing = columns - len(items)
-        images += [white] * missing + [white if item.image is None else rows.picture(item) for item in items]
-        captions += [""] * missing + [item.caption for item in items[:-1]] + [f"took: {items[-1].caption}"]
-    sheet(images, path, captions=captions, columns=columns)
-
-
-def _drawn(draw: Any, what: Any, path: Path, **options: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw(what, path, **options)
-    return path
-
-
-def _caption(table: Table, number: int) -> str:
-    named = [table.row(name, number) for name in ("label", "caption", "key") if name in table.columns]
-    return next((text for text in named if text), "")
+    out.mkdir(parents=True, exist_ok=True)
+    return preview.draw(preview.prepared.table(preview.prepared.training_tables[0]), count, out)
 
 
 def show(report: dict[str, Any]) -> str:

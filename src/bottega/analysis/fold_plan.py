@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bottega.config import needs
 from bottega.config.data import HeldOut, Splitting
-from bottega.config.load import load_recipe, load_saved_recipe
 from bottega.config.recipe import Recipe, changed_keys
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DataError, UsageError
@@ -17,6 +15,8 @@ from bottega.core.rundir import RunDirectory
 from bottega.data.prepare.prepared import Prepared, is_prepared
 from bottega.run import resume
 from bottega.run.prepare import prepare_recipe
+from bottega.tasks import needs
+from bottega.tasks.recipes import load_recipe, load_saved_recipe
 
 FOLDS = 5
 

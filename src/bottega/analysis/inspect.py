@@ -38,13 +38,13 @@ def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
         saved = open_run(Path(what))
         return saved.engine, saved.branch, saved.recipe.training.batch_size, saved.recipe.seed
     from bottega.callbacks.console import Console
-    from bottega.config.load import load_recipe, parse_overrides
-    from bottega.config.registry import RECIPES
     from bottega.run.checks import find_problems, raise_together
     from bottega.run.compose import build_engine, prepare
     from bottega.run.lesson import applied
+    from bottega.tasks.recipes import load_recipe, parse_overrides
+    from bottega.tasks.registry import TASKS
 
-    if "/" in what and not what.endswith((".yaml", ".yml")) and what.partition("/")[0] not in RECIPES:
+    if "/" in what and not what.endswith((".yaml", ".yml")) and what.partition("/")[0] not in TASKS:
         RunDirectory(Path(what)).must_exist()  # or it says which run is near
     sources, overrides = parse_overrides([what, *words])
     recipe = load_recipe(sources, overrides).recipe

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bottega.config import needs
 from bottega.core.checkpoint import candidates
 from bottega.core.errors import UsageError
 from bottega.engines.devices import batch_length
 from bottega.run.compose import plain_loader
 from bottega.run.lesson import applied
 from bottega.run.saved import open_run
+from bottega.tasks import needs
 from bottega.tasks.located import locate
 
 

@@ -29,7 +29,7 @@ def lr_find(
     With `out`, its curve and numbers are written to that folder.
     """
     from bottega.analysis.lr_find import find_rate, is_run_directory, write_report
-    from bottega.config.load import load_recipe
+    from bottega.tasks.recipes import load_recipe
 
     with _arguments():
         options: dict[str, Any] = {"low": low, "high": high, "steps": steps, "quiet": quiet}

@@ -9,8 +9,6 @@ from typing import Any
 
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
-from bottega.config import needs
-from bottega.config.load import load_recipe, load_saved_recipe, parse_overrides
 from bottega.config.recipe import Recipe
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.rundir import RunDirectory, split_checkpoint
@@ -22,7 +20,9 @@ from bottega.run.compose import prepare
 from bottega.run.range_picture import draw
 from bottega.run.range_test import JSON, PICTURE, measured
 from bottega.run.train import part
+from bottega.tasks import needs
 from bottega.tasks.located import locate, recorded_folders
+from bottega.tasks.recipes import load_recipe, load_saved_recipe, parse_overrides
 from bottega.world import World
 
 

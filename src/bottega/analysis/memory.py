@@ -9,8 +9,7 @@ import numpy as np
 from bottega.analysis.plan import beforehand
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
-from bottega.config import needs
-from bottega.config.load import global_batch, load_recipe, parse_overrides
+from bottega.config.load import global_batch
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.types import Batch
 from bottega.data.sources.source import Source
@@ -18,6 +17,8 @@ from bottega.run.checks import find_problems, raise_together
 from bottega.run.compose import build_engine, prepare
 from bottega.run.lesson import applied
 from bottega.run.train import part
+from bottega.tasks import needs
+from bottega.tasks.recipes import load_recipe, parse_overrides
 from bottega.world import World
 
 GIB = 1 << 30

@@ -30,9 +30,9 @@ from bottega.analysis.personal_truth import (
     ruler_of,
     tastes_of,
 )
-from bottega.data.personal import Item, Record, evenly
 from bottega.data.present import finite, whole, writing
 from bottega.tasks.personalize.arms import ARMS
+from bottega.tasks.personalize.data.records import Item, Record, evenly
 from bottega.tasks.personalize.sheets import SHOWN
 
 PEOPLE, SHEETS, CHART = "people.jsonl", "sheets", "arms.png"

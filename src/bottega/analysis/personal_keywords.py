@@ -12,7 +12,7 @@ import numpy as np
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import generator
-from bottega.data.personal import Record
+from bottega.tasks.personalize.data.records import Record
 
 if TYPE_CHECKING:
     from bottega.tasks.personalize.branch import PersonalizeBranch

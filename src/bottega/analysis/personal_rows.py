@@ -12,10 +12,10 @@ import numpy as np
 from bottega.analysis.personal_arms import REAL
 from bottega.analysis.personal_truth import Fields, JudgeWords, Told, right
 from bottega.core.errors import UsageError
-from bottega.data.personal import Record
 from bottega.tasks.measures.clip_scores import similarity, to_history
 from bottega.tasks.measures.perceptual import perceptual_distances
 from bottega.tasks.measures.ssim import WINDOW, ssim
+from bottega.tasks.personalize.data.records import Record
 
 DRAWN = "drawn_"
 """Before what was read off a sticker without any learnt model."""

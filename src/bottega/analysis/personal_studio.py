@@ -12,11 +12,11 @@ import numpy as np
 from bottega.analysis.personal import Say, Studio
 from bottega.analysis.personal_keywords import is_small, keywords_at_random
 from bottega.core.errors import UsageError
-from bottega.data.personal import PersonalRows, Record
-from bottega.data.text.prompted import PromptedRows
 from bottega.run.saved import SavedRun
 from bottega.tasks.personalize.arms import draw_arm
 from bottega.tasks.personalize.branch import PersonalizeBranch
+from bottega.tasks.personalize.data.prompted import PromptedRows
+from bottega.tasks.personalize.data.records import PersonalRows, Record
 
 if TYPE_CHECKING:
     from bottega.data.sources.source import Source

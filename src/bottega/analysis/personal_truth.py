@@ -15,8 +15,8 @@ from itertools import product
 
 import numpy as np
 
-from bottega.data.personal import Record
 from bottega.tasks.measures.clip_scores import zero_shot
+from bottega.tasks.personalize.data.records import Record
 
 MOST_PROMPTS, MOST_TEXTS = 32, 4096
 """Captions that words are tried in, and texts in all: each costs a pass of the text tower."""

@@ -6,9 +6,7 @@ import os
 from typing import Any
 
 from bottega.callbacks.console import Console
-from bottega.config import needs
-from bottega.config.load import Resolved, check_recipe, global_batch, to_yaml
-from bottega.config.personalize import PersonalizeRecipe
+from bottega.config.load import Resolved, global_batch, to_yaml
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import UNBUILT
 from bottega.core.errors import BottegaError, DataError
@@ -28,6 +26,9 @@ from bottega.run.checks import (
 from bottega.run.compose import prepare
 from bottega.run.lesson import applied
 from bottega.run.train import is_made, prepare_data
+from bottega.tasks import needs
+from bottega.tasks.personalize.config import PersonalizeRecipe
+from bottega.tasks.recipes import check_recipe
 from bottega.terminal import print_notice, print_result
 from bottega.world import World
 

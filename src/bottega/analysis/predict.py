@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from bottega.config.classify import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
-from bottega.config.load import load_saved_recipe
-from bottega.config.multitask import MultitaskRecipe
 from bottega.config.recipe import Recipe
-from bottega.config.routing import RoutingRecipe
 from bottega.core.rundir import RunDirectory
 from bottega.data.present import whole, writing
 from bottega.run.saved import open_run
+from bottega.tasks.classify.config import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
+from bottega.tasks.multitask.config import MultitaskRecipe
+from bottega.tasks.recipes import load_saved_recipe
+from bottega.tasks.routing.config import RoutingRecipe
 
 FROM_FILES = (RoutingRecipe, ImageClassifyRecipe, AudioClassifyRecipe, VideoClassifyRecipe)
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from bottega.config import needs
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.data.image.augment import normalise
 from bottega.data.sources.source import Source
 from bottega.run.saved import SavedRun
 from bottega.run.train import is_made, load, part
+from bottega.tasks import needs
 from bottega.tasks.classify.media import ClassifyBranch
 from bottega.tasks.evaluation_data import EvaluationData
 from bottega.tasks.generation.asked import check_count

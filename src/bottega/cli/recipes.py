@@ -38,7 +38,7 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 def _recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.config.load import bundled_recipes
+    from bottega.tasks.recipes import bundled_recipes
 
     no_more(rest)
     rows = [{"name": name, "task": task, "about": about} for name, task, about in bundled_recipes()]
@@ -49,7 +49,7 @@ def _recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 def _schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.config.load import json_schema
+    from bottega.tasks.recipes import json_schema
 
     no_more(rest)
     schema = json_schema()
@@ -63,7 +63,7 @@ def _init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.config.load import commented_recipe
+    from bottega.tasks.recipes import commented_recipe
 
     no_more(rest)
     text = commented_recipe(arguments.task)
@@ -86,8 +86,8 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.config.importers import import_file
     from bottega.config.importers.written import show
+    from bottega.tasks.recipes import import_file
 
     no_more(rest)
     out = Path(arguments.out) if arguments.out else None

@@ -90,8 +90,8 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.evaluate import measure, show
-    from bottega.config.flags import parse_overrides
     from bottega.tasks.evaluation_data import DataRequest
+    from bottega.tasks.recipes import parse_overrides
 
     if arguments.model_path and arguments.run and "=" in arguments.run:
         rest, arguments.run = [arguments.run, *rest], None  # the first word is a setting then

@@ -11,26 +11,26 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from bottega.config.fields import block_of
-from bottega.config.registry import FORMS, RECIPES, SCHEMAS
+from bottega.config.registry import TaskRegistry
 from bottega.config.section import Section
 from bottega.config.yamlfile import write_yaml
 from bottega.core.errors import UsageError
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema(tasks: TaskRegistry) -> dict[str, Any]:
     """Of a whole recipe, one branch a task; for completion and checks in an editor."""
-    kinds = [_one_of(FORMS[task]) if task in FORMS else recipe for task, recipe in RECIPES.items()]
+    kinds = [_one_of(spec.inputs) if spec.inputs else spec.recipe for spec in tasks.values()]
     union: Any = Annotated[_any_of(kinds), Field(discriminator="task")]
     schema = TypeAdapter(union).json_schema(by_alias=True)
-    for recipe in SCHEMAS:
+    for recipe in tasks.schemas:
         schema["$defs"][recipe.__name__]["properties"]["extends"] = {
             "type": "string",
             "description": "a parent recipe: a bundled name, or a path relative to this file",
         }
-    for number, task in enumerate(RECIPES):
-        if task in FORMS:
+    for number, (task, spec) in enumerate(tasks.items()):
+        if spec.inputs:
             # Any: what does not say data.input may fit several, and a discriminator points to one place.
-            refs = [{"$ref": f"#/$defs/{form.__name__}"} for form in FORMS[task].values()]
+            refs = [{"$ref": f"#/$defs/{form.__name__}"} for form in spec.inputs.values()]
             schema["$defs"][task] = {"anyOf": refs}
             schema["oneOf"][number] = {"$ref": f"#/$defs/{task}"}
             schema["discriminator"]["mapping"][task] = f"#/$defs/{task}"
@@ -47,27 +47,13 @@ def _any_of(kinds: Sequence[Any]) -> Any:
     return functools.reduce(operator.or_, kinds[1:], kinds[0])
 
 
-_STARTS: dict[str, dict[str, Any]] = {
-    "language": {"model.size": "nano", "data.train.kind": "embedded"},
-    "personalize": {
-        "model.diffusion": "path/to/stable-diffusion",
-        "model.language_model": "path/to/llama",
-        "data.train.path": "data/train.json",
-    },
-    "routing": {},
-    **{key: {} for key in ("recall", "recall/streams", "recall/facts")},
-    "multitask": {"data.parts": {"first": {"recipe": "first.yaml"}, "second": {"recipe": "second.yaml"}}},
-}
-"""What a new recipe needs beside the defaults, so that it loads."""
-
-
-def commented_recipe(task: str) -> str:
+def commented_recipe(tasks: TaskRegistry, task: str) -> str:
     """A recipe to start from: every key with its default, and what it means. A task with forms is also task/form."""
-    forms = {f"{name}/{input}": form for name, inputs in FORMS.items() for input, form in inputs.items()}
-    schemas = {**RECIPES, **forms}
+    forms = {f"{name}/{input}": form for name, spec in tasks.items() for input, form in spec.inputs.items()}
+    schemas = {**{name: spec.recipe for name, spec in tasks.items()}, **forms}
     if task not in schemas:
         raise UsageError(f"task: expected one of {', '.join(schemas)}, got {task!r}")
-    starts = {"training.max_steps": 1000, **_STARTS.get(task, {"data.train.path": "data/train"})}
+    starts = {"training.max_steps": 1000, **tasks[task.partition("/")[0]].starts}
     lines = [f"# A recipe for the task {task}; every key is here with its default, and can be left out.", ""]
     return "\n".join(lines + _block(schemas[task], schemas[task].model_validate({}), "", starts)) + "\n"
 

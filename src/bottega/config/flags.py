@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bottega.config import bundled
 from bottega.config.fields import inside, is_flag, list_around, nearest_flag
-from bottega.config.registry import RECIPES, SCHEMAS
+from bottega.config.registry import TaskRegistry
 from bottega.core.errors import UsageError
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
@@ -41,7 +41,7 @@ class FlagError(UsageError):
 _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 
 
-def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
+def parse_overrides(tasks: TaskRegistry, argv: Sequence[str]) -> tuple[list[str], list[Override]]:
     """Recipe names and paths in one list, settings in the other; all problems at once.
 
     Understood are `key=value`, `--key value` and `--key=value`, with dashes for underscores if one likes.
@@ -59,14 +59,14 @@ def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
                 text = "true"
             elif not is_joined:
                 if not tokens or tokens[0].startswith("--"):
-                    problems.append(f"--{name}: {_missing_value(name)}")
+                    problems.append(f"--{name}: {_missing_value(tasks, name)}")
                     continue
                 text = tokens.pop(0)
                 if name == "data":
-                    text = _several_paths(text, tokens, has_recipe=bool(sources))
-            _place(name.replace("-", "_"), text, f"--{name}", sources, overrides, problems)
+                    text = _several_paths(tasks, text, tokens, has_recipe=bool(sources))
+            _place(tasks, name.replace("-", "_"), text, f"--{name}", sources, overrides, problems)
         elif setting and not (token.endswith((".yaml", ".yml")) and Path(token).is_file()):
-            _place(setting[1].replace("-", "_"), setting[2], setting[1], sources, overrides, problems)
+            _place(tasks, setting[1].replace("-", "_"), setting[2], setting[1], sources, overrides, problems)
         elif token.startswith("-"):
             problems.append(f"{token}: unknown flag; settings are written --key value or key=value")
         else:
@@ -76,49 +76,57 @@ def parse_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
     return sources, overrides
 
 
-def _several_paths(first: str, tokens: list[str], *, has_recipe: bool) -> str:
+def _several_paths(tasks: TaskRegistry, first: str, tokens: list[str], *, has_recipe: bool) -> str:
     """The value of --data, with the paths that follow it: what a shell makes of *.txt. Takes them off `tokens`."""
     paths = [first]
-    while tokens and _is_data_path(tokens[0], has_recipe=has_recipe):
+    while tokens and _is_data_path(tasks, tokens[0], has_recipe=has_recipe):
         paths.append(tokens.pop(0))
     return first if len(paths) == 1 else json.dumps(paths)
 
 
-def _is_data_path(word: str, *, has_recipe: bool) -> bool:
+def _is_data_path(tasks: TaskRegistry, word: str, *, has_recipe: bool) -> bool:
     if (
         word.startswith("-")
         or word.endswith((".yaml", ".yml"))
         or (_SETTING.fullmatch(word) and not Path(word).exists())
     ):
         return False
-    is_recipe = word in bundled.names() or word in RECIPES
+    is_recipe = word in bundled.names() or word in tasks
     return bool(Path(word).suffix or Path(word).exists()) and (has_recipe or not is_recipe)
 
 
-def _place(key: str, text: str, typed: str, sources: list[str], overrides: list[Override], problems: list[str]) -> None:
+def _place(
+    tasks: TaskRegistry,
+    key: str,
+    text: str,
+    typed: str,
+    sources: list[str],
+    overrides: list[Override],
+    problems: list[str],
+) -> None:
     if key in CONFIG_FLAGS:
         sources.append(text)
-    elif (whole := list_around(key, SCHEMAS)) is not None:
+    elif (whole := list_around(key, tasks.schemas)) is not None:
         problems.append(f"{typed}: a list is given whole: {whole}=[{{…}}]")
-    elif is_flag(key, SCHEMAS):
+    elif is_flag(key, tasks.schemas):
         overrides.append(Override(key, text))
     else:
-        problems.append(f"{typed}: {_unknown(key, typed)}")
+        problems.append(f"{typed}: {_unknown(tasks, key, typed)}")
 
 
-def _unknown(key: str, typed: str) -> str:
-    near, block = nearest_flag(key, SCHEMAS), key.rpartition(".")[0]
-    there = inside(block, SCHEMAS) if near is None else []
+def _unknown(tasks: TaskRegistry, key: str, typed: str) -> str:
+    near, block = nearest_flag(key, tasks.schemas), key.rpartition(".")[0]
+    there = inside(block, tasks.schemas) if near is None else []
     if 0 < len(there) <= FEW:
         return f"unknown key; there is {', '.join(there[:-1])}{' and ' if there[:-1] else ''}{there[-1]}"
     dashes = "--" if typed.startswith("--") else ""
     return f"unknown {'flag' if dashes else 'key'}" + (f"; did you mean {dashes}{near}?" if near else "")
 
 
-def _missing_value(name: str) -> str:
+def _missing_value(tasks: TaskRegistry, name: str) -> str:
     key = name.replace("-", "_")
-    if (whole := list_around(key, SCHEMAS)) is not None:
+    if (whole := list_around(key, tasks.schemas)) is not None:
         return f"a list is given whole: {whole}=[{{…}}]"
-    if is_flag(key, SCHEMAS) or key in CONFIG_FLAGS:
+    if is_flag(key, tasks.schemas) or key in CONFIG_FLAGS:
         return f"needs a value: --{name} VALUE"
-    return _unknown(key, f"--{name}")
+    return _unknown(tasks, key, f"--{name}")

@@ -115,15 +115,6 @@ EITHER_OR = (
 """Two ways to say one thing: a later layer that says it one way takes back what an earlier layer said the other way."""
 
 
-OF_WEIGHTS = tuple(
-    f"model.{name}"
-    for name in (
-        *("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_size", "intermediate_size"),
-        *("dropout", "attention_dropout"),
-    )
-)
-"""Keys of a model of text that the weights it starts from decide."""
-
 LENGTH, STREAM = ("training.max_steps", "training.num_epochs"), "data.online"
 
 
@@ -148,8 +139,6 @@ def merge(base: Flat, layer: Flat) -> Flat:
 def _taken_back(key: str, entry: Entry, base: Flat, layer: Flat) -> bool:
     if key in LENGTH and any(asks_for_stream(name, said) for name, said in layer.items()):
         return True
-    if _is_of_other_weights(key, base, layer):
-        return True
     if key in layer or key == "training.optimizer.betas":
         # One beta over a pair changes its half; a pair over one beta replaces it.
         return False
@@ -160,17 +149,6 @@ def _taken_back(key: str, entry: Entry, base: Flat, layer: Flat) -> bool:
         return other is not None and other.value is not None
     others = [b if key == a else a for a, b in EITHER_OR if key in (a, b)]
     return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
-
-
-def _is_of_other_weights(key: str, base: Flat, layer: Flat) -> bool:
-    """A text model that starts from weights has their dimensions, so an earlier layer's go when a later one names weights."""
-    start = layer.get("model.from")
-    if key not in OF_WEIGHTS or key in layer or start is None or start.value is None:
-        return False
-    found = {name: entry.value for flat in (base, layer) for name, entry in flat.items()}
-    if found.get("task") == "classify":
-        return found.get("data.input", "text") == "text" and found.get("model.kind", "transformer") != "cnn"
-    return found.get("task") == "language"
 
 
 def are_nested(one: str, other: str) -> bool:

@@ -13,9 +13,7 @@ from pydantic import ValidationError
 from bottega.config import accelerate, bundled
 from bottega.config.addresses import find_ambiguous, strip_text
 from bottega.config.aliases import Bare, canonical, spell
-from bottega.config.describe import commented_recipe, json_schema
 from bottega.config.fields import has_key
-from bottega.config.flags import FlagError, Override, parse_overrides
 from bottega.config.flat import (
     EITHER_OR,
     LENGTH,
@@ -31,28 +29,11 @@ from bottega.config.flat import (
     nest,
 )
 from bottega.config.recipe import Recipe
-from bottega.config.registry import RECIPES, other_form, schema_of
-from bottega.config.transformer import fitting_kv_heads
+from bottega.config.registry import TaskRegistry
 from bottega.config.wording import locate, problems_of, shown
 from bottega.config.yamlfile import parse_value, read_yaml, write_yaml
 from bottega.core.errors import EnvironmentProblem, UsageError, first_line
 from bottega.nearness import near_names
-
-__all__ = [
-    "RECIPES",
-    "FlagError",
-    "Override",
-    "RecipeError",
-    "Resolved",
-    "bundled_recipes",
-    "check_recipe",
-    "commented_recipe",
-    "global_batch",
-    "json_schema",
-    "load_recipe",
-    "parse_overrides",
-    "to_yaml",
-]
 
 Source = str | Path | Mapping[str, Any]
 """A bundled name, a path that ends in .yaml, or plain values."""
@@ -78,18 +59,22 @@ class Resolved:
 
 
 def load_recipe(
-    sources: Sequence[Source], overrides: Sequence[tuple[str, str, str]] = (), *, task: str | None = None
+    tasks: TaskRegistry,
+    sources: Sequence[Source],
+    overrides: Sequence[tuple[str, str, str]] = (),
+    *,
+    task: str | None = None,
 ) -> Resolved:
     """A recipe that can be trained. Later sources win over earlier ones, and overrides over all."""
-    return _resolve(_merged(sources, overrides), task=task, partial=False)
+    return _resolve(tasks, _merged(tasks, sources, overrides), task=task, partial=False)
 
 
-def load_saved_recipe(path: Path) -> Recipe:
+def load_saved_recipe(tasks: TaskRegistry, path: Path) -> Recipe:
     """The recipe.yaml of a run."""
     try:
         if not path.read_bytes().strip():
             raise UsageError("it is empty")
-        return load_recipe([path]).recipe
+        return load_recipe(tasks, [path]).recipe
     except OSError as error:
         raise EnvironmentProblem(f"cannot read {path}: {error.strerror}; make it readable first") from None
     except UsageError as error:
@@ -101,6 +86,7 @@ def load_saved_recipe(path: Path) -> Recipe:
 
 
 def check_recipe(
+    tasks: TaskRegistry,
     sources: Sequence[Source],
     overrides: Sequence[tuple[str, str, str]] = (),
     *,
@@ -111,7 +97,7 @@ def check_recipe(
 
     Where it does not stand `alone`, and others will still change it, it may contradict itself until then.
     """
-    return _resolve(_merged(sources, overrides), task=task, partial=True, alone=alone)
+    return _resolve(tasks, _merged(tasks, sources, overrides), task=task, partial=True, alone=alone)
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -119,11 +105,11 @@ def to_yaml(recipe: Recipe) -> str:
     return write_yaml(recipe.plain())
 
 
-def bundled_recipes() -> list[tuple[str, str, str]]:
+def bundled_recipes(tasks: TaskRegistry) -> list[tuple[str, str, str]]:
     """(name, task, what it is) of every recipe that comes with the program."""
     found = []
     for name in bundled.names():
-        task = _merged([name], ()).entries["task"].value
+        task = _merged(tasks, [name], ()).entries["task"].value
         found.append((name, task, bundled.header(bundled.FOLDER / f"{name}.yaml")))
     return found
 
@@ -142,15 +128,17 @@ def global_batch(recipe: Recipe, world: int) -> int:
     return training.batch_size
 
 
-def _merged(sources: Sequence[Source], overrides: Sequence[tuple[str, str, str]]) -> Layer:
+def _merged(tasks: TaskRegistry, sources: Sequence[Source], overrides: Sequence[tuple[str, str, str]]) -> Layer:
     """All layers in order, as one."""
     layers: list[Layer] = []
     for source in sources:
-        layers += _layers_of(source, is_first=not any("origin" in layer.entries for layer in layers))
+        layers += _layers_of(tasks, source, is_first=not any("origin" in layer.entries for layer in layers))
     layers.append(_command_line(overrides))
+    adapting = [spec.adapt for spec in tasks.values() if spec.adapt is not None]
     total = Layer()
     for layer in layers:
-        total.notes += _adapt_kv_heads(total.entries, layer.entries)
+        for adapt in adapting:
+            total.notes += adapt(total.entries, layer.entries)
         total.entries = merge(total.entries, layer.entries)
         total.lines.update(layer.lines)
         total.problems += layer.problems
@@ -158,27 +146,13 @@ def _merged(sources: Sequence[Source], overrides: Sequence[tuple[str, str, str]]
     return total
 
 
-def _adapt_kv_heads(base: Flat, layer: Flat) -> list[str]:
-    """Change the key-value heads of earlier layers where a later one gives other query heads alone, and they do not fit."""
-    heads, entry = layer.get("model.num_heads"), base.get("model.num_kv_heads")
-    if heads is None or entry is None or "model.num_kv_heads" in layer:
-        return []
-    if not (type(heads.value) is type(entry.value) is int and heads.value > 0 < entry.value):
-        return []  # whatever is wrong with them, the schema says
-    fitting = fitting_kv_heads(heads.value, entry.value)
-    if heads.value % entry.value == 0:
-        return []
-    base["model.num_kv_heads"] = replace(entry, value=fitting)
-    return [f"model.num_kv_heads is {fitting} instead of {entry.value}, because num_heads is {heads.value}"]
-
-
-def _layers_of(source: Source, *, is_first: bool) -> list[Layer]:
+def _layers_of(tasks: TaskRegistry, source: Source, *, is_first: bool) -> list[Layer]:
     """The layers of one source, its parents first."""
     chain: list[Layer] = []
     seen: list[str] = []
     beside: Path | None = None
     while True:
-        layer, origin, folder = _read(source, beside, seen)
+        layer, origin, folder = _read(tasks, source, beside, seen)
         parent = layer.entries.pop("extends", None)
         if is_first and not chain and origin and not accelerate.is_accelerate(layer):
             layer.entries.setdefault("origin", Entry(origin, Where(origin), "origin"))
@@ -193,11 +167,11 @@ def _layers_of(source: Source, *, is_first: bool) -> list[Layer]:
         source, beside = parent.value, folder
 
 
-def _read(source: Source, beside: Path | None, seen: list[str]) -> tuple[Layer, str | None, Path]:
+def _read(tasks: TaskRegistry, source: Source, beside: Path | None, seen: list[str]) -> tuple[Layer, str | None, Path]:
     """One source without its parents: its layer as typed, its name, and the folder its paths start from."""
     if isinstance(source, Mapping):
         return flatten(source, file="settings", lines={}), None, Path()
-    if source in RECIPES and source not in bundled.names():
+    if source in tasks and source not in bundled.names():
         # A task without a recipe of its name: its defaults, to be filled by the files that follow.
         return flatten({"task": source}, file=str(source), lines={}), str(source), Path()
     path, origin = bundled.find(str(source), beside=beside)
@@ -222,15 +196,15 @@ def _command_line(overrides: Sequence[tuple[str, str, str]]) -> Layer:
     return canonical(layer)
 
 
-def _resolve(total: Layer, *, task: str | None, partial: bool, alone: bool = True) -> Resolved:
+def _resolve(tasks: TaskRegistry, total: Layer, *, task: str | None, partial: bool, alone: bool = True) -> Resolved:
     flat, problems, notes = dict(total.entries), list(total.problems), list(total.notes)
     problems += _interpolations(flat)
     problems += _ambiguous(flat)
     notes += _settle(flat)
     said = flat.pop("task", None)
-    names, wrong = _task_names(said, task)
+    names, wrong = _task_names(tasks, said, task)
     problems += wrong
-    trials = [_validate(name, flat, total.lines) for name in names]
+    trials = [_validate(tasks, name, flat, total.lines) for name in names]
     fitting = [trial for trial in trials if not trial.problems]
     best = fitting[0] if fitting else min(trials, key=lambda trial: len(trial.problems))
     problems += best.problems
@@ -256,17 +230,17 @@ def _resolve(total: Layer, *, task: str | None, partial: bool, alone: bool = Tru
     return Resolved(best.recipe, tuple(trial.task for trial in fitting), tuple(notes), where)
 
 
-def _task_names(said: Entry | None, task: str | None) -> tuple[list[str], list[Problem]]:
+def _task_names(tasks: TaskRegistry, said: Entry | None, task: str | None) -> tuple[list[str], list[Problem]]:
     """Which tasks to try."""
     name = task if task is not None else said.value if said else None
     if name is None:
-        return list(RECIPES), []
-    if isinstance(name, str) and name in RECIPES:
+        return list(tasks), []
+    if isinstance(name, str) and name in tasks:
         return [name], []
-    near = near_names(str(name), RECIPES)
+    near = near_names(str(name), tasks)
     hint = f"; did you mean {near[0]}?" if near else ""
-    message = f"expected one of {', '.join(RECIPES)}, got {shown(name)}{hint}"
-    return near or ["language"], [Problem(said.where if said and task is None else None, "task", message, "task")]
+    message = f"expected one of {', '.join(tasks)}, got {shown(name)}{hint}"
+    return near or list(tasks)[:1], [Problem(said.where if said and task is None else None, "task", message, "task")]
 
 
 @dataclass(frozen=True)
@@ -276,23 +250,23 @@ class _Trial:
     problems: list[Problem]
 
 
-def _validate(task: str, flat: Flat, lines: Mapping[str, Where]) -> _Trial:
+def _validate(tasks: TaskRegistry, task: str, flat: Flat, lines: Mapping[str, Where]) -> _Trial:
     """Hold the flat map against one task's schema."""
-    schema = schema_of(task, flat)
+    schema = tasks.schema_of(task, flat)
     try:
         return _Trial(task, schema.model_validate(nest(flat)), [])
     except ValidationError as error:
         problems = problems_of(error, schema=schema, flat=flat, lines=lines)
-        problems = [_of_another_form(problem, task, schema) for problem in problems]
+        problems = [_of_another_form(tasks, problem, task, schema) for problem in problems]
         return _Trial(task, _without(problems, schema, flat), problems)
 
 
-def _of_another_form(problem: Problem, task: str, schema: type[Recipe]) -> Problem:
+def _of_another_form(tasks: TaskRegistry, problem: Problem, task: str, schema: type[Recipe]) -> Problem:
     """Who writes image_size into a classifier of text has not mistyped it."""
     if not problem.message.startswith("unknown key"):
         return problem
     key = next(iter(spell(problem.typed, 0)))
-    other = other_form(task, schema, key)
+    other = tasks.other_input(task, schema, key)
     return (
         problem if other is None else replace(problem, message=f"is a key of data.input={other}; say that too", key=key)
     )

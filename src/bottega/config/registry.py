@@ -1,62 +1,54 @@
-"""Every task and the schema of its recipe. A task may have several forms, told apart by what it reads."""
+"""The tasks that recipes can name. The loader is handed one of these; it imports no task itself."""
 
 from __future__ import annotations
 
-from bottega.config.align import AlignRecipe
-from bottega.config.autoencode import AudioVaeRecipe, ImageVaeRecipe, VideoVaeRecipe
-from bottega.config.classify import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
 from bottega.config.fields import has_key
 from bottega.config.flat import Flat
-from bottega.config.language import LanguageRecipe
-from bottega.config.media import AudioRecipe, ImageRecipe, VideoRecipe
-from bottega.config.multitask import MultitaskRecipe
-from bottega.config.personalize import PersonalizeRecipe
-from bottega.config.recall import LastingRecipe, RecallRecipe
 from bottega.config.recipe import Recipe
-from bottega.config.routing import RoutingRecipe
-from bottega.config.tokens import AudioTokensRecipe, ImageTokensRecipe
-
-RECIPES: dict[str, type[Recipe]] = {
-    "language": LanguageRecipe,
-    "classify": ClassifyRecipe,
-    "image": ImageRecipe,
-    "audio": AudioRecipe,
-    "video": VideoRecipe,
-    "image_vae": ImageVaeRecipe,
-    "image_tokens": ImageTokensRecipe,
-    "align": AlignRecipe,
-    "personalize": PersonalizeRecipe,
-    "routing": RoutingRecipe,
-    "recall": RecallRecipe,
-    "multitask": MultitaskRecipe,
-}
-
-FORMS: dict[str, dict[str, type[Recipe]]] = {
-    "classify": {
-        "text": ClassifyRecipe,
-        "image": ImageClassifyRecipe,
-        "audio": AudioClassifyRecipe,
-        "video": VideoClassifyRecipe,
-    },
-    "image_vae": {"image": ImageVaeRecipe, "audio": AudioVaeRecipe, "video": VideoVaeRecipe},
-    "image_tokens": {"image": ImageTokensRecipe, "audio": AudioTokensRecipe},
-    "recall": {"streams": RecallRecipe, "facts": LastingRecipe},
-}
-"""Task -> data.input -> schema. The one in RECIPES is for recipes that do not say."""
-
-SCHEMAS: tuple[type[Recipe], ...] = tuple(
-    schema for task, usual in RECIPES.items() for schema in FORMS.get(task, {"": usual}).values()
-)
-"""All forms of all tasks."""
+from bottega.config.task_spec import TaskSpec
+from bottega.core.errors import UsageError
 
 
-def schema_of(task: str, flat: Flat) -> type[Recipe]:
-    """The schema of a recipe of this task that says what `flat` does."""
-    said = flat["data.input"].value if "data.input" in flat else None
-    return FORMS.get(task, {}).get(str(said), RECIPES[task])
+class TaskRegistry(Mapping[str, TaskSpec]):
+    """Name -> task, in the order in which they were added."""
 
+    def __init__(self, specs: Iterable[TaskSpec] = ()) -> None:
+        self._specs: dict[str, TaskSpec] = {}
+        self.add(*specs)
 
-def other_form(task: str, schema: type[Recipe], key: str) -> str | None:
-    """The data.input with which the task has a key that it does not have in this form."""
-    forms = FORMS.get(task, {}).items()
-    return next((input for input, form in forms if form is not schema and has_key(key, form)), None)
+    def __getitem__(self, name: str) -> TaskSpec:
+        return self._specs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def add(self, *specs: TaskSpec, plugin: str | None = None) -> None:
+        """Add tasks; `plugin` is who brings them. A name is taken once."""
+        for spec in specs:
+            other = self._specs.get(spec.name)
+            if other is not None:
+                owner = f"the plugin {other.plugin}" if other.plugin is not None else "Bottega itself"
+                raise UsageError(f"task {spec.name}: {owner} has a task of this name; rename the one of {plugin}")
+            self._specs[spec.name] = replace(spec, plugin=plugin)
+
+    @property
+    def schemas(self) -> tuple[type[Recipe], ...]:
+        """All schemas of all tasks."""
+        return tuple(schema for spec in self.values() for schema in spec.schemas.values())
+
+    def schema_of(self, task: str, flat: Flat) -> type[Recipe]:
+        """The schema of a recipe of this task that says what `flat` does."""
+        spec = self[task]
+        said = flat["data.input"].value if "data.input" in flat else None
+        return spec.inputs.get(str(said), spec.recipe)
+
+    def other_input(self, task: str, schema: type[Recipe], key: str) -> str | None:
+        """The data.input with which the task has a key that it does not have in this form."""
+        forms = self[task].inputs.items()
+        return next((input for input, form in forms if form is not schema and has_key(key, form)), None)

@@ -21,8 +21,8 @@ def augment(
     the sample, `seed`, `epoch` and `index`.
     """
     if isinstance(sample, str):
-        from bottega.config.classify import TextAugmentation
         from bottega.data.text.augment import copies
+        from bottega.data.text.config import TextAugmentation
 
         text = _options(TextAugmentation, options)
         return copies(
@@ -35,15 +35,15 @@ def augment(
         )
     pixels = np.asarray(sample)
     if pixels.dtype == np.uint8 and pixels.ndim in (3, 4):
-        from bottega.config.media import ImageAugmentation
         from bottega.data.image.augment import augment as augment_images
+        from bottega.data.image.config import ImageAugmentation
 
         image = _options(ImageAugmentation, options)
         at, number = np.array([epoch]), np.array([index])
         return augment_images(pixels[None].copy(), image, seed=seed, epoch=at, index=number)[0]
     if pixels.dtype.kind == "f" and pixels.ndim == 1:
-        from bottega.config.media import AudioAugmentation
         from bottega.data.audio.augment import augment as augment_sound
+        from bottega.data.audio.config import AudioAugmentation
 
         sound = _options(AudioAugmentation, options)
         if sound.frequency_mask and rate is None:

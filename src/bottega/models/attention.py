@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from bottega.config.transformer import TransformerShape
+from bottega.models.decoder.config import TransformerShape
 
 Mask = Tensor | BlockMask | None
 """True where a query may look; None is plain causal attention, which has the fastest kernels."""

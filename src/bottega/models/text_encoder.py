@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.config.generator import ConditionShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.dit.torch import Attention, normed
 from bottega.models.folders.encoder import read_encoder
 from bottega.models.folders.untrusted import blaming, transformers_config
+from bottega.models.generator.config import ConditionShape
 
 HEAD_SIZE = 32
 CLIP = ("clip", "clip_text_model")

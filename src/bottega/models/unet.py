@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.config.generator import UNetShape
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.models.folders.untrusted import blaming
+from bottega.models.generator.config import UNetShape
 from bottega.models.initial_conv import initial_convolution
 from bottega.models.pipeline.component import class_of, read_config
 

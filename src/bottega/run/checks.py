@@ -12,20 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bottega.config import needs
 from bottega.config.data import Source
-from bottega.config.generator import Generator
-from bottega.config.load import (
-    FlagError,
-    Override,
-    RecipeError,
-    Resolved,
-    check_recipe,
-    global_batch,
-    load_recipe,
-    parse_overrides,
-)
-from bottega.config.personalize import PersonalizeRecipe
+from bottega.config.flags import FlagError, Override
+from bottega.config.load import RecipeError, Resolved, global_batch
 from bottega.config.recipe import Recipe
 from bottega.config.section import Section
 from bottega.config.techniques import UNBUILT
@@ -36,8 +25,12 @@ from bottega.core.rundir import Lock, RunDirectory
 from bottega.core.saver import explain, preflight
 from bottega.core.task import Task
 from bottega.data.readers.files import check_exists
+from bottega.models.generator.config import Generator
 from bottega.run import resume
 from bottega.run.compose import check_metrics, list_shortened, plain_loader, total_steps
+from bottega.tasks import needs
+from bottega.tasks.personalize.config import PersonalizeRecipe
+from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 from bottega.tasks.start import start_folder
 from bottega.techniques.lesson import Lesson
 from bottega.world import World

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bottega.config import needs
 from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, DirectoryInUse, PeerLost
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.signals import StopSignals
+from bottega.tasks import needs
 from bottega.terminal import print_notice
 from bottega.world import World, environment_alone
 

@@ -11,20 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bottega.config.classify import ClassifyRecipe
-from bottega.config.language import LanguageRecipe
-from bottega.config.load import check_recipe, parse_overrides
-from bottega.config.media import MediaRecipe
-from bottega.config.personalize import PersonalizeRecipe
 from bottega.config.recipe import Recipe
-from bottega.config.routing import RoutingRecipe
+from bottega.config.task_spec import imported
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.core.saver import explain
-from bottega.data.prepare.classify import prepare_classify
-from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
+from bottega.data.prepare.preview import Preview, public_records
 from bottega.data.tables.cache import seal
-from bottega.tasks.start import tokenizer_of
+from bottega.tasks.recipes import check_recipe, parse_overrides
+from bottega.tasks.registry import TASKS, spec_of
 from bottega.terminal import open_console
 
 Progress = Callable[[str, int, int], None]
@@ -48,39 +43,17 @@ def prepare(
 
 def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
     """The recipe's data as tables, from the cache or made now."""
-    if isinstance(recipe, LanguageRecipe):
-        return prepare_language(recipe.data, tokenizer_of(recipe), progress=progress)
-    if isinstance(recipe, ClassifyRecipe):
-        return prepare_classify(
-            recipe.data,
-            tokenizer_of(recipe),
-            seed=recipe.seed,
-            num_classes=recipe.model.num_labels,
-            progress=progress,
-        )
-    if isinstance(recipe, MediaRecipe):
-        from bottega.data.prepare.media import prepare_media
+    spec = spec_of(recipe)
+    if spec.prepare is None:
+        raise UsageError(f"task: {spec.refuses.get('prepare', f'the data of {spec.name} cannot be prepared')}")
+    prepared: Prepared = imported(spec.prepare)(recipe, progress)
+    return prepared
 
-        prepared = prepare_media(recipe, progress=progress)
-        if getattr(recipe.data, "latents", False):
-            # With an autoencoder, and so with a framework; training finds them in the cache.
-            from bottega.tasks import registry
 
-            registry.prepare(recipe, say=progress)
-        return prepared
-    if isinstance(recipe, PersonalizeRecipe):
-        from bottega.tasks.personalize.people import prepare_people
-
-        return prepare_people(recipe.data, progress=progress)
-    if isinstance(recipe, RoutingRecipe):
-        from bottega.data.prepare.media import prepare_vectors
-
-        return prepare_vectors(recipe.data, progress=progress)
-    if recipe.task == "recall":
-        raise UsageError(
-            "task: the data of recall is made up as it is needed, so there is nothing to prepare or look at"
-        )
-    raise UsageError(f"task: the data of {recipe.task} cannot be prepared yet")
+def open_preview(prepared: Prepared) -> Preview:
+    """What shows, draws and exports the rows of prepared data, by the task that it was prepared for."""
+    preview: Preview = imported(TASKS[prepared.meta["task"]].preview)(prepared)
+    return preview
 
 
 def read_recipe(words: list[str], *, verb: str = "prepare") -> Recipe:
@@ -224,15 +197,15 @@ def _copy_files(folder: Path, target: Path) -> None:
 
 
 def _export(prepared: Prepared, to: tuple[str, str], say: Progress) -> list[Path]:
-    from bottega.data.prepare.export import public_records
     from bottega.data.writers import write
 
     kind: Any = to[0]
     folder = Path(to[1])
     paths: list[Path] = []
+    preview = open_preview(prepared)
     total, before = sum(counts["rows"] for counts in prepared.tables.values()), 0
     for table, counts in prepared.tables.items():
-        records = public_records(prepared, table, partial(_count, say, before, total))
+        records = public_records(preview, table, partial(_count, say, before, total))
         paths += write(records, folder, to=kind, split=table.replace(".", "-"))
         before += counts["rows"]
     return paths

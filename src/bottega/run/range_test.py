@@ -10,7 +10,6 @@ from typing import Any
 
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
-from bottega.config import needs
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError, EnvironmentProblem
@@ -21,6 +20,7 @@ from bottega.run import resume
 from bottega.run.compose import build_engine, build_loader, plan_rates, total_steps
 from bottega.run.lesson import applied
 from bottega.run.range_picture import draw
+from bottega.tasks import needs
 from bottega.tasks.branch import Branch
 
 JSON, PICTURE = "lr-find.json", "lr-find.png"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bottega.config.load import load_saved_recipe
 from bottega.config.recipe import Recipe, changed_keys
 from bottega.core import checkpoint
 from bottega.core.callback import Progress
@@ -15,6 +14,7 @@ from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.data.loading.loader import Loader
 from bottega.tasks.frozen import KEYS, check_same
+from bottega.tasks.recipes import load_saved_recipe
 
 MAY_CHANGE = ("training.batch_size", "training.gradient_accumulation_steps", "training.mixed_precision")
 """Keys a resumed run may change: it then goes on by samples, and is no longer equal bit for bit."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from bottega.config.data import source_names
-from bottega.config.load import load_saved_recipe
 from bottega.config.recipe import Recipe
 from bottega.config.together import injection
 from bottega.core import checkpoint as checkpoints
@@ -36,6 +35,7 @@ from bottega.tasks.evaluation_data import DataRequest, EvaluationData, choose_da
 from bottega.tasks.frozen import BASE
 from bottega.tasks.located import DataGone
 from bottega.tasks.prediction import predict_classes
+from bottega.tasks.recipes import load_saved_recipe
 from bottega.techniques.continual.by_source import BySource
 from bottega.techniques.inject import Injected
 from bottega.techniques.injection import injected

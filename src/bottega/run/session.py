@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from bottega.callbacks.console import Console
 from bottega.callbacks.divergence import diagnose_losses
 from bottega.callbacks.slow_run import SlowRun
-from bottega.config import needs
 from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint
@@ -38,6 +37,7 @@ from bottega.run.compose import (
 from bottega.run.lesson import applied
 from bottega.run.range_test import settled
 from bottega.storage.durable import discard, writing_folder
+from bottega.tasks import needs
 from bottega.tasks.branch import Branch
 from bottega.tasks.located import STARTED_IN, UPWARDS
 from bottega.tasks.start import PLACE, based, local_start

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bottega.callbacks.log_file import Level, LogFile
-from bottega.config import needs
-from bottega.config.language import LanguageRecipe
 from bottega.config.launch import check_launch_variables
 from bottega.config.load import Resolved
 from bottega.config.recipe import Recipe
@@ -23,6 +21,8 @@ from bottega.run.dependencies import train_apart, turn, wait_for
 from bottega.run.prepare import prepare_recipe
 from bottega.run.session import Run, Session
 from bottega.storage.durable import remove_leftovers
+from bottega.tasks import needs
+from bottega.tasks.language.config import LanguageRecipe
 from bottega.tasks.located import locate
 from bottega.terminal import open_console, print_notice
 from bottega.world import World

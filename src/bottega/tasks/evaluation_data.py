@@ -9,7 +9,6 @@ from typing import Any
 
 from bottega.config.data import Data, HeldOut
 from bottega.config.data import Source as SourceOptions
-from bottega.config.load import check_recipe
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.data.prepare.prepared import is_prepared, opened
@@ -21,6 +20,7 @@ from bottega.data.sources.source import Source
 from bottega.tasks.branch import Branch
 from bottega.tasks.from_tables import TableBranch
 from bottega.tasks.multitask.branch import MultitaskBranch
+from bottega.tasks.recipes import check_recipe
 
 SPLITS = ("validation", "test", "train")
 READING = ("label_field", "label_separator", "condition_field")

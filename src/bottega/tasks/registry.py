@@ -1,51 +1,49 @@
-"""One file, one branch: it joins a task with its data and codec, so that neither has to know the other.
-
-A newcomer's branch is found by the name of its task; everything else (loop, engine, verbs) works on any branch.
-"""
+"""The registry of tasks: those that come with Bottega, and those that plugins add."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bottega.config.recipe import Recipe
-from bottega.tasks.branch import Branch
-from bottega.tasks.located import recorded_folders
+from bottega.config.registry import TaskRegistry
+from bottega.config.task_spec import TaskSpec, imported
+from bottega.tasks.align.spec import SPEC as ALIGN
+from bottega.tasks.autoencode.spec import SPECS as AUTOENCODERS
+from bottega.tasks.classify.spec import SPEC as CLASSIFY
+from bottega.tasks.generation.spec import SPECS as GENERATORS
+from bottega.tasks.language.spec import SPEC as LANGUAGE
+from bottega.tasks.multitask.spec import SPEC as MULTITASK
+from bottega.tasks.personalize.spec import SPEC as PERSONALIZE
+from bottega.tasks.recall.spec import SPEC as RECALL
+from bottega.tasks.routing.spec import SPEC as ROUTING
 
-MODULES = {
-    "language": "bottega.tasks.language.branch",
-    "classify": "bottega.tasks.classify.media",
-    "image": "bottega.tasks.generation.image",
-    "audio": "bottega.tasks.generation.audio",
-    "video": "bottega.tasks.generation.video",
-    "image_vae": "bottega.tasks.autoencode.vae",
-    "image_tokens": "bottega.tasks.autoencode.tokens",
-    "align": "bottega.tasks.align.branch",
-    "personalize": "bottega.tasks.personalize.branch",
-    "routing": "bottega.tasks.routing.branch",
-    "recall": "bottega.tasks.recall.branch",
-    "multitask": "bottega.tasks.multitask.branch",
-}
+if TYPE_CHECKING:
+    from bottega.tasks.branch import Branch
+
+TASKS = TaskRegistry((LANGUAGE, CLASSIFY, *GENERATORS, *AUTOENCODERS, ALIGN, PERSONALIZE, ROUTING, RECALL, MULTITASK))
+
+
+def spec_of(recipe: Recipe) -> TaskSpec:
+    """The task of a recipe."""
+    return TASKS[recipe.task]
 
 
 def prepare(recipe: Recipe, *, say: Any, codec: Path | None = None) -> Branch:
     """Everything that happens before an engine exists: data read, tokenised and cached, the task known.
 
-    `codec` is of a run that goes on; a branch that keeps in it what models could say otherwise today `REMEMBERS`.
+    `codec` is of a run that goes on; a task that keeps in it what models could say otherwise today `remembers`.
     """
-    module = _module(recipe)
-    more = {"codec": codec} if codec is not None and getattr(module, "REMEMBERS", False) else {}
-    branch: Branch = module.prepare(recipe, say=say, **more)
+    spec = spec_of(recipe)
+    more = {"codec": codec} if codec is not None and spec.remembers else {}
+    branch: Branch = imported(spec.open)(recipe, say=say, **more)
     return branch
 
 
 def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
     """The branch of a finished run, from its own codec. Its data is read when asked for, and must be the same still."""
-    branch: Branch = _module(recipe).reopen(recipe, codec, fingerprint)
+    from bottega.tasks.located import recorded_folders
+
+    branch: Branch = imported(spec_of(recipe).reopen)(recipe, codec, fingerprint)
     branch.started_in = recorded_folders(codec)
     return branch
-
-
-def _module(recipe: Recipe) -> Any:
-    return import_module(MODULES[recipe.task])

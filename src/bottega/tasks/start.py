@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bottega.config import needs
-from bottega.config.classify import ClassifyRecipe
-from bottega.config.language import LanguageRecipe
-from bottega.config.load import load_recipe
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import AdapterOptions
 from bottega.config.together import injection
 from bottega.core.errors import BottegaError, CheckpointError, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks import needs
+from bottega.tasks.classify.config import ClassifyRecipe
+from bottega.tasks.language.config import LanguageRecipe
+from bottega.tasks.recipes import load_recipe
 
 PLACE = "start"
 """In the environment.json of a run, the folder that it began from; a hub name leaves none."""

@@ -31,8 +31,8 @@ def injected(task: Task, options: LoraOptions | AdapterOptions, *, of: Task) -> 
 
 def fresh_parts(task: Task) -> tuple[str, ...]:
     """What learns in full beside, because it begins at random, or at 0 and would pass no gradient on."""
-    from bottega.config.generator import UNetShape
-    from bottega.models.generator import read_generator
+    from bottega.models.generator.config import UNetShape
+    from bottega.models.generator.torch import read_generator
     from bottega.tasks.classify.task import Classification
     from bottega.tasks.generation.task import Generation
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.config.media import AudioAugmentation
 from bottega.data.audio.augment import (
     Draw,
     add_noise,
@@ -20,6 +19,7 @@ from bottega.data.audio.augment import (
     mask_spectrogram,
     mask_time,
 )
+from bottega.data.audio.config import AudioAugmentation
 from bottega.data.audio.spectrogram import hertz_to_mel
 
 RATE = 8000

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.config.media import AudioAugmentation
 from bottega.core.errors import DataError
+from bottega.data.audio.config import AudioAugmentation
 from bottega.data.audio.decode import encode_flac, encode_wav
 from bottega.data.audio.encoder import AudioEncoder, native_rate
 from bottega.data.audio.loudness import loudness

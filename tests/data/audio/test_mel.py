@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bottega.config.media import AudioAugmentation
 from bottega.core.errors import CheckpointError
+from bottega.data.audio.config import AudioAugmentation
 from bottega.data.audio.encoder import AudioEncoder
 from bottega.data.audio.mel import MelCodec, MelRows, MelScale, fit, is_fixed
 from bottega.data.audio.source import AudioRows

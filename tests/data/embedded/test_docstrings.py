@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bottega.config.classify import ClassifyData, ClassifyRecipe
 from bottega.config.data import HeldOut, Source
-from bottega.config.load import check_recipe
 from bottega.data.embedded.docstrings import FILE
-from bottega.data.prepare.classify import prepare_classify
 from bottega.data.tables.classes import texts_of
 from bottega.data.text.duplicates import keep_near, signature
 from bottega.data.text.labelled import labelled_texts
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks.classify.config import ClassifyData, ClassifyRecipe
+from bottega.tasks.classify.prepare import prepare_classify
+from bottega.tasks.recipes import check_recipe
 
 LINES = gzip.decompress(FILE.read_bytes())
 ROWS = [json.loads(line) for line in LINES.splitlines()]

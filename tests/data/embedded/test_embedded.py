@@ -9,17 +9,18 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from bottega.config import autoencode, media
 from bottega.config.data import HeldOut, Replay, Source, Splitting
-from bottega.config.load import check_recipe
-from bottega.config.needs import part_recipe
-from bottega.config.routing import RoutingData
 from bottega.core.errors import UsageError
 from bottega.core.noise import generator
 from bottega.data.embedded import NAMES, Medium, digits, materialise, moving, tones
 from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.sources.samples import media_samples
+from bottega.tasks.autoencode import config as autoencode
+from bottega.tasks.generation import config as media
+from bottega.tasks.needs import part_recipe
+from bottega.tasks.recipes import check_recipe
+from bottega.tasks.routing.config import RoutingData
 
 SORTED = ("down", "left", "right", "up")
 EMBEDDED = Source(kind="embedded")

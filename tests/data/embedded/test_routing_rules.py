@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 
 from bottega.analysis.data_report import describe, show
-from bottega.config.load import load_recipe
-from bottega.config.routing import RoutingRecipe
-from bottega.config.rules import MOST, RoutingData
 from bottega.core.errors import DataError, UsageError
 from bottega.data.embedded.rules import (
     BLOCK,
@@ -23,12 +20,16 @@ from bottega.data.embedded.rules import (
     family,
     rule_posterior,
 )
+from bottega.data.numbers.config import MOST, RoutingData
 from bottega.data.order.episodes import Episodes, by_label, by_source
 from bottega.data.order.in_turn import InTurn
 from bottega.data.order.spread import Spread
 from bottega.data.prepare.media import prepare_vectors
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.sources.samples import media_samples
+from bottega.run.prepare import open_preview
+from bottega.tasks.recipes import load_recipe
+from bottega.tasks.routing.config import RoutingRecipe
 from operations import count_operations
 
 KINDS = [
@@ -165,7 +166,7 @@ def test_what_is_prepared_says_what_is_known() -> None:
     for table, accuracy in found.meta["bayes_accuracy"].items():
         x = found.table(table).values("x").reshape(-1, 20)
         assert accuracy == pytest.approx(bayes(options, x).max(axis=1).mean(), abs=1e-5)
-    report = describe(found)
+    report = describe(open_preview(found))
     assert sum(report["rules"]["train"].values()) == 240
     shown = show({**report, "examples": [], "pictures": []})
     assert "rules       4" in shown

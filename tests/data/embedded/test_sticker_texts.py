@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.config.load import check_recipe
-from bottega.config.personalize import Keywords
 from bottega.core.errors import UsageError
 from bottega.data.embedded.sticker_texts import NAMES, materialise_texts, texts
 from bottega.data.embedded.stickers import COLOURS, HELD_OUT, PAIRS, PATTERNS, SEEN, SHAPES
-from bottega.data.prepare.language import prepare_language
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks.language.prepare import prepare_language
+from bottega.tasks.personalize.config import Keywords
+from bottega.tasks.recipes import check_recipe
 
 HISTORY = re.compile(r"(?:wish: an? (?P<wish>\w+)\n)?liked:\n(?P<liked>(?:an? .*\n)+)likes: (?P<said>.*)\n")
 WISHES = re.compile(r"wish: (?P<wish>an? .*)\nshows: (?P<said>.*)\n")

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.config import align, autoencode, media
 from bottega.config.data import HeldOut, Source
-from bottega.config.load import check_recipe
 from bottega.core.errors import UsageError
 from bottega.core.noise import generator
 from bottega.data.embedded import NAMES, materialise, sticker_people
@@ -40,6 +38,10 @@ from bottega.data.image.decode import decode
 from bottega.data.prepare.media import prepare_media
 from bottega.data.sources.samples import media_samples
 from bottega.data.text.captions import captions_of
+from bottega.tasks.align import config as align
+from bottega.tasks.autoencode import config as autoencode
+from bottega.tasks.generation import config as media
+from bottega.tasks.recipes import check_recipe
 
 STICKERS = Source(kind="embedded", path="stickers")
 ATTRIBUTES = ("shape", "colour", "pattern")

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from bottega.config.media import ImageAugmentation
 from bottega.data.image.augment import Change, Normalise, apply, augment, change_of, denormalise, normalise
+from bottega.data.image.config import ImageAugmentation
 
 ALL = ImageAugmentation(crop=0.3, flip=True, colour_jitter=0.4)
 STILL = Change(0.0, 0.0, 0.0, False, 1.0, 1.0, 1.0)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from bottega.config.media import ImageAugmentation
 from bottega.core.errors import DataError
 from bottega.data.image.augment import denormalise
 from bottega.data.image.buckets import shapes
+from bottega.data.image.config import ImageAugmentation
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.image.sheet import sheet
 from bottega.data.image.source import ImageRows

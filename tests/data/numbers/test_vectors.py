@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.config.routing import VectorAugmentation
 from bottega.core.errors import DataError
 from bottega.data.loading.loader import Loader
 from bottega.data.numbers.numbers import Layout, layout_of
 from bottega.data.numbers.vectors import VectorEncoder, VectorRows, vary
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.shards import ShardWriter, Table
+from bottega.tasks.routing.config import VectorAugmentation
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 

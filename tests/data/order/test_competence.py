@@ -18,7 +18,6 @@ import small_media
 import small_run
 import small_texts
 from bottega.config.data import Competence, Curriculum
-from bottega.config.load import load_recipe
 from bottega.core.errors import BottegaError, UsageError
 from bottega.core.schedule import Schedule
 from bottega.data.loading.loader import Loader
@@ -27,6 +26,7 @@ from bottega.data.order.orders import Staged
 from bottega.data.sources.source import ArraySource
 from bottega.run.compose import plain_loader, total_steps
 from bottega.tasks import registry
+from bottega.tasks.recipes import load_recipe
 from small_run import different, tensors
 
 

@@ -141,8 +141,8 @@ def test_regions_are_equal_and_large_enough() -> None:
 
 
 def test_tables_tell_their_labels_and_fields(tmp_path: Path) -> None:
-    from bottega.config.load import load_recipe
     from bottega.tasks import registry
+    from bottega.tasks.recipes import load_recipe
 
     def training(name: str, values: dict[str, object]) -> object:
         recipe = load_recipe([name, values]).recipe

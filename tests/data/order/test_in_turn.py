@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.config.classify import ClassifyData
 from bottega.config.data import TextData
 from bottega.core.errors import DataError, UsageError
 from bottega.data.loading.loader import Loader
 from bottega.data.order.in_turn import InTurn
 from bottega.data.order.spread import NOBODY, Spread, owners
-from bottega.data.prepare.classify import prepare_classify
-from bottega.data.prepare.language import prepare_language
 from bottega.data.sources.source import ArraySource
 from bottega.data.text.tokens import TokenDocuments, TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks.classify.config import ClassifyData
+from bottega.tasks.classify.prepare import prepare_classify
+from bottega.tasks.language.prepare import prepare_language
 
 SIZES = st.lists(st.integers(1, 40), min_size=2, max_size=4).map(tuple)
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.config.load import load_recipe, parse_overrides
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.data.loading.loader import Loader
 from bottega.data.order.online import NEW, Stream, stream
 from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import ArraySource
+from bottega.tasks.recipes import load_recipe, parse_overrides
 
 SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.25, 1 / 3, 0.5, 0.9])
 LENGTHS, GRAINS = st.integers(1, 90), st.integers(1, 12)

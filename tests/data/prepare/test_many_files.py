@@ -11,10 +11,12 @@ import pytest
 from PIL import Image
 
 from bottega.config.data import HeldOut, Source
-from bottega.config.media import Generator, ImageData, ImageRecipe
+from bottega.data.image.config import ImageData
 from bottega.data.prepare import inputs, jobs
 from bottega.data.prepare.media import prepare_media
 from bottega.data.readers import find, fingerprint, metadata
+from bottega.models.generator.config import Generator
+from bottega.tasks.generation.config import ImageRecipe
 
 
 def write_pictures(folder: Path, count: int) -> Path:

@@ -12,15 +12,16 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from bottega.config.classify import ClassifyData, TextAugmentation
 from bottega.config.data import HeldOut, Source, Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.inputs import inputs_of
 from bottega.data.prepare.prepared import Prepared, opened
 from bottega.data.tables.classes import texts_of
+from bottega.data.text.config import TextAugmentation
 from bottega.data.text.labelled import TextForm, labelled_texts
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks.classify.config import ClassifyData
+from bottega.tasks.classify.prepare import prepare_classify
 
 BYTES, WORDS = TokenizerSpec(kind="bytes"), TokenizerSpec(kind="words")
 SST2 = Path(os.environ.get("BOTTEGA_DATA", "")) / "text-cls-sst2"

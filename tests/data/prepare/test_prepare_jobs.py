@@ -21,10 +21,10 @@ import pytest
 from bottega.config.data import Duplicates, HeldOut, Replay, Source, Splitting, TextData
 from bottega.core.errors import DataError
 from bottega.data.prepare import inputs, jobs
-from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.tables.cache import MANIFEST
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks.language.prepare import prepare_language
 
 BYTES = TokenizerSpec(kind="bytes")
 

@@ -14,19 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.config import media
-from bottega.config.classify import ClassifyData
 from bottega.config.data import Cleaning, Curriculum, Duplicates, Filter, HeldOut, Source, Splitting, TextData
-from bottega.config.routing import RoutingData
 from bottega.core.errors import DataError
 from bottega.data.audio.decode import encode_wav
 from bottega.data.audio.encoder import AudioEncoder
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.numbers.vectors import VectorEncoder
 from bottega.data.prepare import scan as scanning
-from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.inputs import inputs_of, items_of
-from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.prepare.rules import Dropped, Rules, records
@@ -36,6 +31,11 @@ from bottega.data.records.record import Bad, Record, Unreadable
 from bottega.data.tables.classes import texts_of
 from bottega.data.text.duplicates import PERMUTATIONS
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks.classify.config import ClassifyData
+from bottega.tasks.classify.prepare import prepare_classify
+from bottega.tasks.generation import config as media
+from bottega.tasks.language.prepare import prepare_language
+from bottega.tasks.routing.config import RoutingData
 
 BYTES = TokenizerSpec(kind="bytes")
 WAV = encode_wav(np.sin(np.arange(400) / 9).astype(np.float32), 8000)

@@ -13,12 +13,12 @@ import pytest
 from bottega.config.data import Cleaning, HeldOut, Source, TextData
 from bottega.core.errors import DataError, UsageError
 from bottega.data.prepare import learn
-from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers import Found
 from bottega.data.tables.cache import seal
 from bottega.data.tables.shards import COLUMNS, TEXT, Column, ShardWriter, Table
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks.language.prepare import prepare_language
 
 BYTES = TokenizerSpec(kind="bytes")
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import small_media
-from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.data.prepare.media import prepare_media
 from bottega.data.sources.latents import FIELD, LatentRows, check_fixed, stored
 from bottega.data.sources.samples import media_samples
+from bottega.tasks.recipes import load_recipe
 
 SHAPE = (2, 2, 1)
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import tiny_clip
-from bottega.config.load import load_recipe
-from bottega.config.media import ImageRecipe
 from bottega.core.errors import DataError, UsageError
 from bottega.data.prepare.media import prepare_media
 from bottega.data.sources.source import ArraySource
 from bottega.data.tables.shards import TEXT, ShardWriter, Table
 from bottega.data.text.captions import CaptionRows, CaptionTokens, caption_at, first_captions, learn_tokens
+from bottega.tasks.generation.config import ImageRecipe
+from bottega.tasks.recipes import load_recipe
 
 ROWS = (("a bright square", "light"), ("", "dark"), ("a dark square", ""), ("a bright square", "light"))
 

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.config.classify import ClassifyData
 from bottega.config.data import Data, HeldOut, Source
 from bottega.core.errors import DataError
-from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.sources import combine
 from bottega.data.tables.classes import Classes
@@ -27,6 +25,8 @@ from bottega.data.text.labelled import (
     learnt_classes,
 )
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks.classify.config import ClassifyData
+from bottega.tasks.classify.prepare import prepare_classify
 
 BYTES = TokenizerSpec(kind="bytes")
 

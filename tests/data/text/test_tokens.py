@@ -17,11 +17,11 @@ from bottega.config.data import HeldOut, Source, TextData
 from bottega.core.errors import DataError
 from bottega.data.loading.loader import Loader, evaluate_batches
 from bottega.data.prepare.jobs import Progress
-from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.tables.cache import MANIFEST
 from bottega.data.text.tokens import TokenDocuments, TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.tasks.language.prepare import prepare_language
 
 CHARACTERS = TokenizerSpec(kind="characters")
 BYTES = TokenizerSpec(kind="bytes")

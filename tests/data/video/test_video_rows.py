@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.config.media import ImageAugmentation
 from bottega.data.image.augment import denormalise
+from bottega.data.image.config import ImageAugmentation
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.classes import find_classes
 from bottega.data.tables.shards import ShardWriter, Table

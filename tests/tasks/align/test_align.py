@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.config.align import AlignModel, clip_shape
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
+from bottega.tasks.align.config import AlignModel, clip_shape
 from bottega.tasks.align.task import Alignment
 
 MODEL = AlignModel(

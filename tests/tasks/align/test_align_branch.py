@@ -15,7 +15,7 @@ from PIL import Image
 import bottega
 from bottega.cli import main
 from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.models.clip import load_clip
+from bottega.models.clip.torch import load_clip
 from bottega.tasks.align.clip_folder import clip_folder, clip_tokens
 
 transformers = pytest.importorskip("transformers")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from bottega.config.vae import AutoencoderShape, CodesShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
+from bottega.models.autoencoder.config import AutoencoderShape, CodesShape
 from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.tasks.autoencode.tokens_task import Codes, usage
 from bottega.tasks.autoencode.vae_task import Reconstruction

@@ -14,13 +14,13 @@ import torch
 import bottega
 import small_media
 from bottega import cli
-from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.models.autoencoder.codes_folder import load_codes
 from bottega.tasks import registry
 from bottega.tasks.autoencode.tokens import TokensBranch
 from bottega.tasks.generation.export_codes import open_codes
+from bottega.tasks.recipes import load_recipe
 from small_run import different, tensors
 
 NOT_OURS = ("model.num_layers", "model.num_heads", "model.patch_size", "samples.steps")

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bottega.config.convnet import ConvNetShape
-from bottega.config.text_classifier import EncoderShape, KimShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
+from bottega.models.convnet.config import ConvNetShape
+from bottega.models.text_classifier.config import EncoderShape, KimShape
 from bottega.tasks.classify.task import Classification
 
 KIM = KimShape(vocab_size=40, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3), dropout=0.0)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from bottega.config.convnet import ConvNetShape
 from bottega.core.noise import Noise
+from bottega.models.convnet.config import ConvNetShape
 from bottega.tasks.classify.task import Classification
 
 SHAPE = ConvNetShape(grid=(8, 8), channels=1, num_labels=4, hidden_size=8, dropout=0.0)

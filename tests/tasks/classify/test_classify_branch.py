@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import bottega
-from bottega.config.load import load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.data.loading.loader import evaluate_batches
 from bottega.tasks import registry
 from bottega.tasks.classify.media import ClassifyBranch
+from bottega.tasks.recipes import load_recipe
 
 RATE = 8000
 SMALL: dict[str, Any] = {

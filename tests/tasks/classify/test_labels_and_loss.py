@@ -13,11 +13,11 @@ import torch
 import bottega
 import small_texts
 from bottega import cli
-from bottega.config.load import load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import Noise
 from bottega.tasks import registry
 from bottega.tasks.classify.task import Classification
+from bottega.tasks.recipes import load_recipe
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:

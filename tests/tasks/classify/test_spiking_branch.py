@@ -12,17 +12,17 @@ import torch
 from PIL import Image
 
 import bottega
-from bottega.config.convnet import ConvNetShape
-from bottega.config.load import load_recipe
-from bottega.config.spiking import SpikingNetShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.data.image.page import SCALE
+from bottega.models.convnet.config import ConvNetShape
+from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.network import SpikingNet
 from bottega.tasks import registry
 from bottega.tasks.classify import raster
 from bottega.tasks.classify.media import ClassifyBranch
 from bottega.tasks.classify.task import Classification
+from bottega.tasks.recipes import load_recipe
 
 SMALL: dict[str, Any] = {
     "model.hidden_size": 32,

@@ -12,12 +12,12 @@ import torch
 
 import bottega
 import small_texts
-from bottega.config.load import load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.data.loading.loader import evaluate_batches
 from bottega.tasks import registry
 from bottega.tasks.classify.text import TextClassifyBranch
 from bottega.tasks.evaluation_data import DataRequest
+from bottega.tasks.recipes import load_recipe
 
 LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.every": 40, "checkpoint.every": 40}
 

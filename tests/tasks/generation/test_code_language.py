@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.config.generator import CodeGeneratorShape, CodesBackbone, ConditionShape
-from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
+from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone, ConditionShape
 from bottega.models.initial import initialise
 from bottega.tasks.generation.code_language import CodeLanguage, FrozenCodes
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape
 from bottega.config.training import Training
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise, generator
 from bottega.data.loading.loader import Loader, evaluate_batches
 from bottega.data.sources.source import ArraySource
 from bottega.engines.torch import TorchEngine
+from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.tasks.generation.paths import Path
 from bottega.tasks.generation.samplers import sample
 from bottega.tasks.generation.task import Generation

@@ -16,9 +16,9 @@ import bottega
 import small_media
 from bottega import cli
 from bottega.cli import main
-from bottega.config.vae import AutoencoderShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
+from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.models.autoencoder.vae import Autoencoder
 from bottega.models.pipeline.component import WEIGHTS

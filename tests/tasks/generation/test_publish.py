@@ -15,17 +15,17 @@ from torch import Tensor
 
 import bottega
 import tiny_clip
-from bottega.config.generator import ConditionShape, DiTShape, GeneratorShape, TextEncoderOptions, UNetShape
-from bottega.config.media import ImageRecipe
-from bottega.config.vae import AutoencoderShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
 from bottega.data.text.captions import CaptionTokens
+from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.models.autoencoder.vae import Autoencoder
 from bottega.models.dit import layout
-from bottega.models.generator import build_generator, load_generator
+from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape, TextEncoderOptions, UNetShape
+from bottega.models.generator.torch import build_generator, load_generator
 from bottega.models.unet import vector_size
+from bottega.tasks.generation.config import ImageRecipe
 from bottega.tasks.generation.export import open_folder, pipeline_of, publish, scheduler_config
 from bottega.tasks.generation.latents import Latents
 from bottega.tasks.generation.paths import STEPS

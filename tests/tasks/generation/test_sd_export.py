@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import bottega
-from bottega.config import needs
-from bottega.config.load import check_recipe, load_recipe
 from bottega.data.text.captions import CaptionTokens
+from bottega.tasks import needs
 from bottega.tasks.generation.export import open_folder
+from bottega.tasks.recipes import check_recipe, load_recipe
 
 diffusers = pytest.importorskip("diffusers")
 diffusers.utils.logging.disable_progress_bar()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.folders.pretrained import export_transformers
 from bottega.tasks.language.task import Language
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from bottega.config.language_kinds import shape_fields
-from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
 from bottega.core.types import Loss
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.kinds import shape_fields
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
 from bottega.tasks.language.task import Language

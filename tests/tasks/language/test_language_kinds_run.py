@@ -12,9 +12,9 @@ import torch
 import bottega
 import small_run
 from bottega import cli
-from bottega.config.load import check_recipe, load_recipe
 from bottega.core.errors import UsageError
 from bottega.tasks import registry
+from bottega.tasks.recipes import check_recipe, load_recipe
 from small_run import different, tensors
 
 NO_ATTENTION = dict.fromkeys(

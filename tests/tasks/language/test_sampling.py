@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
 from bottega.tasks.language.sampling import choose, generate, penalised

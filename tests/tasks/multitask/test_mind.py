@@ -11,9 +11,9 @@ import pytest
 
 import bottega
 import small_mind
-from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.data.recall import IGNORED
+from bottega.tasks.recipes import load_recipe
 from small_run import different, tensors
 
 METRICS = ("routing/accuracy", "language/perplexity", "memory/retrieval_accuracy")

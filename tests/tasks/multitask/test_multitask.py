@@ -14,13 +14,13 @@ import small_parts
 import small_texts
 from bottega import cli
 from bottega.analysis.ledger import ledger
-from bottega.config.load import load_recipe
-from bottega.config.multitask import MultitaskRecipe
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.rundir import read_metrics
 from bottega.data.loading.loader import evaluate_batches
 from bottega.engines.torch import TorchEngine
+from bottega.tasks.multitask.config import MultitaskRecipe
+from bottega.tasks.recipes import load_recipe
 from small_media import image
 from small_run import different, tensors
 

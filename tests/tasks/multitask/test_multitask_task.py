@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bottega.config.text_classifier import EncoderShape
 from bottega.config.training import Training
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
@@ -21,7 +19,9 @@ from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import ArraySource, Source
 from bottega.engines.devices import put
 from bottega.engines.torch import TorchEngine
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.several import Several, shared_layers
+from bottega.models.text_classifier.config import EncoderShape
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.language.task import Language
 from bottega.tasks.multitask.task import Multitask

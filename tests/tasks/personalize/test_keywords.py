@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bottega.config.personalize import Keywords
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.data.personal import Item, Record
 from bottega.models.frozen.language import FrozenLanguage, load_language_model
+from bottega.tasks.personalize.config import Keywords
+from bottega.tasks.personalize.data.records import Item, Record
 from bottega.tasks.personalize.keyword_answers import read_keywords
 from bottega.tasks.personalize.keywords import Keyworder
 from tiny_pipelines import llama

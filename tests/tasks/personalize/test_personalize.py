@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import small_personal
-from bottega.config.load import load_recipe
-from bottega.config.personalize import ConditionWeights
 from bottega.core.noise import Noise
 from bottega.core.types import Models
 from bottega.data.loading.loader import evaluate_batches
 from bottega.tasks import registry
+from bottega.tasks.personalize.config import ConditionWeights
 from bottega.tasks.personalize.task import Personalize
+from bottega.tasks.recipes import load_recipe
 
 COUNT = 6
 

@@ -17,8 +17,6 @@ from safetensors.numpy import load_file, save_file
 
 import small_personal
 from bottega.analysis.memory import rows_of
-from bottega.config.load import load_recipe
-from bottega.config.personalize import Keywords
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageError
 from bottega.data.image.page import Sheet
@@ -27,9 +25,11 @@ from bottega.run.saved import SavedRun, open_run
 from bottega.tasks.personalize.arms import ARMS, draw_arm
 from bottega.tasks.personalize.asks import read_history
 from bottega.tasks.personalize.candidates import LEAST, Scores, best
+from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.export import Published
 from bottega.tasks.personalize.keywords import Keyworder, tokenizer_content
 from bottega.tasks.personalize.sheets import Answer, Known, answer_sheet
+from bottega.tasks.recipes import load_recipe
 from small_run import bottega, environment, tensors
 
 
@@ -65,7 +65,7 @@ def test_a_checkpoint_holds_the_soft_prompts_and_nothing_else(run: Path, saved: 
 
 
 def test_the_count_of_the_paper() -> None:
-    from bottega.config.personalize import SoftPromptShape
+    from bottega.models.frozen.config import SoftPromptShape
 
     sizes = {"hidden_size": 4096, "num_layers": 32, "num_kv_heads": 32, "head_size": 128, "text_size": 768}
     assert SoftPromptShape(**sizes, num_image_tokens=2, num_prefix_tokens=2).parameters == 3_678_976

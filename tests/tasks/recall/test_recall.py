@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 import bottega
 import small_recall
 from bottega import cli
-from bottega.config.load import load_recipe
 from bottega.core.errors import UsageError
 from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
@@ -29,6 +28,7 @@ from bottega.models.several import shared_layers
 from bottega.run.compose import build_engine, build_loader, plan_rates
 from bottega.tasks import registry
 from bottega.tasks.recall.task import RecallFacts, RecallStreams
+from bottega.tasks.recipes import load_recipe
 from small_run import environment, tensors
 
 TOKENS = Tokens(num_keys=10, num_values=5, num_fillers=3)

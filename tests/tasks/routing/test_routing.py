@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import small_routing
-from bottega.config.experts import ExpertsShape
-from bottega.config.routing_shape import RoutingShape
-from bottega.config.spiking import SpikingShape
-from bottega.config.ssm import SSMShape
 from bottega.core.noise import Noise
 from bottega.data.sources.source import ArraySource
 from bottega.engines.changes import Seen
+from bottega.models.experts.config import ExpertsShape
+from bottega.models.routing.config import RoutingShape
+from bottega.models.spiking.config import SpikingShape
+from bottega.models.ssm.config import SSMShape
 from bottega.tasks.measures import routing as measures
 from bottega.tasks.routing.task import RoutingTask
 from toy_task import advance, engine, loader, training

@@ -12,14 +12,14 @@ import torch
 
 import bottega
 import small_routing
-from bottega.config.load import check_recipe, load_recipe
-from bottega.config.ssm import SSMShape
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import BottegaError, DataError, UsageError
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
-from bottega.models.routing import RoutingNet
+from bottega.models.routing.torch import RoutingNet
 from bottega.models.several import shared_layers
+from bottega.models.ssm.config import SSMShape
 from bottega.tasks import registry
+from bottega.tasks.recipes import check_recipe, load_recipe
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import bottega
 import small_routing
 from bottega import cli
 from bottega.config.data import source_names
-from bottega.config.load import check_recipe, load_recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import read_metrics
+from bottega.tasks.recipes import check_recipe, load_recipe
 from bottega.tasks.routing.branch import RoutingBranch
 from bottega.tasks.routing.pictures import hundredths, story
 

@@ -11,8 +11,8 @@ from bottega.config.addresses import strip_values
 from bottega.config.importers import axolotl, lightning, llamafactory, trainer
 from bottega.config.importers.mapping import Sheet
 from bottega.config.importers.written import file_text, report
-from bottega.config.language import LanguageRecipe
-from bottega.config.registry import RECIPES
+from bottega.config.recipe import Recipe
+from bottega.config.registry import TaskRegistry
 from bottega.config.wording import shown
 from bottega.config.yamlfile import MAX_BYTES, MAX_DEPTH, read_yaml
 from bottega.core.errors import UsageError
@@ -27,13 +27,13 @@ FORMATS: dict[str, Callable[[Sheet], None]] = {
 }
 
 
-def import_file(path: Path, *, out: Path | None = None, kind: str | None = None) -> dict[str, Any]:
+def import_file(tasks: TaskRegistry, path: Path, *, out: Path | None = None, kind: str | None = None) -> dict[str, Any]:
     """Write the recipe that `path` makes, and tell what became of each key. Nothing is overwritten."""
     whole = _read(path)
     said = strip_values(whole)
-    _refuse_ours(path, said, is_told=kind is not None)
+    _refuse_ours(tasks, path, said, is_told=kind is not None)
     kind = kind or told(path, said)
-    sheet = translated(path, said, kind)
+    sheet = translated(tasks, path, said, kind)
     if said != whole:
         sheet.notes.append("credentials of addresses are left out; give an address with them on the command line")
     out = out or path.with_name(f"{path.stem}.bottega.yaml")
@@ -50,13 +50,13 @@ def import_file(path: Path, *, out: Path | None = None, kind: str | None = None)
     return report(sheet, kind=kind, path=path, out=out)
 
 
-def translated(path: Path, said: Mapping[str, Any], kind: str) -> Sheet:
+def translated(tasks: TaskRegistry, path: Path, said: Mapping[str, Any], kind: str) -> Sheet:
     """The sheet of one file, on which every key has an answer, and whose recipe our loader takes."""
     sheet = Sheet(said)
     FORMATS[kind](sheet)
     if not any(not row.is_default for row in sheet.mapped):
         raise UsageError(f"{path}: no key of it is known as one of {kind}; is --from right?")
-    sheet.settle()
+    sheet.settle(tasks)
     return sheet
 
 
@@ -79,12 +79,12 @@ def told(path: Path, said: Mapping[str, Any]) -> str:
     raise UsageError(f"{path}: its keys do not tell whose configuration it is; say so with --from {', '.join(FORMATS)}")
 
 
-def _refuse_ours(path: Path, said: Mapping[str, Any], *, is_told: bool) -> None:
+def _refuse_ours(tasks: TaskRegistry, path: Path, said: Mapping[str, Any], *, is_told: bool) -> None:
     if "compute_environment" in said or "distributed_type" in said:
         raise UsageError(f"{path}: a configuration of Accelerate is understood as it is: bottega train RECIPE {path}")
     is_ours = isinstance(said.get("extends"), str) or isinstance(said.get("training"), dict)
-    is_ours = is_ours or (isinstance(said.get("task"), str) and said["task"] in RECIPES)
-    if is_ours or (not is_told and set(said) <= set(LanguageRecipe.model_fields) and "trainer" not in said):
+    is_ours = is_ours or (isinstance(said.get("task"), str) and said["task"] in tasks)
+    if is_ours or (not is_told and set(said) <= set(Recipe.model_fields) and "trainer" not in said):
         raise UsageError(f"{path}: this is a recipe already; bottega plan {path} --check prints it")
 
 

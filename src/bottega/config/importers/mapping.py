@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from bottega.config.load import check_recipe
 from bottega.config.recipe import Recipe
+from bottega.config.registry import TaskRegistry
 from bottega.config.wording import shown
 from bottega.core.errors import UsageError
 
@@ -161,22 +162,22 @@ class Sheet:
         order = ["task", *Recipe.model_fields]
         return {key: root[key] for key in sorted(root, key=order.index)}
 
-    def settle(self) -> None:
+    def settle(self, tasks: TaskRegistry) -> None:
         """What our loader would refuse is left out with the loader's reason, so that what is written loads."""
-        if _refusal(self.recipe()) is not None:
-            self._sort_out()
-        assert _refusal(self.recipe()) is None
+        if _refusal(tasks, self.recipe()) is not None:
+            self._sort_out(tasks)
+        assert _refusal(tasks, self.recipe()) is None
         places = {key: place for place, key in enumerate(self.said)}
         self.mapped.sort(key=lambda row: places.get(row.theirs, len(places)) if not row.is_default else len(places))
         self.unmapped.sort(key=lambda left: places[left.theirs])
 
-    def _sort_out(self) -> None:
+    def _sort_out(self, tasks: TaskRegistry) -> None:
         """Keep each row that loads by itself and together with those kept before it."""
         task = [row for row in self.mapped if row.key in ("task", "techniques.0.name")]
         kept: list[Mapped] = []
         for row in self.mapped:
-            alone = _refusal(_nested([*(r for r in task if r is not row), row]))
-            together = alone or _refusal(_nested([*task, *kept, row]))
+            alone = _refusal(tasks, _nested([*(r for r in task if r is not row), row]))
+            together = alone or _refusal(tasks, _nested([*task, *kept, row]))
             if together is None or row in task:
                 kept.append(row)
             elif not row.is_default and not any(left.theirs == row.theirs for left in self.unmapped):
@@ -195,9 +196,9 @@ def _nested(rows: list[Mapped]) -> dict[str, Any]:
     return root
 
 
-def _refusal(recipe: Mapping[str, Any]) -> str | None:
+def _refusal(tasks: TaskRegistry, recipe: Mapping[str, Any]) -> str | None:
     try:
-        check_recipe([recipe])
+        check_recipe(tasks, [recipe])
     except UsageError as error:
         return str(error).splitlines()[0].removeprefix("settings: ")
     return None

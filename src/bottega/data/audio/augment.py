@@ -9,8 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from bottega.config.media import AudioAugmentation
 from bottega.core.noise import generator
+from bottega.data.audio.config import AudioAugmentation
 from bottega.data.audio.spectrogram import hertz_to_mel, mel_to_hertz
 
 Crop = Literal["random", "start", "centre"]

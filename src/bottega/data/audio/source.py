@@ -8,9 +8,9 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.config.media import AudioAugmentation
 from bottega.core.errors import DataError, UsageError
 from bottega.data.audio.augment import Crop, augment, crop_start
+from bottega.data.audio.config import AudioAugmentation
 from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Conditions
 from bottega.data.tables.shards import Table

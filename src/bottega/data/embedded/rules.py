@@ -18,7 +18,8 @@ from typing import final
 
 import numpy as np
 
-from bottega.config.rules import (
+from bottega.core.noise import generator
+from bottega.data.numbers.config import (
     GRID,
     Difficulty,
     RoutingData,
@@ -28,7 +29,6 @@ from bottega.config.rules import (
     grid_side,
     num_cells,
 )
-from bottega.core.noise import generator
 from bottega.data.tables.cache import cached, default_cache
 
 BLOCK = 1024

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from bottega.config.media import ImageAugmentation
 from bottega.core.noise import generator
+from bottega.data.image.config import ImageAugmentation
 from bottega.data.image.decode import pillow
 from bottega.data.image.resize import resample
 

@@ -14,9 +14,9 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.config.rules import MOST, VectorAugmentation
 from bottega.core.errors import DataError
 from bottega.core.noise import Noise
+from bottega.data.numbers.config import MOST, VectorAugmentation
 from bottega.data.numbers.numbers import Layout, all_numbers, is_empty, laid_out, numbers_of, roles
 from bottega.data.prepare.encoder import Encoder
 from bottega.data.records.fields import label_of

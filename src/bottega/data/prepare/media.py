@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bottega.config.data import Data, HeldOut, Source
-from bottega.config.media import AudioData, ImageData, MediaRecipe, VideoData
-from bottega.config.rules import RoutingData
+from bottega.config.media import MediaRecipe
 from bottega.core.errors import DataError, UsageError
+from bottega.data.audio.config import AudioData
 from bottega.data.embedded import Medium, in_place, materialise
+from bottega.data.image.config import ImageData
+from bottega.data.numbers.config import RoutingData
 from bottega.data.prepare.encoder import Encoder
 from bottega.data.prepare.inputs import Input, Shares, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
@@ -22,6 +24,7 @@ from bottega.data.prepare.rules import Dropped, Rules
 from bottega.data.readers import find
 from bottega.data.records.record import Bad, Record, Unreadable
 from bottega.data.tables.cache import default_cache
+from bottega.data.video.config import VideoData
 
 # Pictures are kept as pixels up to so many bytes in all, else as files.
 DECODED_LIMIT = 2 << 30

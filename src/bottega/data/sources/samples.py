@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from bottega.config.media import AudioData, MediaRecipe, VideoData
+from bottega.config.media import MediaData
 from bottega.config.recipe import Recipe
-from bottega.config.routing import RoutingRecipe
+from bottega.data.audio.config import AudioData
+from bottega.data.numbers.config import RoutingData
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.sources.combine import Concat
 from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes, Conditions, texts_of
+from bottega.data.video.config import VideoData
 
 if TYPE_CHECKING:
     from bottega.data.audio.mel import MelCodec
@@ -37,7 +39,7 @@ def media_samples(
         "augmentation": changes,
         "seed": recipe.seed,
     }
-    if isinstance(recipe, RoutingRecipe):
+    if isinstance(data, RoutingData):
         from bottega.data.numbers.vectors import BAYES, VectorRows, rules_of
 
         texts = texts_of(rows, "label") if len(classes) else [""]
@@ -46,7 +48,7 @@ def media_samples(
             rows.values(BAYES) if BAYES in rows.columns and not is_training else None
         )  # it measures, and teaches nothing
         return VectorRows(rows, labels=labels, rules=rules_of(rows), bayes=bayes, **common)
-    assert isinstance(recipe, MediaRecipe), "text has sources of its own"
+    assert isinstance(recipe.data, MediaData), "text has sources of its own"
     condition: Any = getattr(recipe.model, "condition", "none")
     if isinstance(data, AudioData):
         from bottega.data.audio.source import AudioRows

@@ -16,10 +16,11 @@ import numpy as np
 
 from bottega.core.errors import DataError
 from bottega.core.noise import key_of
-from bottega.data.prepare.language import BYTE_LENGTHS
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
 
+BYTE_LENGTHS = "byte_lengths.bin"
+"""A file beside the tables: how many bytes each token of the vocabulary stands for."""
 NAMES = {"validation": "validation", "test": "test", "replay": "earlier"}
 
 

@@ -8,8 +8,8 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.config.media import ImageAugmentation
 from bottega.data.image.augment import Normalise, augment, normalise
+from bottega.data.image.config import ImageAugmentation
 from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes, Conditions, Kind
 from bottega.data.tables.shards import Table

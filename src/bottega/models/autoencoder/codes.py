@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.config.vae import CodesShape
 from bottega.core.errors import UsageError
+from bottega.models.autoencoder.config import CodesShape
 from bottega.models.autoencoder.layout import diffusers_config
 from bottega.models.autoencoder.resnet import Decoder, Encoder, channels_second, convolution
 from bottega.models.autoencoder.vae import residual_layers

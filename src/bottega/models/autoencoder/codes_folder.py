@@ -10,9 +10,9 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from bottega.config.vae import CodesShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.autoencoder.codes import CodeAutoencoder
+from bottega.models.autoencoder.config import CodesShape
 from bottega.models.folders.pretrained import load_weights
 from bottega.models.pipeline.component import CONFIG, on_host, read_config
 

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
-from bottega.config.vae import AutoencoderShape
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.pipeline.component import CONFIG, read_component, read_config, write_component
 
 OURS = "BottegaAutoencoder"

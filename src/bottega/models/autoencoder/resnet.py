@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.config.vae import AutoencoderShape
+from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.group_norm import GroupNorm
 
 EPSILON = 1e-6

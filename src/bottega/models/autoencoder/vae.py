@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bottega.config.vae import AutoencoderShape
+from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import diffusers_config, read_autoencoder_shape, read_autoencoder_tensors
 from bottega.models.autoencoder.resnet import Decoder, Encoder, channels_second, convolution
 from bottega.models.initial_conv import initialise_convolutional

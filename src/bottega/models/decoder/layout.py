@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
-from bottega.config.experts import ExpertsShape
-from bottega.config.ssm import SSMShape
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.experts.config import ExpertsShape
+from bottega.models.ssm.config import SSMShape
 
 OWN = "bottega-decoder"
 """The model_type of what no class of transformers computes; its names are ours."""

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.config.transformer import TransformerShape
 from bottega.models.attention import Attention, RMSNorm, Window, document_mask, rotary
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.experts.torch import Experts, Routing
 from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
 from bottega.models.losses.token_loss import IGNORED

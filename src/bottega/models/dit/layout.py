@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.config.generator import DiTShape, GeneratorShape
 from bottega.models.dit.torch import EPSILON
+from bottega.models.generator.config import DiTShape, GeneratorShape
 
 CLASS = "DiTTransformer2DModel"
 NO_CLASS = 1000

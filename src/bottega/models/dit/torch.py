@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.config.generator import DiTShape
 from bottega.core.noise import generator
 from bottega.models.dit.patches import patchify, unpatchify
+from bottega.models.generator.config import DiTShape
 
 FREQUENCIES = 256
 """Numbers that stand for a time before it is embedded."""

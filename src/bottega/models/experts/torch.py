@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.config.experts import SPIKING_GROUP, ExpertsShape
 from bottega.core.noise import Noise, generator
+from bottega.models.experts.config import SPIKING_GROUP, ExpertsShape
 from bottega.models.experts.dispatch import StackedExperts
 from bottega.models.spiking.units import SpikingGate
 

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.layout import OWN, ROUTER_STATE, config_for, layout_for, named, shape_from
 from bottega.models.folders.hub_access import hub_if_it_answers
 from bottega.models.folders.json_object import read_object

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.config.personalize import FrozenPrecision
 from bottega.core.errors import CheckpointError, EnvironmentProblem, first_line
 from bottega.models.folders.encoder import silent
 from bottega.models.folders.untrusted import check_loaded
+from bottega.models.frozen.config import FrozenPrecision
 from bottega.models.frozen.precision import frozen_dtype, is_large, quantization, usual_device
 from bottega.models.pipeline.folder import T5_TOKENS, ImageFacts, image_facts
 from bottega.models.pipeline.parts import TRANSFORMER, UNET, VAE, variant_of

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.config.personalize import FrozenPrecision
 from bottega.core.errors import CheckpointError, UsageError, first_line
 from bottega.models.folders.encoder import silent
 from bottega.models.folders.pretrained import fetch_folder
 from bottega.models.folders.untrusted import check_loaded, read_plain, require_safetensors, transformers_config
 from bottega.models.frozen.allowed_words import AllowedWords
+from bottega.models.frozen.config import FrozenPrecision
 from bottega.models.frozen.precision import frozen_dtype, is_large, quantization, usual_device
 from bottega.models.frozen.prefix_attention import Prefixes, can_take_prefixes, register
 from bottega.models.frozen.soft_prompts import SoftPrompts

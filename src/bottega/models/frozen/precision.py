@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from bottega.config.personalize import FrozenPrecision
 from bottega.core.errors import EnvironmentProblem
+from bottega.models.frozen.config import FrozenPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTISED = ("8bit", "4bit")

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.config.personalize import SoftPromptShape
 from bottega.core.noise import generator
+from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.initial import fill
 
 TOKEN_SCALE = 0.02

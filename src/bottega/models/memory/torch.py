@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bottega.config.memory import MemoryShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.memory import episodic as memory_episodic
 from bottega.models.memory import semantic as memory_semantic
 from bottega.models.memory import working as memory_working
+from bottega.models.memory.config import MemoryShape
 from bottega.models.memory.episodic import Episodic
 from bottega.models.memory.search import Found, nearest, nearest_by_faiss
 from bottega.models.memory.semantic import Semantic

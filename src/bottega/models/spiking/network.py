@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.config.spiking import SpikingNetShape
 from bottega.core.noise import generator
 from bottega.models.initial import fill
 from bottega.models.spiking.coding import constant_code, latency_code, rate_code, rate_code_of
+from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.units import SpikingLayer, rate
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.config.spiking import Surrogate
+from bottega.models.spiking.config import Surrogate
 
 
 def spike(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:

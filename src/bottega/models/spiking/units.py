@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.config.spiking import SpikingShape
+from bottega.models.spiking.config import SpikingShape
 from bottega.models.spiking.surrogate import smooth_spike, spike
 
 SILENT, ALWAYS = 0, 2

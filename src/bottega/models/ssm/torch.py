@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.config.ssm import SSMShape
 from bottega.core.noise import generator
+from bottega.models.ssm.config import SSMShape
 from bottega.models.ssm.scan import chunked, step
 
 DECAYS = (1.0, 16.0)

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.config.text_classifier import EncoderShape
-from bottega.config.transformer import WIDENING, TransformerShape
+from bottega.models.decoder.config import WIDENING, TransformerShape
 from bottega.models.decoder.torch import Block, RMSNorm, Window, rotary
 from bottega.models.initial import initialise
+from bottega.models.text_classifier.config import EncoderShape
 
 
 class TextClassifier(nn.Module):

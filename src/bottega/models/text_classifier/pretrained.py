@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.config.text_classifier import DROPOUTS, PretrainedShape
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.folders.encoder import own_randomness, read_encoder, silent
 from bottega.models.folders.untrusted import blaming, transformers_config
 from bottega.models.initial import fill, initial_value
+from bottega.models.text_classifier.config import DROPOUTS, PretrainedShape
 
 FRESH = ("head.", "pooling.", "backbone.pooler.")
 """What a folder may lack: an encoder that was trained to fill in words has no use for it."""

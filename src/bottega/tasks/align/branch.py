@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from bottega.config.align import AlignRecipe, ClipShape, clip_shape
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
@@ -25,8 +24,10 @@ from bottega.data.tables.classes import Classes
 from bottega.data.text.captions import CaptionTokens, captions_of
 from bottega.data.text.clip_tokens import learn_clip_tokens
 from bottega.data.text.negatives import WithNegatives
-from bottega.models.clip import Clip, export_clip, read_clip_shape
+from bottega.models.clip.config import ClipShape
+from bottega.models.clip.torch import Clip, export_clip, read_clip_shape
 from bottega.tasks.align.clip_folder import clip_tokens
+from bottega.tasks.align.config import AlignRecipe, clip_shape
 from bottega.tasks.align.task import Alignment
 from bottega.tasks.kept import NotKept, read_kept
 from bottega.tasks.media import MediaBranch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bottega.core.errors import UsageError
 from bottega.data.text.captions import CaptionTokens
-from bottega.models.clip import read_clip_shape
+from bottega.models.clip.torch import read_clip_shape
 from bottega.models.folders.pretrained import fetch_folder
 from bottega.models.folders.untrusted import require_safetensors
 

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from bottega.config.align import ClipShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows
-from bottega.models.clip import build_clip
+from bottega.models.clip.config import ClipShape
+from bottega.models.clip.torch import build_clip
 
 CHUNK = 1024
 """Pictures that are compared with all captions at once."""

@@ -14,8 +14,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bottega.config.recipe import Recipe
-from bottega.config.tokens import AudioTokensRecipe, ImageTokensRecipe
-from bottega.config.vae import AutoencoderShape, CodesShape, stage_widths
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
 from bottega.data.audio.mel import MelCodec
@@ -28,6 +26,8 @@ from bottega.data.sources.samples import image_encoder, mel_codec
 from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes
 from bottega.models.autoencoder.codes_folder import read_codes, write_codes
+from bottega.models.autoencoder.config import AutoencoderShape, CodesShape, stage_widths
+from bottega.tasks.autoencode.tokens_config import AudioTokensRecipe, ImageTokensRecipe
 from bottega.tasks.autoencode.tokens_task import Codes, usage
 from bottega.tasks.kept import read_kept
 from bottega.tasks.media import MediaBranch

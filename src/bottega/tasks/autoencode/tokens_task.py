@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from bottega.config.vae import CodesShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.autoencoder.codes import CodeAutoencoder
+from bottega.models.autoencoder.config import CodesShape
 from bottega.models.folders.pretrained import load_weights
 from bottega.tasks.autoencode.vae_task import Distance, errors, examples, num_examples, with_psnr
 

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bottega.config.autoencode import AudioVaeRecipe, ImageVaeRecipe, VaeRecipe, VideoVaeRecipe
 from bottega.config.recipe import Recipe
-from bottega.config.vae import AutoencoderShape, stage_widths
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
 from bottega.data.audio.mel import MelCodec
@@ -26,8 +24,10 @@ from bottega.data.sources.samples import image_encoder, media_samples, mel_codec
 from bottega.data.tables.classes import Classes
 from bottega.data.video.source import VideoRows
 from bottega.data.video.write import write_videos
+from bottega.models.autoencoder.config import AutoencoderShape, stage_widths
 from bottega.models.autoencoder.layout import export_autoencoder, read_autoencoder_shape
 from bottega.models.autoencoder.vae import Autoencoder
+from bottega.tasks.autoencode.config import AudioVaeRecipe, ImageVaeRecipe, VaeRecipe, VideoVaeRecipe
 from bottega.tasks.autoencode.vae_task import Reconstruction
 from bottega.tasks.generation.latent_space import autoencoder_in
 from bottega.tasks.generation.latents import moments, round_trip

@@ -11,11 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from bottega.config.vae import AutoencoderShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
+from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.vae import Autoencoder, load_autoencoder
 
 Distance = Literal["l1", "l2"]

@@ -15,17 +15,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
-from bottega.config.classify import (
-    SPIKING,
-    AudioClassifyRecipe,
-    ClassifyRecipe,
-    ImageClassifier,
-    ImageClassifyRecipe,
-    VideoClassifyRecipe,
-)
-from bottega.config.convnet import ConvNetShape
 from bottega.config.recipe import Recipe
-from bottega.config.spiking import SpikingNetShape, SpikingShape
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.audio.mel import MelCodec
@@ -35,9 +25,19 @@ from bottega.data.sources.given import GivenData
 from bottega.data.sources.samples import image_encoder, mel_codec
 from bottega.data.tables.classes import Classes, texts_of
 from bottega.data.text.labelled import class_numbers, learnt_classes, rare_classes
+from bottega.models.convnet.config import ConvNetShape
+from bottega.models.spiking.config import SpikingNetShape, SpikingShape
 from bottega.tasks.branch import Branch
 from bottega.tasks.classify import raster
 from bottega.tasks.classify import text as text_classify
+from bottega.tasks.classify.config import (
+    SPIKING,
+    AudioClassifyRecipe,
+    ClassifyRecipe,
+    ImageClassifier,
+    ImageClassifyRecipe,
+    VideoClassifyRecipe,
+)
 from bottega.tasks.classify.objective import Objective, counts_all_classes
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.classify.teller import Teller

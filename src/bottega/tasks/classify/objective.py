@@ -10,11 +10,11 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from bottega.config.classify import LossOptions
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.data.text.labelled import balanced_weights
 from bottega.nearness import near_names
+from bottega.tasks.classify.config import LossOptions
 from bottega.tasks.kept import read_kept
 
 WEIGHTS = "weights.json"

@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from bottega.config.convnet import ConvNetShape
-from bottega.config.spiking import SpikingNetShape
-from bottega.config.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows, Sums
-from bottega.models.convnet import ConvNet
+from bottega.models.convnet.config import ConvNetShape
+from bottega.models.convnet.torch import ConvNet
 from bottega.models.folders.pretrained import fetch_folder, load_weights
 from bottega.models.initial_conv import initialise_convolutional
+from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.network import SpikingNet, initialise_spiking
 from bottega.models.spiking.units import activity, rate_costs, unit_rows, unit_scores
+from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.models.text_classifier.encoder import TextClassifier, initialise_encoder
 from bottega.models.text_classifier.kim import Kim, initialise_kim
 from bottega.models.text_classifier.pretrained import build_pretrained

@@ -13,11 +13,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import save_file
 
-from bottega.config.classify import ClassifyRecipe
-from bottega.config.text_classifier import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.prepare.classify import prepare_classify
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.source import Source
@@ -25,9 +22,12 @@ from bottega.data.tables.classes import Classes
 from bottega.data.text.labelled import LabelledTexts, TextForm, labelled_texts, learnt_classes, rare_classes
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.models.text_classifier.pretrained import export_pretrained, pretrained_shape
 from bottega.storage.durable import writing_folder
+from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.classify.objective import Objective, counts_all_classes
+from bottega.tasks.classify.prepare import prepare_classify
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.classify.teller import Teller
 from bottega.tasks.from_tables import TableBranch

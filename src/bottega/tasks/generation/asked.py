@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from bottega.config.generator import Condition, Generator
 from bottega.core.errors import UsageError
+from bottega.models.generator.config import Condition, Generator
 from bottega.tasks.generation.text_condition import TextCondition
 
 FLAGS = {"prompt": "text", "class": "class", "vector": "vector"}

@@ -10,7 +10,6 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from bottega.config.media import AudioRecipe
 from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, CheckpointError
 from bottega.core.types import Batch, Models
@@ -20,6 +19,7 @@ from bottega.data.prepare.media import prepare_media
 from bottega.data.sources.samples import mel_codec
 from bottega.models.vocoder import Vocoder, load_vocoder
 from bottega.tasks.generation.branch import GenerationBranch, Say
+from bottega.tasks.generation.config import AudioRecipe
 from bottega.tasks.generation.latent_space import codec_of
 
 VOCODER = "vocoder"

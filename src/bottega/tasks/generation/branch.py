@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bottega.config.generator import CodeGeneratorShape, ConditionShape, DiTShape, GeneratorShape, UNetShape
-from bottega.config.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Models
@@ -27,10 +25,12 @@ from bottega.data.tables.classes import Classes
 from bottega.data.tables.shards import Table
 from bottega.data.text.captions import CaptionRows
 from bottega.engines.devices import choose_device
+from bottega.models.generator.config import CodeGeneratorShape, ConditionShape, DiTShape, GeneratorShape, UNetShape
 from bottega.models.unet import choose_unet, vector_size
 from bottega.tasks.frozen import contents_of
 from bottega.tasks.generation.asked import Asks, useful
 from bottega.tasks.generation.codes import prepare_codes, reopen_codes
+from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.generation.drawing import all_finite, drawing, is_half, options_of
 from bottega.tasks.generation.latent_space import LatentFacts, compute, open_space
 from bottega.tasks.generation.latents import round_trip

@@ -15,13 +15,13 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from bottega.config.generator import CodeGeneratorShape, CodesBackbone
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.autoencoder.codes_folder import load_codes
 from bottega.models.decoder.torch import Cache, Transformer
 from bottega.models.folders.pretrained import load_weights
+from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone
 from bottega.models.initial import initialise
 from bottega.models.losses.token_loss import IGNORED
 from bottega.tasks.autoencode.vae_task import num_examples

@@ -9,17 +9,17 @@ from typing import Any, final
 
 from pydantic import BaseModel, ConfigDict
 
-from bottega.config import needs
-from bottega.config.generator import CodeGeneratorShape, CodesBackbone, ConditionShape
-from bottega.config.media import AudioRecipe, ImageRecipe, VideoRecipe
-from bottega.config.transformer import TransformerShape
-from bottega.config.vae import CodesShape
 from bottega.core.errors import UsageError
 from bottega.data.audio.mel import MelCodec
 from bottega.models.autoencoder.codes_folder import read_codes
+from bottega.models.autoencoder.config import CodesShape
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone, ConditionShape
 from bottega.models.pipeline.component import CONFIG
+from bottega.tasks import needs
 from bottega.tasks.frozen import check_same, content_of, found_again
 from bottega.tasks.generation.code_language import CodeLanguage, FrozenCodes
+from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.kept import read_kept
 
 FACTS, WHAT = "tokenizer.json", "tokenizer"

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bottega.config.generator import Generator
 from bottega.core.errors import Diverged, UsageError
+from bottega.models.generator.config import Generator
 
 STEPS = ("steps", "sampler", "guidance")
 CODES = ("temperature", "top_k", "top_p", "guidance")

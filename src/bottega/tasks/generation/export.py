@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from bottega.config.generator import UNetShape
 from bottega.core.errors import CheckpointError
 from bottega.core.types import Models
 from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.models.dit import layout
-from bottega.models.generator import OWN, WEIGHTS, Generator, load_generator
+from bottega.models.generator.config import UNetShape
+from bottega.models.generator.torch import OWN, WEIGHTS, Generator, load_generator
 from bottega.models.pipeline.component import CONFIG, VERSION, on_host, read_config, write_component
 from bottega.models.unet import UNet, unet_config
 from bottega.tasks.generation.paths import STEPS

@@ -8,7 +8,6 @@ from typing import final
 
 import numpy as np
 
-from bottega.config.media import ImageRecipe
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.data.image.augment import denormalise, normalise
@@ -16,6 +15,7 @@ from bottega.data.image.write import FORMATS, write_images
 from bottega.data.prepare.media import prepare_media
 from bottega.data.sources.samples import image_encoder
 from bottega.tasks.generation.branch import GenerationBranch, Say
+from bottega.tasks.generation.config import ImageRecipe
 
 
 def prepare(recipe: Recipe, *, say: Say) -> ImageBranch:

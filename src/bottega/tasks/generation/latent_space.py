@@ -10,10 +10,7 @@ from typing import Any, Literal, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from bottega.config import needs
-from bottega.config.media import AudioRecipe
 from bottega.config.recipe import Recipe
-from bottega.config.vae import AutoencoderShape
 from bottega.core.errors import UsageError
 from bottega.data.audio.mel import FILE as MEL
 from bottega.data.audio.mel import MelCodec
@@ -22,8 +19,11 @@ from bottega.data.sources import latents as kept
 from bottega.data.sources.samples import media_samples
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
+from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import read_autoencoder_shape
+from bottega.tasks import needs
 from bottega.tasks.frozen import check_same, content_of, found_again
+from bottega.tasks.generation.config import AudioRecipe
 from bottega.tasks.generation.latents import Latents, moments
 
 WHAT = "autoencoder"

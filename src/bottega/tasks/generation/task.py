@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bottega.config.generator import GeneratorShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.models.generator import build_generator
+from bottega.models.generator.config import GeneratorShape
+from bottega.models.generator.torch import build_generator
 from bottega.tasks.generation import samplers
 from bottega.tasks.generation.latents import PREPARED, Latents
 from bottega.tasks.generation.paths import Path

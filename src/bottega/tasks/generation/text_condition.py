@@ -11,15 +11,15 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from bottega.config import needs
-from bottega.config.generator import ConditionShape, TextEncoderOptions
-from bottega.config.media import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.tables.cache import cached, default_cache
 from bottega.data.text.captions import CaptionTokens, first_captions, learn_tokens
+from bottega.models.generator.config import ConditionShape, TextEncoderOptions
+from bottega.tasks import needs
 from bottega.tasks.frozen import check_same, content_of, found_again
+from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.generation.text import FrozenText
 from bottega.tasks.kept import read_kept
 

@@ -8,7 +8,6 @@ from typing import final
 
 import numpy as np
 
-from bottega.config.media import VideoRecipe
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.data.image.augment import denormalise, normalise
@@ -17,6 +16,7 @@ from bottega.data.sources.samples import media_samples
 from bottega.data.video.source import VideoRows
 from bottega.data.video.write import ANIMATIONS, write_videos
 from bottega.tasks.generation.branch import Facts, GenerationBranch, Say
+from bottega.tasks.generation.config import VideoRecipe
 
 
 def prepare(recipe: Recipe, *, say: Say) -> VideoBranch:

@@ -11,20 +11,9 @@ from typing import Any, TextIO
 from pydantic import ValidationError
 
 from bottega.config.data import TextData
-from bottega.config.language import LanguageRecipe
-from bottega.config.language_kinds import (
-    WHILE_TRAINING,
-    in_words_of_recipes,
-    no_balancing_loss,
-    retrained,
-    shape_fields,
-    words_of,
-)
 from bottega.config.recipe import Recipe
-from bottega.config.transformer import TransformerShape
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.prepare.language import prepare_language
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.present import writing
 from bottega.data.sources.given import GivenData
@@ -32,10 +21,21 @@ from bottega.data.sources.source import Source
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.tokens import TokenDocuments, TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.kinds import (
+    WHILE_TRAINING,
+    in_words_of_recipes,
+    no_balancing_loss,
+    retrained,
+    shape_fields,
+    words_of,
+)
 from bottega.models.decoder.layout import OWN, layout_for
 from bottega.models.folders.pretrained import export_transformers, read_shape
 from bottega.storage.durable import writing_folder
 from bottega.tasks.from_tables import TableBranch
+from bottega.tasks.language.config import LanguageRecipe
+from bottega.tasks.language.prepare import prepare_language
 from bottega.tasks.language.sampling import generate
 from bottega.tasks.language.task import Language
 from bottega.tasks.start import folder_of, tokenizer_of

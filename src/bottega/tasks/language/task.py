@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Routed, Transformer
 from bottega.models.experts import torch as experts
 from bottega.models.folders.pretrained import fetch_folder, load_weights

@@ -10,14 +10,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
-from bottega.config import needs
-from bottega.config.classify import ClassifyRecipe
-from bottega.config.language import LanguageRecipe
-from bottega.config.load import check_recipe, load_recipe, to_yaml
-from bottega.config.multitask import MultitaskRecipe
+from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe, changed_keys
-from bottega.config.registry import RECIPES
-from bottega.config.transformer import WIDENING
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.order.online import stream
@@ -26,11 +20,17 @@ from bottega.data.present import whole as written
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import Source
+from bottega.models.decoder.config import WIDENING
 from bottega.nearness import near_names
-from bottega.tasks import registry
+from bottega.tasks import needs, registry
 from bottega.tasks.branch import Branch
+from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.kept import NotKept, read_kept
+from bottega.tasks.language.config import LanguageRecipe
+from bottega.tasks.multitask.config import MultitaskRecipe
 from bottega.tasks.multitask.task import Multitask, prefixed, under, whole
+from bottega.tasks.recipes import check_recipe, load_recipe
+from bottega.tasks.registry import TASKS
 
 PARTS = "parts.json"
 Say = Callable[[str, int, int], None]
@@ -96,7 +96,7 @@ def part_recipe(recipe: MultitaskRecipe, name: str) -> Recipe:
 def _refuse_task(tasks: Sequence[str]) -> None:
     """Before its settings, which would not fit either."""
     # What personalize trains stands between two frozen models, and is no trunk.
-    there = [task for task in RECIPES if task not in ("multitask", "personalize")]
+    there = [task for task, spec in TASKS.items() if spec.combines]
     if not set(tasks) & set(there):
         raise UsageError(f"a part cannot be of task {tasks[0]}; it can be {', '.join(there)}")
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from bottega.config.personalize import ConditionWeights
 from bottega.core.types import Models
-from bottega.data.personal import Record
-from bottega.data.text.prompted import Said
+from bottega.tasks.personalize.config import ConditionWeights
+from bottega.tasks.personalize.data.prompted import Said
+from bottega.tasks.personalize.data.records import Record
 
 if TYPE_CHECKING:
     from bottega.tasks.personalize.branch import PersonalizeBranch

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.image.decode import decode
-from bottega.data.personal import Item, PersonalRows, Record
-from bottega.data.prepare.people import in_words
-from bottega.data.prepare.pictures import located
 from bottega.data.records.record import Bad, Unreadable
+from bottega.tasks.personalize.data.people import in_words
+from bottega.tasks.personalize.data.pictures import located
+from bottega.tasks.personalize.data.records import Item, PersonalRows, Record
 
 NAMED = 5
 """Users that a message names."""

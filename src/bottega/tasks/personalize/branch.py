@@ -9,18 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-from bottega.config.personalize import FrozenPrecision, PersonalizeRecipe
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
 from bottega.data.image.write import FORMATS
-from bottega.data.personal import PersonalRows, Record, evenly
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.present import ending, is_folder, whole
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.source import Source
-from bottega.data.text.prompted import PromptedRows, Said
 from bottega.engines.devices import choose_device
+from bottega.models.frozen.config import FrozenPrecision
 from bottega.models.frozen.language import load_language_model
 from bottega.tasks.from_tables import TableBranch
 from bottega.tasks.generation.drawing import check_steps
@@ -28,11 +26,14 @@ from bottega.tasks.generation.paths import Path as NoisePath
 from bottega.tasks.kept import keep_once, read_kept
 from bottega.tasks.personalize.arms import draw_arm
 from bottega.tasks.personalize.asks import Person, found_users, person_of, read_history
+from bottega.tasks.personalize.config import PersonalizeRecipe
+from bottega.tasks.personalize.data.prepare import prepare_people
+from bottega.tasks.personalize.data.prompted import PromptedRows, Said
+from bottega.tasks.personalize.data.records import PersonalRows, Record, evenly
 from bottega.tasks.personalize.drawing import Artist, Drawn
 from bottega.tasks.personalize.keyword_answers import add_answers, read_answers
 from bottega.tasks.personalize.keywords import Say
 from bottega.tasks.personalize.parts import FACTS, PersonalFacts, find_parts
-from bottega.tasks.personalize.people import prepare_people
 from bottega.tasks.personalize.prompts import Teller
 from bottega.tasks.personalize.sheets import Compared, compare_sheet
 from bottega.tasks.personalize.task import Personalize

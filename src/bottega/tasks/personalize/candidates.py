@@ -12,7 +12,7 @@ import torch
 
 from bottega.data.image.augment import normalise
 from bottega.data.text.captions import CaptionTokens
-from bottega.models.clip import load_clip
+from bottega.models.clip.torch import load_clip
 from bottega.tasks.align.clip_folder import clip_tokens
 
 LEAST = 1e-4

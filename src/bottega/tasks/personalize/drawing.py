@@ -11,17 +11,17 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from bottega.config.personalize import ConditionWeights, PersonalizeRecipe
 from bottega.core.noise import Noise
 from bottega.core.types import Models
 from bottega.data.image.augment import denormalise
 from bottega.data.image.write import write_images
-from bottega.data.personal import Record
 from bottega.data.present import is_folder, numbered, renewed, writing
-from bottega.data.text.prompted import Said
 from bottega.tasks.generation.drawing import all_finite, check_guidance, check_steps, is_half
 from bottega.tasks.personalize.asks import Person
 from bottega.tasks.personalize.candidates import Judge, Scores, best
+from bottega.tasks.personalize.config import ConditionWeights, PersonalizeRecipe
+from bottega.tasks.personalize.data.prompted import Said
+from bottega.tasks.personalize.data.records import Record
 from bottega.tasks.personalize.keywords import Say
 from bottega.tasks.personalize.parts import PersonalFacts
 from bottega.tasks.personalize.prompts import Teller

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from bottega.config import needs
-from bottega.config.personalize import ConditionWeights, Keywords, PersonalizeSamples, SoftPromptShape
 from bottega.core.types import Models
+from bottega.models.frozen.config import SoftPromptShape
+from bottega.tasks import needs
+from bottega.tasks.personalize.config import ConditionWeights, Keywords, PersonalizeSamples
 from bottega.tasks.personalize.parts import GENERATOR, JUDGE, LANGUAGE, WHAT, Base
 
 if TYPE_CHECKING:

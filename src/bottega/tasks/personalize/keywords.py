@@ -14,9 +14,7 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.config.personalize import Keywords
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
-from bottega.data.personal import Record
 from bottega.data.tables.cache import default_cache
 from bottega.models.folders.json_object import read_object
 from bottega.models.folders.pretrained import fetch_folder
@@ -24,6 +22,8 @@ from bottega.models.folders.tokenizer_limits import check_tokenizer
 from bottega.models.frozen.allowed_words import AllowedWords
 from bottega.models.frozen.language import KEY, FrozenLanguage, language_facts
 from bottega.tasks.frozen import content_of, hash_of_files
+from bottega.tasks.personalize.config import Keywords
+from bottega.tasks.personalize.data.records import Record
 from bottega.tasks.personalize.keyword_answers import add_answers, answering, read_answers, read_keywords
 
 # Raised when the same answer would be read in another way, so that old ones are left alone.

@@ -13,16 +13,17 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from bottega.config import needs
-from bottega.config.personalize import PersonalizeRecipe, SoftPromptShape
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.frozen.language import language_facts
 from bottega.models.pipeline.folder import ImageFacts, image_facts
 from bottega.models.pipeline.parts import INDEX, find_pipeline
 from bottega.models.pipeline.tokens import tokenize
+from bottega.tasks import needs
 from bottega.tasks.align.clip_folder import check_clip, clip_folder
 from bottega.tasks.frozen import Gone, check_same, content_of, found_again, hash_of_files
+from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.personalize.keywords import tokenizer_content
 
 FACTS = "personal.json"

@@ -10,10 +10,11 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.config.personalize import FrozenPrecision, Keywords, PersonalizeRecipe
 from bottega.core.errors import UsageError
-from bottega.data.personal import Record
-from bottega.data.text.prompted import Said, Sayings
+from bottega.models.frozen.config import FrozenPrecision
+from bottega.tasks.personalize.config import Keywords, PersonalizeRecipe
+from bottega.tasks.personalize.data.prompted import Said, Sayings
+from bottega.tasks.personalize.data.records import Record
 from bottega.tasks.personalize.keywords import Keyworder, Say
 from bottega.tasks.personalize.parts import GeneratorTokens, PersonalFacts, generator_tokens
 

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bottega.config.personalize import ConditionWeights, FrozenPrecision, SoftPromptShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
+from bottega.models.frozen.config import FrozenPrecision, SoftPromptShape
 from bottega.models.frozen.image import Encoded, load_image_model
 from bottega.models.frozen.language import load_language_model
 from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
 from bottega.tasks.generation import samplers
 from bottega.tasks.generation.paths import Path
+from bottega.tasks.personalize.config import ConditionWeights
 
 PREFERENCE, TARGET, NEGATIVE = "preference", "target", "negative"
 """Fields of a batch are these with the number of the text encoder: int64 [b, K]."""

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from bottega.config.memory import MemoryShape
-from bottega.config.recall import LastingRecipe, RecallRecipe
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
@@ -22,8 +20,10 @@ from bottega.data.recall import IGNORED, Facts, Lasting, Streams, Tokens
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.side_by_side import AsTheyStand
 from bottega.data.sources.source import Source
+from bottega.models.memory.config import MemoryShape
 from bottega.tasks.branch import Branch
 from bottega.tasks.kept import keep_once
+from bottega.tasks.recall.config import LastingRecipe, RecallRecipe
 from bottega.tasks.recall.task import ACCURACY, WITHOUT, Recall, RecallFacts, RecallStreams
 from bottega.world import World
 

@@ -11,16 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bottega.config.memory import MemoryShape
-from bottega.config.recall import WorkingMemory
-from bottega.config.transformer import TransformerShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Sums
+from bottega.models.decoder.config import TransformerShape
 from bottega.models.initial import initialise
 from bottega.models.losses.token_loss import IGNORED
 from bottega.models.memory import torch as memories
-from bottega.models.recall import LastingRecall, StreamRecall
+from bottega.models.memory.config import MemoryShape, WorkingMemory
+from bottega.models.recall.torch import LastingRecall, StreamRecall
 
 ACCURACY = "retrieval_accuracy"
 WITHOUT = f"{ACCURACY}_without_memory"

@@ -13,12 +13,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from bottega.config.data import Source as SourceOptions
-from bottega.config.experts import ExpertsShape
 from bottega.config.recipe import Recipe
-from bottega.config.routing import RoutingModel, RoutingRecipe, rules_problem
-from bottega.config.routing_shape import RoutingShape
-from bottega.config.spiking import SpikingShape
-from bottega.config.ssm import SSMShape
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.types import Models
 from bottega.data.numbers.numbers import numbers_in
@@ -30,12 +25,17 @@ from bottega.data.sources.samples import media_samples
 from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes
 from bottega.data.text.labelled import learnt_classes, rare_classes
-from bottega.models.routing import EPSILON
+from bottega.models.experts.config import ExpertsShape
+from bottega.models.routing.config import RoutingShape
+from bottega.models.routing.torch import EPSILON
+from bottega.models.spiking.config import SpikingShape
+from bottega.models.ssm.config import SSMShape
 from bottega.tasks.classify.objective import counts_all_classes
 from bottega.tasks.classify.teller import Teller
 from bottega.tasks.from_tables import TableBranch
 from bottega.tasks.kept import keep_once, read_kept
 from bottega.tasks.measures import routing as measures
+from bottega.tasks.routing.config import RoutingModel, RoutingRecipe, rules_problem
 from bottega.tasks.routing.known import CONFIG, KNOWN, Known, started
 from bottega.tasks.routing.pictures import draw_experts, draw_raster, story
 from bottega.tasks.routing.task import RoutingTask

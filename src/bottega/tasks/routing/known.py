@@ -9,13 +9,13 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from bottega.config.experts import ExpertsShape
-from bottega.config.routing_shape import RoutingShape
-from bottega.config.spiking import SpikingShape
-from bottega.config.ssm import SSMShape
 from bottega.config.wording import shown
 from bottega.core.errors import DataError, UsageError
 from bottega.data.numbers.numbers import other_columns
+from bottega.models.experts.config import ExpertsShape
+from bottega.models.routing.config import RoutingShape
+from bottega.models.spiking.config import SpikingShape
+from bottega.models.ssm.config import SSMShape
 
 KNOWN, CONFIG = "routing.json", "config.json"
 NAMES: dict[type[BaseModel], dict[str, str]] = {

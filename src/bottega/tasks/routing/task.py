@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from bottega.config.routing_shape import RoutingShape
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models.experts.torch import evenness, leave_out, renewed, stats
 from bottega.models.folders.pretrained import load_weights
-from bottega.models.routing import Routed, RoutingNet, initialise_routing
+from bottega.models.routing.config import RoutingShape
+from bottega.models.routing.torch import Routed, RoutingNet, initialise_routing
 from bottega.models.spiking.units import activity, rate, rate_costs, unit_rows, unit_scores
 from bottega.tasks.measures import classification
 from bottega.tasks.measures import routing as measures

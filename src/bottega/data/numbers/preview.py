@@ -1,0 +1,14 @@
+"""Rows of numbers, for people."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bottega.data.prepare.preview import Preview
+
+
+class NumbersPreview(Preview):
+    column = "x"
+
+    def describe_array(self, content: np.ndarray) -> str:
+        return f"{len(content)} numbers: {np.array2string(np.asarray(content), threshold=8, precision=4)}"

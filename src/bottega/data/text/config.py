@@ -1,0 +1,32 @@
+"""Sections of text: how it becomes numbers, and how training changes it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from bottega.config.section import Positive, Probability, Section
+
+
+class TextAugmentation(Section):
+    enabled: bool = Field(True, description="whether it is applied")
+    techniques: tuple[Literal["synonym_replacement", "random_insertion", "random_swap", "random_deletion"], ...] = (
+        Field(("random_swap", "random_deletion"), description="which changes are made")
+    )
+    probability: Probability = Field(0.1, description="share of words changed")
+    augmentation_factor: Positive = Field(1, description="changed copies made of each training text")
+
+
+class Tokenizer(Section):
+    kind: Literal["bpe", "bytes", "characters", "pretrained"] = Field("bpe", description="how text becomes numbers")
+    vocab_size: Positive | None = Field(None, description="bpe: how many tokens are learned; null is 4096")
+    path: str | None = Field(None, description="pretrained: a tokenizer file, a folder or a hub name")
+
+
+def tokenizer_problems(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    if tokenizer.kind == "pretrained" and tokenizer.path is None:
+        return [("data.tokenizer.path", "missing; kind pretrained needs a file, a folder or a hub name")]
+    if tokenizer.kind != "pretrained" and tokenizer.path is not None:
+        return [("data.tokenizer.path", "only kind pretrained has one; set data.tokenizer.kind")]
+    return []

@@ -1,0 +1,1 @@
+"""CLIP: an image encoder and a text encoder that share one space."""

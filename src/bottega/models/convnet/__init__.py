@@ -1,0 +1,1 @@
+"""A residual convolutional network over one to three axes, for classifiers of media."""

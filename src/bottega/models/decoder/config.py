@@ -1,0 +1,198 @@
+"""The dimensions of a decoder: attention or state space in each layer, one feed-forward or experts; and what they cost; no torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from bottega.core.errors import UsageError
+from bottega.models.experts.config import ExpertsShape
+from bottega.models.ssm.config import SSMShape
+from bottega.nearness import near_names
+
+Mixer = Literal["attention", "ssm"]
+WIDENING = 3
+"""The inside of a block's perceptron in widths, where nobody says: three matrices of it weigh about what two of four times
+the width do. Tasks that share a trunk have the same."""
+
+
+class TransformerShape(BaseModel):
+    """All that decides the tensors of the model. Two equal shapes have interchangeable checkpoints."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    num_heads: int = Field(default=0, ge=0)
+    num_kv_heads: int = Field(default=0, ge=0)
+    head_size: int = Field(default=0, ge=0)
+    """Of attention; 0 where no layer has it."""
+    intermediate_size: int = Field(ge=0)
+    """Inside the feed-forward of a layer without experts; 0 leaves it out."""
+    vocab_size: int = Field(gt=1)
+    context: int = Field(gt=0)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    tie_embeddings: bool = True
+    qk_norm: bool = True
+    rope_theta: float = Field(default=10000.0, gt=0.0)
+    norm_epsilon: float = Field(default=1e-6, gt=0.0)
+    mixers: tuple[Mixer, ...] | None = None
+    """What each layer reads the other tokens with; None is attention in all of them."""
+    ssm: SSMShape | None = None
+    experts: ExpertsShape | None = None
+    experts_every: int = Field(default=1, gt=0)
+    """Every so many layers the feed-forward is one of experts; the last of so many."""
+
+    @model_validator(mode="after")
+    def _heads_agree(self) -> TransformerShape:
+        if not self.has_attention:
+            return self
+        for name in ("num_heads", "num_kv_heads", "head_size"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} 0: a layer with attention needs at least one")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
+                f"each key-value head serves the same number of query heads; try num_kv_heads {fitting_kv_heads(self.num_heads, self.num_kv_heads)}"
+            )
+        if self.head_size % 2:
+            raise ValueError(
+                f"head_size {self.head_size} is odd: rotary positions turn pairs of channels; try head_size {self.head_size + 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> TransformerShape:
+        if self.mixers is not None and len(self.mixers) != self.num_layers:
+            raise ValueError(f"mixers {len(self.mixers)}: there are num_layers {self.num_layers}; name one for each")
+        if (self.ssm is not None) != self.has_ssm:
+            raise ValueError("ssm: its dimensions are given where a layer has it, and nowhere else")
+        for name, part in (("ssm", self.ssm), ("experts", self.experts)):
+            if part is not None and part.hidden_size != self.hidden_size:
+                raise ValueError(f"{name}.hidden_size {part.hidden_size}: the model has {self.hidden_size}")
+        if self.experts is not None and not any(map(self.has_experts, range(self.num_layers))):
+            raise ValueError(
+                f"experts_every {self.experts_every}: none of the {self.num_layers} layers has experts; try {self.num_layers}"
+            )
+        return self
+
+    def mixer(self, layer: int) -> Mixer:
+        return "attention" if self.mixers is None else self.mixers[layer]
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and (layer + 1) % self.experts_every == 0
+
+    @property
+    def has_attention(self) -> bool:
+        return self.mixers is None or "attention" in self.mixers
+
+    @property
+    def has_ssm(self) -> bool:
+        return self.mixers is not None and "ssm" in self.mixers
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
+
+    def parameters(self) -> int:
+        """The exact number of parameters; a tied embedding counts once."""
+        return self._count(self.experts.parameters() if self.experts is not None else 0)
+
+    def active_parameters(self) -> int:
+        """Those that take part in one token: of the experts the chosen ones alone."""
+        return self._count(self.experts.active_parameters() if self.experts is not None else 0)
+
+    def _count(self, experts: int) -> int:
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        layers = (self._mixer_size(layer) + self._inner_size(layer, experts) for layer in range(self.num_layers))
+        return embeddings + sum(layers) + self.hidden_size
+
+    def _mixer_size(self, layer: int) -> int:
+        """With the norm before it."""
+        width, queries, keys = self.hidden_size, self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        if self.mixer(layer) == "ssm":
+            assert self.ssm is not None, "the validator asks for it"
+            return self.ssm.parameters() + width
+        return 2 * width * queries + 2 * width * keys + (2 * self.head_size if self.qk_norm else 0) + width
+
+    def _inner_size(self, layer: int, experts: int) -> int:
+        if self.has_experts(layer):
+            return experts + self.hidden_size
+        return 3 * self.hidden_size * self.intermediate_size + self.hidden_size if self.intermediate_size else 0
+
+    def flops_per_token(self, length: int | None = None) -> int:
+        """Forward and backward: 6 per weight that is multiplied, and 12 H h T for a layer's attention (PaLM, appendix B).
+
+        An embedding that is only looked up multiplies nothing, so it counts only where it is also the head.
+        """
+        looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
+        scanned = sum(self.mixer(layer) == "ssm" for layer in range(self.num_layers))
+        attention = 12 * (self.num_layers - scanned) * self.num_heads * self.head_size * (length or self.context)
+        scans = 0 if self.ssm is None else scanned * (self.ssm.flops_per_token() - 6 * self.ssm.parameters())
+        return 6 * (self.active_parameters() - looked_up) + attention + scans
+
+
+def fitting_kv_heads(num_heads: int, wanted: int) -> int:
+    """Return the number of key-value heads nearest to `wanted` that divides the query heads."""
+    return min((d for d in range(1, num_heads + 1) if num_heads % d == 0), key=lambda d: abs(d - wanted))
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "nano": {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_size": 32,
+        "intermediate_size": 384,
+        "context": 128,
+    },
+    # GPT-2 small's work per token: three matrices of 768 x 2048 weigh what its two of 768 x 3072 do. Six heads of 128
+    # in place of twelve of 64, because attention kernels reach their best rate at 128.
+    "verse": {
+        "num_layers": 12,
+        "hidden_size": 768,
+        "num_heads": 6,
+        "num_kv_heads": 6,
+        "head_size": 128,
+        "intermediate_size": 2048,
+        "context": 1024,
+    },
+    "stanza": {
+        "num_layers": 24,
+        "hidden_size": 2048,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_size": 128,
+        "intermediate_size": 6144,
+        "context": 2048,
+    },
+    "epic": {
+        "num_layers": 40,
+        "hidden_size": 5120,
+        "num_heads": 40,
+        "num_kv_heads": 8,
+        "head_size": 128,
+        "intermediate_size": 16384,
+        "context": 4096,
+        "tie_embeddings": False,
+    },
+}
+
+DECLARED: dict[str, tuple[int, float]] = {
+    "nano": (1024, 1.0e6),
+    "verse": (50304, 125e6),
+    "stanza": (50304, 1.3e9),
+    "epic": (50304, 13e9),
+}
+"""Size -> (vocabulary, parameters that the documentation promises at that vocabulary, within 2 %)."""
+
+
+def sized(size: str, *, vocab_size: int, **changes: Any) -> TransformerShape:
+    """A named size with a vocabulary; any field may be changed."""
+    if size not in SIZES:
+        near = near_names(size, SIZES)
+        hint = f"did you mean {near[0]!r}?" if near else "known sizes: " + ", ".join(SIZES)
+        raise UsageError(f"model.size: {size!r} is no size of the language model; {hint}")
+    return TransformerShape(**{**SIZES[size], "vocab_size": vocab_size, **changes})

@@ -1,0 +1,174 @@
+"""Two models that remember what is out of sight: one within a stream, one across the steps of a training.
+
+Both read a segment with the trunk of a language model, ask a memory, and tell a value from what both say.
+
+B batch   S segments   T tokens of a segment   D hidden size   k width of a key   V values
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bottega.core.noise import generator
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.torch import Transformer
+from bottega.models.memory import torch as memories
+from bottega.models.memory import working as memory_working
+from bottega.models.memory.config import MemoryShape, WorkingMemory
+from bottega.models.memory.torch import Memory
+from bottega.models.memory.working import Working
+
+
+@final
+class Temperature(nn.Module):
+    """How soft a read is, learnt as a logarithm so that it stays above 0."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.logarithm = nn.Parameter(torch.zeros(()))
+        self.start = start
+
+    def initial_value(self, kind: str, name: str, seed: int) -> np.ndarray:
+        return np.asarray(math.log(self.start), np.float32)
+
+    def forward(self) -> Tensor:
+        return self.logarithm.float().exp()
+
+
+@final
+class Asking(nn.Module):
+    """A map of codes that begins as no change at all: a question is then the code of what it asks for."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, size))
+
+    def initial_value(self, kind: str, name: str, seed: int) -> np.ndarray:
+        return np.eye(len(self.weight), dtype=np.float32)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        return codes @ self.weight
+
+
+@final
+class StreamRecall(Transformer):
+    """Reads a stream segment by segment. Of what it read, only a working memory goes on to the next one; what is written
+    there, and how strongly, is learnt."""
+
+    def __init__(self, shape: TransformerShape, *, num_values: int, memory: WorkingMemory | None) -> None:
+        super().__init__(shape)
+        width = shape.hidden_size
+        self.options = memory
+        if memory is not None:
+            self.memory_query = nn.Linear(width, width, bias=False)
+            self.memory_key = nn.Linear(2 * width, width, bias=False)
+            self.memory_value = nn.Linear(width, width, bias=False)
+            self.memory_importance = nn.Linear(width, 1)
+            self.memory_output = nn.Linear(width, width, bias=False)
+            self.memory_temperature = Temperature(memory.temperature)
+        self.head = nn.Linear(width, num_values, bias=False)
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, memory: Working | None = None, *, clock: int = 0, with_memory: bool = True
+    ) -> tuple[Tensor, Working | None]:
+        """Tokens [B, S, T] to scores of the values [B, S, T, V], and the memory after the last segment.
+
+        `memory` is what was carried so far, None is nothing; `clock` counts the segments before these.
+        """
+        batch, segments = tokens.shape[:2]
+        # No segment sees another, so all of them go through the trunk at once.
+        hidden = self.hidden(tokens.flatten(0, 1)).unflatten(0, (batch, segments))
+        if self.options is None or not with_memory:
+            return self.head(hidden), memory
+        with _in_float32(hidden):
+            return self._recalled(hidden.float(), memory, clock)
+
+    def _recalled(self, hidden: Tensor, memory: Working | None, clock: int) -> tuple[Tensor, Working]:
+        assert self.options is not None, "asked before"
+        width = hidden.shape[-1]
+        if memory is None:
+            sizes = {"slots": self.options.working_slots, "key_size": width, "value_size": width}
+            memory = memory_working.empty(len(hidden), **sizes, device=hidden.device)
+        queries, values = self.memory_query(hidden), self.memory_value(hidden)
+        # What a thing is found by is often what stood before it; a trunk alone is slow to learn to look there.
+        before = torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :, :-1]
+        keys = self.memory_key(torch.cat((hidden, before), dim=-1))
+        importance = torch.sigmoid(self.memory_importance(hidden)).squeeze(-1)
+        fading = {"decay": self.options.working_decay, "floor": self.options.working_floor}
+        told = []
+        for segment in range(hidden.shape[1]):
+            told.append(recalled(memory, queries[:, segment], self.memory_temperature()))
+            memory = memory_working.store(
+                memory, keys[:, segment], values[:, segment], importance[:, segment], clock + segment, **fading
+            )
+        return self.head(hidden + self.memory_output(torch.stack(told, dim=1))), memory
+
+
+def recalled(memory: Working, queries: Tensor, temperature: Tensor) -> Tensor:
+    """What a working memory says to queries [B, T, k]; what is stronger speaks louder, by which strength is learnt."""
+    loudness = torch.log(torch.where(memory.valid, memory.strength, torch.ones_like(memory.strength)))
+    return memories.read(memory.keys, memory.values, memory.valid, queries, temperature, bias=loudness)
+
+
+@final
+class Kept(nn.Module):
+    """A memory as buffers, which are saved with the weights; the state rule renews them, a forward only reads."""
+
+    def __init__(self, shape: MemoryShape) -> None:
+        super().__init__()
+        for name, tensor in memories.flat(memories.empty(shape)).items():
+            self.register_buffer(name, tensor)
+
+    def now(self) -> Memory:
+        return memories.unflat(dict(self.named_buffers()))
+
+
+@final
+class LastingRecall(Transformer):
+    """Reads one segment, and asks a memory that outlives it.
+
+    Keys and values are fixed random codes of the tokens: a learnt code would move under what was stored with it long ago,
+    and that could then not be found again.
+    """
+
+    codes: Tensor
+    """[tokens, k]: a function of the seed, and so in no state dict."""
+
+    def __init__(
+        self, shape: TransformerShape, *, num_values: int, memory: MemoryShape | None, temperature: float, seed: int
+    ) -> None:
+        super().__init__(shape)
+        self.memory_shape = memory
+        if memory is not None:
+            drawn = generator(seed, "codes").standard_normal((shape.vocab_size, memory.key_size), dtype=np.float32)
+            drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
+            self.register_buffer("codes", torch.from_numpy(drawn), persistent=False)
+            self.memory = Kept(memory)
+            self.memory_query = Asking(memory.key_size)
+            self.memory_output = nn.Linear(memory.value_size, shape.hidden_size, bias=False)
+            self.memory_temperature = Temperature(temperature)
+        self.head = nn.Linear(shape.hidden_size, num_values, bias=False)
+
+    def forward(self, tokens: Tensor, *, with_memory: bool = True) -> Tensor:  # type: ignore[override]
+        """Tokens [B, T] to scores of the values [B, T, V]."""
+        hidden = self.hidden(tokens)
+        if self.memory_shape is None or not with_memory:
+            return self.head(hidden)
+        with _in_float32(hidden):
+            memory = self.memory.now()
+            seen = memories.visible(memory, same=self.memory_shape.same)
+            queries = self.memory_query(self.codes[tokens]).flatten(0, 1)
+            told = memories.read(memory.keys, memory.values, seen, queries, self.memory_temperature())
+            return self.head(hidden.float() + self.memory_output(told.unflatten(0, tokens.shape)))
+
+
+def _in_float32(x: Tensor) -> Any:
+    """Half precision would blur keys that are near each other."""
+    is_lowered = torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if is_lowered else contextlib.nullcontext()

@@ -1,0 +1,1 @@
+"""A network that routes each sample to a few of its experts."""

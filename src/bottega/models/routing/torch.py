@@ -1,0 +1,216 @@
+"""Samples of numbers through a trunk, to the experts that a router chooses for each, and to a label.
+
+B samples   I inputs   T tokens   D width   E experts   K labels   S time steps   U spiking units of all layers
+
+The trunk makes the features by which the router can tell what a sample asks for; the experts answer it. With a spiking
+trunk the features are firing rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bottega.core.noise import generator
+from bottega.models.attention import RMSNorm, Window
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.torch import Block
+from bottega.models.experts.torch import Experts, Routing
+from bottega.models.initial import RESIDUAL_OUTPUTS, fill
+from bottega.models.routing.config import RoutingShape
+from bottega.models.spiking.units import SpikingLayer
+
+EPSILON = 1e-6
+SPIKE_GAIN = 2.0
+"""Spikes are few and never negative: with weights as large as for other inputs, the sixth layer fired a tenth as often as the
+second, and half of all units fell silent in training."""
+
+
+class Routed(NamedTuple):
+    logits: Tensor
+    """[B, K]"""
+    routing: Routing
+    spikes: Tensor | None
+    """[S, B, U]; None where nothing spikes."""
+
+
+class Layer(nn.Module):
+    """A norm and a perceptron of one inner layer, added to what came in. The unit of checkpointing."""
+
+    def __init__(self, width: int, dropout: float, activation: str = "silu") -> None:
+        super().__init__()
+        self.activation: Callable[[Tensor], Tensor] = getattr(F, activation)
+        self.norm = RMSNorm(width, EPSILON)
+        self.up_proj = nn.Linear(width, width)
+        self.down_proj = nn.Linear(width, width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + drop(self.down_proj(self.activation(self.up_proj(self.norm(x)))), self.dropout, self.training)
+
+
+class Perceptron(nn.Module):
+    """[B, I] -> [B, D]: a linear map and residual layers."""
+
+    def __init__(self, shape: RoutingShape) -> None:
+        super().__init__()
+        self.embed = nn.Linear(shape.num_inputs, shape.hidden_size)
+        self.layers = nn.ModuleList(
+            Layer(shape.hidden_size, shape.dropout, shape.activation) for _ in range(shape.num_layers)
+        )
+        self.checkpoint_blocks = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = self.embed(x)
+        for layer in self.layers:
+            is_kept = not (self.checkpoint_blocks and self.training)
+            x = layer(x) if is_kept else checkpoint(layer, x, use_reentrant=False)
+        return x, None
+
+
+class Spiking(nn.Module):
+    """[B, I] -> firing rates [B, D], and all spikes.
+
+    The inputs are a constant current of the first layer. Each further layer reads the mean of all layers before it:
+    rates then stay between 0 and 1 at any depth, and the last layer is one step away from the first.
+    """
+
+    def __init__(self, shape: RoutingShape) -> None:
+        super().__init__()
+        assert shape.spiking is not None
+        self.steps, self.dropout = shape.spiking.time_steps, shape.dropout
+        sizes = [shape.num_inputs, *[shape.hidden_size] * (shape.num_layers - 1)]
+        self.layers = nn.ModuleList(SpikingLayer(size, shape.hidden_size, shape.spiking) for size in sizes)
+        self.checkpoint_blocks = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        spikes: list[Tensor] = []
+        total = stream = x.expand(self.steps, *x.shape)
+        for number, layer in enumerate(self.layers, start=1):
+            is_kept = not (self.checkpoint_blocks and self.training)
+            spikes.append(layer(stream) if is_kept else checkpoint(layer, stream, use_reentrant=False))
+            total = spikes[0] if number == 1 else total + spikes[-1]
+            stream = total / number
+        return drop(stream.mean(0), self.dropout, self.training), torch.cat(spikes, dim=-1)
+
+
+class Sequence(nn.Module):
+    """[B, I] -> [B, D]: the inputs as T tokens with a place each, through the state-space blocks of the decoder for text,
+    and the mean of what they say. The names of the blocks are the decoder's, so that a text model can share them."""
+
+    def __init__(self, shape: RoutingShape) -> None:
+        super().__init__()
+        self.size, self.num_tokens, self.dropout = shape.token_size, shape.num_tokens, shape.dropout
+        self.embed = nn.Linear(shape.token_size, shape.hidden_size)
+        self.place = nn.Embedding(shape.num_tokens, shape.hidden_size)
+        blocks = _blocks_of(shape)
+        self.layers = nn.ModuleList(Block(blocks, layer) for layer in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, EPSILON)
+        self.checkpoint_blocks = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        tokens = F.pad(x, (0, self.size * self.num_tokens - x.shape[1])).unflatten(1, (self.num_tokens, self.size))
+        x = drop(self.embed(tokens) + self.place.weight, self.dropout, self.training)
+        added = torch.zeros_like(x)
+        nowhere = x.new_zeros(0)  # a state space knows no positions
+        window = Window(nowhere, nowhere)
+        for block in self.layers:
+            is_kept = not (self.checkpoint_blocks and self.training)
+            x, added = block(x, added, window) if is_kept else checkpoint(block, x, added, window, use_reentrant=False)
+        return self.norm(x + added).mean(1), None
+
+
+def _blocks_of(shape: RoutingShape) -> TransformerShape:
+    """As the language model of kind ssm has them: a state space, and no feed-forward."""
+    return TransformerShape(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=0,
+        vocab_size=2,  # there is no vocabulary, and the shape asks for one
+        context=shape.num_tokens,
+        dropout=shape.dropout,
+        norm_epsilon=EPSILON,
+        mixers=("ssm",) * shape.num_layers,
+        ssm=shape.ssm,
+    )
+
+
+TRUNKS: dict[str, Callable[[RoutingShape], Perceptron | Spiking | Sequence]] = {
+    "perceptron": Perceptron,
+    "spiking": Spiking,
+    "state_space": Sequence,
+}
+
+
+class RoutingNet(nn.Module):
+    """`mean` and `scale` bring the inputs to a common size. They are f(data), so they are no weights and in no state
+    dict: whoever builds the model sets them."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, shape: RoutingShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.register_buffer("mean", torch.zeros(shape.num_inputs), persistent=False)
+        self.register_buffer("scale", torch.ones(shape.num_inputs), persistent=False)
+        self.model: Perceptron | Spiking | Sequence = TRUNKS[shape.trunk](
+            shape
+        )  # as transformers calls all but the head
+        self.norm = RMSNorm(shape.hidden_size, EPSILON)
+        self.experts = Experts(shape.experts)
+        self.out_norm = RMSNorm(shape.hidden_size, EPSILON)
+        self.head = nn.Linear(shape.hidden_size, shape.num_labels)
+
+    @property
+    def checkpoint_blocks(self) -> bool:
+        return self.model.checkpoint_blocks
+
+    @checkpoint_blocks.setter
+    def checkpoint_blocks(self, value: bool) -> None:
+        self.model.checkpoint_blocks = value
+
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> Routed:
+        """`counted` [B] is false for what only fills up a batch; it takes no expert's room and counts in no sum."""
+        features, spikes = self.model((x - self.mean) * self.scale)
+        answer, routing = self.experts(self.norm(features), counted=counted)
+        return Routed(self.head(self.out_norm(features + answer)), routing, spikes)
+
+    @torch.no_grad()
+    def set_scale(self, mean: np.ndarray, scale: np.ndarray) -> None:
+        self.mean.copy_(torch.from_numpy(np.asarray(mean, np.float32)))
+        self.scale.copy_(torch.from_numpy(np.asarray(scale, np.float32)))
+
+
+def initialise_routing(model: RoutingNet, seed: int) -> None:
+    """Every weight by its fan-in, so that a signal keeps its size at any width; or as its layer says."""
+    depth = max(1, model.shape.num_layers)
+    knowing = {path: layer for path, layer in model.named_modules() if hasattr(layer, "initial_value")}
+
+    def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        owner, _, kind = name.rpartition(".")
+        if owner in knowing:
+            return knowing[owner].initial_value(kind, name, seed)
+        if kind == "bias":
+            return np.zeros(shape, np.float32)
+        if "norm" in owner.rpartition(".")[2]:
+            return np.ones(shape, np.float32)
+        std = 1 / math.sqrt(shape[-1])
+        if model.shape.spiking is not None and name.startswith("model."):
+            std *= model.shape.spiking.threshold * (1.0 if name.startswith("model.layers.0.") else SPIKE_GAIN)
+        if owner.endswith(RESIDUAL_OUTPUTS) and owner.startswith("model."):
+            std /= math.sqrt(depth)
+        return generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(std)
+
+    fill(model, value)
+
+
+def drop(x: Tensor, share: float, training: bool) -> Tensor:
+    return F.dropout(x, share, training) if share else x

@@ -1,0 +1,35 @@
+"""The tasks `image_vae` and `image_tokens`: autoencoders whose latents or codes a generator learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bottega.config.task_spec import TaskSpec
+from bottega.tasks.autoencode.config import AudioVaeRecipe, ImageVaeRecipe, VideoVaeRecipe
+from bottega.tasks.autoencode.tokens_config import AudioTokensRecipe, ImageTokensRecipe
+
+
+def _prepare(recipe: Any, progress: Any) -> Any:
+    from bottega.data.prepare.media import prepare_media
+
+    return prepare_media(recipe, progress=progress)
+
+
+SPECS = (
+    TaskSpec(
+        name="image_vae",
+        recipe=ImageVaeRecipe,
+        inputs={"image": ImageVaeRecipe, "audio": AudioVaeRecipe, "video": VideoVaeRecipe},
+        open="bottega.tasks.autoencode.vae:prepare",
+        reopen="bottega.tasks.autoencode.vae:reopen",
+        prepare=_prepare,
+    ),
+    TaskSpec(
+        name="image_tokens",
+        recipe=ImageTokensRecipe,
+        inputs={"image": ImageTokensRecipe, "audio": AudioTokensRecipe},
+        open="bottega.tasks.autoencode.tokens:prepare",
+        reopen="bottega.tasks.autoencode.tokens:reopen",
+        prepare=_prepare,
+    ),
+)

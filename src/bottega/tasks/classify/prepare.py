@@ -1,0 +1,296 @@
+"""Texts with a class each, or several: cleaned, copied with changes where asked for, tokenised."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.config.data import Splitting
+from bottega.core.errors import DataError, UsageError
+from bottega.data.embedded import in_place
+from bottega.data.embedded.docstrings import docstrings
+from bottega.data.prepare.encoder import Encoder, Row
+from bottega.data.prepare.inputs import Input, check_medium, inputs_of
+from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.labels import BLANKS, COPY, NAME_IT, NUMBER, SKIP, WORD, LabelReader
+from bottega.data.prepare.learn import opened_tokenizer, tokenizer_facts
+from bottega.data.prepare.learn import tokenizer as learn
+from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
+from bottega.data.prepare.rules import Rules
+from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.tables.cache import default_cache
+from bottega.data.tables.classes import find_classes, texts_of
+from bottega.data.tables.shards import TEXT, Column, Table
+from bottega.data.text import synonyms
+from bottega.data.text.augment import copies
+from bottega.data.text.config import TextAugmentation
+from bottega.data.text.tokenizer import Tokenizer
+from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
+from bottega.tasks.classify.config import ClassifyData
+from bottega.tasks.language.prepare import BYTE_LENGTHS, GROUP, given_tokenizer, tokenizer_options
+
+# Raised when the same texts would give other tables.
+FORMAT = 3
+
+
+def prepare_classify(
+    data: ClassifyData,
+    spec: TokenizerSpec,
+    *,
+    seed: int,
+    progress: Progress,
+    num_classes: int | None = None,
+    cache: Path | None = None,
+) -> Prepared:
+    """Tables of input_ids, text, label, form and key. `num_classes` are the recipe's; None counts them in the data.
+
+    Where a text has several classes, `label` is a JSON list of their names.
+    """
+    ready = opened_where_prepared(data, task="classify")
+    if ready is not None:
+        _check_ready(ready, data, spec)
+        return ready
+    data = in_place(data, "jsonl", docstrings)
+    inputs, shares = inputs_of(data)
+    check_medium(inputs, "text")
+    inputs, notes = _as_lines(inputs)
+    if data.multi_label and any(input.found.source.labels is not None for input in inputs):
+        raise UsageError(
+            "labels: texts of several classes cannot be chosen by class; leave it out, or give files apart"
+        )
+    changes = data.augmentation if data.augmentation is not None and data.augmentation.enabled else None
+    # Another thesaurus gives other copies.
+    thesaurus = synonyms.source() if changes and "synonym_replacement" in changes.techniques else None
+    reader = LabelReader(data.label_field, data.label_separator if data.multi_label else None)
+    given = given_tokenizer(spec)
+    _check_length(data, spec, given)
+
+    def encoder(texts: Texts, folder: Path, progress: Progress) -> LabelledEncoder:
+        tokenizer = learn(spec, given, texts, folder / "tokenizer", progress)
+        tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
+        checks = Checks(texts.plan.tables, _stratified_folds(data.split), num_classes)
+        return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, reader, changes, seed, checks, notes)
+
+    learned = (spec.vocab_size, spec.min_frequency) if spec.kind == "words" else None
+    # What the model of a tokenizer can read is said beside it, and not by it.
+    longest = given.longest if given is not None else None
+    options = (*tokenizer_options(spec, given), changes, thesaurus, seed if changes else None)
+    plan = Plan(
+        task="classify",
+        inputs=inputs,
+        shares=shares,
+        data=data,
+        rules=Rules.of_text(data, label=data.label_field, class_names=data.named_classes),
+        encoder=encoder,
+        options=(*options, FORMAT, reader, learned, longest),
+        label_field=data.label_field,
+        # A list is no class: which there are is then said by the encoder.
+        needs_classes=not data.multi_label,
+        num_classes=None if data.multi_label else num_classes,
+        deduplicate=data.deduplicate,
+    )
+    return prepare(plan, cache=cache or default_cache(), progress=progress)
+
+
+def _as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, ...]]:
+    """Text files as lines of a label and a text, since a whole file has no label; with a note that says so."""
+    from bottega.data.readers.lines import recognise
+
+    changed, notes = [], []
+    for input in inputs:
+        found = input.found
+        if found.kind not in ("text", "lines"):
+            changed.append(input)
+            continue
+        source = found.source
+        if found.kind == "text" or source.delimiter is None:
+            form = recognise(found.files)
+            source = source.model_copy(update={"delimiter": form.divider, "columns": form.columns})
+            signs = {"\t": "a tab", " ": "a blank"}
+            order = "a label, then a text" if form.label_first else "a text, then a label"
+            notes.append(
+                f"{found.root}: each line is read as {order}, divided by {signs.get(form.divider, form.divider)}"
+            )
+        changed.append(replace(input, found=replace(found, kind="lines", source=source)))
+    return tuple(changed), tuple(dict.fromkeys(notes))
+
+
+def _check_ready(ready: Prepared, data: ClassifyData, spec: TokenizerSpec) -> None:
+    if ready.meta.get("multi_label", False) != data.multi_label:
+        has = "one class" if data.multi_label else "several classes"
+        raise DataError(
+            f"{ready.folder} was prepared with {has} a text, and data.multi_label is {str(data.multi_label).lower()}; "
+            "prepare it again"
+        )
+    if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != ready.meta["tokenizer"]:
+        raise DataError(f"{ready.folder} was prepared with another tokenizer than {spec.path}; prepare it with that")
+
+
+def _check_length(data: ClassifyData, spec: TokenizerSpec, given: Tokenizer | None) -> None:
+    longest = given.longest if given is not None else None
+    if longest is not None and data.sequence_length is not None and data.sequence_length > longest:
+        raise UsageError(
+            f"data.sequence_length: {data.sequence_length} is more than the {longest} tokens that {spec.path} can read; "
+            "lower it"
+        )
+
+
+def _stratified_folds(split: Splitting | None) -> int | None:
+    return split.folds if split is not None and split.by == "stratified" else None
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What only the labels of all texts together can show."""
+
+    tables: tuple[str, ...]
+    folds: int | None
+    """Of a split by class."""
+    num_classes: int | None
+
+    def mixed(self, folder: Path) -> None:
+        """Numbers beside words are the numbers of other words, or a column that was meant to be another."""
+        first: dict[int, str] = {}
+        for table in (Table(folder / name) for name in self.tables):
+            for form in {NUMBER, WORD} - first.keys():
+                rows = np.flatnonzero(table.values("form") & ~np.uint8(BLANKS) == form)
+                if len(rows):
+                    first[form] = f"{table.row('label', int(rows[0]))} at {table.row('key', int(rows[0]))}"
+        if len(first) == 2:
+            raise DataError(f"labels are numbers and words: {first[NUMBER]}, {first[WORD]}; give all of them one form")
+
+    def blanks(self, folder: Path) -> list[str]:
+        """A note where labels differed by blanks alone."""
+        count, first = 0, None
+        for table in (Table(folder / name) for name in self.tables):
+            forms = table.values("form")
+            rows = np.flatnonzero((forms != COPY) & (forms & BLANKS > 0))
+            count += len(rows)
+            if len(rows) and first is None:
+                first = f"that of {table.row('key', int(rows[0]))}, now {table.row('label', int(rows[0]))!r}"
+        said = (
+            f"{count:,} label{'s' if count > 1 else ''} had blanks too many, which were taken off (the first: {first})"
+        )
+        return [f"{said}; labels that differ by blanks alone are one class"] if count else []
+
+    def members(self, folder: Path) -> None:
+        """Each fold must have its share of each class."""
+        if self.folds is None:
+            return
+        counts: Counter[str] = Counter()
+        for name in self.tables:
+            if name.startswith("train") or name == "validation":
+                table = Table(folder / name)
+                own = (table.values("form") != COPY).tolist()
+                counts.update(label for label, is_own in zip(texts_of(table, "label"), own, strict=True) if is_own)
+        rarest = min(counts, key=lambda name: (counts[name], name))
+        if counts[rarest] < self.folds:
+            raise DataError(
+                f"class {rarest!r} has {counts[rarest]} texts, fewer than data.split.folds={self.folds}; lower folds, "
+                "or set data.split.by=fraction"
+            )
+
+    def classes(self, folder: Path) -> list[str]:
+        """Of texts that have several."""
+        first_of: dict[str, str] = {}
+        for name in self.tables:
+            table = Table(folder / name)
+            for row, text in enumerate(texts_of(table, "label")):
+                for label in json.loads(text):
+                    first_of.setdefault(label, table.row("key", row))
+        classes = find_classes(first_of, num_classes=self.num_classes)
+        classes.ids(list(first_of), keys=list(first_of.values()))
+        return list(classes.names)
+
+
+@dataclass(frozen=True)
+class LabelledEncoder(Encoder):
+    """The text itself is kept beside its tokens, for those who look at what was predicted."""
+
+    folder: Path
+    dtype: str
+    reader: LabelReader
+    changes: TextAugmentation | None
+    seed: int
+    checks: Checks
+    notes: tuple[str, ...] = ()
+    """How the data was read, where that is not what its files say."""
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        ids = Column(self.dtype, varying=True)
+        return {"input_ids": ids, "text": TEXT, "label": TEXT, "form": Column(), "key": TEXT}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Asked for when the tables are written, so that what they show together is found before they are used."""
+        tables, tokenizer = self.folder.parent, opened_tokenizer(self.folder)
+        self.checks.mixed(tables)
+        self.checks.members(tables)
+        multi_label = self.reader.separator is not None
+        return {
+            **tokenizer_facts(self.folder),
+            "frame": tokenizer.frame,
+            "padding": tokenizer.padding,
+            "unknown": tokenizer.unknown,
+            "longest": tokenizer.longest,
+            "multi_label": multi_label,
+            **({"classes": self.checks.classes(tables)} if multi_label else {}),
+            "notes": [*self.notes, *self.checks.blanks(tables)],
+        }
+
+    def rows(self, record: Record) -> Iterator[Row]:
+        for _, row in self.encode([("", record)]):
+            if isinstance(row, Bad):
+                raise Unreadable(row.reason)
+            yield row
+
+    def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | Bad]]:
+        tokenizer = opened_tokenizer(self.folder)
+        group: list[tuple[str, Row | Bad]] = []
+        characters, has_labels = 0, False
+        for table, record in records:
+            for row in self._texts(record, is_training=table.startswith("train")):
+                if not isinstance(row, Bad):
+                    has_labels = True
+                elif has_labels and row.reason.endswith(NAME_IT):
+                    row = row._replace(reason=row.reason + SKIP)
+                group.append((table, row))
+                characters += len(row["text"]) if not isinstance(row, Bad) else 0
+            if characters >= GROUP:
+                yield from _tokenised(group, tokenizer)
+                group, characters = [], 0
+        yield from _tokenised(group, tokenizer)
+
+    def _texts(self, record: Record, *, is_training: bool) -> Iterator[Row | Bad]:
+        try:
+            label, form = self.reader.read(record)
+        except Unreadable as error:
+            yield Bad(record.key, record.where, str(error))
+            return
+        text = record.fields["text"]
+        yield {"text": text, "label": label, "form": form, "key": record.key}
+        if is_training and self.changes is not None:
+            changed = copies(
+                text,
+                factor=self.changes.augmentation_factor,
+                techniques=self.changes.techniques,
+                probability=self.changes.probability,
+                seed=self.seed,
+                key=record.key,
+            )
+            for number, copy in enumerate(changed, start=1):
+                yield {"text": copy, "label": label, "form": COPY, "key": f"{record.key}~{number}"}
+
+
+def _tokenised(group: list[tuple[str, Row | Bad]], tokenizer: Tokenizer) -> Iterator[tuple[str, Row | Bad]]:
+    texts = [row["text"] for _, row in group if not isinstance(row, Bad)]
+    ids = tokenizer.encode_documents(texts)
+    for table, row in group:
+        yield table, row if isinstance(row, Bad) else {**row, "input_ids": next(ids)}

@@ -1,0 +1,19 @@
+"""Rows of texts with labels, for people."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bottega.data.prepare.preview import Preview
+
+
+class LabelledTextPreview(Preview):
+    column, unit = "input_ids", "tokens"
+
+    def describe(self, row: dict[str, Any]) -> str:
+        return str(row["text"])
+
+    def public(self, row: dict[str, Any]) -> dict[str, Any]:
+        label = json.loads(row["label"]) if self.prepared.meta.get("multi_label") else row["label"]
+        return {"text": row["text"], "label": label, "source": row["key"]}

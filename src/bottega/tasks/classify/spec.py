@@ -1,0 +1,56 @@
+"""The task `classify`: of text, images, sound or video."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bottega.config.flat import Flat
+from bottega.config.task_spec import TaskSpec
+from bottega.tasks.classify.config import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
+from bottega.tasks.weights import drop_dimensions
+
+
+def prepare(recipe: Any, progress: Any) -> Any:
+    if not isinstance(recipe, ClassifyRecipe):
+        from bottega.data.prepare.media import prepare_media
+
+        return prepare_media(recipe, progress=progress)
+    from bottega.tasks.classify.prepare import prepare_classify
+    from bottega.tasks.start import tokenizer_of
+
+    return prepare_classify(
+        recipe.data,
+        tokenizer_of(recipe),
+        seed=recipe.seed,
+        num_classes=recipe.model.num_labels,
+        progress=progress,
+    )
+
+
+def adapt(base: Flat, layer: Flat) -> list[str]:
+    drop_dimensions(base, layer, _is_encoder)
+    return []
+
+
+def _is_encoder(said: Mapping[str, Any]) -> bool:
+    is_text = said.get("task") == "classify" and said.get("data.input", "text") == "text"
+    return is_text and said.get("model.kind", "transformer") != "cnn"
+
+
+SPEC = TaskSpec(
+    name="classify",
+    recipe=ClassifyRecipe,
+    inputs={
+        "text": ClassifyRecipe,
+        "image": ImageClassifyRecipe,
+        "audio": AudioClassifyRecipe,
+        "video": VideoClassifyRecipe,
+    },
+    open="bottega.tasks.classify.media:prepare",
+    reopen="bottega.tasks.classify.media:reopen",
+    prepare=prepare,
+    preview="bottega.tasks.classify.preview:LabelledTextPreview",
+    fields=frozenset(("text", "label")),
+    adapt=adapt,
+)

@@ -1,0 +1,20 @@
+"""Rows of tokens, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bottega.data.prepare.preview import Preview
+
+
+class TextPreview(Preview):
+    column = unit = "tokens"
+
+    def describe(self, row: dict[str, Any]) -> str:
+        return self.prepared.tokenizer.decode(row["tokens"][:400])
+
+    def public(self, row: dict[str, Any]) -> dict[str, Any]:
+        tokens = row["tokens"]
+        if len(tokens) and tokens[-1] == self.prepared.meta["end_of_text"]:
+            tokens = tokens[:-1]
+        return {"text": self.prepared.tokenizer.decode(tokens), "source": row["key"]}

@@ -1,0 +1,36 @@
+"""The task `language`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bottega.config.flat import Flat
+from bottega.config.task_spec import TaskSpec
+from bottega.models.decoder.kinds import adapt_kv_heads
+from bottega.tasks.language.config import LanguageRecipe
+from bottega.tasks.weights import drop_dimensions
+
+
+def prepare(recipe: LanguageRecipe, progress: Any) -> Any:
+    from bottega.tasks.language.prepare import prepare_language
+    from bottega.tasks.start import tokenizer_of
+
+    return prepare_language(recipe.data, tokenizer_of(recipe), progress=progress)
+
+
+def adapt(base: Flat, layer: Flat) -> list[str]:
+    drop_dimensions(base, layer, lambda said: said.get("task") == "language")
+    return adapt_kv_heads(base, layer)
+
+
+SPEC = TaskSpec(
+    name="language",
+    recipe=LanguageRecipe,
+    open="bottega.tasks.language.branch:prepare",
+    reopen="bottega.tasks.language.branch:reopen",
+    prepare=prepare,
+    preview="bottega.tasks.language.preview:TextPreview",
+    files=("text", "embedded"),
+    starts={"model.size": "nano", "data.train.kind": "embedded"},
+    adapt=adapt,
+)

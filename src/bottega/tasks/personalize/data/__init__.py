@@ -1,0 +1,1 @@
+"""Records of people: read, checked, divided by person, and prepared with their pictures."""

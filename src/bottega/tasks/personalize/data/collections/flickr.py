@@ -1,0 +1,110 @@
+"""FLICKR-AES (Ren et al., 2017): who gave how many of five points to which of 40,000 photographs.
+
+The table `FLICKR-AES_image_labeled_by_each_worker.csv` has the columns worker, imagePair and score; the pictures lie in
+`40K/`. There are no times in it, so that "before" has no meaning of its own: what a worker liked is put in an order by
+hash, and each picture after the first few is once the target, with those right before it as the history.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from bottega.core.errors import DataError
+from bottega.data.readers.compressed import unpacked
+from bottega.data.records.record import Bad
+from bottega.tasks.personalize.config import PersonalizeData
+from bottega.tasks.personalize.data.collections import HISTORY, Collected, base_of, inside, only_file, shuffled
+from bottega.tasks.personalize.data.records import Item, Record
+
+TABLE = "FLICKR-AES_image_labeled_by_each_worker.csv"
+PICTURES = ("40K", "images", "FLICKR-AES-001")
+LIKED = 4.0
+COLUMNS = {
+    "worker": ("worker", "worker_id", "user"),
+    "picture": ("imagepair", "image", "image_name"),
+    "score": ("score",),
+}
+
+
+def read(folder: Path, data: PersonalizeData, limit: int | None) -> Collected:
+    base = base_of(folder, data)
+    pictures = inside(inside(base, *PICTURES), *PICTURES).relative_to(base)
+    table = only_file(folder, TABLE)
+    scores: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    bad: list[tuple[str, Record | Bad]] = []
+    for line, row in _rows(table):
+        if isinstance(row, Bad):
+            bad.append((f"{table.name}:{line}", row))
+        else:
+            worker, picture, score = row
+            scores[worker][picture].append(score)
+    least = LIKED if data.min_score is None else data.min_score
+    length = data.history_length or HISTORY
+    records = list(bad)
+    too_few, their = 0, 0
+    for worker in sorted(scores):
+        # Some were asked twice about the same picture.
+        liked = [name for name, given in scores[worker].items() if math.fsum(given) / len(given) >= least]
+        if len(liked) <= length:
+            too_few, their = too_few + 1, their + len(liked)
+            continue
+        items = [_item(name, pictures) for name in shuffled(liked, worker)]
+        for at in range(length, len(items)):
+            record = Record(user=worker, history=tuple(items[at - length : at]), target=items[at])
+            records.append((f"{table.name}, worker {worker}, picture {items[at].id}", record))
+    reason = f"liked by {too_few:,} workers who liked {length} pictures or fewer"
+    return Collected(records, {reason: their} if too_few else {})
+
+
+def _item(name: str, pictures: Path) -> Item:
+    return Item(id=Path(name).stem, image=(pictures / name).as_posix())
+
+
+def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | Bad]]:
+    """(line, (worker, picture, score)). Names of columns and values come with spaces before them, now and then."""
+    with unpacked(table) as stream:
+        try:
+            text = stream.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{table}: not UTF-8 at byte {error.start}; convert it, for example with iconv -f latin1 -t utf-8"
+            ) from error
+    lines = text.splitlines()
+    first = lines[0] if lines else ""
+    delimiter = max(",;\t", key=first.count)
+    names = [name.strip().strip('"').lower() for name in first.split(delimiter)]
+    at = {
+        column: next((names.index(name) for name in known if name in names), None) for column, known in COLUMNS.items()
+    }
+    if None in at.values():
+        raise DataError(
+            f"{table}, line 1: expected the columns worker, imagePair and score, got {first.strip()[:80]!r}"
+        )
+    rows = csv.reader(lines[1:], delimiter=delimiter, skipinitialspace=True)
+    for cells in rows:
+        line = rows.line_num + 1
+        if not any(cell.strip() for cell in cells):
+            continue
+        values = {
+            column: cells[place].strip() if place < len(cells) else ""
+            for column, place in at.items()
+            if place is not None
+        }
+        yield line, _row(values, f"{table}, line {line}")
+
+
+def _row(values: dict[str, str], where: str) -> tuple[str, str, float] | Bad:
+    missing = next((column for column, value in values.items() if not value), None)
+    if missing is not None:
+        return Bad(where, where, f"has no {missing}")
+    try:
+        score = float(values["score"])
+    except ValueError:
+        score = math.nan
+    if not math.isfinite(score):
+        return Bad(where, where, f"the score {values['score']!r} is no number")
+    return values["worker"], values["picture"], score

@@ -1,0 +1,144 @@
+"""POG (Chen et al., 2019, Alibaba iFashion): what people clicked on, and the outfit they then chose.
+
+`user_data.txt` has lines `user,item;item;...,outfit`, `outfit_data.txt` has `outfit,item;item;...`, and `item_data.txt`
+has `item,category,address of its picture,title`. The pictures are not published with it: whoever fetched some has them
+in a folder by the id of the item. The history is what was clicked on, the target one item of the outfit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from bottega.core.errors import DataError
+from bottega.data.readers.compressed import lines, unpacked
+from bottega.data.readers.folders import IMAGE_SUFFIXES
+from bottega.data.records.record import Bad
+from bottega.data.tables.splits import hash_key
+from bottega.tasks.personalize.config import PersonalizeData
+from bottega.tasks.personalize.data.collections import HISTORY, Collected, base_of, inside, only_file, shuffled
+from bottega.tasks.personalize.data.records import Item, Record
+
+USERS, OUTFITS, ITEMS = "user_data.txt", "outfit_data.txt", "item_data.txt"
+PICTURES = ("images", "images_sampled", "pictures")
+
+Click = tuple[int, str, tuple[str, ...], str]
+"""Line, user, history, target."""
+
+
+def read(folder: Path, data: PersonalizeData, limit: int | None) -> Collected:
+    base = base_of(folder, data)
+    pictures = _pictures(base)
+    if not pictures:
+        raise DataError(
+            f"{base} holds no pictures; keep them in {base / PICTURES[0]}, each named by the id of its item"
+        )
+    left_out: Counter[str] = Counter()
+    bad: list[tuple[str, Record | Bad]] = []
+    clicks = list(_clicks(folder, pictures, data.history_length or HISTORY, limit, left_out, bad))
+    titles = _titles(folder, {item for _, _, history, target in clicks for item in (*history, target)})
+    records: list[tuple[str, Record | Bad]] = list(bad)
+    for line, user, history, target in clicks:
+        # An item without a title says nothing, unless captions come from elsewhere.
+        known = [item for item in history if item in titles or data.captions is not None]
+        if not known or (target not in titles and data.captions is None):
+            left_out["of which nothing has a title"] += 1
+            continue
+        items = {
+            item: Item(id=item, caption=titles.get(item, ""), image=pictures.get(item)) for item in (*known, target)
+        }
+        record = Record(user=user, history=tuple(items[item] for item in known), target=items[target])
+        records.append((f"{USERS}, line {line}", record))
+    return Collected(records, dict(left_out))
+
+
+def _clicks(
+    folder: Path,
+    pictures: dict[str, str],
+    length: int,
+    limit: int | None,
+    left_out: Counter[str],
+    bad: list[tuple[str, Record | Bad]],
+) -> Iterator[Click]:
+    outfits = _outfits(folder, pictures)
+    seen: set[int] = set()
+    file, given = only_file(folder, USERS), 0
+    for line, text in _lines(file):
+        fields = text.split(",")
+        if len(fields) != 3 or not fields[0].strip() or not fields[2].strip():
+            where = f"{file}, line {line}"
+            bad.append((f"{USERS}, line {line}", Bad(where, where, "expected user,item;item;...,outfit")))
+            continue
+        user, outfit = fields[0].strip(), fields[2].strip()
+        # Clicked on twice is liked once, when it was last.
+        clicked = list(dict.fromkeys(reversed([item.strip() for item in fields[1].split(";") if item.strip()])))[::-1]
+        digest = hash_key(f"{user},{';'.join(clicked)},{outfit}")
+        if outfit not in outfits:
+            left_out["whose outfit has no item with a picture"] += 1
+        elif not clicked:
+            left_out["with nothing clicked on"] += 1
+        elif digest in seen:
+            left_out["the same as an earlier line"] += 1
+        elif not (new := [item for item in outfits[outfit] if item not in clicked]):
+            left_out["whose outfit has only what was clicked on before"] += 1
+        else:
+            seen.add(digest)
+            yield line, user, tuple(clicked[-length:]), shuffled(new, user, outfit)[0]
+            given += 1
+            if limit is not None and given >= limit:
+                return
+
+
+def _pictures(base: Path) -> dict[str, str]:
+    """The picture of each item, relative to `base`."""
+    found: dict[str, str] = {}
+    for folder, folders, files in os.walk(inside(base, *PICTURES)):
+        folders.sort()
+        for name in sorted(files):
+            path = Path(folder, name)
+            if path.suffix.lower() in IMAGE_SUFFIXES:
+                found.setdefault(path.stem, path.relative_to(base).as_posix())
+    return found
+
+
+def _outfits(folder: Path, pictures: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """The items with a picture of each outfit that has some."""
+    file = only_file(folder, OUTFITS)
+    found = {}
+    for line, text in _lines(file):
+        outfit, comma, items = text.partition(",")
+        if not comma or not outfit.strip():
+            raise DataError(f"{file}, line {line}: expected outfit,item;item;..., got {text[:60]!r}")
+        shown = tuple(dict.fromkeys(item.strip() for item in items.split(";") if item.strip() in pictures))
+        if shown:
+            found[outfit.strip()] = shown
+    return found
+
+
+def _titles(folder: Path, wanted: set[str]) -> dict[str, str]:
+    """Of those wanted that have one. Only the title, which is last, may have commas in it."""
+    file = only_file(folder, ITEMS)
+    found = {}
+    for line, text in _lines(file):
+        fields = text.split(",", 3)
+        if len(fields) < 3:
+            raise DataError(f"{file}, line {line}: expected item,category,address,title, got {text[:60]!r}")
+        title = fields[3].strip() if len(fields) == 4 else ""
+        if fields[0].strip() in wanted and title:
+            found[fields[0].strip()] = title
+    return found
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    with unpacked(file) as stream:
+        for number, raw in enumerate(lines(stream, None), start=1):
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip("\r\n")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{file}, line {number}: not UTF-8; convert it, for example with iconv -f latin1 -t utf-8"
+                ) from error
+            if text.strip():
+                yield number, text

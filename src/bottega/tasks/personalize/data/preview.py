@@ -1,0 +1,51 @@
+"""Records of people, for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bottega.data.prepare.preview import Preview, spread
+from bottega.data.tables.shards import Table
+
+LIKED = 6
+"""Items of each history that are drawn, so that the target beside them can still be seen."""
+
+
+class PeoplePreview(Preview):
+    column, unit = "history", "liked items"
+
+    def describe(self, row: dict[str, Any]) -> str:
+        from bottega.tasks.personalize.data.records import Record
+
+        person = Record.model_validate_json(row["record"])
+        liked = "; ".join(item.caption for item in person.history)
+        return f"user {person.user} liked: {liked}\nwish: {person.asked}"
+
+    def public(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A record as it can be read again; its pictures stay where they are."""
+        record: dict[str, Any] = json.loads(row["record"])
+        return record
+
+    def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
+        """Each row a person: the last things they liked, then what they took. Where no picture is known, the words stand."""
+        from bottega.data.image.sheet import sheet
+        from bottega.tasks.personalize.data.records import PersonalRows
+
+        rows = PersonalRows(self.prepared, self.prepared.training_tables[0])
+        records = [rows.record(number) for number in spread(table, 4)]
+        columns = min(LIKED, max(len(record.history) for record in records)) + 1
+        size = self.prepared.meta["image_size"]
+        white = np.full((size, size, 3), 255, np.uint8)
+        images, captions = [], []
+        for record in records:
+            items = record.items[-columns:]
+            missing = columns - len(items)
+            images += [white] * missing + [white if item.image is None else rows.picture(item) for item in items]
+            captions += [""] * missing + [item.caption for item in items[:-1]] + [f"took: {items[-1].caption}"]
+        path = folder / "people.png"
+        sheet(images, path, captions=captions, columns=columns)
+        return [path]

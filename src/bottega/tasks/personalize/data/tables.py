@@ -1,0 +1,285 @@
+"""Records of people to tables, and every distinct picture of theirs decoded once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from bottega.core.errors import DataError, UsageError
+from bottega.data.image.encoder import ImageEncoder
+from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.media import DECODED_LIMIT
+from bottega.data.prepare.prepared import FORMAT, META, Prepared, opened_where_prepared
+from bottega.data.prepare.tally import Tally
+from bottega.data.records.record import Bad
+from bottega.data.tables.cache import cached, default_cache
+from bottega.data.tables.shards import TEXT, Column, ShardWriter
+from bottega.storage.durable import flush, flush_all
+from bottega.tasks.personalize.config import PersonalizeData
+from bottega.tasks.personalize.data.item_captions import Captioner, FileCaptions, described, is_model
+from bottega.tasks.personalize.data.people import SKIP, People, Person, read_people
+from bottega.tasks.personalize.data.pictures import Pictures, decode_all
+from bottega.tasks.personalize.data.records import NAMES, Item, Record
+
+TASK = "personalize"
+# Raised when the same records would give other tables.
+VERSION = 2
+COLUMNS = {
+    "key": TEXT,
+    "user": TEXT,
+    "record": TEXT,
+    "target": Column("<i8"),
+    "history": Column("<i8", varying=True),
+}
+"""Target and history are numbers of pictures; -1 where an item has none."""
+NAME_COLUMNS = {"name": TEXT, "picture": Column("<i8")}
+
+
+def prepare_personal(
+    data: PersonalizeData,
+    *,
+    progress: Progress = lambda stage, done, total: None,
+    cache: Path | None = None,
+    captioner: Captioner | None = None,
+) -> Prepared:
+    """Tables of records with the number of each target's picture, and the pictures beside them.
+
+    `captioner` loads a model of captions, where data.captions names the folder of one.
+    """
+    ready = opened_where_prepared(data, task=TASK)
+    if ready is not None:
+        made = ready.meta["image_size"]
+        if made != data.image_size:
+            raise UsageError(
+                f"data.image_size: {data.image_size}, and {ready.folder} was prepared at {made}; say that, or prepare again"
+            )
+        return ready
+    plan = _plan(data, captioner, progress)
+    folder = cached(cache or default_cache(), plan.key, lambda folder: _build(plan, folder, progress))
+    return Prepared(folder, plan.key)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Records that are good as far as can be said before a picture is decoded."""
+
+    people: People
+    pictures: Pictures
+    data: PersonalizeData
+
+    @property
+    def stop(self) -> bool:
+        return self.data.bad_records != "skip"
+
+    @cached_property
+    def everybody(self) -> list[Person]:
+        return [person for table in self.people.tables.values() for person in table]
+
+    @property
+    def _named(self) -> list[str]:
+        """What is said of bad records, without the folders they lie in."""
+        parts = (self.data.train, self.data.validation, self.data.test)
+        places = [part.path for part in parts if part is not None and part.path is not None]
+        roots = sorted(
+            {str(Path(place).expanduser()) for place in (*places, self.data.pictures or "")} - {"."}, key=len
+        )
+        named = list(self.people.tally.named)
+        for root in reversed(roots):  # the longest first: one may lie in another
+            named = [text.replace(root, "") for text in named]
+        return named
+
+    @cached_property
+    def key(self) -> str:
+        """Of what the records say and their pictures show, wherever they lie."""
+        tally = self.people.tally
+        policy = (
+            (FORMAT, VERSION, TASK, len(self.people.notes)),
+            self.data.image_size,
+            self.stop,
+            self.data.max_bad,
+            (tally.bad, self._named, sorted(tally.dropped.items())),
+        )
+        digest = hashlib.sha256(repr(policy).encode())
+        for name, people in self.people.tables.items():
+            digest.update(f"\0table {name}\0".encode())
+            for person in people:
+                hashes = [self.pictures.hash(person, item) for item in person.record.items]
+                digest.update(
+                    f"{person.key}\0{person.record.model_dump_json()}\0{hashes}\0".encode(errors="surrogatepass")
+                )
+        return digest.hexdigest()[:32]
+
+
+def _plan(data: PersonalizeData, captioner: Captioner | None, progress: Progress) -> Plan:
+    plan = Plan(read_people(data), Pictures(), data)
+    _keep(plan, plan.pictures.problem)
+    plan.pictures.hash_all((person for table in plan.people.tables.values() for person in table), progress)
+    _caption(plan, captioner, progress)
+    plan.people.tally.check(data.max_bad)
+    return plan
+
+
+def _keep(plan: Plan, problem: Callable[[Person], Bad | None]) -> None:
+    """Only those without a problem stay; with data.bad_records=stop the first one ends it."""
+    for name, people in plan.people.tables.items():
+        kept = []
+        for person in people:
+            bad = problem(person)
+            if bad is None:
+                kept.append(person)
+            else:
+                plan.people.tally.note(bad, stop=plan.stop)
+        plan.people.tables[name] = kept
+
+
+def _caption(plan: Plan, captioner: Captioner | None, progress: Progress) -> None:
+    """Every item has something said about it afterwards."""
+    said = plan.data.captions
+    if said is not None:
+        path = Path(said).expanduser()
+        of = _by_model(plan, path, captioner, progress) if is_model(path) else _by_file(path)
+        made: dict[tuple[Path, str, str | None, str], Item] = {}
+        for name, people in plan.people.tables.items():
+            plan.people.tables[name] = [_captioned(person, of, made) for person in people]
+    remedy = (
+        f"data.captions={said} says nothing about it"
+        if said is not None
+        else "add one, or name a file of captions or the folder of a captioning model with data.captions"
+    )
+
+    def problem(person: Person) -> Bad | None:
+        item = next((item for item in person.record.items if not item.caption.strip()), None)
+        if item is None:
+            return None
+        what = "target" if item is person.record.target else "history"
+        return Bad(person.key, person.where, f"item {item.id!r} of the {what} has no caption: {remedy}; {SKIP}")
+
+    _keep(plan, problem)
+
+
+def _by_file(path: Path) -> Callable[[Person, Item], str]:
+    captions = FileCaptions(path)
+    return lambda person, item: captions.of(item) or item.caption
+
+
+def _by_model(
+    plan: Plan, folder: Path, captioner: Captioner | None, progress: Progress
+) -> Callable[[Person, Item], str]:
+    """Only what nobody has said anything about is looked at."""
+    wanted = {
+        plan.pictures.hashes[path]: path
+        for table in plan.people.tables.values()
+        for person in table
+        for item in person.record.items
+        if not item.caption.strip() and (path := plan.pictures.path(person, item)) is not None
+    }
+    if captioner is None:
+        raise UsageError(
+            f"data.captions: {folder} is a folder, and no model can be asked here; name a file of captions"
+        )
+    known = described(wanted, folder, captioner, progress=progress) if wanted else {}
+    return lambda person, item: item.caption.strip() or known.get(plan.pictures.hash(person, item) or "", "")
+
+
+def _captioned(
+    person: Person, of: Callable[[Person, Item], str], made: dict[tuple[Path, str, str | None, str], Item]
+) -> Person:
+    """`made` is what was there before: an item is in many histories, and is asked about once."""
+    items = []
+    for item in person.record.items:
+        key = (person.root, item.id, item.image, item.caption)
+        if key not in made:
+            made[key] = item.model_copy(update={"caption": of(person, item)})
+        items.append(made[key])
+    update = {"history": tuple(items[:-1]), "target": items[-1]}
+    return person._replace(record=person.record.model_copy(update=update))
+
+
+def _build(plan: Plan, folder: Path, progress: Progress) -> None:
+    """What is decoded stays for the next time where this is interrupted; see `cached`."""
+    if (folder / META).is_file():
+        shutil.rmtree(folder / "parts", ignore_errors=True)
+        return
+    first_of: dict[str, tuple[Path, str]] = {}
+    for person in plan.everybody:
+        for item in person.record.items:
+            path = plan.pictures.path(person, item)
+            if path is not None:
+                first_of.setdefault(plan.pictures.hashes[path], (path, person.where))
+    encoder = _encoder(plan.data.image_size, len(first_of))
+    paths, places = [path for path, _ in first_of.values()], [where for _, where in first_of.values()]
+    bad = decode_all(paths, list(first_of), places, folder, encoder=encoder, stop=plan.stop, progress=progress)
+    damaged = {picture: bad[at] for at, picture in enumerate(first_of) if at in bad}
+    numbers = {picture: number for number, picture in enumerate(p for p in first_of if p not in damaged)}
+    tally, tables = _write(plan, folder, numbers, damaged)
+    meta = {
+        "format": FORMAT,
+        "task": TASK,
+        "key": plan.key,
+        "tables": tables,
+        **vars(tally),
+        "classes": None,
+        "image_size": plan.data.image_size,
+        "pictures": len(numbers),
+        "notes": plan.people.notes,
+        "encoder": asdict(encoder),
+    }
+    shutil.rmtree(folder / "parts", ignore_errors=True)
+    flush_all(folder)
+    temporary = folder / f".{META}"
+    temporary.write_text(json.dumps(meta, indent=1))
+    flush(temporary)
+    temporary.rename(folder / META)
+
+
+def _encoder(size: int, count: int) -> ImageEncoder:
+    is_small = size * size * 3 * count <= DECODED_LIMIT
+    return ImageEncoder(size=(size, size), channels=3, resize="crop", store="decoded" if is_small else "encoded")
+
+
+def _write(
+    plan: Plan, folder: Path, numbers: dict[str, int], damaged: dict[str, str]
+) -> tuple[Tally, dict[str, dict[str, int]]]:
+    """The tables of records, and the table of names."""
+    tally = Tally(**{**vars(plan.people.tally), "named": list(plan.people.tally.named)})
+    names: dict[str, str] = {}
+    tables = {}
+    for table, people in plan.people.tables.items():
+        users: set[str] = set()
+        with ShardWriter(folder / table, COLUMNS) as writer:
+            for person in people:
+                hashes = [plan.pictures.hash(person, item) for item in person.record.items]
+                reason = next((damaged[picture] for picture in hashes if picture in damaged), None)
+                if reason is not None:
+                    tally.note(Bad(person.key, person.where, reason), stop=plan.stop)
+                    continue
+                record = _named(person.record, hashes, names)
+                users.add(record.user)
+                row = {"key": person.key, "user": record.user, "record": record.model_dump_json()}
+                shown = [-1 if picture is None else numbers[picture] for picture in hashes]
+                writer.add({**row, "target": shown[-1], "history": shown[:-1]})
+        tables[table] = {"rows": writer.rows, "users": len(users)}
+    tally.check(plan.data.max_bad)
+    for table, counts in tables.items():
+        if not counts["rows"]:
+            raise DataError(f"data.{table}: no record is left; the first that is bad: {tally.named[0]}")
+    with ShardWriter(folder / NAMES, NAME_COLUMNS) as writer:
+        for name, picture in names.items():
+            writer.add({"name": name, "picture": numbers[picture]})
+    return tally, tables
+
+
+def _named(record: Record, hashes: list[str | None], names: dict[str, str]) -> Record:
+    """The record with a name for each picture that means it alone: two folders may have an a.png each."""
+    items = []
+    for item, picture in zip(record.items, hashes, strict=True):
+        if item.image is not None and picture is not None and names.setdefault(item.image, picture) != picture:
+            item = item.model_copy(update={"image": f"{item.image}#{picture[:16]}"})
+            names[str(item.image)] = picture
+        items.append(item)
+    return record.model_copy(update={"history": tuple(items[:-1]), "target": items[-1]})

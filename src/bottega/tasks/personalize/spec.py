@@ -1,0 +1,32 @@
+"""The task `personalize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bottega.config.task_spec import TaskSpec
+from bottega.tasks.personalize.config import PersonalizeRecipe
+
+
+def _prepare(recipe: PersonalizeRecipe, progress: Any) -> Any:
+    from bottega.tasks.personalize.data.prepare import prepare_people
+
+    return prepare_people(recipe.data, progress=progress)
+
+
+SPEC = TaskSpec(
+    name="personalize",
+    recipe=PersonalizeRecipe,
+    open="bottega.tasks.personalize.branch:prepare",
+    reopen="bottega.tasks.personalize.branch:reopen",
+    remembers=True,
+    combines=False,
+    prepare=_prepare,
+    preview="bottega.tasks.personalize.data.preview:PeoplePreview",
+    fields=frozenset(("history", "target")),
+    starts={
+        "model.diffusion": "path/to/stable-diffusion",
+        "model.language_model": "path/to/llama",
+        "data.train.path": "data/train.json",
+    },
+)

@@ -1,0 +1,18 @@
+"""The task `recall`."""
+
+from __future__ import annotations
+
+from bottega.config.task_spec import TaskSpec
+from bottega.tasks.recall.config import LastingRecipe, RecallRecipe
+
+MADE_UP = "the data of recall is made up as it is needed, so there is nothing to prepare or look at"
+
+SPEC = TaskSpec(
+    name="recall",
+    recipe=RecallRecipe,
+    inputs={"streams": RecallRecipe, "facts": LastingRecipe},
+    open="bottega.tasks.recall.branch:prepare",
+    reopen="bottega.tasks.recall.branch:reopen",
+    refuses={"prepare": MADE_UP},
+    starts={},
+)

@@ -1,0 +1,25 @@
+"""The task `routing`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bottega.config.task_spec import TaskSpec
+from bottega.tasks.routing.config import RoutingRecipe
+
+
+def _prepare(recipe: RoutingRecipe, progress: Any) -> Any:
+    from bottega.data.prepare.media import prepare_vectors
+
+    return prepare_vectors(recipe.data, progress=progress)
+
+
+SPEC = TaskSpec(
+    name="routing",
+    recipe=RoutingRecipe,
+    open="bottega.tasks.routing.branch:prepare",
+    reopen="bottega.tasks.routing.branch:reopen",
+    prepare=_prepare,
+    preview="bottega.data.numbers.preview:NumbersPreview",
+    starts={},
+)
