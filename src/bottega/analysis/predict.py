@@ -7,16 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from bottega.config.recipe import Recipe
 from bottega.core.rundir import RunDirectory
 from bottega.data.present import whole, writing
 from bottega.run.saved import open_run
-from bottega.tasks.classify.config import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
-from bottega.tasks.multitask.config import MultitaskRecipe
 from bottega.tasks.recipes import load_saved_recipe
-from bottega.tasks.routing.config import RoutingRecipe
-
-FROM_FILES = (RoutingRecipe, ImageClassifyRecipe, AudioClassifyRecipe, VideoClassifyRecipe)
+from bottega.tasks.registry import TASKS
 
 
 def predict(
@@ -43,19 +38,9 @@ def predict(
 def example(run: Path) -> str | None:
     """A command to try on a run that classifies; None where none does."""
     recipe = load_saved_recipe(RunDirectory(run).must_exist().recipe)
-    if isinstance(recipe, ClassifyRecipe):
-        return f'bottega predict {run} "a text of yours"'
-    if isinstance(recipe, FROM_FILES) and recipe.data.train.path is not None:
-        return f"bottega predict {run} {recipe.data.train.path}"
-    if not isinstance(recipe, MultitaskRecipe):
-        return None
-    able = [name for name in recipe.data.parts if isinstance(_part_recipe(run, name), ClassifyRecipe)]
-    part = f" --part {able[0]}" if len(able) > 1 else ""
-    return f'bottega predict {run}{part} "a text of yours"' if able else None
-
-
-def _part_recipe(run: Path, name: str) -> Recipe:
-    return load_saved_recipe(RunDirectory(run).codec / f"{name}.yaml")
+    asks = TASKS[recipe.task].asks
+    words = asks(recipe, RunDirectory(run).codec) if asks is not None else None
+    return f"bottega predict {run} {words}" if words is not None else None
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
@@ -69,8 +54,14 @@ def write(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """Always three columns, or four of a row of numbers, and always one line."""
-    predicted, chances = row["predicted"], row["probability"]
+    """Always three columns, or four of a row of numbers, and always one line; two where nothing has a probability."""
+    predicted = row["predicted"]
+    shown = next(str(row[name]) for name in ("text", "file", "row") if name in row)
+    if "probability" not in row:
+        return "\t".join(
+            (_escaped(f"{predicted:.6g}" if isinstance(predicted, float) else str(predicted)), _escaped(shown))
+        )
+    chances = row["probability"]
     if predicted is None:
         named, chance = "-", "-"
     elif isinstance(predicted, list):
@@ -80,7 +71,6 @@ def _line(row: dict[str, Any]) -> str:
         named, chance = predicted, f"{chances:.3f}"
     experts = row["expert"] if isinstance(row.get("expert"), list) else [row["expert"]] if "expert" in row else []
     asked = [", ".join(f"e{number}" for number in experts)] if experts else []
-    shown = next(str(row[name]) for name in ("text", "file", "row") if name in row)
     return "\t".join((_escaped(named), chance, *asked, _escaped(shown)))
 
 

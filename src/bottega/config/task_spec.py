@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -55,6 +56,8 @@ class TaskSpec:
     """Verb -> why the task does not answer it. It answers all others."""
     adapt: Callable[[Flat, Flat], list[str]] | None = None
     """(earlier entries, a later layer) -> notes; changes earlier entries that a later layer outdates."""
+    asks: Callable[[Any, Path], str | None] | None = None
+    """(recipe, codec of its run) -> words to try `bottega predict RUN` with."""
     combines: bool = True
     """Whether it can be one of several tasks of one model (`multitask`)."""
     plugin: str | None = None

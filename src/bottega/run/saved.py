@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from bottega.config.data import source_names
 from bottega.config.recipe import Recipe
@@ -34,7 +34,7 @@ from bottega.tasks.branch import Branch
 from bottega.tasks.evaluation_data import DataRequest, EvaluationData, choose_data
 from bottega.tasks.frozen import BASE
 from bottega.tasks.located import DataGone
-from bottega.tasks.prediction import predict_classes
+from bottega.tasks.prediction import NewSamples
 from bottega.tasks.recipes import load_saved_recipe
 from bottega.techniques.continual.by_source import BySource
 from bottega.techniques.inject import Injected
@@ -105,11 +105,19 @@ class SavedRun:
         means, rows = evaluated(self.engine, evaluate_batches(source, size))
         return self.branch.summarise({**means, **(self.task.score(rows) if rows else {})}), rows, source
 
-    def predict(self, inputs: str | Sequence[str] = (), **options: Any) -> list[dict[str, Any]]:
+    def predict(
+        self,
+        inputs: str | Sequence[str] = (),
+        *,
+        data: str | Path | None = None,
+        part: str | None = None,
+        standard_input: TextIO | None = None,
+    ) -> list[dict[str, Any]]:
         """The class of each text, file or row of numbers, with the probabilities of all; options as of `bottega.predict`."""
         words = [inputs] if isinstance(inputs, str | Path) else inputs
         with self.engine.sampling() as models:
-            return predict_classes(self.branch, models, self.engine.device, list(map(str, words)), **options)
+            new = NewSamples(list(map(str, words)), str(data) if data is not None else None, standard_input)
+            return self.branch.answer(models, new, part=part, device=self.engine.device)
 
     def generate(self, prompt: str | list[str] | None = None, **asked: Any) -> Any:
         """Texts that go on from the prompts, or an array of samples; options as `bottega generate --help` lists them."""

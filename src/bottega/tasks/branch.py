@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from bottega.core.errors import UsageError
 from bottega.core.task import Task
@@ -14,10 +14,14 @@ from bottega.data.order.orders import Order
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.source import Source
 
+if TYPE_CHECKING:
+    from bottega.tasks.prediction import NewSamples
+
 
 class Branch(ABC):
     """A task with its data and codec. A reopened branch has no training data of its own until asked."""
 
+    recipe: Any
     task: Task
     metrics: tuple[str, ...] = ("loss",)
     """What an evaluation measures."""
@@ -25,6 +29,9 @@ class Branch(ABC):
     """What a second's work is counted in."""
     requests: tuple[str, ...] = ()
     """What `generate` can be told, by the names of its flags."""
+
+    predicts: Literal["texts", "rows", "files"] | None = None
+    """What `predict` takes, where new samples can be asked about. Of several tasks, the first of these is asked."""
 
     started_in: tuple[Path, ...] = ()
     """Of a finished run: the folders that its training may have been started in, the likeliest first."""
@@ -118,6 +125,16 @@ class Branch(ABC):
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """The model in the layout of the ecosystem. Gives what its card says: library, pipeline tag, and
         under `needs` which models are not in it."""
+
+    def answer(self, models: Models, new: NewSamples, *, part: str | None, device: Any) -> list[dict[str, Any]]:
+        """What `bottega predict` says of new samples; `part` is for a run of several tasks."""
+        if part is not None:
+            raise UsageError(f"--part {part}: this is a run of one task; leave it out")
+        return self.predict_new(models, new, device=device)
+
+    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+        """A dict for each sample: "predicted", and "text", "file" or "row" for which one it is."""
+        raise UsageError(f"this is a run of {self.recipe.task}, which is not a classifier")
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics

@@ -39,10 +39,12 @@ from bottega.tasks.classify.config import (
     VideoClassifyRecipe,
 )
 from bottega.tasks.classify.objective import Objective, counts_all_classes
+from bottega.tasks.classify.predict import predict_media
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.classify.teller import Teller
 from bottega.tasks.kept import read_kept
 from bottega.tasks.media import MediaBranch
+from bottega.tasks.prediction import NewSamples
 from bottega.tasks.start import folder_of
 
 CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
@@ -91,6 +93,8 @@ def _checked(recipe: Recipe) -> MediaRecipe:
 
 @final
 class ClassifyBranch(Teller, MediaBranch):
+    predicts = "files"
+
     def __init__(
         self,
         recipe: MediaRecipe,
@@ -185,6 +189,9 @@ class ClassifyBranch(Teller, MediaBranch):
             model.train(was)
         none = np.zeros((0, self.shape.num_labels), np.float32), np.zeros((0, self.shape.num_features), np.float32)
         return np.concatenate([none[0], *chances]), np.concatenate([none[1], *features])
+
+    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+        return predict_media(self, models, new, device=device)
 
     @torch.no_grad()
     def predict(

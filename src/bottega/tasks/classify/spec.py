@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from bottega.config.flat import Flat
@@ -38,6 +39,10 @@ def _is_encoder(said: Mapping[str, Any]) -> bool:
     return is_text and said.get("model.kind", "transformer") != "cnn"
 
 
+def asks(recipe: Any, codec: Path) -> str | None:
+    return '"a text of yours"' if isinstance(recipe, ClassifyRecipe) else recipe.data.train.path
+
+
 SPEC = TaskSpec(
     name="classify",
     recipe=ClassifyRecipe,
@@ -52,5 +57,6 @@ SPEC = TaskSpec(
     prepare=prepare,
     preview="bottega.tasks.classify.preview:LabelledTextPreview",
     fields=frozenset(("text", "label")),
+    asks=asks,
     adapt=adapt,
 )

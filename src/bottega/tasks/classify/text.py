@@ -27,11 +27,13 @@ from bottega.models.text_classifier.pretrained import export_pretrained, pretrai
 from bottega.storage.durable import writing_folder
 from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.classify.objective import Objective, counts_all_classes
+from bottega.tasks.classify.predict import predict_texts
 from bottega.tasks.classify.prepare import prepare_classify
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.classify.teller import Teller
 from bottega.tasks.from_tables import TableBranch
 from bottega.tasks.kept import NotKept, read_kept
+from bottega.tasks.prediction import NewSamples
 from bottega.tasks.start import folder_of, tokenizer_of
 
 CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
@@ -69,6 +71,7 @@ def _prepared(recipe: ClassifyRecipe, say: Callable[[str, int, int], None], *, c
 
 @final
 class TextClassifyBranch(Teller, TableBranch):
+    predicts = "texts"
     unit = "texts"
 
     def __init__(
@@ -168,6 +171,9 @@ class TextClassifyBranch(Teller, TableBranch):
             (temporary / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
             (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
             self.objective.save(temporary)
+
+    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+        return predict_texts(self, models, new, device=device)
 
     @torch.no_grad()
     def predict(self, models: Models, texts: Sequence[str], *, device: Any, batch_size: int = 128) -> np.ndarray:

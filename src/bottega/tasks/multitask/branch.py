@@ -29,6 +29,7 @@ from bottega.tasks.kept import NotKept, read_kept
 from bottega.tasks.language.config import LanguageRecipe
 from bottega.tasks.multitask.config import MultitaskRecipe
 from bottega.tasks.multitask.task import Multitask, prefixed, under, whole
+from bottega.tasks.prediction import NewSamples
 from bottega.tasks.recipes import check_recipe, load_recipe
 from bottega.tasks.registry import TASKS
 
@@ -324,6 +325,13 @@ class MultitaskBranch(Branch):
         if name not in self.parts:
             raise UsageError(f"--part {name}: there is no such part; there are {', '.join(self.parts)}")
         raise UsageError(f"--part {name}: this part does not {verb}; say {those}")
+
+    def answer(self, models: Models, new: NewSamples, *, part: str | None, device: Any) -> list[dict[str, Any]]:
+        there = {one.predicts for one in self.parts.values()}
+        kinds = [kind for kind in ("texts", "rows", "files") if kind in there]
+        wanted = kinds if part is not None else kinds[:1]
+        name = self.of(part, wanted=lambda one: one.predicts in wanted, verb="predict")
+        return self.parts[name].predict_new(whole(models, name), new, device=device)
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         for name, part in self.parts.items():

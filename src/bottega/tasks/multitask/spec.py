@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from bottega.config.task_spec import TaskSpec
+from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.multitask.config import MultitaskRecipe
+
+
+def _asks(recipe: MultitaskRecipe, codec: Path) -> str | None:
+    from bottega.tasks.recipes import load_saved_recipe
+
+    able = [n for n in recipe.data.parts if isinstance(load_saved_recipe(codec / f"{n}.yaml"), ClassifyRecipe)]
+    part = f"--part {able[0]} " if len(able) > 1 else ""
+    return f'{part}"a text of yours"' if able else None
+
 
 SPEC = TaskSpec(
     name="multitask",
@@ -11,6 +23,7 @@ SPEC = TaskSpec(
     open="bottega.tasks.multitask.branch:prepare",
     reopen="bottega.tasks.multitask.branch:reopen",
     combines=False,
+    asks=_asks,
     refuses={"prepare": "the data of multitask cannot be prepared yet"},
     starts={"data.parts": {"first": {"recipe": "first.yaml"}, "second": {"recipe": "second.yaml"}}},
 )

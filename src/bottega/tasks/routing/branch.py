@@ -35,9 +35,11 @@ from bottega.tasks.classify.teller import Teller
 from bottega.tasks.from_tables import TableBranch
 from bottega.tasks.kept import keep_once, read_kept
 from bottega.tasks.measures import routing as measures
+from bottega.tasks.prediction import NewSamples
 from bottega.tasks.routing.config import RoutingModel, RoutingRecipe, rules_problem
 from bottega.tasks.routing.known import CONFIG, KNOWN, Known, started
 from bottega.tasks.routing.pictures import draw_experts, draw_raster, story
+from bottega.tasks.routing.predict import predict_numbers
 from bottega.tasks.routing.task import RoutingTask
 from bottega.tasks.start import folder_of
 
@@ -85,6 +87,7 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> RoutingBranch:
 
 @final
 class RoutingBranch(Teller, TableBranch):
+    predicts = "rows"
     recipe: RoutingRecipe
 
     def __init__(
@@ -214,6 +217,9 @@ class RoutingBranch(Teller, TableBranch):
                 draw_raster(spikes.cpu().numpy(), self.known.shape.num_layers, folder / "spikes.png")
         except EnvironmentProblem:
             return  # without Pillow; the words are there
+
+    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+        return predict_numbers(self, models, new, device=device)
 
     @torch.no_grad()
     def predict(self, models: Models, rows: np.ndarray, *, device: Any, batch_size: int = 1024) -> np.ndarray:

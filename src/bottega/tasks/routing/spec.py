@@ -21,5 +21,6 @@ SPEC = TaskSpec(
     reopen="bottega.tasks.routing.branch:reopen",
     prepare=_prepare,
     preview="bottega.data.numbers.preview:NumbersPreview",
+    asks=lambda recipe, codec: recipe.data.train.path,
     starts={},
 )

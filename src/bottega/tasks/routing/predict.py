@@ -1,0 +1,49 @@
+"""Labels of new rows of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bottega.core.errors import UsageError
+from bottega.core.types import Models
+from bottega.tasks.prediction import NewSamples, is_missing, most_likely
+
+if TYPE_CHECKING:
+    from bottega.tasks.routing.branch import RoutingBranch
+
+
+def predict_numbers(branch: RoutingBranch, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+    inputs = new.inputs
+    numbers = [_numbers(word) for word in inputs]
+    if inputs and all(row is not None for row in numbers):
+        keys, x = [str(n) for n in range(len(inputs))], _stacked([row for row in numbers if row is not None], inputs)
+    else:
+        paths = new.paths
+        if not paths or any(map(is_missing, inputs)):
+            not_texts = ", not of texts" if inputs else ""
+            raise UsageError(
+                f"this run tells labels of rows of numbers{not_texts}; give a table with --data FILE, or numbers: 0.5,1,-2"
+            )
+        keys, x = branch.read(paths[0] if len(paths) == 1 else paths)
+    chances, chosen = branch.answered(models, x, device=device)
+    return [
+        {"row": key, **most_likely(branch.classes.names, row), "expert": experts[0] if len(experts) == 1 else experts}
+        for key, row, experts in zip(keys, chances.tolist(), chosen.tolist(), strict=True)
+    ]
+
+
+def _numbers(word: str) -> list[float] | None:
+    try:
+        return [float(part) for part in word.strip("[]() ").split(",")]
+    except ValueError:
+        return None
+
+
+def _stacked(rows: list[list[float]], words: Sequence[str]) -> np.ndarray:
+    for row, word in zip(rows, words, strict=True):
+        if len(row) != len(rows[0]):
+            raise UsageError(f"{word}: has {len(row)} numbers, and {words[0]} has {len(rows[0])}")
+    return np.array(rows, np.float32)
