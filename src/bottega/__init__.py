@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bottega.data.augment_sample import augment
     from bottega.run.prepare import prepare
     from bottega.run.train import load, train
+    from bottega.tasks.plugins import load_plugin
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "crossval",
     "evaluate",
     "load",
+    "load_plugin",
     "lr_find",
     "plan",
     "predict",
@@ -36,6 +38,7 @@ _MODULES = {
     "crossval": "analysis.crossval",
     "evaluate": "analysis.evaluate",
     "load": "run.train",
+    "load_plugin": "tasks.plugins",
     "lr_find": "analysis.library",
     "plan": "analysis.library",
     "predict": "analysis.predict",

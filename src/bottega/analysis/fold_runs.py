@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from bottega.core.errors import DirectoryInUse, Interrupted, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.run.dependencies import GRACE, POLL, PartFailed
 from bottega.signals import StopSignals
+from bottega.tasks import plugins
 
 ROOM = 2 << 30
 """Memory that a training is given: torch takes 0.4 GiB before there is a model, and a small one with its data the rest."""
@@ -150,7 +150,7 @@ class _Child:
         # In a group of its own, so that Ctrl-C in a terminal reaches us alone: told twice, it would stop without saving.
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "bottega", "train", str(work.recipe), "--quiet"],
+                plugins.command(["train", str(work.recipe), "--quiet"]),
                 env={**os.environ, **place},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError
 from bottega.core.rundir import RunDirectory, read_metrics
+from bottega.tasks import plugins
 from bottega.terminal import print_notice
 
 SPEED = ("samples_per_second", "units_per_second", "data_wait", "step_seconds")
@@ -60,7 +60,7 @@ def verify(words: list[str], *, steps: int, kills: int, show: bool) -> dict[str,
 
 
 def _command(words: list[str]) -> list[str]:
-    return [sys.executable, "-m", "bottega", "train", *words, "--quiet"]
+    return plugins.command(["train", *words, "--quiet"])
 
 
 def _whole(words: list[str]) -> float:

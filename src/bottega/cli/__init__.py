@@ -29,7 +29,7 @@ usage: bottega VERB [...]            one recipe, one command; `bottega VERB --he
   bottega train language --data my.txt --lr 3e-4          short names people type
   bottega train my.yaml training.max_steps=500            any key of a recipe, dotted
 
-Every verb takes --json (one JSON object on standard output) and --debug (tracebacks)."""
+Every verb takes --json (one JSON object on standard output), --plugin FILE (a task of your own) and --debug (tracebacks)."""
 
 
 VERBS = {**runs.VERBS, **data.VERBS, **recipes.VERBS, **insights.VERBS}
@@ -71,7 +71,12 @@ def _answer(words: list[str]) -> int:
         print_result(f"bottega {__version__}")
         return 0
     check_launch_variables()
-    return _dispatch(words[0], [w for w in words[1:] if w != "--debug"])
+    rest = [w for w in words[1:] if w != "--debug"]
+    if any(word.partition("=")[0] == "--plugin" for word in rest):
+        from bottega.tasks.plugins import take_flags
+
+        rest = take_flags(rest)
+    return _dispatch(words[0], rest)
 
 
 def _dispatch(name: str, words: list[str]) -> int:

@@ -19,6 +19,7 @@ from bottega.core.errors import UsageError
 
 def json_schema(tasks: TaskRegistry) -> dict[str, Any]:
     """Of a whole recipe, one branch a task; for completion and checks in an editor."""
+    tasks.discover()
     kinds = [_one_of(spec.inputs) if spec.inputs else spec.recipe for spec in tasks.values()]
     union: Any = Annotated[_any_of(kinds), Field(discriminator="task")]
     schema = TypeAdapter(union).json_schema(by_alias=True)
@@ -49,6 +50,7 @@ def _any_of(kinds: Sequence[Any]) -> Any:
 
 def commented_recipe(tasks: TaskRegistry, task: str) -> str:
     """A recipe to start from: every key with its default, and what it means. A task with forms is also task/form."""
+    tasks.discover()
     forms = {f"{name}/{input}": form for name, spec in tasks.items() for input, form in spec.inputs.items()}
     schemas = {**{name: spec.recipe for name, spec in tasks.items()}, **forms}
     if task not in schemas:

@@ -111,7 +111,11 @@ def _place(
     elif is_flag(key, tasks.schemas):
         overrides.append(Override(key, text))
     else:
-        problems.append(f"{typed}: {_unknown(tasks, key, typed)}")
+        tasks.discover()
+        if is_flag(key, tasks.schemas):
+            overrides.append(Override(key, text))
+        else:
+            problems.append(f"{typed}: {_unknown(tasks, key, typed)}")
 
 
 def _unknown(tasks: TaskRegistry, key: str, typed: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from bottega.config.fields import has_key
@@ -15,11 +15,16 @@ from bottega.core.errors import UsageError
 class TaskRegistry(Mapping[str, TaskSpec]):
     """Name -> task, in the order in which they were added."""
 
-    def __init__(self, specs: Iterable[TaskSpec] = ()) -> None:
+    def __init__(self, specs: Iterable[TaskSpec] = (), *, discover: Callable[[], None] | None = None) -> None:
+        """`discover` adds the tasks of installed packages. It looks through all of them, and so is called only for a name
+        or a key that nobody here knows."""
         self._specs: dict[str, TaskSpec] = {}
+        self._discover = discover
         self.add(*specs)
 
     def __getitem__(self, name: str) -> TaskSpec:
+        if name not in self._specs:
+            self.discover()
         return self._specs[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -27,6 +32,12 @@ class TaskRegistry(Mapping[str, TaskSpec]):
 
     def __len__(self) -> int:
         return len(self._specs)
+
+    def discover(self) -> None:
+        """Add the tasks of installed packages, once."""
+        discover, self._discover = self._discover, None
+        if discover is not None:
+            discover()
 
     def add(self, *specs: TaskSpec, plugin: str | None = None) -> None:
         """Add tasks; `plugin` is who brings them. A name is taken once."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,7 @@ from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, DirectoryInUse, PeerLost
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.signals import StopSignals
-from bottega.tasks import needs
+from bottega.tasks import needs, plugins
 from bottega.terminal import print_notice
 from bottega.world import World, environment_alone
 
@@ -109,7 +108,7 @@ def train_apart(recipe: Recipe, run: Path, *, name: str, quiet: bool, allow_data
 
 def _alone(words: list[str], *, quiet: bool) -> int:
     """The exit code of a verb that is not one of our group. What it says goes to stderr: our stdout may be JSON."""
-    command, out = [sys.executable, "-m", "bottega", *words], subprocess.DEVNULL if quiet else 2
+    command, out = plugins.command(words), subprocess.DEVNULL if quiet else 2
     with StopSignals() as stop, subprocess.Popen(command, env=environment_alone(), stdout=out) as child:
         heard: float | None = None
         while child.poll() is None:

@@ -37,7 +37,7 @@ from bottega.run.compose import (
 from bottega.run.lesson import applied
 from bottega.run.range_test import settled
 from bottega.storage.durable import discard, writing_folder
-from bottega.tasks import needs
+from bottega.tasks import needs, plugins
 from bottega.tasks.branch import Branch
 from bottega.tasks.located import STARTED_IN, UPWARDS
 from bottega.tasks.start import PLACE, based, local_start
@@ -92,6 +92,8 @@ class Session:
             codec = RunDirectory(resume.named(self.resume_from).parent.parent).codec
         self.branch = branch = prepare(self._placed, console, codec=codec)
         console.unit, console.headline = branch.unit, branch.headline
+        if has_begun and (changed := plugins.difference(recipe, directory)) is not None:
+            console.warn(changed)
         engine: TorchEngine | None = None
         try:
             raise_together(find_size_problems(recipe, branch.task))
@@ -227,6 +229,8 @@ class Session:
         facts = environment.describe(str(engine.device), engine.world)
         if (start := local_start(self._placed)) is not None:
             facts[PLACE] = start
+        if (plugin := plugins.record(self.recipe)) is not None:
+            facts[plugins.RECORD] = plugin
         facts |= {STARTED_IN: os.getcwd(), UPWARDS: os.path.relpath(os.getcwd(), directory.path)}
         directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)

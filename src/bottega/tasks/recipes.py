@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from bottega.config import describe, flags, importers, load
+from bottega.config.recipe import Recipe
+from bottega.core.errors import UsageError
+from bottega.core.rundir import RunDirectory
 from bottega.tasks.registry import TASKS
 
 load_recipe = partial(load.load_recipe, TASKS)
-load_saved_recipe = partial(load.load_saved_recipe, TASKS)
 check_recipe = partial(load.check_recipe, TASKS)
 bundled_recipes = partial(load.bundled_recipes, TASKS)
 parse_overrides = partial(flags.parse_overrides, TASKS)
 json_schema = partial(describe.json_schema, TASKS)
 commented_recipe = partial(describe.commented_recipe, TASKS)
 import_file = partial(importers.import_file, TASKS)
+
+
+def load_saved_recipe(path: Path) -> Recipe:
+    """The recipe.yaml of a run, whose task may have come from a plugin."""
+    try:
+        return load.load_saved_recipe(TASKS, path)
+    except UsageError:
+        from bottega.tasks import plugins
+
+        asked = plugins.request(RunDirectory(path.parent))
+        if asked is None or plugins.is_loaded(RunDirectory(path.parent)):
+            raise
+        raise UsageError(f"{path.parent}: {asked}") from None

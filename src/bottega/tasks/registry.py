@@ -21,7 +21,17 @@ from bottega.tasks.routing.spec import SPEC as ROUTING
 if TYPE_CHECKING:
     from bottega.tasks.branch import Branch
 
-TASKS = TaskRegistry((LANGUAGE, CLASSIFY, *GENERATORS, *AUTOENCODERS, ALIGN, PERSONALIZE, ROUTING, RECALL, MULTITASK))
+
+def _load_installed() -> None:
+    from bottega.tasks.plugins import load_installed
+
+    load_installed()
+
+
+TASKS = TaskRegistry(
+    (LANGUAGE, CLASSIFY, *GENERATORS, *AUTOENCODERS, ALIGN, PERSONALIZE, ROUTING, RECALL, MULTITASK),
+    discover=_load_installed,
+)
 
 
 def spec_of(recipe: Recipe) -> TaskSpec:

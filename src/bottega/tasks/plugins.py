@@ -1,0 +1,200 @@
+"""Tasks from outside the package: files that the command line names, and installed packages of an entry point group.
+
+Code is loaded because `--plugin` or an installed package says so, never because a recipe or a checkpoint does. A run
+keeps the name and the hash of its plugin, to ask for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bottega.config.recipe import Recipe
+from bottega.config.task_spec import TaskSpec
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.rundir import RunDirectory
+from bottega.tasks.registry import TASKS
+from bottega.terminal import print_notice
+
+GROUP = "bottega.tasks"
+FLAG = "--plugin"
+RECORD = "plugin"
+"""In environment.json of a run: the plugin that its task came from."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A file, or an installed package, that brought tasks."""
+
+    name: str
+    """The file's name without its ending, or that of the package and its version."""
+    sha256: str
+    """Of the file, or of the module that the entry point names."""
+    path: str | None = None
+    """The file, absolute; None where a package is installed."""
+
+
+_LOADED: dict[str, Plugin] = {}
+"""Task -> who brought it."""
+
+
+def take_flags(words: Sequence[str]) -> list[str]:
+    """Load each `--plugin FILE` of a command line, and give the rest of the line."""
+    rest: list[str] = []
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        if word == "--":
+            return [*rest, word, *waiting]
+        if word == FLAG:
+            if not waiting:
+                raise UsageError(f"{FLAG}: needs a file: {FLAG} my_task.py")
+            load_plugin(waiting.pop(0))
+        elif word.startswith(f"{FLAG}="):
+            load_plugin(word.removeprefix(f"{FLAG}="))
+        else:
+            rest.append(word)
+    return rest
+
+
+def flags() -> list[str]:
+    """The flags that hand our plugins on to another `bottega`: a fold, a dependency, a trial."""
+    files = dict.fromkeys(plugin.path for plugin in _LOADED.values() if plugin.path is not None)
+    return [word for path in files for word in (FLAG, path)]
+
+
+def command(words: Sequence[str]) -> list[str]:
+    """A `bottega` of its own, with the plugins that this one has."""
+    return [sys.executable, "-m", "bottega", *words, *flags()]
+
+
+def load_plugin(file: str | Path) -> list[str]:
+    """Import a file and add its tasks (`TASK`, or several in `TASKS`) to the registry; gives their names."""
+    path = Path(file).expanduser().absolute()
+    if path.suffix != ".py" or not path.is_file():
+        what = "is a folder" if path.is_dir() else "is not there" if not path.exists() else "is not a Python file"
+        raise UsageError(f"{FLAG} {file}: {what}; name a .py file that defines TASK")
+    known = [task for task, plugin in _LOADED.items() if plugin.path == str(path)]
+    if known:
+        return known
+    return _add(_import(path, shown=str(file)), Plugin(path.stem, _hash(path), str(path)))
+
+
+def load_installed() -> None:
+    """Add the tasks of installed packages. One that cannot be loaded is told and left out: other tasks do not need it."""
+    for point in importlib.metadata.entry_points(group=GROUP):
+        package = point.dist.name if point.dist is not None else point.value
+        try:
+            found = point.load()
+            module = sys.modules[point.module]
+            file = getattr(module, "__file__", None)
+            version = f" {point.dist.version}" if point.dist is not None else ""
+            plugin = Plugin(f"{package}{version}", _hash(Path(file)) if file is not None else "")
+            _add(found, plugin)
+        except Exception as error:
+            print_notice(f"bottega: the installed plugin {package} is left out: {type(error).__name__}: {error}")
+
+
+def record(recipe: Recipe) -> dict[str, str] | None:
+    """What a run keeps of the plugin that its task came from; None for a bundled task."""
+    plugin = _LOADED.get(recipe.task)
+    return {key: value for key, value in asdict(plugin).items() if value is not None} if plugin is not None else None
+
+
+def difference(recipe: Recipe, run: RunDirectory) -> str | None:
+    """What to say where a run was begun with another version of its plugin."""
+    plugin, known = _LOADED.get(recipe.task), _recorded(run)
+    if plugin is None or known.get("sha256") in (None, plugin.sha256):
+        return None
+    return f"the plugin {plugin.name} has changed since this run began; what it computes may have, too"
+
+
+def request(run: RunDirectory) -> str | None:
+    """How to ask for the plugin of a run, where it had one."""
+    known = _recorded(run)
+    name = known.get("name")
+    if name is None:
+        return None
+    if "path" not in known:
+        return f"its task came from the installed package {name}; install it again"
+    return f"its task came from the plugin {name}.py; give it again: {FLAG} {known['path']}"
+
+
+def is_loaded(run: RunDirectory) -> bool:
+    """Whether the plugin of a run, in this or another version, is here."""
+    return any(plugin.name == _recorded(run).get("name") for plugin in _LOADED.values())
+
+
+def _recorded(run: RunDirectory) -> dict[str, Any]:
+    try:
+        found = json.loads(run.environment.read_bytes())[RECORD]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _import(path: Path, *, shown: str) -> ModuleType:
+    """By its own name and from its own folder, so that processes which load data find its classes too."""
+    name = path.stem
+    if not name.isidentifier():
+        raise UsageError(f"{FLAG} {shown}: {name} is not a name that Python can import; rename the file")
+    there = sys.modules.get(name)
+    file = getattr(there, "__file__", None) if there is not None else _origin(name)
+    if (there is not None or file is not None) and (file is None or Path(file).absolute() != path):
+        raise UsageError(
+            f"{FLAG} {shown}: there is another module {name} ({file or 'part of Python'}); rename the file"
+        )
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except UsageError:
+        raise
+    except Exception as error:
+        sys.modules.pop(name, None)
+        line = _line_of(error, path)
+        raise EnvironmentProblem(f"{FLAG} {shown}{line}: {type(error).__name__}: {error}") from error
+
+
+def _origin(name: str) -> str | None:
+    spec = importlib.util.find_spec(name)
+    return spec.origin if spec is not None else None
+
+
+def _line_of(error: Exception, path: Path) -> str:
+    """The last line of the file that the error passed through."""
+    line, trace = (
+        getattr(error, "lineno", None) if getattr(error, "filename", None) == str(path) else None,
+        error.__traceback__,
+    )
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f", line {line}" if line is not None else ""
+
+
+def _add(found: Any, plugin: Plugin) -> list[str]:
+    specs = (
+        found if isinstance(found, TaskSpec | list | tuple) else getattr(found, "TASKS", getattr(found, "TASK", None))
+    )
+    specs = [specs] if isinstance(specs, TaskSpec) else list(specs or ())
+    if not specs or not all(isinstance(spec, TaskSpec) for spec in specs):
+        raise UsageError(f"plugin {plugin.name}: defines no task; set TASK = TaskSpec(...), or TASKS to several")
+    TASKS.add(*specs, plugin=plugin.name)
+    _LOADED.update({spec.name: plugin for spec in specs})
+    return [spec.name for spec in specs]
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,223 @@
+"""Tasks over rows of a table, complete but for what a row is, what is learned from it, and what is said of a new one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, Self
+
+import numpy as np
+
+from bottega.config.recipe import Recipe
+from bottega.config.task_spec import TaskSpec
+from bottega.core.errors import DataError, UsageError
+from bottega.core.task import Task
+from bottega.core.types import Models
+from bottega.data.prepare.encoder import Encoder
+from bottega.data.prepare.inputs import check_medium, find_in_utf8, inputs_of
+from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
+from bottega.data.prepare.rules import Rules
+from bottega.data.records.record import Bad, Record
+from bottega.data.sources.given import GivenData
+from bottega.data.sources.source import Source
+from bottega.data.tables.cache import default_cache
+from bottega.data.tables.shards import Table
+from bottega.tasks.from_tables import TableBranch
+from bottega.tasks.kept import keep_once, read_kept
+from bottega.tasks.prediction import NewSamples, is_missing
+
+FACTS = "facts.json"
+
+
+class TableRows(Source):
+    """The numeric columns of a table, each as one array."""
+
+    def __init__(self, table: Table, content: str) -> None:
+        self.table, self.content = table, content
+        self.names = [name for name, column in table.columns.items() if column.holds == "numbers"]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        return {name: self.array(name)[index] for name in self.names}
+
+    def array(self, name: str) -> np.ndarray:
+        """All values of a column [n, ...], mapped from its file; rows of varying length must be equally long here."""
+        values = np.asarray(self.table.values(name))
+        if not self.table.columns[name].varying:
+            return values
+        lengths = self.table.lengths(name)
+        other = np.flatnonzero(lengths != lengths[:1])
+        if len(other):
+            raise DataError(
+                f"{self.table.row('key', int(other[0]))}: {name} has {lengths[other[0]]} values, and "
+                f"{self.table.row('key', 0)} has {lengths[0]}; all rows must be equally wide"
+            )
+        return values.reshape(len(self), -1, *values.shape[1:]) if len(self) else values
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+    def describe(self, index: int, epoch: int) -> str:
+        rows = self.rows(np.array([index]), np.array([epoch]))
+        values = (f"{name}: {np.array2string(row[0], threshold=32)}" for name, row in rows.items())
+        return "\n".join((f"row {index} of {len(self)}: {self.table.row('key', index)}", *values))
+
+
+class TableTraining(TableBranch):
+    """The data of a run as tables and the task that learns from them.
+
+    A subclass says how a record becomes a row (`encoder`), what the run must know of its training rows (`learn`), and
+    which task learns (`build_task`). With `predict_rows`, `bottega predict` answers. Everything else works as it does for
+    the bundled tasks: sources and mixtures, splits and folds, caching, resuming, evaluating other data, exporting.
+    """
+
+    version: ClassVar[int] = 1
+    """Raised when the same records would give other rows, where the encoder's fields do not say so."""
+
+    def __init__(
+        self, recipe: Any, facts: Mapping[str, Any], prepared: Prepared | None = None, expected: str | None = None
+    ) -> None:
+        self.recipe, self.facts = recipe, facts
+        self._prepared, self._expected = prepared, expected
+        self.task: Task = self.build_task()
+
+    @classmethod
+    @abstractmethod
+    def encoder(cls, recipe: Any, *, is_new: bool = False) -> Encoder:
+        """A frozen dataclass whose fields decide the rows. `is_new`: of samples to predict, whose answer is not known."""
+
+    @classmethod
+    def learn(cls, recipe: Any, rows: TableRows) -> dict[str, Any]:
+        """What is read off the training rows once and kept with the run, as plain values; `self.facts` later."""
+        return {}
+
+    @abstractmethod
+    def build_task(self) -> Task:
+        """The task, from `self.recipe` and `self.facts`."""
+
+    def predict_rows(self, models: Models, rows: Mapping[str, np.ndarray], *, device: Any) -> list[Any]:
+        """What is predicted for each row."""
+        raise UsageError(f"this is a run of {self.recipe.task}, which predicts nothing")
+
+    # What the registry asks
+
+    @classmethod
+    def spec(cls, recipe: type[Recipe], **more: Any) -> TaskSpec:
+        """The entry of the registry for a task of this class."""
+        name = recipe.model_fields["task"].default
+        asks = {"asks": lambda recipe, codec: recipe.data.train.path} if cls.predicts is not None else {}
+        functions = {"open": cls.open, "reopen": cls.reopen, "prepare": cls.prepare}
+        return TaskSpec(name=name, recipe=recipe, **{**functions, **asks, "combines": False, **more})
+
+    @classmethod
+    def open(cls, recipe: Recipe, *, say: Progress) -> Self:
+        prepared = cls.prepare(recipe, say)
+        content = f"{prepared.fingerprint} {prepared.training_tables[0]}"
+        facts = cls.learn(recipe, TableRows(prepared.table(prepared.training_tables[0]), content))
+        return cls(recipe, json.loads(json.dumps(facts)), prepared)
+
+    @classmethod
+    def reopen(cls, recipe: Recipe, codec: Path, fingerprint: str) -> Self:
+        return cls(recipe, read_kept(codec / FACTS, json.loads), expected=fingerprint)
+
+    @classmethod
+    def prepare(cls, recipe: Recipe, progress: Progress, cache: Path | None = None) -> Prepared:
+        """The rows of the recipe's data, from the cache or made now."""
+        ready = opened_where_prepared(recipe.data, task=recipe.task)
+        if ready is not None:
+            return ready
+        inputs, shares = inputs_of(recipe.data)
+        check_medium(inputs, "x")
+        encoder = cls.encoder(recipe)
+        plan = Plan(
+            task=recipe.task,
+            inputs=inputs,
+            shares=shares,
+            data=recipe.data,
+            rules=Rules("x"),
+            encoder=lambda texts, folder, progress: encoder,
+            options=(encoder, cls.version, _source_hash(cls)),
+        )
+        return prepare(plan, cache=cache or default_cache(), progress=progress)
+
+    # What a run asks
+
+    def prepare_again(self, recipe: Any) -> Prepared:
+        return self.prepare(recipe, lambda stage, done, total: None)
+
+    def table(self, name: str, *, is_training: bool) -> Source:
+        return TableRows(self.prepared.table(name), f"{self.prepared.fingerprint} {name}")
+
+    def other(self, given: GivenData) -> Source:
+        recipe = self.recipe.model_copy(update={"data": given.section(self.recipe.data)})
+        prepared = self.prepare_again(recipe)
+        return TableRows(prepared.table(given.table), f"{prepared.fingerprint} {given.table}")
+
+    def save_codec(self, folder: Path) -> None:
+        keep_once(
+            folder / FACTS,
+            json.dumps(self.facts, indent=1) + "\n",
+            parse=json.loads,
+            is_same=lambda known: bool(known == self.facts),
+            otherwise="the data gives other facts than this run has learnt from; use --fresh",
+        )
+
+    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+        if not new.paths:
+            raise UsageError("name a table of rows to predict: bottega predict RUN FILE")
+        for path in filter(is_missing, new.paths):
+            raise UsageError(f"{path} is not there; name a table of rows to predict")
+        encoder, rows = self.encoder(self.recipe, is_new=True), list[dict[str, Any]]()
+        for record in self._records(new.paths):
+            rows += encoder.rows(record)
+        arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "key"} if rows else {}
+        found = self.predict_rows(models, arrays, device=device) if rows else []
+        return [{"row": row["key"], "predicted": one} for row, one in zip(rows, found, strict=True)]
+
+    def _records(self, paths: list[str]) -> list[Record]:
+        options = self.recipe.data.train.model_dump(include={"field", "columns", "delimiter", "encoding"})
+        found = []
+        for path in paths:
+            listing = find_in_utf8(type(self.recipe.data.train)(path=path, **options))
+            for record in (record for piece in listing.pieces(1 << 20) for record in listing.read(piece)):
+                if isinstance(record, Bad):
+                    raise DataError(f"{record.where}: {record.reason}")
+                found.append(record)
+        return found
+
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        """Nothing is drawn while training, unless a subclass does."""
+
+    def example(self) -> str | None:
+        return None
+
+    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
+        raise UsageError(f"a run of {self.recipe.task} generates nothing; bottega evaluate measures it")
+
+    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
+        raise AssertionError("nothing was generated")
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """config.json, which says all that decides the network, and model.safetensors."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"model_type": self.recipe.task, "model": self.recipe.model.model_dump(by_alias=True), **self.facts}
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return {"library_name": "bottega"}
+
+
+def _source_hash(kind: type) -> str:
+    """Of the file that a class is written in: rows that a plugin made before it was edited are not found again."""
+    file = getattr(sys.modules[kind.__module__], "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None else ""
