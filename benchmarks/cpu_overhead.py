@@ -21,13 +21,20 @@ from common import GPT, MLP, Cfg, Clock
 from bottega.config.training import Optimizer, Training
 from bottega.core.callback import Callback, Progress
 from bottega.core.loop import Every, Fit
+from bottega.core.model_spec import ModelSpec
 from bottega.core.task import Task
 from bottega.core.types import Loss
 from bottega.data.loading.loader import Loader
 from bottega.data.sources.source import ArraySource
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.engine import TorchEngine
 
 BATCH = 8
+
+
+def borrowed(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    shapes = {"tiny_gpt": Cfg(2, 2, 64, 64, 256), "gpt": Cfg(6, 6, 384, 256, 256)}
+    return MLP(32) if name == "mlp" else GPT(shapes[name])
 
 
 class Borrowed(Task):
@@ -35,10 +42,8 @@ class Borrowed(Task):
 
     name: str
 
-    def build(self, seed: int) -> dict[str, Any]:
-        torch.manual_seed(0)
-        shapes = {"tiny_gpt": Cfg(2, 2, 64, 64, 256), "gpt": Cfg(6, 6, 384, 256, 256)}
-        return {"model": MLP(32) if self.name == "mlp" else GPT(shapes[self.name])}
+    def specs(self) -> dict[str, ModelSpec]:
+        return {"model": ModelSpec(borrowed, self.name)}
 
     def counts(self, batch: Any) -> dict[str, float]:
         return {"loss": batch["labels"].size}

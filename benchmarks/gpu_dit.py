@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bottega.config.training import Optimizer, Training
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.engine import TorchEngine
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.tasks.generation.task import Generation
 

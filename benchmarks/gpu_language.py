@@ -25,7 +25,7 @@ from bottega.core.callback import Progress
 from bottega.core.loop import Every, Fit
 from bottega.data.loading.loader import Loader
 from bottega.data.sources.source import Source
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.engine import TorchEngine
 from bottega.models.decoder.config import SIZES, TransformerShape
 from bottega.tasks.language.task import Language
 

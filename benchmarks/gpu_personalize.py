@@ -25,7 +25,8 @@ from torch import Tensor
 
 from bottega.analysis.memory import report, show
 from bottega.config.training import Training
-from bottega.engines.torch import TorchEngine
+from bottega.core.model_spec import ModelSpec
+from bottega.engines.torch.engine import TorchEngine
 from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.frozen.image import FrozenImage, ImageFacts
 from bottega.models.frozen.language import FrozenLanguage
@@ -59,16 +60,17 @@ class Unpretrained(Personalize):
     sizes: dict[str, Any]
     device: str
 
-    def build(self, seed: int) -> dict[str, Any]:
-        torch.manual_seed(seed)
+    def specs(self) -> dict[str, ModelSpec]:
+        torch.manual_seed(0)
         language, (unet, vae, text) = language_model(self.sizes, self.device), image_parts(self.sizes, self.device)
         if self.checkpointing:
             unet.enable_gradient_checkpointing()
-        return {
-            "model": build_soft_prompts(self.shape, seed),
+        models = {
+            "model": build_soft_prompts(self.shape, 0),
             "language_model": FrozenLanguage(language, takes_prefixes=True, checkpointing=self.checkpointing),
             "image_model": FrozenImage(facts(self.sizes), denoiser=unet, encoders=[text], vae=vae),
         }
+        return {name: ModelSpec.of(model) for name, model in models.items()}
 
 
 def language_model(sizes: dict[str, Any], device: str, *, attention: str | None = None) -> Any:

@@ -10,7 +10,8 @@ import os
 import sys
 import time
 
-from bottega.engines import heartbeat, torch
+from bottega.engines.torch import engine as torch
+from bottega.engines.torch import heartbeat
 
 PAUSE = 3.0
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bottega import cli
 from bottega.config.fields import keys_of
 from bottega.core.errors import UsageError
-from bottega.engines.devices import choose_device
+from bottega.models.device import choose_device
 from bottega.nearness import near_names
 from bottega.tasks.language.config import LanguageRecipe
 from bottega.tasks.recipes import load_recipe

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Array, Batch, Loss, Models
 from toy_task import F, Net, Toy
@@ -29,10 +31,8 @@ class Shifted(Net):
 class Remembering(Toy):
     learns_from_rows: ClassVar[tuple[str, ...]] = ("mean",)
 
-    def build(self, seed: int) -> dict[str, Any]:
-        model = Shifted(self.dropout)
-        model.load_state_dict(super().build(seed)["model"].state_dict(), strict=False)
-        return {"model": model}
+    def specs(self) -> dict[str, ModelSpec]:
+        return {"model": replace(super().specs()["model"], architecture=Shifted)}
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         return {"trace": torch.zeros(F), "last": torch.zeros(LAST, F)}

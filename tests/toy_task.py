@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from bottega.config.training import Training
 from bottega.core import checkpoint
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise, generator
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.loading.loader import Loader
 from bottega.data.sources.source import ArraySource
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.engine import TorchEngine
 
 F, T = 4, 5
 
@@ -38,19 +39,21 @@ class Net(nn.Module):
         return self.head(self.drop(torch.tanh(self.second(self.norm(self.first(x)))))).squeeze(-1)
 
 
+def initialise(model: nn.Module, seed: int) -> None:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            drawn = generator(seed, name).standard_normal(p.shape, dtype=np.float32)
+            p.copy_(torch.from_numpy(0.3 * drawn + float("norm.weight" in name)))
+
+
 class Toy(Task):
     """Squared error over the places that count, and a term over whole examples."""
 
     dropout: float = 0.0
     noise: float = 0.1
 
-    def build(self, seed: int) -> dict[str, Any]:
-        model = Net(self.dropout)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                drawn = generator(seed, name).standard_normal(p.shape, dtype=np.float32)
-                p.copy_(torch.from_numpy(0.3 * drawn + float("norm.weight" in name)))
-        return {"model": model}
+    def specs(self) -> dict[str, ModelSpec]:
+        return {"model": ModelSpec(Net, self.dropout, initial=Initial(initialise))}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return {"error": float(np.asarray(batch["mask"]).sum()), "mean": float(len(batch["mask"]))}

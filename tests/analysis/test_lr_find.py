@@ -25,6 +25,7 @@ import small_texts
 from bottega import cli
 from bottega.analysis.lr_find import find
 from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
@@ -44,11 +45,9 @@ class Bowl(Task):
 
     curvature: float
 
-    def build(self, seed: int) -> dict[str, Any]:
-        model = torch.nn.Linear(2, 1, bias=False)
-        with torch.no_grad():
-            model.weight.copy_(torch.ones(1, 2))
-        return {"model": model}
+    def specs(self) -> dict[str, ModelSpec]:
+        ones = Initial(lambda model, seed: torch.nn.init.ones_(model.weight))
+        return {"model": ModelSpec(lambda config: torch.nn.Linear(2, 1, bias=False), initial=ones)}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return {"height": float(len(batch["x"]))}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bottega.analysis.memory import GIB, cards, plan_memory, show
+from bottega.core.engine import StepMemory
 from bottega.core.errors import UsageError
-from bottega.engines.footprint import Taken
-from bottega.engines.saved_tensors import SavedTensorMeter
+from bottega.engines.torch.saved_tensors import SavedTensorMeter
 from bottega.tasks.recipes import load_recipe
 from small_run import settings, write_text
 
@@ -69,7 +69,7 @@ def test_kept_counts_each_storage_once_and_forgets_what_is_gone() -> None:
 
 def test_a_card_takes_the_largest_micro_batch_that_leaves_room_for_the_context() -> None:
     rows = [
-        Taken(size, peak=0, reserved=int(gib * GIB), samples_per_second=1.0)
+        StepMemory(size, peak=0, reserved=int(gib * GIB), samples_per_second=1.0)
         for size, gib in ((1, 14.0), (2, 22.9), (4, 39.5))
     ]
     found = {card["gib"]: (card["micro_batch"], card["passes"]) for card in cards(rows, 24)}
@@ -80,7 +80,7 @@ def test_a_card_takes_the_largest_micro_batch_that_leaves_room_for_the_context()
 
 
 def test_every_card_is_named_also_where_nothing_fits() -> None:
-    (row,) = [Taken(1, peak=0, reserved=100 * GIB, samples_per_second=1.0)]
+    (row,) = [StepMemory(1, peak=0, reserved=100 * GIB, samples_per_second=1.0)]
     assert [card["micro_batch"] for card in cards([row], 8)] == [None] * 5 + [1]
 
 

@@ -28,7 +28,7 @@ EVERYTHING: dict[str, Any] = {
     "evaluation.every": 5,
 }
 MOMENTS: dict[str, list[tuple[str, str]]] = {
-    "start": [("import", "torch"), ("import", "bottega.run.compose"), ("import", "bottega.engines.torch")],
+    "start": [("import", "torch"), ("import", "bottega.run.compose"), ("import", "bottega.engines.torch.engine")],
     "step": [("open", "metrics.jsonl")],
     "save": [("os.mkdir", ".tmp-"), ("open", ".tmp-"), ("os.rename", "/step-")],
     "rotate": [("os.rename", ".trash-"), ("shutil.rmtree", ".trash-"), ("os.remove", "safetensors")],

@@ -13,7 +13,7 @@ import small_routing
 from bottega import cli
 from bottega.config.yamlfile import parse_yaml
 from bottega.core.errors import UsageError
-from bottega.engines import devices
+from bottega.engines.torch.backend import TorchBackend
 from bottega.run.checks import list_unused
 from bottega.run.resume import named
 from bottega.tasks.recipes import check_recipe, load_recipe
@@ -78,7 +78,7 @@ def test_threads_of_the_cpu_are_a_key(tmp_path: Path, monkeypatch: pytest.Monkey
     run = train(tmp_path, write_text(tmp_path / "t.txt"), name="x", cpu_threads=3)
     assert counts == [3]
     bottega.load(run.path)
-    devices.limit_threads(None)
+    TorchBackend().limit_threads(None)
     assert counts == [3, 3]
     one, other = (load_recipe(["language", {"num_threads": count}]).recipe for count in (1, 8))
     assert (one.cpu_threads, other.cpu_threads) == (1, 8)

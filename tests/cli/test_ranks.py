@@ -85,7 +85,7 @@ def test_a_rank_that_never_joins(tmp_path: Path, text_file: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    short = "from bottega.engines import heartbeat; heartbeat.JOIN_HERE = 2.0"
+    short = "from bottega.engines.torch import heartbeat; heartbeat.JOIN_HERE = 2.0"
     done = bottega(words(tmp_path, text_file, "--quiet", name="x"), env=alone, first=short)
     assert done.returncode == 8
     assert "bottega: rank 0: rank 1 has not joined within 2 s" in done.stderr

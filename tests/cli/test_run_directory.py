@@ -151,7 +151,7 @@ def test_a_refused_start_leaves_an_older_run_as_it_was(
 def test_the_log_has_levels_and_the_error_that_ended_the_run(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bottega.engines.torch import TorchEngine
+    from bottega.engines.torch.engine import TorchEngine
 
     def fail(*_: Any) -> None:
         raise RuntimeError("the coffee\nis cold")

@@ -111,7 +111,7 @@ sys.addaudithook(hook)
         ("pydantic", signal.SIGUSR1, 85),
         ("torch", signal.SIGINT, 130),
         ("bottega.data.prepare.encode", signal.SIGHUP, 85),
-        ("bottega.engines.torch", signal.SIGTERM, 85),
+        ("bottega.engines.torch.engine", signal.SIGTERM, 85),
     ],
 )
 def test_a_signal_before_the_loop(tmp_path: Path, text_file: Path, module: str, number: int, code: int) -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Array, Batch, Loss, Models
-from bottega.engines.changes import Seen
+from bottega.engines.torch.changes import Seen
 from toy_state import Remembering
 from toy_task import Toy, advance, engine, loader, save, source, state, training
 
@@ -81,14 +82,15 @@ def test_two_ranks_have_the_state_of_one(two_ranks: Path) -> None:
 class Layered(Toy):
     """A layer and a part of it without weights count steps; what was drawn is told, too."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        models = super().build(seed)
+    def specs(self) -> dict[str, ModelSpec]:
+        return {"model": super().specs()["model"].changed(self._add_counts)}
+
+    def _add_counts(self, models: Models, seed: int) -> None:
         first, inside = models["model"].first, torch.nn.Module()
         for module in (first, inside):
             module.register_buffer("steps", torch.zeros(()))
         first.add_module("inside", inside)
         models["model"].register_buffer("drawn", torch.zeros(2))
-        return models
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         return super().loss(models, batch, rng)._replace(stats={"n": torch.ones(())})

@@ -15,7 +15,7 @@ import bottega
 import small_media
 import small_texts
 from bottega.core.noise import Noise
-from bottega.engines.noise import FusedNoise
+from bottega.engines.torch.noise import FusedNoise
 from small_run import settings, train, write_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bottega.core.noise import Noise
-from bottega.engines import noise
-from bottega.engines.noise import FusedNoise, draw
+from bottega.engines.torch import noise
+from bottega.engines.torch.noise import FusedNoise, draw
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bottega.core.noise import Noise, generator
 from bottega.core.types import Batch, Loss, Models
-from bottega.engines.gradients import Apart, add_penalty
+from bottega.engines.torch.gradients import Apart, add_penalty
 from toy_task import Toy, engine, loader
 
 

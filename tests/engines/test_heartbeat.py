@@ -17,14 +17,14 @@ import pytest
 import torch.distributed as dist
 
 from bottega.core.errors import Diverged, Interrupted
-from bottega.engines import heartbeat
-from bottega.engines.heartbeat import FAILED, FINISHED, Heartbeat, Peer
+from bottega.engines.torch import heartbeat
+from bottega.engines.torch.heartbeat import FAILED, FINISHED, Heartbeat, Peer
 from small_run import environment
 
 # Two processes that take each other for one on another machine. The second is busy for long, then says so and waits.
 NODE = """
 import os, sys, time
-from bottega.engines import heartbeat
+from bottega.engines.torch import heartbeat
 
 heartbeat.BEAT, heartbeat.SILENT, heartbeat.TICK, heartbeat.SETTLE = 0.1, 3.0, 0.05, 0.5
 own = heartbeat._who()

@@ -20,8 +20,8 @@ from bottega.core.loop import Every, Fit, Goal
 from bottega.core.rundir import read_metrics
 from bottega.core.saver import Saver
 from bottega.data.loading.loader import evaluate_batches
-from bottega.engines import optimizers
 from bottega.engines.nonfinite import MOST_SKIPS, Recovery
+from bottega.engines.torch import optimizers
 from bottega.techniques.ewc.torch import Ewc
 from small_run import different
 from toy_task import Toy, advance, engine, loader, source, state, training

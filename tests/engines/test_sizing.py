@@ -11,9 +11,11 @@ import torch
 import small_texts
 from bottega import cli
 from bottega.core.errors import OutOfMemory
-from bottega.engines import fitting, host_memory, sizing
-from bottega.engines.footprint import optimizer_bytes, weights_of
-from bottega.engines.sizing import Footprint, check_fits, estimate
+from bottega.engines import host_memory
+from bottega.engines.backend import Footprint
+from bottega.engines.torch import fitting, sizing
+from bottega.engines.torch.memory import optimizer_bytes, weights_of
+from bottega.engines.torch.sizing import check_fits, estimate
 from bottega.run.compose import build_engine
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.engine import TorchEngine
 from small_run import different
 from toy_task import Toy, advance, engine, loader, save, state, training
 

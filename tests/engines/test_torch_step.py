@@ -16,9 +16,10 @@ from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.loading.loader import evaluate_batches
-from bottega.engines import ranks
-from bottega.engines.devices import put
-from bottega.engines.sums import sum_terms
+from bottega.engines.torch import ranks
+from bottega.engines.torch.devices import put
+from bottega.engines.torch.sums import sum_terms
+from bottega.models.build import build_models
 from toy_task import Toy, advance, engine, loader, save, source, state, training
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
@@ -73,7 +74,7 @@ def test_the_mean_is_the_one_written_down_by_hand() -> None:
     one = engine(task=Toy(noise=0.0))
     batch = loader(of=one).batch(0)
     reported = one.fetch(one.train_step(0, batch))["loss"]
-    fresh = Toy(noise=0.0).build(0)["model"]
+    fresh = build_models(Toy(noise=0.0), 0)["model"]
     with torch.no_grad():
         wrong = ((fresh(torch.from_numpy(batch["x"])).numpy() - batch["y"]) ** 2) * batch["mask"]
     per_example = wrong.sum(1) / batch["mask"].sum(1)
@@ -358,7 +359,7 @@ def test_several_ranks_know_what_fits_before_anything_is_done_with_a_batch() -> 
         found.append(one.micro_batch_size)
         one.model.eval()
 
-    one.before_step = measure
+    one.add_hook(measure)
     one.train_step(0, batch)
     assert found == [2]
     assert one.model.training

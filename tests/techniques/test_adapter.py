@@ -18,6 +18,7 @@ import small_run
 import small_texts
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
+from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.models.text_classifier.config import KimShape
@@ -52,7 +53,7 @@ def behind(model: nn.Module) -> dict[str, Bottleneck]:
 
 def test_it_is_nothing_at_first_and_each_has_a_say() -> None:
     task = Language(shape=SHAPE)
-    plain, model = task.build(3)["model"], Adapter(inner=task, size=4).build(3)["model"]
+    plain, model = build_models(task, 3)["model"], build_models(Adapter(inner=task, size=4), 3)["model"]
     before = answer(task, plain)
     assert torch.equal(answer(task, model), before)
     layers = behind(model)
@@ -74,20 +75,20 @@ def test_it_stands_behind_the_outputs_of_others_too(tmp_path: Path) -> None:
     task = Classification(key="text", shape=shape, pretrained=str(folder))
     ends = ("attention.output.dense", "output.dense")
     wanted = [f"backbone.encoder.layer.{number}.{end}" for number in (0, 1) for end in ends]
-    assert list(behind(Adapter(inner=task).build(0)["model"])) == wanted
+    assert list(behind(build_models(Adapter(inner=task), 0)["model"])) == wanted
     backbone = DiTShape(grid=(8, 8), channels=1, patch=(2, 2), hidden_size=16, num_layers=1, num_heads=2)
     generator = GeneratorShape(backbone=backbone, condition=ConditionShape(kind="none", hidden_size=16))
-    found = behind(Adapter(inner=Generation(key="image", shape=generator)).build(0)["model"])
+    found = behind(build_models(Adapter(inner=Generation(key="image", shape=generator)), 0)["model"])
     assert list(found) == ["backbone.blocks.0.attn.to_out", "backbone.blocks.0.down"]
 
 
 def test_targets_that_name_nothing_are_refused() -> None:
     task = Language(shape=SHAPE)
     with pytest.raises(UsageError, match=r"adapter\.targets: 'o_prj' matches no layer.*did you mean o_proj"):
-        Adapter(inner=task, targets=("o_prj",)).build(0)
+        build_models(Adapter(inner=task, targets=("o_prj",)), 0)
     kim = KimShape(vocab_size=20, num_labels=3, embed_size=8, num_filters=6, filter_sizes=(2, 3))
     with pytest.raises(UsageError, match=r"adapter\.targets: Kim has no matrix inside numbered blocks"):
-        Adapter(inner=Classification(key="text", shape=kim)).build(0)
+        build_models(Adapter(inner=Classification(key="text", shape=kim)), 0)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_a_run_saves_what_learnt_resumes_to_the_bit_and_opens_again(base: Path, 
     assert all(".adapter_" in name or name.startswith("head.") for name in saved)
     again = bottega.load(straight.path, checkpoint="last", device="cpu")
     assert again.evaluate() == pytest.approx(straight.metrics, rel=1e-6)
-    kept, now = again.branch.task.build(0)["model"].state_dict(), again.model.state_dict()
+    kept, now = build_models(again.branch.task, 0)["model"].state_dict(), again.model.state_dict()
     assert all(torch.equal(now[name], kept[name]) for name in kept if not name.startswith("head."))
 
 

@@ -27,8 +27,8 @@ from bottega.core.types import Batch, Loss, Models
 from bottega.data.loading.loader import evaluate_batches
 from bottega.data.sources.first import First
 from bottega.data.sources.source import ArraySource, Source
-from bottega.engines.fisher import DRAWN_FOR, diagonal
-from bottega.engines.sums import sum_terms
+from bottega.engines.torch.fisher import DRAWN_FOR, diagonal
+from bottega.engines.torch.sums import sum_terms
 from bottega.tasks.evaluation_data import DataRequest
 from bottega.techniques.continual.by_source import BySource
 from bottega.techniques.continual.forgetting import Forgetting, transfer

@@ -22,11 +22,13 @@ from bottega.analysis.compare import compare
 from bottega.config.load import to_yaml
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.loop import evaluate
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.rundir import read_metrics
 from bottega.core.task import Task
 from bottega.core.types import Loss
 from bottega.data.loading.loader import evaluate_batches
+from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.run.compose import build_engine, build_loader, plan_rates
@@ -197,8 +199,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, teachers: dict[str,
 class Answers(Task):
     """A task that asks a linear model for two classes."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        return {"model": linear([[0.3, -0.2], [0.1, 0.4], [-0.5, 0.2]])}
+    def specs(self) -> dict[str, ModelSpec]:
+        return {"model": ModelSpec(linear, [[0.3, -0.2], [0.1, 0.4], [-0.5, 0.2]])}
 
     def counts(self, batch: Any) -> dict[str, float]:
         return {"loss": float(len(batch["x"]))}
@@ -219,7 +221,7 @@ def test_the_gradient_is_that_of_the_formula(temperature: float) -> None:
     """alpha T (softmax(s / T) - softmax(t / T)) + (1 - alpha) (softmax(s) - onehot), for each example."""
     teacher = linear([[2.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])
     task = Distilled(inner=Answers(), form="classes", teacher=teacher, temperature=temperature, alpha=0.3)
-    models = task.build(0)
+    models = build_models(task, 0)
     x = torch.tensor([[1.0, -2.0], [0.5, 0.7], [3.0, 1.0]], dtype=torch.float64)
     batch = {"x": x, "label": torch.tensor([0, 2, 1]), "weight": torch.tensor([1.0, 1.0, 0.0])}
     out = task.loss(models, batch, Noise(0, 0, torch.arange(3), torch))
@@ -265,7 +267,7 @@ def test_a_language_model_says_the_same_to_who_listens() -> None:
         vocab_size=11,
         context=8,
     )
-    model = Language(shape=shape).build(0)["model"]
+    model = build_models(Language(shape=shape), 0)["model"]
     tokens = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1).masked_fill(torch.arange(8) > 5, -100)
     heard = Overheard(model, tokens=True)
@@ -345,7 +347,8 @@ def test_a_teacher_is_known_by_its_weights_and_by_what_is_in_no_weight() -> None
     shape = TransformerShape(**sizes, intermediate_size=32, vocab_size=20, context=16)
     turned = shape.model_copy(update={"rope_theta": 500.0})
     model, again, other, elsewhere = (
-        Language(shape=one).build(seed)["model"] for one, seed in ((shape, 0), (shape, 0), (shape, 1), (turned, 0))
+        build_models(Language(shape=one), seed)["model"]
+        for one, seed in ((shape, 0), (shape, 0), (shape, 1), (turned, 0))
     )
     assert hash_of(elsewhere, lambda name: False) == hash_of(model, lambda name: False)
     assert _hash_of(again) == _hash_of(model)

@@ -22,6 +22,7 @@ from bottega.analysis.ledger import ledger
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
+from bottega.models.build import build_models
 from bottega.techniques.inject import hash_of
 from bottega.techniques.lora.torch import Lora, changed_layers, merge, merged, unmerge
 from small_adapted import (
@@ -63,7 +64,7 @@ def made(request: pytest.FixtureRequest) -> tuple[Any, dict[str, torch.Tensor]]:
 
 def test_it_is_nothing_at_first(made: tuple[Any, dict[str, torch.Tensor]]) -> None:
     task, batch = made
-    plain, lora = task.build(3)["model"], Lora(inner=task, rank=2).build(3)["model"]
+    plain, lora = build_models(task, 3)["model"], build_models(Lora(inner=task, rank=2), 3)["model"]
     assert len(changed_layers(lora)) >= 2
     assert torch.equal(answer(task, plain, batch), answer(task, lora, batch))
     names = dict(plain.state_dict())
@@ -76,11 +77,11 @@ def test_it_is_nothing_at_first(made: tuple[Any, dict[str, torch.Tensor]]) -> No
 def test_every_chosen_layer_has_a_say(made: tuple[Any, dict[str, torch.Tensor]], targets: Any) -> None:
     """A head that a fused loss reads, or a matrix that another module uses as well, would not, or not everywhere."""
     task, batch = made
-    if targets == "all-linear" and type(task.build(0)["model"]).__name__ in ("Kim", "ConvNet"):
+    if targets == "all-linear" and type(build_models(task, 0)["model"]).__name__ in ("Kim", "ConvNet"):
         with pytest.raises(UsageError, match="has no matrix"):  # but the head
-            Lora(inner=task, targets=targets).build(0)
+            build_models(Lora(inner=task, targets=targets), 0)
         return
-    model = noisy(Lora(inner=task, rank=2, targets=targets).build(0)["model"])
+    model = noisy(build_models(Lora(inner=task, rank=2, targets=targets), 0)["model"])
     layers = changed_layers(model)
     for layer in layers.values():
         nn.init.zeros_(layer.lora_B)
@@ -94,7 +95,7 @@ def test_every_chosen_layer_has_a_say(made: tuple[Any, dict[str, torch.Tensor]],
 
 def test_merged_is_the_same_but_for_rounding_and_unmerged_to_the_bit(made: tuple[Any, Any]) -> None:
     task, batch = made
-    model = noisy(Lora(inner=task, rank=2).build(0)["model"])
+    model = noisy(build_models(Lora(inner=task, rank=2), 0)["model"])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = answer(task, model, batch)
     merge(model)
@@ -104,7 +105,7 @@ def test_merged_is_the_same_but_for_rounding_and_unmerged_to_the_bit(made: tuple
     unmerge(model)
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(answer(task, model, batch), before)
-    plain = task.build(0)["model"]
+    plain = build_models(task, 0)["model"]
     with merged(model):
         assert list(model.state_dict()) == list(plain.state_dict())
         assert not changed_layers(model)
@@ -116,9 +117,9 @@ def test_merged_is_the_same_but_for_rounding_and_unmerged_to_the_bit(made: tuple
 
 def test_where_it_begins_is_a_function_of_seed_and_name() -> None:
     task, _ = language_task()
-    few = changed_layers(Lora(inner=task, targets=("q_proj",)).build(1)["model"])
-    all_of_them = changed_layers(Lora(inner=task).build(1)["model"])
-    other = changed_layers(Lora(inner=task).build(2)["model"])
+    few = changed_layers(build_models(Lora(inner=task, targets=("q_proj",)), 1)["model"])
+    all_of_them = changed_layers(build_models(Lora(inner=task), 1)["model"])
+    other = changed_layers(build_models(Lora(inner=task), 2)["model"])
     assert len({layer.lora_A.detach().numpy().tobytes() for layer in few.values()}) == len(few)
     for name, layer in few.items():
         assert torch.equal(layer.lora_A, all_of_them[name].lora_A)
@@ -138,30 +139,30 @@ def test_where_it_begins_is_a_function_of_seed_and_name() -> None:
 def test_targets_that_name_nothing_are_refused(targets: tuple[str, ...], said: str) -> None:
     task, _ = untied_task()
     with pytest.raises(UsageError, match=said):
-        Lora(inner=task, targets=targets).build(0)
+        build_models(Lora(inner=task, targets=targets), 0)
 
 
 def test_targets_are_ends_of_names_or_patterns() -> None:
     task, _ = untied_task()
-    chosen = changed_layers(Lora(inner=task, targets=("q_proj", r".*\.1\.mlp\.up_proj")).build(0)["model"])
+    chosen = changed_layers(build_models(Lora(inner=task, targets=("q_proj", r".*\.1\.mlp\.up_proj")), 0)["model"])
     assert list(chosen) == [
         "model.layers.0.self_attn.q_proj",
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.up_proj",
     ]
-    assert "lm_head" not in changed_layers(Lora(inner=task, targets="all-linear").build(0)["model"])
+    assert "lm_head" not in changed_layers(build_models(Lora(inner=task, targets="all-linear"), 0)["model"])
 
 
 def test_parts_that_learn_in_full() -> None:
     task, _ = encoder_task()
     lora = Lora(inner=task, train=("head", r"layers\.1\..*layernorm.*"))
-    learnt = [name for name, _ in lora.build(0)["model"].named_parameters() if lora.learns(name)]
+    learnt = [name for name, _ in build_models(lora, 0)["model"].named_parameters() if lora.learns(name)]
     full = [name for name in learnt if "lora_" not in name]
     assert full == ["layers.1.input_layernorm.weight", "layers.1.post_attention_layernorm.weight", *HEAD]
     with pytest.raises(UsageError, match="'tail' is no part of the model"):
-        Lora(inner=task, train=("tail",)).build(0)
+        build_models(Lora(inner=task, train=("tail",)), 0)
     with pytest.raises(UsageError, match="learns in full"):
-        Lora(inner=task, train=("head",), targets=("head",)).build(0)
+        build_models(Lora(inner=task, train=("head",), targets=("head",)), 0)
 
 
 HEAD = ["head.weight", "head.bias"]
@@ -170,9 +171,10 @@ HEAD = ["head.weight", "head.bias"]
 def test_the_hash_is_of_the_base_alone() -> None:
     task, _ = encoder_task()
     lora = Lora(inner=task, train=("head",))
-    found, model = lora.base(0), lora.build(0)["model"]
-    assert found == Lora(inner=task, train=("head",), rank=3, targets=("q_proj",)).base(0)
-    assert found != lora.base(1)
+    model = build_models(lora, 0)["model"]
+    found, other = lora.base_of(model), Lora(inner=task, train=("head",), rank=3, targets=("q_proj",))
+    assert found == other.base_of(build_models(other, 0)["model"])
+    assert found != lora.base_of(build_models(lora, 1)["model"])
     with torch.no_grad():
         model.head.weight.add_(1)
         next(iter(changed_layers(model).values())).lora_B.add_(1)
@@ -206,7 +208,7 @@ def test_a_run_learns_saves_what_learnt_resumes_to_the_bit_and_opens_again(
     # What was measured while training is measured again, and the base is what it was.
     again = bottega.load(straight.path, checkpoint="last", device="cpu")
     assert again.evaluate() == pytest.approx(straight.metrics, rel=1e-6)
-    base = again.branch.task.build(0)["model"].state_dict()
+    base = build_models(again.branch.task, 0)["model"].state_dict()
     now = again.model.state_dict()
     assert all(torch.equal(now[name], base[name]) for name in base if not name.startswith("head."))
     counted = {name: parameter.numel() for name, parameter in again.model.named_parameters()}

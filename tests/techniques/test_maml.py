@@ -23,11 +23,13 @@ from bottega.analysis.ledger import ledger
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, DataError, Diverged, UsageError
 from bottega.core.loop import evaluate
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.loading.loader import Loader, evaluate_batches
-from bottega.engines.devices import put
+from bottega.engines.torch.devices import put
+from bottega.models.build import build_models
 from bottega.run.compose import build_engine, build_loader, plan_rates
 from bottega.run.lesson import applied
 from bottega.tasks import registry
@@ -43,8 +45,8 @@ METHODS = ("maml", "fomaml", "reptile", "none")
 class Line(Task):
     """Least squares in double precision: every gradient can be written down."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        return {"model": nn.Linear(F, 1, bias=False).double()}
+    def specs(self) -> dict[str, ModelSpec]:
+        return {"model": ModelSpec(lambda config: nn.Linear(F, 1, bias=False).double())}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return {"loss": float(len(batch["y"]))}
@@ -103,7 +105,7 @@ def by_hand(method: str, w: np.ndarray, batch: Batch, *, steps: int, rate: float
 @pytest.mark.parametrize("steps", [1, 3])
 def test_gradients_are_those_written_down(method: Any, steps: int) -> None:
     task, batch = Maml(inner=Line(), method=method, inner_steps=steps, inner_rate=0.1), episodes()
-    model = task.build(0)["model"]
+    model = build_models(task, 0)["model"]
     w = model.weight.detach().numpy().ravel().copy()
     found = meta_gradient(task, model, batch)
     np.testing.assert_allclose(found, by_hand(method, w, batch, steps=steps, rate=0.1), rtol=1e-9, atol=1e-12)
@@ -112,7 +114,7 @@ def test_gradients_are_those_written_down(method: Any, steps: int) -> None:
 
 def test_an_evaluation_tells_each_step_and_leaves_the_weights_alone() -> None:
     task, batch = Maml(inner=Line(), method="reptile", inner_steps=2, inner_rate=0.1), episodes(1)
-    model = task.build(0)["model"].eval()
+    model = build_models(task, 0)["model"].eval()
     with torch.no_grad():
         out = task.loss({"model": model}, batch, noise(1))
     x, y, qx, qy = (batch[part][name][0].numpy() for part in ("support", "query") for name in ("x", "y"))
@@ -156,7 +158,7 @@ def test_noise_differs_by_episode_example_part_and_step_and_not_by_the_split() -
             return super().loss(models, batch, rng)
 
     task = Maml(inner=Noisy(), method="fomaml", inner_steps=3, inner_rate=0.1)
-    model, batch = task.build(0)["model"], episodes(2)
+    model, batch = build_models(task, 0)["model"], episodes(2)
     task.loss({"model": model}, batch, noise(2))
     assert len(drawn) == 2 * (3 * S + Q)
     assert set(drawn.values()) == {1}

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 import bottega
 from bottega.analysis.ledger import ledger
 from bottega.core.errors import UsageError
+from bottega.models.build import build_models
 from bottega.techniques.lora.torch import Lora
 from small_adapted import language_task, train, write_bases
 from small_run import different, tensors
@@ -125,7 +126,7 @@ def language_lora(**options: Any) -> Lora:
 
 
 def exported(lora: Lora, folder: Path, *, seed: int = 0) -> Path:
-    lora.export(lora.build(seed)["model"], folder, origin="runs/base", whole=dict)
+    lora.export(build_models(lora, seed)["model"], folder, origin="runs/base", whole=dict)
     return folder
 
 
@@ -133,25 +134,25 @@ def exported(lora: Lora, folder: Path, *, seed: int = 0) -> Path:
 def test_our_adapter_over_another_base_is_refused_even_where_one_number_differs(tmp_path: Path, name: str) -> None:
     start = exported(language_lora(targets=("q_proj",)), tmp_path)
     lora = language_lora(targets=("q_proj",), start=str(start))
-    model = lora.build(0)["model"]
-    assert lora.begin(model)
+    model = build_models(lora, 0)["model"]
+    assert lora.read_start(model)
     lora = language_lora(targets=("q_proj",), start=str(start))
-    model = lora.build(0)["model"]
+    model = build_models(lora, 0)["model"]
     with torch.no_grad():
         model.get_parameter(name).view(-1)[0] += 1e-6
     said = rf"techniques\.lora\.start: .* another base \(runs/base; {re.escape(name)} differs\); start over that one"
     with pytest.raises(UsageError, match=said):
-        lora.begin(model)
+        lora.read_start(model)
 
 
 def test_more_may_learn_over_the_same_base_than_did(tmp_path: Path) -> None:
     start = str(exported(language_lora(train=("model.layers.1.input_layernorm",)), tmp_path))
     here = ("model.layers.1.input_layernorm", "model.norm")
     lora = language_lora(train=here, start=start)
-    assert lora.begin(lora.build(0)["model"])
+    assert lora.read_start(build_models(lora, 0)["model"])
     lora = language_lora(train=here, start=start)
     with pytest.raises(UsageError, match=r"another base"):
-        lora.begin(lora.build(1)["model"])
+        lora.read_start(build_models(lora, 1)["model"])
 
 
 def test_a_run_over_another_base_is_refused(bases: Path, tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def test_what_is_not_understood_of_peft_is_refused_by_name_and_value(tmp_path: P
     with pytest.raises(
         UsageError, match=rf"techniques\.lora\.start: .* has {key} {re.escape(json.dumps(value))}, which"
     ):
-        lora.begin(lora.build(0)["model"])
+        lora.read_start(build_models(lora, 0)["model"])
 
 
 def test_what_says_nothing_is_no_obstacle(tmp_path: Path) -> None:
@@ -201,4 +202,4 @@ def test_what_says_nothing_is_no_obstacle(tmp_path: Path) -> None:
     nothing |= {"init_lora_weights": "gaussian", "qalora_group_size": 16, "peft_version": "9.9", "layers_pattern": "h"}
     (start / "adapter_config.json").write_text(json.dumps({**config, **nothing}))
     lora = language_lora(start=str(start))
-    assert lora.begin(lora.build(0)["model"])
+    assert lora.read_start(build_models(lora, 0)["model"])

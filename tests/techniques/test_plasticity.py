@@ -20,10 +20,12 @@ import small_media
 import small_run
 from bottega.config.techniques import PlasticityOptions
 from bottega.core.errors import UsageError
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise, generator
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.sources.source import ArraySource
+from bottega.models.build import build_models
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.kinds import shape_fields
@@ -279,7 +281,7 @@ def one_of_two(folder: Path) -> None:
 
 def test_a_reward_counts_examples_by_how_much_better_than_usual_they_went() -> None:
     plastic = task(reward="accuracy", reward_decay=0.9)
-    model = plastic.build(0)["model"]
+    model = build_models(plastic, 0)["model"]
     batch = {name: torch.from_numpy(values[:8]) for name, values in data().arrays.items()}
     (pre, post) = heard_by(model, batch["image"])[SECOND]
     found = plastic.loss({"model": model}, batch, Noise(0, 0, torch.arange(8), torch))
@@ -298,7 +300,7 @@ def test_a_reward_counts_examples_by_how_much_better_than_usual_they_went() -> N
 
 def test_where_all_went_as_usual_nothing_changes() -> None:
     plastic = task(reward="accuracy")
-    model = plastic.build(0)["model"]
+    model = build_models(plastic, 0)["model"]
     seen = _seen(plastic, model)
     seen[REWARD] = torch.tensor([8.0, 8.0])
     for name in (FIRST, SECOND):
@@ -320,7 +322,7 @@ def _seen(plastic: Plasticity, model: nn.Module, **more: Tensor) -> dict[str, Te
 
 def test_rows_that_fill_up_a_batch_count_for_nothing() -> None:
     plastic = task(reward="loss")
-    model = plastic.build(0)["model"]
+    model = build_models(plastic, 0)["model"]
     padded = _seen(plastic, model, weight=torch.tensor([1.0] * 5 + [0.0] * 3))
     batch = {name: torch.from_numpy(values[:5]) for name, values in data().arrays.items()}
     short = plastic.loss({"model": model}, batch, Noise(0, 0, torch.arange(5), torch)).stats
@@ -339,7 +341,7 @@ def test_an_example_that_is_told_wrong_for_certain_costs_no_more_than_a_number()
 
 def test_what_is_no_number_moves_no_weight() -> None:
     plastic = task()
-    model = plastic.build(0)["model"]
+    model = build_models(plastic, 0)["model"]
     seen = _seen(plastic, model)
     seen[SUM + SECOND][0, 0] = torch.inf
     tensors = _tensors(model)
@@ -408,7 +410,7 @@ def said(plastic: Task, model: nn.Module, batch: dict[str, Any]) -> dict[str, Te
 
 def test_padding_of_a_text_teaches_a_router_nothing() -> None:
     plastic = routed()
-    model = loud(plastic.build(0)["model"])
+    model = loud(build_models(plastic, 0)["model"])
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 20, (2, 9)))
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
@@ -436,7 +438,7 @@ def loud(model: nn.Module) -> nn.Module:
 def test_rows_that_count_for_one_part_of_several_teach_that_part() -> None:
     parts = {"a": Classification(key="image", shape=SHAPE), "b": Classification(key="image", shape=SHAPE)}
     plastic = Plasticity(inner=Multitask(parts=parts, weights=dict.fromkeys(parts, 1.0)), rate=0.05)
-    model = plastic.build(0)["model"]
+    model = build_models(plastic, 0)["model"]
     names = list(learning_layers(model, None).values())
     first = {name: torch.from_numpy(values[:2]) for name, values in data().arrays.items()}
     weight = torch.tensor([1.0, 0.0])
@@ -453,16 +455,18 @@ def test_rows_that_count_for_one_part_of_several_teach_that_part() -> None:
 STEPS, INPUTS, UNITS_OF_LAYER = 20, 100, 8
 
 
+def draw_sentinel(model: Any, seed: int) -> None:
+    drawn = generator(seed, "sentinel").uniform(0, 1, (UNITS_OF_LAYER, INPUTS))
+    with torch.no_grad():
+        model.layer.synapse.weight.copy_(torch.from_numpy(drawn))
+        model.head.weight.zero_()
+
+
 class Watching(Task):
     """A layer that is shown trains [b, S, I] and not told what they are; only what reads it learns by gradient."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        model = Sentinel()
-        drawn = generator(seed, "sentinel").uniform(0, 1, (UNITS_OF_LAYER, INPUTS))
-        with torch.no_grad():
-            model.layer.synapse.weight.copy_(torch.from_numpy(drawn))
-            model.head.weight.zero_()
-        return {"model": model}
+    def specs(self) -> dict[str, ModelSpec]:
+        return {"model": ModelSpec(lambda config: Sentinel(), initial=Initial(draw_sentinel))}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return {"loss": float(len(batch["x"]))}
@@ -567,14 +571,14 @@ def test_a_whole_run_is_cut_short_and_ends_the_same(tmp_path: Path) -> None:
 def test_a_model_without_spiking_layers_is_refused() -> None:
     shape = ConvNetShape(grid=(8, 8), channels=1, num_labels=3, hidden_size=8)
     with pytest.raises(UsageError, match="ConvNet has none; leave it out, or train a spiking model"):
-        task(shape).build(0)
+        build_models(task(shape), 0)
 
 
 def test_a_target_that_is_no_layer_is_refused() -> None:
     with pytest.raises(UsageError, match=r"'head' is no spiking layer; there is layers\.0, layers\.1"):
-        task(targets=("head",)).build(0)
+        build_models(task(targets=("head",)), 0)
     with pytest.raises(UsageError, match=r"'\(' is not a regular expression"):
-        task(targets=("(",)).build(0)
+        build_models(task(targets=("(",)), 0)
 
 
 def test_a_reward_needs_a_task_that_knows_what_is_right() -> None:

@@ -24,7 +24,7 @@ from bottega.config.recipe import Recipe
 from bottega.core.callback import Progress
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.data.order.online import NEW, Stream
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.engine import TorchEngine
 from bottega.run.compose import build_engine, build_loader, plan_rates, total_steps
 from bottega.run.lesson import applied
 from bottega.tasks import registry
@@ -94,7 +94,7 @@ def test_what_is_said_is_the_mean_over_new_samples_before_they_are_learnt(
     for engine in engines:
         plan_rates(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
     assert lesson.begin is not None
-    lesson.begin(engines[0], loader)
+    lesson.begin(engines[0], loader, resumed=False)
     batches, new = loader(0), 0
     for step in range(total):
         batch = next(batches)

@@ -5,33 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bottega.core.noise import Noise
+from bottega.core.engine import Engine
 from bottega.core.rundir import RunDirectory, split_checkpoint
 from bottega.data.loading.loader import Loader
-from bottega.engines.devices import put
-from bottega.engines.torch import TorchEngine
 
 
 def inspect(what: str, words: list[str]) -> dict[str, Any]:
     """One row for each module; gradient norms come from one batch of the training data, and nothing is changed."""
     engine, branch, batch_size, seed = _open(what, words)
-    batch = Loader(branch.training(), batch_size, seed=seed, order=branch.order).batch(0)
-    engine.model.train()
-    counts = engine.task.counts(batch)
-    rng = Noise(seed, 0, torch.arange(batch_size, device=engine.device), torch)
-    with engine._autocast():
-        out = engine.task.loss(engine._eval_models, put(batch, engine.device), rng)
-        loss = sum(weight * total / counts[name] for name, (total, weight) in out.terms.items())
-    loss.backward()
-    rows = [
-        _row(name, module) for name, module in engine.model.named_modules() if any(True for _ in module.parameters())
-    ]
-    return {"loss": float(loss.detach()), "modules": rows}
+    return engine.inspect(Loader(branch.training(), batch_size, seed=seed, order=branch.order).batch(0))
 
 
-def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
+def _open(what: str, words: list[str]) -> tuple[Engine, Any, int, int]:
     if RunDirectory(split_checkpoint(Path(what))[0]).recipe.is_file():
         from bottega.run.saved import open_run
 
@@ -52,21 +37,6 @@ def _open(what: str, words: list[str]) -> tuple[TorchEngine, Any, int, int]:
     recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"compile": False})})
     branch = prepare(recipe, Console(unit="samples"))
     return build_engine(recipe, applied(recipe, branch).task), branch, recipe.training.batch_size, recipe.seed
-
-
-def _row(name: str, module: torch.nn.Module) -> dict[str, Any]:
-    parameters = list(module.parameters())
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))) if grads else None
-    return {
-        "name": name or type(module).__name__,
-        "kind": type(module).__name__,
-        "parameters": sum(p.numel() for p in parameters),
-        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-        "devices": sorted({str(p.device) for p in parameters}),
-        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-        "gradient_norm": norm,
-    }
 
 
 def show(report: dict[str, Any]) -> str:

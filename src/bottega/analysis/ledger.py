@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bottega.core.batch import batch_length
 from bottega.core.checkpoint import candidates
 from bottega.core.errors import UsageError
-from bottega.engines.devices import batch_length
 from bottega.run.compose import plain_loader
 from bottega.run.lesson import applied
 from bottega.run.saved import open_run
@@ -37,9 +37,9 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
         report["note"] = f"the run has taken {trained} steps; step {step} would see these samples"
     if replay:
         batch = loader.batch(step - 1)
-        if "query" in batch:  # an episode is adapted to, and only the lesson's own task knows how
-            saved.engine.task = lesson.task
-        sums = saved.engine.eval_step(batch).sums
+        # An episode is adapted to, and only the lesson's own task knows how.
+        task = lesson.task if "query" in batch else None
+        sums = saved.engine.eval_step(batch, task=task).sums
         means = {name: float(total) / float(count) for name, (total, count) in sums.items() if count}
         report["replay"] = {
             "checkpoint": saved.checkpoint.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from bottega.analysis.plan import beforehand
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
 from bottega.config.load import global_batch
+from bottega.core.engine import Engine
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.types import Batch
 from bottega.data.sources.source import Source
@@ -70,32 +72,31 @@ def rows_of(source: Source, size: int) -> Batch:
 
 
 def report(
-    engine: Any, batch_of: Any, *, batch: int, most: int, say: Any = lambda done, total: None, notes: list[str]
+    engine: Engine,
+    batch_of: Callable[[int], Batch],
+    *,
+    batch: int,
+    most: int,
+    say: Any = lambda done, total: None,
+    notes: list[str],
 ) -> dict[str, Any]:
     """What was measured, and which micro-batch it allows on each card, as plain values."""
-    import torch
-
-    from bottega.engines.footprint import measured, optimizer_bytes, weights_of
-
-    is_gpu = engine.device.type == "cuda"
-    rows = measured(engine, batch_of, most=most, say=say)
-    if not rows:
+    is_gpu = engine.device_type == "cuda"
+    measured = engine.measure_memory(batch_of, most=most, say=say)
+    if not measured.steps:
         raise OutOfMemory(f"out of memory on {engine.device} with one example; use a smaller model or shorter samples")
-    weights = weights_of(engine)
-    trained = next(one for one in weights if one.name == "model")
-    gradients = sum(p.numel() * p.element_size() for p in engine.model.parameters() if p.requires_grad)
-    name = torch.cuda.get_device_name() if is_gpu else "the CPU"
+    trained = next(one for one in measured.models if one.name == "model")
     return {
-        "device": name,
+        "device": measured.device,
         "is_peak": is_gpu,
-        "precision": str(engine.precision).removeprefix("torch."),
-        "weights": [one._asdict() for one in weights],
+        "precision": engine.precision,
+        "weights": [one._asdict() for one in measured.models],
         "trained_parameters": trained.learning,
-        "gradient_bytes": gradients,
-        "optimizer_bytes": optimizer_bytes(engine),
+        "gradient_bytes": measured.gradients,
+        "optimizer_bytes": measured.optimizer,
         "batch": batch,
-        "rows": [row._asdict() for row in rows],
-        "cards": cards(rows, batch) if is_gpu else [],
+        "rows": [row._asdict() for row in measured.steps],
+        "cards": cards(measured.steps, batch) if is_gpu else [],
         "notes": notes if is_gpu else [*notes, NO_GPU],
     }
 

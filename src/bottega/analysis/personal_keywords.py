@@ -36,7 +36,7 @@ def is_small(folder: Path) -> bool:
 
 def asked(branch: PersonalizeBranch, folder: Path, records: Sequence[Record], *, cache: Path) -> list[tuple[str, ...]]:
     """What another language model says of what people like, asked as the run asks its own; decoded, whatever is kept."""
-    from bottega.engines.devices import choose_device
+    from bottega.models.device import choose_device
     from bottega.models.frozen.language import load_language_model
     from bottega.tasks.personalize.keywords import Keyworder
 

@@ -7,9 +7,11 @@ part (embeddings) is layer 0, each numbered part (`blocks.3.`) is the next, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from bottega.config.training import Training
+from bottega.config.units import Cadence
 from bottega.core.errors import UsageError
 
 BACKBONE = "backbone"
@@ -34,6 +36,31 @@ class Setting:
     scale: float | None
     weight_decay: float | None = None
     starts: int = 0
+
+
+def parameter_settings(
+    training: Training,
+    names: Sequence[str],
+    *,
+    total: int = 1,
+    steps_per_epoch: int = 1,
+    learns: Callable[[str], bool] = lambda name: True,
+) -> dict[str, Setting]:
+    """The recipe's rows and shorthands as one setting for each parameter, with durations in steps. `names` are in the order
+    of the model; what the task does not train is no concern of the table's."""
+
+    def steps(duration: Cadence | None) -> int:
+        return 0 if duration is None else duration.steps(total, max(1, steps_per_epoch))
+
+    own = [name for name in names if learns(name)]
+    found = settings(
+        own,
+        [Row(group.pattern, group.scale, group.weight_decay, steps(group.starts)) for group in training.groups],
+        freeze=training.freeze or (),
+        unfreeze_every=steps(training.unfreeze.layers_per) if training.unfreeze is not None else None,
+        layer_decay=training.layer_decay,
+    )
+    return {name: found.get(name, Setting(scale=None)) for name in names}
 
 
 def settings(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Array, Batch, Loss, Models, Rows
 
@@ -28,8 +29,8 @@ class Task(BaseModel, ABC):
     """Names of those `Loss.rows` that `update` is shown too."""
 
     @abstractmethod
-    def build(self, seed: int) -> dict[str, Any]:
-        """The models by name, on the meta device or the host. Initial weights are f(seed, parameter name)."""
+    def specs(self) -> dict[str, ModelSpec]:
+        """The models by name, as descriptions that an engine builds. The trained one is "model"; the others are frozen."""
 
     @abstractmethod
     def counts(self, batch: Batch) -> Mapping[str, float]:

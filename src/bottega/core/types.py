@@ -23,7 +23,7 @@ Tensors = Mapping[str, np.ndarray]
 """name -> host array; one file of a checkpoint."""
 
 Models = Mapping[str, Any]
-"""What a task built, by name. The trained one is "model"; the others are frozen."""
+"""The models of a task, by name. The trained one is "model"; the others are frozen."""
 
 
 class Loss(NamedTuple):

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from bottega.core import checkpoint
 from bottega.core.callback import Progress
-from bottega.core.errors import Diverged
-from bottega.core.noise import Noise
+from bottega.core.engine import Engine
+from bottega.core.errors import Diverged, OutOfMemory
 from bottega.core.saver import Saver
 from bottega.core.types import Batch
-from bottega.engines.devices import batch_length, put
-from bottega.engines.torch import TorchEngine
 
 MOST_SKIPS = 100
 MOST_ROLLBACKS = 3
@@ -37,7 +34,7 @@ class Recovery:
     def __init__(
         self,
         *,
-        engine: TorchEngine,
+        engine: Engine,
         loader: Ledger,
         saver: Saver,
         policy: str,
@@ -103,58 +100,14 @@ class Recovery:
             where.mkdir(parents=True, exist_ok=True)
             rank = f"-rank-{self.engine.rank}" if self.engine.world > 1 else ""
             checkpoint.write_safetensors(where / f"batch{rank}.safetensors", flat(batch))
-            module = first_bad_module(self.engine, step, batch)
+            module = self.engine.first_bad_module(step, batch)
             report = {"step": step + 1, "samples": index.tolist(), "epochs": epoch.tolist(), "first_bad_module": module}
             (where / f"report{rank}.json").write_text(json.dumps(report, indent=1) + "\n")
-        except (OSError, torch.OutOfMemoryError) as error:
+        except (OSError, OutOfMemory) as error:
             self.warn(f"the evidence in {where} is not complete: {error}")
         shown = ", ".join(map(str, index[:8])) + (", …" if len(index) > 8 else "")
         culprit = f"; first seen in {module}" if module else ""
         return f"the loss or a gradient was not finite at step {step + 1} (samples {shown}){culprit}; kept in {where}"
-
-
-def first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
-    """Run the step's forward and backward again, eagerly, and name the first module with a bad output or gradient."""
-    found: list[str] = []
-
-    def watch(name: str) -> Callable[..., None]:
-        def see(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            if not found and any(not torch.isfinite(t).all() for t in floats(output)):
-                found.append(name or "the model")
-
-        return see
-
-    handles = [m.register_forward_hook(watch(name)) for name, m in engine.model.named_modules()]
-    compiled = [m for m in engine.model.modules() if getattr(m, "compiled", None) is not None]
-    kept = [m.compiled for m in compiled]
-    for m in compiled:
-        m.compiled = None  # type: ignore[assignment]  # hooks inside a compiled block would not fire
-    try:
-        on_device = put(batch, engine.device)
-        size = batch_length(batch)
-        places = torch.arange(engine.rank * size, (engine.rank + 1) * size, device=engine.device)
-        rng = Noise(engine.seed, step, places, torch)
-        with engine._autocast():
-            out = engine.task.loss(engine._eval_models, on_device, rng)
-        sum(total for total, _ in out.terms.values()).backward()
-        if not found:
-            bad = (
-                n for n, p in engine.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
-            )
-            found += [f"the gradient of {name}" for name in [next(bad, None)] if name]
-    finally:
-        for handle in handles:
-            handle.remove()
-        for m, forward in zip(compiled, kept, strict=True):
-            m.compiled = forward
-        engine.model.zero_grad(set_to_none=True)
-    return found[0] if found else None
-
-
-def floats(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value] if value.is_floating_point() else []
-    return [t for item in value for t in floats(item)] if isinstance(value, tuple | list) else []
 
 
 def flat(batch: Batch, prefix: str = "") -> dict[str, np.ndarray]:

@@ -85,7 +85,7 @@ def sweep(
     ranks, so that all of them stop at the same step."""
     check_range(low, high, steps)
     rates = np.geomspace(low, high, steps)
-    engine.rate = lambda step: float(rates[min(step - first, steps - 1)])  # type: ignore[attr-defined]
+    engine.rate = lambda step: float(rates[min(step - first, steps - 1)])
     losses: list[float] = []
     mean, best, diverged = 0.0, math.inf, False
     with closing(batches(first)) as stream:

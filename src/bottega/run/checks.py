@@ -25,6 +25,7 @@ from bottega.core.rundir import Lock, RunDirectory
 from bottega.core.saver import explain, preflight
 from bottega.core.task import Task
 from bottega.data.readers.files import check_exists
+from bottega.engines.backend import open_backend
 from bottega.models.generator.config import Generator
 from bottega.run import resume
 from bottega.run.compose import check_metrics, list_shortened, plain_loader, total_steps
@@ -124,50 +125,25 @@ def find_data_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
 
 def find_model_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
     """Return what the model cannot do, known from its shape: nothing is allocated or computed."""
-    from bottega.engines.grouping import parameter_settings
-    from bottega.engines.sizing import build_without_memory
-    from bottega.engines.wrapping import require
-
-    try:
-        models = build_without_memory(lesson.task, recipe.seed)
-    except BottegaError as error:
-        return [error]
-    if models is None:
-        return []
-    model = models["model"]
-    names = [name for name, _ in model.named_parameters()]
-    checks = [lambda: parameter_settings(recipe.training, names, learns=lesson.task.learns)]
-    if recipe.training.gradient_checkpointing:
-        checks.append(lambda: require(model, "checkpoint_blocks", "training.gradient_checkpointing"))  # type: ignore[arg-type, return-value]
-    return _collect(*checks)
+    return open_backend(recipe.engine).find_model_problems(lesson.task, recipe.training, seed=recipe.seed)
 
 
 def list_adjusted(recipe: Recipe, lesson: Lesson) -> list[str]:
     """Return one line for each value that the data or the model makes another one."""
-    from bottega.engines.grouping import parameter_settings
-    from bottega.engines.optimizers import describe_choice
-    from bottega.engines.sizing import build_without_memory
-
     world = World.current().size
     loader = plain_loader(recipe, lesson.training, world=world, order=lesson.order)
     lines = list_shortened(recipe, total_steps(recipe, loader), round(loader.steps_per_epoch))
-    models = build_without_memory(lesson.task, recipe.seed) if recipe.training.optimizer.name == "muon" else None
-    if models is not None:
-        named = dict(models["model"].named_parameters())
-        settings = parameter_settings(recipe.training, list(named), learns=lesson.task.learns)
-        own = {name: parameter for name, parameter in named.items() if settings[name].scale is not None}
-        lines += describe_choice(own, recipe.training.optimizer)
-    return lines
+    backend = open_backend(recipe.engine)
+    return [*lines, *backend.describe_optimizer(lesson.task, recipe.training, seed=recipe.seed)]
 
 
 def find_size_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
     """Return whether the model has no room where it would be trained; known from its shape, before it is built."""
-    from bottega.engines.devices import choose_device
-    from bottega.engines.sizing import check_fits, estimate
 
     def check() -> None:
-        footprint = estimate(task, recipe.training, seed=recipe.seed, is_frozen=injection(recipe) is not None)
-        check_fits(footprint, choose_device(recipe.device))
+        backend, is_frozen = open_backend(recipe.engine), injection(recipe) is not None
+        footprint = backend.estimate(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
+        backend.check_fits(footprint, recipe.device)
 
     return _collect(check)
 
@@ -198,10 +174,9 @@ def _nearest_existing(path: Path) -> Path:
 
 def find_disk_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
     """Return whether the checkpoints of a model have no room where they would be written; known from its shape."""
-    from bottega.engines.sizing import estimate
-
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
-    footprint = estimate(task, recipe.training, seed=recipe.seed, is_frozen=injection(recipe) is not None)
+    backend, is_frozen = open_backend(recipe.engine), injection(recipe) is not None
+    footprint = backend.estimate(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
     saved = footprint.gradients + footprint.optimizer + footprint.average  # of what learns, and no frozen model
     folder = run.checkpoints if run.checkpoints.is_dir() else _nearest_existing(run.path)
     return _collect(lambda: preflight(folder, size=saved, keep=recipe.checkpoint.keep))
@@ -227,10 +202,8 @@ def _other_names(recipe: Recipe) -> list[str]:
 
 def _idle_gpus(recipe: Recipe) -> list[str]:
     """Say how to use the other GPUs of this machine where one process was started for all of them."""
-    from bottega.engines.devices import count_gpus
-
     is_alone = World.current().size == 1 and recipe.distributed.enabled is not False
-    if not is_alone or _device_type(recipe) != "cuda" or (count := count_gpus()) < 2:
+    if not is_alone or _device_type(recipe) != "cuda" or (count := open_backend(recipe.engine).count_gpus()) < 2:
         return []
     return [f"{count} GPUs, 1 used: start with torchrun --nproc_per_node {count} -m bottega train … to use all"]
 
@@ -247,21 +220,17 @@ def _collect(*checks: Callable[[], Any]) -> list[BottegaError]:
 
 
 def _device_type(recipe: Recipe) -> str:
-    from bottega.engines.devices import choose_device
-
     try:
-        return choose_device(recipe.device).type
+        return open_backend(recipe.engine).device_type(recipe.device)
     except BottegaError:
         return recipe.device
 
 
 def _machine_problems(recipe: Recipe, world: int) -> list[BottegaError]:
-    from bottega.engines.devices import choose_device, choose_precision
-
-    problems = _collect(lambda: choose_device(recipe.device))
-    if not problems:
-        device = choose_device(recipe.device)
-        problems = _collect(lambda: choose_precision(recipe.training.mixed_precision, device))
+    backend = open_backend(recipe.engine)
+    problems = _collect(lambda: backend.device_type(recipe.device)) or _collect(
+        lambda: backend.check_precision(recipe.training.mixed_precision, recipe.device)
+    )
     return problems + [UsageError(text) for text in _process_problems(recipe, world, _device_type(recipe))]
 
 

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
@@ -19,6 +19,7 @@ from bottega.config.load import global_batch
 from bottega.config.recipe import Recipe
 from bottega.config.units import Cadence
 from bottega.core.callback import Callback
+from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 from bottega.core.loop import Every
 from bottega.core.rundir import RunDirectory
@@ -29,12 +30,10 @@ from bottega.data.order import difficulty
 from bottega.data.order.in_turn import InTurn
 from bottega.data.order.orders import Order, Staged
 from bottega.data.sources.source import Source
+from bottega.engines.backend import open_backend
 from bottega.nearness import near_names
 from bottega.tasks import registry
 from bottega.tasks.branch import Branch
-
-if TYPE_CHECKING:
-    from bottega.engines.torch import TorchEngine
 
 
 def prepare(recipe: Recipe, console: Console, *, codec: Path | None = None) -> Branch:
@@ -43,16 +42,13 @@ def prepare(recipe: Recipe, console: Console, *, codec: Path | None = None) -> B
         return registry.prepare(recipe, say=say, codec=codec)
 
 
-def build_engine(recipe: Recipe, task: Task) -> TorchEngine:
+def build_engine(recipe: Recipe, task: Task) -> Engine:
     """The engine with its models built; the rates are planned once the length of the run is known."""
-    from bottega.engines.devices import limit_threads
-    from bottega.engines.torch import TorchEngine
-
-    limit_threads(recipe.cpu_threads)
-    return TorchEngine(
+    backend = open_backend(recipe.engine)
+    backend.limit_threads(recipe.cpu_threads)
+    return backend.build_engine(
         task,
         recipe.training,
-        rate=lambda step: 0.0,
         seed=recipe.seed,
         device=recipe.device,
         deterministic=recipe.deterministic,
@@ -69,10 +65,10 @@ def micro_batch(recipe: Recipe) -> int | None:
     return training.batch_size if training.gradient_accumulation_steps else None
 
 
-def build_loader(recipe: Recipe, source: Source, engine: TorchEngine, order: Order | None = None) -> Loader:
+def build_loader(recipe: Recipe, source: Source, engine: Engine, order: Order | None = None) -> Loader:
     """What this process sees. `order` is how the branch combines several sources; None is the plain shuffle."""
     # On a GPU the host is idle while the device works, so a batch is made ahead; on a CPU that would only compete.
-    ahead = (2 if engine.device.type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
+    ahead = (2 if engine.device_type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
     loader = plain_loader(recipe, source, world=engine.world, order=order)
     return replace(loader, rank=engine.rank, world=engine.world, workers=recipe.data.workers, prefetch=ahead)
 
@@ -123,7 +119,7 @@ def _stream_steps(recipe: Recipe, loader: Loader) -> int:
     return asked or whole
 
 
-def plan_rates(recipe: Recipe, engine: TorchEngine, *, total: int, steps_per_epoch: int) -> None:
+def plan_rates(recipe: Recipe, engine: Engine, *, total: int, steps_per_epoch: int) -> None:
     """The shape of the schedule times the peak, which stages of a curriculum may have of their own."""
     peaks: list[float] = [peak_rate(recipe)]
     firsts: tuple[int, ...] = (0,)

@@ -15,6 +15,7 @@ from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError, EnvironmentProblem
 from bottega.core.rundir import RunDirectory
 from bottega.engines import rate_range
+from bottega.engines.backend import open_backend
 from bottega.engines.rate_range import HIGH, LOW, STEPS
 from bottega.run import resume
 from bottega.run.compose import build_engine, build_loader, plan_rates, total_steps
@@ -43,6 +44,7 @@ def measured(
     alone = _changed(recipe, learning_rate=high, compile=False, ema=None)
     lesson = applied(needs.placed(alone), branch)
     engine = build_engine(alone, lesson.task)
+    lesson = lesson.with_built(engine)
     loader = build_loader(alone, lesson.training, engine, lesson.order)
     total = total_steps(alone, loader)
     plan_rates(alone, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
@@ -53,12 +55,12 @@ def measured(
         engine.load(start)
     try:
         if lesson.begin is not None:
-            lesson.begin(engine, loader)
+            lesson.begin(engine, loader, resumed=start is not None)
         swept = rate_range.sweep(engine, loader, low=low, high=high, steps=steps, first=first, say=say)
     finally:
         # It may hold the engine, which would then outlive the test: the model would be in memory twice. Not closed,
         # because that ends the group of ranks, and they are about to train.
-        engine.before_step = None
+        engine.remove_hooks()
     found = rate_range.found_in(swept, low=low, high=high, steps=steps)
     return {
         "suggestion": found.suggestion,
@@ -82,13 +84,11 @@ def settled(
     """The recipe with a number where it says auto. A run that has one keeps it, and so does whoever resumes it."""
     if recipe.training.learning_rate != "auto":
         return recipe
-    from bottega.engines.devices import choose_device
-    from bottega.engines.ranks import any_rank, join_group
-
-    rank, _ = join_group(choose_device(recipe.device))
+    backend = open_backend(recipe.engine)
+    rank = backend.join_ranks(recipe.device)
     file = directory.path / JSON
     # Rank 0 alone looks: the others might be early, before --fresh has set the old run aside.
-    if any_rank(rank == 0 and _is_kept(directory, recipe, branch)):
+    if backend.any_rank(rank == 0 and _is_kept(directory, recipe, branch)):
         rate = float(json.loads(file.read_text(encoding="utf-8"))["suggestion"])
         console.say(f"training.learning_rate: auto is {rate:g}, as the range test found ({file})")
         return _changed(recipe, learning_rate=rate)

@@ -17,6 +17,7 @@ from bottega.config.data import source_names
 from bottega.config.recipe import Recipe
 from bottega.config.together import injection
 from bottega.core import checkpoint as checkpoints
+from bottega.core.engine import Engine
 from bottega.core.errors import CheckpointError, DataError, EnvironmentProblem, UsageError
 from bottega.core.loop import evaluated
 from bottega.core.rundir import RunDirectory, split_checkpoint
@@ -24,10 +25,9 @@ from bottega.core.types import Models, Rows
 from bottega.data.loading.loader import evaluate_batches
 from bottega.data.present import writing
 from bottega.data.sources.source import Source
-from bottega.engines.devices import limit_threads
-from bottega.engines.tensors import check_finite, check_tensors, compare, read_tensors
-from bottega.engines.torch import TorchEngine
+from bottega.engines.backend import open_backend
 from bottega.models.decoder.layout import OWN, shape_from, why_own
+from bottega.models.folders.tensors import check_tensors, read_tensors
 from bottega.storage.durable import remove_leftovers, writing_folder
 from bottega.tasks import registry
 from bottega.tasks.branch import Branch
@@ -60,7 +60,7 @@ class SavedRun:
     checkpoint: Path
     recipe: Recipe
     branch: Branch
-    engine: TorchEngine
+    engine: Engine
     progress: dict[str, Any] = field(default_factory=dict)
     """Where the checkpoint stood."""
     parts: Injected | None = None
@@ -192,9 +192,8 @@ class SavedRun:
 
     def _card(self, facts: dict[str, Any]) -> str:
         progress = self.progress
-        sizes = {name: p.numel() for name, p in self.model.named_parameters()}
-        learnt = sum(size for name, size in sizes.items() if self.engine.settings[name].scale is not None)
-        total = sum(sizes.values())
+        every = self.engine.parameters().values()
+        learnt, total = sum(one.size for one in every if one.learns), sum(one.size for one in every)
         parameters = f"{total:,} parameters" if learnt == total else f"{learnt:,} of {total:,} parameters learnt"
         best = progress.get("best")
         measured = (
@@ -234,8 +233,9 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     task = parts or branch.task
     if recipe.data.mixture == "sequence":  # measured as training measures it
         task = BySource(inner=task, names=tuple(source_names(recipe.data.sources or ())))
-    limit_threads(recipe.cpu_threads)
-    engine = TorchEngine(task, training, rate=lambda step: 0.0, seed=recipe.seed, device=device)
+    backend = open_backend(recipe.engine)
+    backend.limit_threads(recipe.cpu_threads)
+    engine = backend.build_engine(task, training, seed=recipe.seed, device=device)
     base = parts.base_of(engine.model) if parts is not None else None
     before = (manifest.fingerprint.get("frozen") or {}).get(BASE)
     if base != before:
@@ -244,14 +244,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
             f"{directory.path}: model.from {named} is another base than this run was trained with "
             f"({str(before)[:12]}, now {str(base)[:12]}); put that one back"
         )
-    wanted = {
-        "model.safetensors": {name: t for name, t in engine.model.state_dict().items() if task.learns(name)},
-        "ema.safetensors": {name: p for name, p in engine.model.named_parameters() if p.requires_grad},
-    }
-    for file, tensors in state.items():
-        compare(tensors, wanted[file], folder / file)
-        check_finite(tensors, wanted[file], folder / file)
-        engine.model.load_state_dict(tensors, strict=False)  # the rest is as it was built
+    engine.load_weights(state, folder)
     return SavedRun(directory, folder, recipe, branch, engine, progress, parts, base)
 
 

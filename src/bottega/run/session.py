@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bottega.callbacks.console import Console
 from bottega.callbacks.divergence import diagnose_losses
@@ -17,11 +17,14 @@ from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
+from bottega.core.engine import Engine
 from bottega.core.errors import CheckpointError, Diverged, PeerLost
 from bottega.core.loop import Fit, Goal
 from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.core.saver import Saver, explain, preflight, try_again
 from bottega.data.loading.loader import Loader
+from bottega.engines.backend import open_backend
+from bottega.engines.nonfinite import Recovery
 from bottega.run import environment, resume
 from bottega.run.checks import find_data_problems, find_size_problems, list_adjusted, raise_together
 from bottega.run.compose import (
@@ -43,9 +46,6 @@ from bottega.tasks.located import STARTED_IN, UPWARDS
 from bottega.tasks.start import PLACE, based, local_start
 from bottega.techniques.lesson import Lesson
 from bottega.world import World
-
-if TYPE_CHECKING:
-    from bottega.engines.torch import TorchEngine
 
 
 @dataclass(frozen=True)
@@ -94,29 +94,25 @@ class Session:
         console.unit, console.headline = branch.unit, branch.headline
         if has_begun and (changed := plugins.difference(recipe, directory)) is not None:
             console.warn(changed)
-        engine: TorchEngine | None = None
+        engine: Engine | None = None
         try:
             raise_together(find_size_problems(recipe, branch.task))
             recipe = settled(recipe, branch, directory, resume_from=self.resume_from, console=console)
             lesson = applied(needs.placed(recipe), branch)
             raise_together(find_data_problems(recipe, lesson))
             engine = build_engine(recipe, lesson.task)
+            lesson = lesson.with_built(engine)
             return self._run(recipe, branch, lesson, engine, changes)
         except RuntimeError as error:
-            from bottega.engines.ranks import is_lost_peer
-
-            world = World.current().size
-            if world > 1 and is_lost_peer(error):
-                from bottega.engines.heartbeat import Heartbeat
-
-                watching = Heartbeat.current
-                raise PeerLost(watching.describe_loss() if watching is not None else "another rank is lost") from error
+            loss = open_backend(recipe.engine).describe_lost_rank(error)
+            if loss is not None:
+                raise PeerLost(loss) from error
             raise
         finally:
             if engine is not None:
                 engine.close()
 
-    def _run(self, recipe: Recipe, branch: Branch, lesson: Lesson, engine: TorchEngine, changes: list[str]) -> Run:
+    def _run(self, recipe: Recipe, branch: Branch, lesson: Lesson, engine: Engine, changes: list[str]) -> Run:
         """`recipe` has a number where the one that is kept says `learning_rate: auto`."""
         directory, console = self.directory, self.console
         validation = lesson.validation
@@ -147,12 +143,12 @@ class Session:
         for note in (*lesson.notes, *adjusted):
             console.say(note)
         if lesson.begin is not None:
-            lesson.begin(engine, loader)
+            lesson.begin(engine, loader, resumed=found is not None)
         self._introduce(branch, engine, progress)
 
         last = _Last()
         callbacks = [*lesson.callbacks, *watchers(recipe, directory, console, is_main=engine.rank == 0), last]
-        if engine.rank == 0 and engine.device.type == "cpu":
+        if engine.rank == 0 and engine.device_type == "cpu":
             callbacks.append(SlowRun(recipe, console.warn))
 
         def announce(p: Progress, folder: Path) -> None:
@@ -190,7 +186,7 @@ class Session:
         return Run(directory.path, progress.step, last.metrics or _last_metrics(directory))
 
     def _start(
-        self, engine: TorchEngine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]
+        self, engine: Engine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]
     ) -> tuple[Path | None, Progress]:
         """Fresh, or where the newest good checkpoint stood; and that checkpoint."""
         if engine.rank == 0:
@@ -208,7 +204,7 @@ class Session:
         progress = resume.progress_at(path, loader=loader, total=total, say=self.console.say)
         engine.load(path)
         engine.skip_steps = frozenset(progress.skip_steps)
-        if engine.training.micro_batch_size == "auto":
+        if self.recipe.training.micro_batch_size == "auto":
             engine.micro_batch_size = progress.micro_batch_size
         if path.resolve().parent != self.directory.checkpoints.resolve():
             progress.best_step = 0  # that checkpoint is another run's
@@ -221,7 +217,7 @@ class Session:
             self.console.say(f"resumed {path} at step {progress.step} of {total}{done}")
         return path, progress
 
-    def _write_down(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:
+    def _write_down(self, branch: Branch, engine: Engine, progress: Progress) -> None:
         """What this run is, before its first step."""
         directory = self.directory
         directory.truncate_metrics(progress)
@@ -240,25 +236,21 @@ class Session:
             branch.save_codec(directory.codec)
         except OSError as error:
             raise explain(error, directory.codec) from None
-        preflight(directory.checkpoints, size=_bytes(engine), keep=self.recipe.checkpoint.keep)
+        preflight(directory.checkpoints, size=engine.checkpoint_bytes(), keep=self.recipe.checkpoint.keep)
 
-    def _introduce(self, branch: Branch, engine: TorchEngine, progress: Progress) -> None:
-        from bottega.models.experts.torch import active_parameters
-
-        sizes = {name: p.numel() for name, p in engine.model.named_parameters()}
-        learning = sum(size for name, size in sizes.items() if engine.settings[name].scale is not None)
-        total = sum(sizes.values())
+    def _introduce(self, branch: Branch, engine: Engine, progress: Progress) -> None:
+        every = engine.parameters().values()
+        learning, total = sum(one.size for one in every if one.learns), sum(one.size for one in every)
         parameters = f"{total:,} parameters" if learning == total else f"{learning:,} of {total:,} parameters learn"
-        active = active_parameters(engine.model)
+        active = engine.num_active()
         if active < total:
             parameters += f", {active:,} of them active for a token"
-        precision = str(engine.precision).removeprefix("torch.")
         self.console.say(
-            f"{self.directory.path}: {self.recipe.task}, {parameters}, {engine.device} {precision}, "
+            f"{self.directory.path}: {self.recipe.task}, {parameters}, {engine.device} {engine.precision}, "
             f"{engine.world} process{'es' if engine.world > 1 else ''}, {progress.total} steps"
         )
 
-    def _sample(self, branch: Branch, engine: TorchEngine, progress: Progress) -> Path:
+    def _sample(self, branch: Branch, engine: Engine, progress: Progress) -> Path:
         folder = self._sample_folder(progress)
         if engine.rank == 0:
             try:
@@ -271,13 +263,11 @@ class Session:
     def _sample_folder(self, progress: Progress) -> Path:
         return self.directory.samples / f"step-{progress.step:08d}"
 
-    def _write_samples(self, branch: Branch, engine: TorchEngine, folder: Path) -> None:
+    def _write_samples(self, branch: Branch, engine: Engine, folder: Path) -> None:
         with writing_folder(folder) as temporary, engine.sampling() as models:
             branch.sample(models, temporary, device=engine.device)
 
-    def _recovery(self, engine: TorchEngine, loader: Loader, saver: Saver) -> Any:
-        from bottega.engines.nonfinite import Recovery
-
+    def _recovery(self, engine: Engine, loader: Loader, saver: Saver) -> Recovery:
         return Recovery(
             engine=engine,
             loader=loader,
@@ -340,12 +330,6 @@ def _show_samples(console: Console, folder: Path) -> None:
     ]
     if shown:
         console.say(f"\nsamples: {', '.join(map(str, shown))}", style="bold")
-
-
-def _bytes(engine: TorchEngine) -> int:
-    """Of a checkpoint, whose tensors are all made before the first step, and of which none is copied to be counted."""
-    engine._ensure_state()
-    return sum(t.numel() * t.element_size() for tensors in engine.state().values() for t in tensors.values())
 
 
 def _last_metrics(directory: RunDirectory) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from bottega.config.recipe import Recipe
 from bottega.core import checkpoint
 from bottega.core.errors import Interrupted, UsageError, describe_error
 from bottega.core.rundir import Lock, RunDirectory
+from bottega.engines.backend import open_backend
 from bottega.run import resume
 from bottega.run.checks import find_problems, list_unused, load_checked, parse_words, raise_together
 from bottega.run.dependencies import train_apart, turn, wait_for
@@ -79,11 +80,9 @@ def _train(resolved: Resolved, **options: Any) -> Run:
     """Train; where there are several ranks, each watches the others from the start."""
     if World.current().size == 1:
         return _train_rank(resolved, **options)
-    from bottega.engines.heartbeat import watch_ranks
-
     recipe = resolved.recipe
     log = RunDirectory(Path(recipe.output_dir) / recipe.run_name()).log
-    with watch_ranks(log) or nullcontext():
+    with open_backend(recipe.engine).watch_ranks(log):
         return _train_rank(resolved, **options)
 
 

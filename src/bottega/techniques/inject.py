@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from bottega.core.errors import UsageError
+from bottega.core.model_spec import ModelSpec
 from bottega.core.task import Task
+from bottega.core.types import Models
 from bottega.nearness import near_names
 from bottega.techniques.wrapped import Wrapped
 
@@ -42,10 +43,7 @@ class Injected(Wrapped):
     fresh: tuple[str, ...] = ()
     """The same, where the model may lack some of them: parts that would begin at random and stay so."""
     start: str | None = None
-    """The folder of an adapter to start from; only `begin` reads it."""
-    _made: dict[int, dict[str, Any]] = PrivateAttr(default_factory=dict)
-    _hashes: dict[str, str] = PrivateAttr(default_factory=dict)
-    _is_loaded: bool = PrivateAttr(False)
+    """The folder of an adapter to start from; only `read_start` opens it."""
 
     @abstractmethod
     def is_own(self, name: str) -> bool:
@@ -65,27 +63,16 @@ class Injected(Wrapped):
         """Write the folder of the parts, of a base that came from `origin`, and what a card says first. `whole` writes the
         model beside it, where that can be told without the parts."""
 
-    def begin(self, model: nn.Module) -> bool:
-        """Fill the parts from where they start; and whether that was done. Not where weights were loaded: that is a run
-        which goes on, has all that learns, and whose start may be gone."""
-        if self.start is None or self._is_loaded:
-            return False
-        self.read(Path(self.start), model)
-        return True
+    def read_start(self, model: nn.Module) -> bool:
+        """Fill the parts from where they start; and whether they start anywhere. Not for a run that goes on: it has all that
+        learns, and its start may be gone."""
+        if self.start is not None:
+            self.read(Path(self.start), model)
+        return self.start is not None
 
-    def build(self, seed: int) -> dict[str, Any]:
-        made = self._made.pop(seed, None)
-        return self._build(seed) if made is None else made
-
-    def ahead(self, seed: int) -> nn.Module:
-        """The model, as it is built. A large one takes a while, so the next `build` gives this very one."""
-        made = self._made[seed] = self._made.get(seed) or self._build(seed)
-        model: nn.Module = made["model"]
-        return model
-
-    def base(self, seed: int) -> str:
-        """The hash of what stays."""
-        return self.base_of(self.ahead(seed))
+    def specs(self) -> dict[str, ModelSpec]:
+        specs = self.inner.specs()
+        return {**specs, "model": specs["model"].changed(self._put_in)}
 
     def notes(self, model: nn.Module) -> list[str]:
         """What somebody should know of these options on this model."""
@@ -104,12 +91,12 @@ class Injected(Wrapped):
                 )
 
     def base_of(self, model: nn.Module) -> str:
+        """The hash of what stays."""
         return joined(self.hashes(model))
 
     def hashes(self, model: nn.Module) -> dict[str, str]:
-        """Of each tensor that stays, and so found once."""
-        self._hashes = self._hashes or hashes_of(model, self.learns)
-        return self._hashes
+        """Of each tensor that stays."""
+        return hashes_of(model, self.learns)
 
     def learns(self, name: str) -> bool:
         return self.is_own(name) or (self.is_full(name) and self.inner.learns(name))
@@ -117,8 +104,7 @@ class Injected(Wrapped):
     def is_full(self, name: str) -> bool:
         return any(is_part(word, name) for word in (*self.train, *self.fresh))
 
-    def _build(self, seed: int) -> dict[str, Any]:
-        models = self.inner.build(seed)
+    def _put_in(self, models: Models, seed: int) -> None:
         model = models["model"]
         names = [name for name, _ in model.named_parameters()]
         for word in self.train:
@@ -129,12 +115,6 @@ class Injected(Wrapped):
                     f"{self.key}.train: {word!r} is no part of the model and matches no parameter; there is {parts}"
                 )
         self.inject(model, seed)
-        self._hashes, self._is_loaded = {}, False
-        model.register_load_state_dict_post_hook(self._loaded)
-        return models
-
-    def _loaded(self, *_: Any) -> None:
-        self._is_loaded = True
 
 
 def is_part(word: str, name: str) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from bottega.callbacks.console import Console
 from bottega.core.callback import Callback
+from bottega.core.engine import Engine
 from bottega.core.rundir import RunDirectory
 from bottega.core.task import Task
 from bottega.data.loading.loader import Loader
@@ -15,11 +16,13 @@ from bottega.data.order.orders import Order
 from bottega.data.sources.source import Source
 from bottega.tasks.branch import Branch
 
-if TYPE_CHECKING:
-    from bottega.engines.torch import TorchEngine
-
 OpenRun = Callable[..., Any]
 """`open_run(path, device=...)` of bottega.run.saved, which techniques do not import: it applies them itself."""
+
+
+class Begin(Protocol):
+    def __call__(self, engine: Engine, loader: Loader, *, resumed: bool) -> None:
+        """Called once before the first step, with everything in place; `resumed` where a checkpoint was loaded."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Lesson:
     frozen: Mapping[str, str] = field(default_factory=dict)
     """Name -> hash of the models that it is built on and does not train."""
     notes: tuple[str, ...] = ()
-    begin: Callable[[TorchEngine, Loader], None] | None = None
-    """Called once before the first step, with everything in place."""
+    built: Callable[[Lesson, Engine], Lesson] | None = None
+    """The lesson with what only the built model can tell, such as the hash of its base."""
+    begin: Begin | None = None
     callbacks: tuple[Callback, ...] = ()
     """Who watches besides, in every process and before all others."""
     summary: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
@@ -60,13 +64,26 @@ class Lesson:
             open_run=open_run,
         )
 
-    def beginning(self, begin: Callable[[TorchEngine, Loader], None]) -> Lesson:
+    def with_built(self, engine: Engine) -> Lesson:
+        """The lesson once its engine is built."""
+        return self.built(self, engine) if self.built is not None else self
+
+    def building(self, built: Callable[[Lesson, Engine], Lesson]) -> Lesson:
+        """With `built` after what looks at the built model already."""
+        earlier = self.built
+
+        def both(lesson: Lesson, engine: Engine) -> Lesson:
+            return built(earlier(lesson, engine) if earlier is not None else lesson, engine)
+
+        return replace(self, built=both)
+
+    def beginning(self, begin: Begin) -> Lesson:
         """With `begin` after what is begun with already."""
         earlier = self.begin
 
-        def both(engine: TorchEngine, loader: Loader) -> None:
+        def both(engine: Engine, loader: Loader, *, resumed: bool) -> None:
             if earlier is not None:
-                earlier(engine, loader)
-            begin(engine, loader)
+                earlier(engine, loader, resumed=resumed)
+            begin(engine, loader, resumed=resumed)
 
         return replace(self, begin=both)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bottega.callbacks.console import Console
 from bottega.callbacks.prequential import PREFIX, Prequential
 from bottega.config.recipe import Recipe
+from bottega.core.batch import batch_length, slice_batch
+from bottega.core.engine import Engine
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.core.types import Batch, Sums
@@ -21,9 +23,6 @@ from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import Source
 from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson
-
-if TYPE_CHECKING:
-    from bottega.engines.torch import TorchEngine
 
 
 def streamed(lesson: Lesson, recipe: Recipe, branch: Branch) -> Lesson:
@@ -40,16 +39,12 @@ def streamed(lesson: Lesson, recipe: Recipe, branch: Branch) -> Lesson:
         )
     watch = Prequential(branch.summarise)
 
-    def begin(engine: TorchEngine, loader: Loader) -> None:
-        earlier = engine.before_step
-
+    def begin(engine: Engine, loader: Loader, *, resumed: bool) -> None:
         def measure(step: int, batch: Batch) -> None:
-            if earlier is not None:
-                earlier(step, batch)
             for sums in _measured(engine, _weighed(batch, loader, step), at_most=recipe.evaluation.batch_size):
                 watch.add(sums)
 
-        engine.before_step = measure
+        engine.add_hook(measure)
 
     changed = replace(
         lesson,
@@ -62,10 +57,8 @@ def streamed(lesson: Lesson, recipe: Recipe, branch: Branch) -> Lesson:
     return changed.beginning(begin)
 
 
-def _measured(engine: TorchEngine, batch: Batch, *, at_most: int | None) -> Iterator[Sums]:
+def _measured(engine: Engine, batch: Batch, *, at_most: int | None) -> Iterator[Sums]:
     """Part by part: no more at once than a forward of training has, nor than `at_most` of all ranks together."""
-    from bottega.engines.devices import batch_length, slice_batch
-
     size = batch_length(batch)
     limits = [engine.micro_batch_size, -(-at_most // engine.world) if at_most is not None else None]
     at_once, at = min([size, *(limit for limit in limits if limit is not None)]), 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows
@@ -27,8 +27,8 @@ class Wrapped(Task):
     def learns_from_rows(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.inner.learns_from_rows
 
-    def build(self, seed: int) -> dict[str, Any]:
-        return self.inner.build(seed)
+    def specs(self) -> dict[str, ModelSpec]:
+        return self.inner.specs()
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return self.inner.counts(batch)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
+from bottega.models.build import build_models
 from bottega.tasks.align.config import AlignModel, clip_shape
 from bottega.tasks.align.task import Alignment
 
@@ -102,7 +103,7 @@ def gradients(model: Any, batches: list[Batch]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("cut", [1, 3])
 def test_gradients_are_the_same_under_any_split(cut: int) -> None:
-    model, batch = TASK.build(0)["model"].eval(), real_batch()
+    model, batch = build_models(TASK, 0)["model"].eval(), real_batch()
     parts = [{n: v[:cut] for n, v in batch.items()}, {n: v[cut:] for n, v in batch.items()}]
     whole, split = gradients(model, [batch]), gradients(model, parts)
     for name, wanted in whole.items():
@@ -111,7 +112,7 @@ def test_gradients_are_the_same_under_any_split(cut: int) -> None:
 
 
 def test_a_few_steps_learn_which_caption_is_whose() -> None:
-    model, batch = TASK.build(0)["model"].train(), real_batch()
+    model, batch = build_models(TASK, 0)["model"].train(), real_batch()
     batch["counts"] = batch["counts"].clone()
     learner = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []

@@ -15,6 +15,7 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.models.autoencoder.config import AutoencoderShape, CodesShape
 from bottega.models.autoencoder.layout import export_autoencoder
+from bottega.models.build import build_models
 from bottega.tasks.autoencode.tokens_task import Codes, usage
 from bottega.tasks.autoencode.vae_task import Reconstruction
 
@@ -51,7 +52,7 @@ def loss_of(task: Task, models: dict[str, Any], batch: Host, *, first: int = 0, 
 @pytest.mark.parametrize("name", TASKS)
 def test_sums_and_counts_do_not_depend_on_the_split(name: str) -> None:
     task, batch = TASKS[name], {"image": smooth_images(4)}
-    models = task.build(0)
+    models = build_models(task, 0)
     whole = loss_of(task, models, batch)
     parts = [loss_of(task, models, {"image": batch["image"][i : i + 1]}, first=i) for i in range(4)]
     assert task.counts(batch) == dict.fromkeys(TERMS[name], 4.0)
@@ -67,7 +68,7 @@ def test_sums_and_counts_do_not_depend_on_the_split(name: str) -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_padding_rows_count_nowhere(name: str) -> None:
     task, images = TASKS[name], smooth_images(3)
-    models = task.build(0)
+    models = build_models(task, 0)
     alone = {"image": images[:2]}
     padded = {"image": images, "weight": np.array([1, 1, 0], np.float32)}
     assert task.counts(padded) == task.counts(alone)
@@ -95,7 +96,7 @@ def test_the_terms_are_what_they_are_called(distance: Any) -> None:
 
 
 def test_noise_reaches_the_latents_and_is_that_of_the_position() -> None:
-    models, batch = VAE.build(0), {"image": np.repeat(smooth_images(1), 2, axis=0)}
+    models, batch = build_models(VAE, 0), {"image": np.repeat(smooth_images(1), 2, axis=0)}
     total = loss_of(VAE, models, batch).terms["loss"][0].item()
     twice = 2 * loss_of(VAE, models, {"image": batch["image"][:1]}).terms["loss"][0].item()
     assert total != pytest.approx(twice, rel=1e-6)
@@ -117,25 +118,25 @@ def test_usage_counts_codes() -> None:
 
 
 def test_build_is_a_function_of_the_seed() -> None:
-    first, again, other = (VAE.build(seed)["model"].state_dict() for seed in (0, 0, 1))
+    first, again, other = (build_models(VAE, seed)["model"].state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["encoder.conv_in.weight"], other["encoder.conv_in.weight"])
 
 
 def test_build_can_start_from_a_folder(tmp_path: Path) -> None:
-    source = VAE.build(5)["model"]
+    source = build_models(VAE, 5)["model"]
     export_autoencoder(source.state_dict(), SHAPE, tmp_path, sample_size=16)
-    started = Reconstruction(key="image", shape=SHAPE, pretrained=str(tmp_path)).build(0)["model"].state_dict()
+    started = build_models(Reconstruction(key="image", shape=SHAPE, pretrained=str(tmp_path)), 0)["model"].state_dict()
     assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in started.items())
     wider = AutoencoderShape(**{**FIELDS, "latent_channels": 8}, norm_groups=8)
     with pytest.raises(UsageError, match="has latent_channels 4, the recipe asks for 8"):
-        Reconstruction(key="image", shape=wider, pretrained=str(tmp_path)).build(0)
+        build_models(Reconstruction(key="image", shape=wider, pretrained=str(tmp_path)), 0)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_it_learns_eight_images(name: str) -> None:
     task, batch = TASKS[name], {"image": smooth_images(8, side=8)}
-    models, counts = task.build(0), task.counts(batch)
+    models, counts = build_models(task, 0), task.counts(batch)
     optimizer = torch.optim.AdamW(models["model"].parameters(), lr=2e-3)
     history = []
     for step in range(60):

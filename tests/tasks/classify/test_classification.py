@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
+from bottega.models.build import build_models
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.text_classifier.config import EncoderShape, KimShape
 from bottega.tasks.classify.task import Classification
@@ -77,7 +78,7 @@ def gradient(one: Classification, models: dict[str, Any], batch: dict[str, np.nd
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_exact_under_any_split(name: str) -> None:
     one, batch = task(**LOSSES[name]), host_batch()
-    models = one.build(0)
+    models = build_models(one, 0)
     whole = gradient(one, models, batch)
     assert whole.abs().max() > 1e-3
     for cuts in ((1, 2, 3, 4, 5), (1,), (4,), (2, 3)):
@@ -87,7 +88,7 @@ def test_gradients_are_exact_under_any_split(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_fills_up_a_batch_counts_nowhere(name: str) -> None:
     one, batch = task(**LOSSES[name]), host_batch()
-    models = one.build(0)
+    models = build_models(one, 0)
     models["model"].eval()
     # Two rows more, of weight 0, and columns that no text reaches.
     wide = {**batch, "input_ids": np.pad(batch["input_ids"], ((0, 0), (0, 5)), constant_values=7)}
@@ -111,7 +112,7 @@ def logits_of(models: dict[str, Any], batch: dict[str, np.ndarray]) -> torch.Ten
 
 
 def test_the_mean_with_weights_is_that_of_torch() -> None:
-    batch, models = host_batch(), task().build(0)
+    batch, models = host_batch(), build_models(task(), 0)
     labels, several = torch.from_numpy(batch["label"]).long(), torch.from_numpy(batch["labels"])
     logits, weights = logits_of(models, batch), torch.tensor(WEIGHTS)
     wanted = F.cross_entropy(logits, labels, weight=weights).item()
@@ -124,13 +125,13 @@ def test_the_mean_with_weights_is_that_of_torch() -> None:
 
 
 def test_equal_weights_change_nothing() -> None:
-    batch, models = host_batch(), task().build(0)
+    batch, models = host_batch(), build_models(task(), 0)
     assert mean(task(class_weights=(4.0, 4.0, 4.0)), models, batch) == pytest.approx(mean(task(), models, batch))
 
 
 def test_focal_by_its_formula_and_without_a_power_plain() -> None:
     """Lin et al. (2017): -(1 - p)^gamma log p."""
-    batch, models = host_batch(), task().build(0)
+    batch, models = host_batch(), build_models(task(), 0)
     chance = logits_of(models, batch).softmax(1)[torch.arange(6), torch.from_numpy(batch["label"]).long()]
     wanted = (-((1 - chance) ** 1.5) * chance.log()).mean().item()
     assert mean(task(objective="focal", gamma=1.5), models, batch) == pytest.approx(wanted, rel=1e-5)
@@ -147,7 +148,7 @@ def test_focal_by_its_formula_and_without_a_power_plain() -> None:
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_a_certain_answer_has_a_finite_slope(several: bool, gamma: float) -> None:
     one, batch = task(objective="focal", gamma=gamma, multi_label=several), host_batch()
-    models = one.build(0)
+    models = build_models(one, 0)
     batch["label"][:], batch["labels"][:] = 0, [1, 0, 0]
     with torch.no_grad():
         models["model"].head.bias.copy_(torch.tensor([200.0, -200.0, -200.0]))
@@ -155,7 +156,7 @@ def test_a_certain_answer_has_a_finite_slope(several: bool, gamma: float) -> Non
 
 
 def test_smoothing_of_several_labels_moves_each_towards_one_half() -> None:
-    batch, models = host_batch(), task().build(0)
+    batch, models = host_batch(), build_models(task(), 0)
     target = torch.from_numpy(batch["labels"]) * 0.8 + 0.1
     wanted = F.binary_cross_entropy_with_logits(logits_of(models, batch), target).item()
     assert mean(task(multi_label=True, label_smoothing=0.2), models, batch) == pytest.approx(wanted, rel=1e-6)
@@ -211,7 +212,7 @@ def test_metrics_of_several_labels_by_hand() -> None:
 @pytest.mark.parametrize("several", [False, True])
 def test_rows_are_scored(several: bool) -> None:
     one, batch = task(multi_label=several), host_batch(60)
-    models = one.build(0)
+    models = build_models(one, 0)
     rows = {name: array.numpy() for name, array in one.loss(models, on_device(batch), noise(0, 60)).rows.items()}
     key = "labels" if several else "label"
     assert sorted(rows) == [key, "probability"]
@@ -224,7 +225,7 @@ def test_rows_are_scored(several: bool) -> None:
 def test_pictures_may_have_several_labels_and_weights_too() -> None:
     batch = {**host_batch(), "image": np.random.default_rng(0).standard_normal((6, 8, 8, 1)).astype(np.float32)}
     one = task(key="image", shape=IMAGES, multi_label=True, class_weights=WEIGHTS)
-    models = one.build(0)
+    models = build_models(one, 0)
     torch.testing.assert_close(gradient(one, models, batch), gradient(one, models, batch, 1, 4), rtol=1e-5, atol=1e-6)
 
 
@@ -245,16 +246,16 @@ def test_a_text_model_starts_from_a_folder(tmp_path: Any) -> None:
     from safetensors.torch import save_file
 
     for shape in (KIM, ENCODER):
-        other = task(shape=shape).build(1)["model"].state_dict()
+        other = build_models(task(shape=shape), 1)["model"].state_dict()
         save_file(other, tmp_path / "model.safetensors")
-        started = task(shape=shape, pretrained=str(tmp_path)).build(0)["model"].state_dict()
+        started = build_models(task(shape=shape, pretrained=str(tmp_path)), 0)["model"].state_dict()
         assert all(torch.equal(started[name], other[name]) for name in other)
 
 
 @pytest.mark.parametrize("shape", [KIM, ENCODER], ids=["cnn", "transformer"])
 def test_it_learns_which_word_decides(shape: Any) -> None:
     one, draw = task(shape=shape), np.random.default_rng(0)
-    models = one.build(0)
+    models = build_models(one, 0)
     optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
     for step in range(60):
         batch = host_batch(16)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bottega.core.noise import Noise
+from bottega.models.build import build_models
 from bottega.models.convnet.config import ConvNetShape
 from bottega.tasks.classify.task import Classification
 
@@ -36,7 +37,7 @@ def loss(models: dict[str, Any], batch: dict[str, np.ndarray], task: Classificat
 
 
 def test_the_mean_does_not_depend_on_the_split() -> None:
-    models, batch = TASK.build(0), host_batch()
+    models, batch = build_models(TASK, 0), host_batch()
     parts = [{name: array[i : i + 1] for name, array in batch.items()} for i in range(4)]
     assert sum(TASK.counts(part)["loss"] for part in parts) == TASK.counts(batch)["loss"] == 4
     whole = loss(models, batch)
@@ -46,7 +47,7 @@ def test_the_mean_does_not_depend_on_the_split() -> None:
 
 
 def test_padding_rows_count_nowhere_even_where_they_are_no_numbers() -> None:
-    models, batch = TASK.build(0), host_batch(2)
+    models, batch = build_models(TASK, 0), host_batch(2)
     alone = {name: array[:1] for name, array in batch.items()}
     padded = {**batch, "weight": np.array([1.0, 0.0], np.float32)}
     padded["image"] = np.concatenate([batch["image"][:1], np.full_like(batch["image"][1:], np.nan)])
@@ -57,13 +58,13 @@ def test_padding_rows_count_nowhere_even_where_they_are_no_numbers() -> None:
 
 
 def test_a_head_that_knows_nothing_costs_the_logarithm_of_the_classes() -> None:
-    models = TASK.build(0)
+    models = build_models(TASK, 0)
     torch.nn.init.zeros_(models["model"].head.weight)
     assert loss(models, host_batch()).terms["loss"][0].item() == pytest.approx(4 * math.log(4), rel=1e-6)
 
 
 def test_accuracy_counts_the_largest_logit() -> None:
-    models, batch = TASK.build(0), host_batch()
+    models, batch = build_models(TASK, 0), host_batch()
     logits = models["model"](on_device(batch)["image"])
     batch["label"] = logits.argmax(dim=1).numpy().astype(np.int32)
     right, count = loss(models, batch).metrics["accuracy"]
@@ -75,14 +76,14 @@ def test_accuracy_counts_the_largest_logit() -> None:
 
 def test_smoothing_gives_its_share_to_all_classes() -> None:
     """Szegedy et al. (2016): (1 - e) H(onehot, p) + e H(uniform, p)."""
-    models, batch = TASK.build(0), host_batch()
+    models, batch = build_models(TASK, 0), host_batch()
     smooth = loss(models, batch, Classification(key="image", shape=SHAPE, label_smoothing=0.2)).terms["loss"][0]
     uniform = -models["model"](on_device(batch)["image"]).log_softmax(1).mean(1).sum()
     assert smooth.item() == pytest.approx((0.8 * loss(models, batch).terms["loss"][0] + 0.2 * uniform).item(), rel=1e-5)
 
 
 def test_under_autocast_the_loss_is_float32_and_near() -> None:
-    models, batch = TASK.build(0), host_batch()
+    models, batch = build_models(TASK, 0), host_batch()
     plain = loss(models, batch).terms["loss"][0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         total = loss(models, batch).terms["loss"][0]
@@ -95,11 +96,11 @@ def test_under_autocast_the_loss_is_float32_and_near() -> None:
 def test_build_is_a_function_of_the_seed_and_can_start_from_a_folder(tmp_path: Any) -> None:
     from safetensors.torch import save_file
 
-    first, again, other = (TASK.build(seed)["model"].state_dict() for seed in (0, 0, 1))
+    first, again, other = (build_models(TASK, seed)["model"].state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["stem.weight"], other["stem.weight"])
     save_file(other, tmp_path / "model.safetensors")
-    started = Classification(key="image", shape=SHAPE, pretrained=str(tmp_path)).build(0)["model"].state_dict()
+    started = build_models(Classification(key="image", shape=SHAPE, pretrained=str(tmp_path)), 0)["model"].state_dict()
     assert all(torch.equal(started[name], other[name]) for name in other)
 
 
@@ -107,7 +108,7 @@ def test_build_is_a_function_of_the_seed_and_can_start_from_a_folder(tmp_path: A
 def test_it_learns_where_the_bright_part_is(key: Any, grid: tuple[int, ...]) -> None:
     shape = ConvNetShape(grid=grid, channels=1, num_labels=4, hidden_size=8)
     task = Classification(key=key, shape=shape)
-    models, draw = task.build(0), np.random.default_rng(0)
+    models, draw = build_models(task, 0), np.random.default_rng(0)
     optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
     for _ in range(40):
         x = draw.standard_normal((16, *grid, 1)).astype(np.float32)

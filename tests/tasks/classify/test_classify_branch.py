@@ -12,6 +12,7 @@ import pytest
 import bottega
 from bottega.core.errors import DataError, UsageError
 from bottega.data.loading.loader import evaluate_batches
+from bottega.models.build import build_models
 from bottega.tasks import registry
 from bottega.tasks.classify.media import ClassifyBranch
 from bottega.tasks.recipes import load_recipe
@@ -137,7 +138,7 @@ def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Pat
     assert config["classes"] == ["bottom", "middle", "top"]
     assert (config["input"], config["normalise"], config["mel"]) == ("image", "symmetric", None)
     branch = opened("image", tmp_path, **{"model.from": str(trained)})
-    models = branch.task.build(0)
+    models = build_models(branch.task, 0)
     source = branch.validation()
     assert source is not None
     batch = source.rows(np.arange(24), np.zeros(24, int))

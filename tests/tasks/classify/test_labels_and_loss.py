@@ -15,6 +15,7 @@ import small_texts
 from bottega import cli
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import Noise
+from bottega.models.build import build_models
 from bottega.tasks import registry
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.recipes import load_recipe
@@ -73,7 +74,7 @@ def test_an_evaluation_measures_nats_whatever_is_minimised(changes: dict[str, An
     plain = Classification(key="text", shape=shape, multi_label=several)  # type: ignore[arg-type]
     other = Classification(key="text", shape=shape, multi_label=several, **changes)  # type: ignore[arg-type]
     assert (plain.is_modified, other.is_modified) == (False, True)
-    model = plain.build(0)["model"]
+    model = build_models(plain, 0)["model"]
     draw = np.random.default_rng(0)
     batch: dict[str, Any] = {"input_ids": draw.integers(0, 20, (6, 8)), "attention_mask": np.ones((6, 8), np.int64)}
     batch |= {"labels": draw.integers(0, 2, (6, 3))} if several else {"label": draw.integers(0, 3, 6)}

@@ -15,6 +15,7 @@ import bottega
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
 from bottega.data.image.page import SCALE
+from bottega.models.build import build_models
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.network import SpikingNet
@@ -125,7 +126,7 @@ def test_a_raster_has_a_mark_for_each_spike(tmp_path: Path) -> None:
 
 def test_chance_is_in_training_alone_and_differs_from_step_to_step(tmp_path: Path) -> None:
     branch = opened(tmp_path, **{"model.coding": "rate"})
-    models, batch = branch.task.build(0), shown(branch)
+    models, batch = build_models(branch.task, 0), shown(branch)
     first, second = (Noise(0, step, torch.arange(len(batch["label"])), torch) for step in (0, 1))
 
     def lost(noise: Noise) -> float:
@@ -142,7 +143,7 @@ def test_chance_is_in_training_alone_and_differs_from_step_to_step(tmp_path: Pat
 
 def test_rows_that_only_fill_up_count_nowhere(tmp_path: Path) -> None:
     branch = opened(tmp_path)
-    models, batch = branch.task.build(0), shown(branch)
+    models, batch = build_models(branch.task, 0), shown(branch)
     half = {name: values[:10] for name, values in batch.items()}
     filled = {**batch, "weight": (torch.arange(len(batch["label"])) < 10).float()}
     noise = Noise(0, 0, torch.arange(len(batch["label"])), torch)
@@ -173,7 +174,7 @@ def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Pat
     assert isinstance(task.shape, SpikingNetShape)
     branch = opened(tmp_path, **{"model.from": str(trained)})
     batch = shown(branch)
-    for models in (task.build(0), branch.task.build(0)):
+    for models in (build_models(task, 0), build_models(branch.task, 0)):
         assert isinstance(models["model"], SpikingNet)
         with torch.no_grad():
             assert torch.equal(models["model"].eval()(batch["image"]).logits, run.model(batch["image"]).logits)

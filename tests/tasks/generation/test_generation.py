@@ -14,7 +14,8 @@ from bottega.core.loop import evaluate
 from bottega.core.noise import Noise, generator
 from bottega.data.loading.loader import Loader, evaluate_batches
 from bottega.data.sources.source import ArraySource
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.engine import TorchEngine
+from bottega.models.build import build_models
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.tasks.generation.paths import Path
 from bottega.tasks.generation.samplers import sample
@@ -67,7 +68,7 @@ def engine(of: Generation, *, rate: float = 1e-2, **options: Any) -> TorchEngine
 
 def awake(of: Generation) -> dict[str, Any]:
     """Models of which no parameter is at the zero it begins at."""
-    models = of.build(0)
+    models = build_models(of, 0)
     with torch.no_grad():
         for name, p in models["model"].named_parameters():
             p.copy_(torch.from_numpy(0.2 * generator(7, name).standard_normal(p.shape, dtype=np.float32)))
@@ -101,7 +102,7 @@ def test_the_first_loss_is_that_of_saying_nothing(path: Path) -> None:
     of = task(path=path, condition_dropout=0.0)
     data = source(512)
     batch = rows(np.arange(512), data)
-    mean = loss_of(of, of.build(0), batch, rng(512)) / 512
+    mean = loss_of(of, build_models(of, 0), batch, rng(512)) / 512
     squares = float((data.arrays["image"] ** 2).mean())
     expected = {"flow": 1 + squares, "noise": 1.0, "v": None}[path.objective]
     if expected is not None:
@@ -157,12 +158,12 @@ def test_a_row_of_frames_takes_its_bands_as_channels() -> None:
         backbone = DiTShape(hidden_size=24, num_layers=1, num_heads=2, **sides)  # type: ignore[arg-type]
         shape = GeneratorShape(backbone=backbone, condition=ConditionShape(kind="none"))
         of = Generation(key="mel", shape=shape)
-        losses.append(loss_of(of, of.build(0), {"mel": spectrum}, rng(5)))
+        losses.append(loss_of(of, build_models(of, 0), {"mel": spectrum}, rng(5)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_training_noise_is_another_at_every_step_and_evaluations_have_their_own() -> None:
-    of, models, batch = task(), task().build(0), rows(np.arange(4))
+    of, models, batch = task(), build_models(task(), 0), rows(np.arange(4))
     losses = {loss_of(of, models, batch, rng(4, step=step)) for step in (-1, 0, 1, 2)}
     assert len(losses) == 4
 

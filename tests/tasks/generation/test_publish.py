@@ -21,6 +21,7 @@ from bottega.data.text.captions import CaptionTokens
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.models.autoencoder.vae import Autoencoder
+from bottega.models.build import build_models
 from bottega.models.dit import layout
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape, TextEncoderOptions, UNetShape
 from bottega.models.generator.torch import build_generator, load_generator
@@ -95,7 +96,7 @@ def branch_of(
 
 
 def models_of(branch: Any) -> dict[str, Any]:
-    models = branch.task.build(0)
+    models = build_models(branch.task, 0)
     stirred(models["model"])
     return {name: model.eval() for name, model in models.items()}
 

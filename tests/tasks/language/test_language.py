@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bottega.core.noise import Noise
+from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.folders.pretrained import export_transformers
 from bottega.tasks.language.task import Language
@@ -41,14 +42,14 @@ def total(models: dict[str, Any], batch: dict[str, np.ndarray]) -> float:
 
 
 def test_the_mean_does_not_depend_on_the_split() -> None:
-    models, batch = TASK.build(0), host_batch()
+    models, batch = build_models(TASK, 0), host_batch()
     parts = [{name: array[i : i + 1] for name, array in batch.items()} for i in range(4)]
     assert sum(TASK.counts(part)["loss"] for part in parts) == TASK.counts(batch)["loss"] == 4 * 12
     assert sum(total(models, part) for part in parts) == pytest.approx(total(models, batch), rel=1e-6)
 
 
 def test_padding_rows_and_ignored_tokens_count_nowhere() -> None:
-    models, batch = TASK.build(0), host_batch(2)
+    models, batch = build_models(TASK, 0), host_batch(2)
     alone = {name: array[:1] for name, array in batch.items()}
     padded = {**batch, "weight": np.array([1.0, 0.0], np.float32)}
     assert TASK.counts(padded) == TASK.counts(alone)
@@ -59,18 +60,18 @@ def test_padding_rows_and_ignored_tokens_count_nowhere() -> None:
 
 
 def test_tokens_may_be_narrow_integers() -> None:
-    models, batch = TASK.build(0), host_batch()
+    models, batch = build_models(TASK, 0), host_batch()
     assert total(models, {"input_ids": batch["input_ids"].astype(np.int32)}) == total(models, batch)
 
 
 def test_documents_reach_the_model() -> None:
-    models, batch = TASK.build(0), host_batch()
+    models, batch = build_models(TASK, 0), host_batch()
     documents = np.repeat(np.arange(2)[None, :], 4, axis=0).repeat([6, 7], axis=1)
     assert total(models, {**batch, "documents": documents}) != pytest.approx(total(models, batch), rel=1e-6)
 
 
 def test_bits_per_byte_is_a_sum_and_its_count() -> None:
-    models = TASK.build(0)
+    models = build_models(TASK, 0)
     batch = host_batch(3, bytes=np.array([30, 40, 50]), weight=np.array([1, 1, 0], np.float32))
     loss = TASK.loss(models, on_device(batch), RNG)
     bits, size = loss.metrics["bits_per_byte"]
@@ -90,7 +91,7 @@ def test_summary_adds_the_perplexity() -> None:
 
 
 def test_prediction_gives_the_logits_of_the_inputs() -> None:
-    models, batch = TASK.build(0), on_device(host_batch())
+    models, batch = build_models(TASK, 0), on_device(host_batch())
     models["model"].eval()
     logits = TASK.predict(models, batch)
     assert logits.shape == (4, 12, 50)
@@ -99,21 +100,21 @@ def test_prediction_gives_the_logits_of_the_inputs() -> None:
 
 
 def test_build_is_a_function_of_the_seed() -> None:
-    first, again, other = (TASK.build(seed)["model"].state_dict() for seed in (0, 0, 1))
+    first, again, other = (build_models(TASK, seed)["model"].state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
 def test_build_can_start_from_a_folder(tmp_path: Any) -> None:
-    source = TASK.build(5)["model"]
+    source = build_models(TASK, 5)["model"]
     export_transformers(source.state_dict(), SHAPE, tmp_path)
-    model = Language(shape=SHAPE, pretrained=str(tmp_path)).build(0)["model"]
+    model = build_models(Language(shape=SHAPE, pretrained=str(tmp_path)), 0)["model"]
     assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 def test_it_learns_a_rule() -> None:
     """Each token is the one before plus one: after the first, nothing is left to guess."""
-    models = TASK.build(0)
+    models = build_models(TASK, 0)
     optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
     generator = np.random.default_rng(0)
     for _ in range(80):

@@ -13,6 +13,7 @@ import torch
 
 from bottega.core.noise import Noise
 from bottega.core.types import Loss
+from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.kinds import shape_fields
 from bottega.models.decoder.torch import Transformer
@@ -54,7 +55,7 @@ def said(task: Language, models: dict[str, Any], batch: dict[str, Any]) -> Loss:
 
 def skewed(task: Language) -> dict[str, Any]:
     """Routers that prefer some experts, so that an even load is nobody's by accident."""
-    models = task.build(0)
+    models = build_models(task, 0)
     with torch.no_grad():
         for name, parameter in models["model"].named_parameters():
             if name.endswith("router.weight"):
@@ -124,7 +125,7 @@ def test_padding_fires_nowhere() -> None:
 
 
 def louder(task: Language) -> dict[str, Any]:
-    models = task.build(0)
+    models = build_models(task, 0)
     with torch.no_grad():
         for name, parameter in models["model"].named_parameters():
             if "synapse.weight" in name:
@@ -151,7 +152,7 @@ def test_units_that_never_or_always_fire_are_told() -> None:
 
 def test_gate_entropy_is_a_share_of_the_most_there_can_be() -> None:
     task, batch = task_of(), host_batch()
-    even = task.build(0)
+    even = build_models(task, 0)
     with torch.no_grad():
         for name, parameter in even["model"].named_parameters():
             if name.endswith("router.weight"):
@@ -164,7 +165,7 @@ def test_gate_entropy_is_a_share_of_the_most_there_can_be() -> None:
 
 def test_two_seeds_leave_out_other_experts_also_in_the_first_step() -> None:
     task = task_of(expert_dropout=0.6)
-    absent = [task.build(seed)["model"].get_buffer(f"{ROUTER}.absent") for seed in range(6)]
+    absent = [build_models(task, seed)["model"].get_buffer(f"{ROUTER}.absent") for seed in range(6)]
     assert len({tuple(one.tolist()) for one in absent}) > 1
     models = skewed(task)
     seen = said(task, models, host_batch()).stats
@@ -182,7 +183,7 @@ def test_only_what_balances_costs() -> None:
     assert set(task_of().counts(host_batch())) == {"loss", "balance", "router_z"}
     assert set(task_of(balance="bias").counts(host_batch())) == {"loss", "router_z"}
     plain = task_of(balance="none", z_weight=0.0)
-    assert set(plain.counts(host_batch())) == set(said(plain, plain.build(0), host_batch()).terms) == {"loss"}
+    assert set(plain.counts(host_batch())) == set(said(plain, build_models(plain, 0), host_batch()).terms) == {"loss"}
     assert set(task_of("ssm").counts(host_batch())) == {"loss"}
 
 
@@ -255,13 +256,13 @@ def test_an_evaluation_tells_the_load_of_each_layer() -> None:
     one[..., 2] = 5
     assert task.score({"load": one})["load_entropy"] == 0
     assert task.score({"load": np.ones((3, 2, 4))})["load_entropy"] == pytest.approx(1)
-    assert "load" not in said(task, task.build(0), batch).rows, "training has no use for it"
+    assert "load" not in said(task, build_models(task, 0), batch).rows, "training has no use for it"
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_it_can_learn_by_heart(name: str) -> None:
     task, batch = task_of(name), host_batch(2)
-    models = task.build(0)
+    models = build_models(task, 0)
     optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
     for _ in range(60):
         out = said(task, models, batch)
@@ -282,7 +283,7 @@ def test_who_listens_hears_the_experts_too() -> None:
     for name, (total, _) in a.terms.items():
         assert b.terms[name][0].item() == pytest.approx(total.item(), rel=1e-5), name
     assert a.stats.keys() == b.stats.keys()
-    dense = Language(shape=shape_of("ssm")).build(1)["model"]
+    dense = build_models(Language(shape=shape_of("ssm")), 1)["model"]
     assert heard.call.asked_of(dense).shape == heard.call.answer.shape == (4, 12, V)
     assert torch.equal(heard.call.asked_of(models["model"]), heard.call.answer)
 

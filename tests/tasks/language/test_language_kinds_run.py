@@ -13,6 +13,7 @@ import bottega
 import small_run
 from bottega import cli
 from bottega.core.errors import UsageError
+from bottega.models.build import build_models
 from bottega.tasks import registry
 from bottega.tasks.recipes import check_recipe, load_recipe
 from small_run import different, tensors
@@ -65,7 +66,7 @@ def test_its_export_says_what_opens_it_and_is_started_from(run: Any, text: Path,
     # The recipe has dimensions of its own, which the folder decides now.
     options = {**dict.fromkeys(dims, None), "model.from": str(run.path), "training.max_steps": 2, "evaluation.every": 1}
     recipe = load_recipe(["language/shakespeare", small_run.settings(tmp_path, text, **options)]).recipe
-    built = registry.prepare(recipe, say=lambda stage, done, total: None).task.build(0)["model"].state_dict()
+    built = build_models(registry.prepare(recipe, say=lambda stage, done, total: None).task, 0)["model"].state_dict()
     saved = bottega.load(run.path).model.state_dict()
     assert built.keys() == saved.keys()
     assert all(torch.equal(built[name], tensor) for name, tensor in saved.items())

@@ -18,7 +18,7 @@ from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.loop import evaluate
 from bottega.core.rundir import read_metrics
 from bottega.data.loading.loader import evaluate_batches
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.engine import TorchEngine
 from bottega.tasks.multitask.config import MultitaskRecipe
 from bottega.tasks.recipes import load_recipe
 from small_media import image

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise, seed_of
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models
 from bottega.data.loading.loader import Loader
 from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import ArraySource
-from bottega.engines.changes import Seen
+from bottega.engines.torch.changes import Seen
+from bottega.models.build import build_models
 from bottega.tasks.multitask.task import Multitask
 from toy_task import advance, engine, state, training
 
@@ -44,12 +46,16 @@ class Net(nn.Module):
         return x.squeeze(-1)
 
 
+def drawn(config: None, *, seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
 class Counting(Task):
     """How many examples its layer has seen is a buffer of the layer, and a number of its own beside it."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        torch.manual_seed(seed)
-        return {"model": Net()}
+    def specs(self) -> dict[str, ModelSpec]:
+        return {"model": ModelSpec(drawn, is_seeded=True)}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return {"loss": float(len(batch["x"]))}
@@ -97,7 +103,7 @@ def test_a_part_is_shown_its_own_rows_that_count_and_draws_by_a_seed_of_its_own(
     task = Multitask(parts={"a": Listing(), "b": Counting()}, weights={"a": 1.0, "b": 1.0})
     assert set(task.learns_from_rows) == {"a/x", "a/counted"}
     x = torch.arange(12.0).view(4, 3)
-    models, rng = task.build(0), Noise(7, 0, torch.arange(4), torch)
+    models, rng = build_models(task, 0), Noise(7, 0, torch.arange(4), torch)
     models["model"].train()
     tensors = {**dict(models["model"].named_buffers(remove_duplicate=False)), **task.state({})}
     for weight, expected in ((None, x), (torch.tensor([1.0, 0, 1, 0]), x[::2])):

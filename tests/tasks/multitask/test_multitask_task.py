@@ -17,8 +17,9 @@ from bottega.data.loading.loader import Loader, evaluate_batches
 from bottega.data.order.orders import Shuffled
 from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import ArraySource, Source
-from bottega.engines.devices import put
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.devices import put
+from bottega.engines.torch.engine import TorchEngine
+from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.several import Several, shared_layers
 from bottega.models.text_classifier.config import EncoderShape
@@ -87,7 +88,7 @@ def loader(count: int = 6) -> Loader:
 
 
 def test_shared_layers_are_one_tensor_and_are_named_once() -> None:
-    model = task().build(0)["model"]
+    model = build_models(task(), 0)["model"]
     assert model.part("text").model.embed_tokens is model.part("topics").embedding
     for a, b in zip(model.part("text").model.layers, model.part("topics").layers, strict=True):
         assert a is not b, "what a block drops is no weight"
@@ -102,7 +103,7 @@ def test_shared_layers_are_one_tensor_and_are_named_once() -> None:
 
 
 def test_weights_go_back_to_every_part() -> None:
-    a, b = task().build(0)["model"], task().build(1)["model"]
+    a, b = build_models(task(), 0)["model"], build_models(task(), 1)["model"]
     b.load_state_dict(a.state_dict())
     ids = torch.arange(8)[None] % VOCABULARY
     for name, given in (("text", (ids,)), ("topics", (ids, ids >= 0))):
@@ -111,7 +112,7 @@ def test_weights_go_back_to_every_part() -> None:
 
 
 def test_a_missing_weight_is_missed() -> None:
-    model = task().build(0)["model"]
+    model = build_models(task(), 0)["model"]
     state = model.state_dict()
     state.pop("shared.layers.0.mlp.up_proj.weight")
     with pytest.raises(RuntimeError, match="up_proj"):
@@ -120,13 +121,13 @@ def test_a_missing_weight_is_missed() -> None:
 
 def test_a_part_begins_as_it_would_alone() -> None:
     """The first has the weights of the trunk, and every part those of its own last layer."""
-    whole, alone = task().build(3)["model"], Language(shape=DECODER).build(3)["model"]
+    whole, alone = build_models(task(), 3)["model"], build_models(Language(shape=DECODER), 3)["model"]
     for name, tensor in alone.state_dict().items():
         assert torch.equal(whole.part("text").state_dict()[name], tensor)
 
 
 def test_weights_that_were_learnt_before_win_over_drawn_ones() -> None:
-    models = {n: Classification(key="text", shape=ENCODER).build(s)["model"] for n, s in (("a", 0), ("b", 1))}
+    models = {n: build_models(Classification(key="text", shape=ENCODER), s)["model"] for n, s in (("a", 0), ("b", 1))}
     kept = models["b"].embedding.weight.detach().clone()
     assert torch.equal(Several(models, first=["b"]).part("a").embedding.weight, kept)
 
@@ -134,7 +135,7 @@ def test_weights_that_were_learnt_before_win_over_drawn_ones() -> None:
 def test_only_layers_of_one_form_are_shared() -> None:
     wider = ENCODER.model_copy(update={"vocab_size": VOCABULARY + 1})
     one = task(topics=Classification(key="text", shape=wider))
-    plan = shared_layers({name: part.build(0)["model"] for name, part in one.parts.items()})
+    plan = shared_layers({name: build_models(part, 0)["model"] for name, part in one.parts.items()})
     assert "embedding" not in plan
     assert "layers.1.mlp.up_proj" in plan
 
@@ -142,12 +143,12 @@ def test_only_layers_of_one_form_are_shared() -> None:
 def test_parts_that_share_nothing_are_refused() -> None:
     narrow = ENCODER.model_copy(update={"hidden_size": 2 * WIDTH})
     with pytest.raises(UsageError, match=r"^data\.parts\.\w+: its model has no layer that another part has too"):
-        task(topics=Classification(key="text", shape=narrow)).build(0)
+        build_models(task(topics=Classification(key="text", shape=narrow)), 0)
 
 
 def test_a_part_cannot_have_the_name_of_something_else() -> None:
     with pytest.raises(UsageError, match=r"data\.parts\.train: "):
-        task(train=Classification(key="text", shape=ENCODER)).build(0)
+        build_models(task(train=Classification(key="text", shape=ENCODER)), 0)
 
 
 # What it costs
@@ -155,7 +156,7 @@ def test_a_part_cannot_have_the_name_of_something_else() -> None:
 
 def test_fixed_weights_are_a_sum_made_by_hand_and_gradients_add() -> None:
     one = task()
-    models = one.build(0)
+    models = build_models(one, 0)
     found = one.loss(models, batch(), noise())
     counts = one.counts({n: {k: v.numpy() for k, v in b.items()} for n, b in batch().items()})
     total = sum(weight * value / counts[name] for name, (value, weight) in found.terms.items())
@@ -244,7 +245,7 @@ def test_parts_draw_different_noise() -> None:
     parts = {n: Drawing(shape=DECODER, seen=n) for n in ("a", "b")}
     one = Multitask(parts=parts, weights={"a": 1.0, "b": 1.0})
     rows = put({n: texts(4).rows(np.arange(4), np.zeros(4)) for n in parts}, torch.device("cpu"))
-    one.loss(one.build(0), rows, noise(4))
+    one.loss(build_models(one, 0), rows, noise(4))
     assert not torch.equal(drawn["a"], drawn["b"])
 
 

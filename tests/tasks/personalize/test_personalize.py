@@ -13,6 +13,7 @@ import small_personal
 from bottega.core.noise import Noise
 from bottega.core.types import Models
 from bottega.data.loading.loader import evaluate_batches
+from bottega.models.build import build_models
 from bottega.tasks import registry
 from bottega.tasks.personalize.config import ConditionWeights
 from bottega.tasks.personalize.task import Personalize
@@ -28,7 +29,7 @@ def opened(folder: Any) -> tuple[Personalize, Models, dict[str, Tensor]]:
     batch = next(evaluate_batches(branch.validation(), COUNT))
     rows = {name: torch.from_numpy(value) for name, value in batch.items() if name != "index"}
     rows |= {name: torch.from_numpy(v) for name, v in branch.teller.sayings.said("negative", [""] * COUNT).items()}
-    return branch.task, branch.task.build(0), rows
+    return branch.task, build_models(branch.task, 0), rows
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +212,7 @@ def test_a_picture_does_not_depend_on_its_batch(task: Personalize, models: Model
 
 
 def test_image_tokens_may_begin_as_words(task: Personalize, models: Models) -> None:
-    soft = changed(task, start_tokens=(5, 7, 9)).build(0)["model"]
+    soft = build_models(changed(task, start_tokens=(5, 7, 9)), 0)["model"]
     words = models["language_model"].model.get_input_embeddings().weight
     assert torch.equal(soft.image_tokens, words[[5, 7]]), "as many as there are, in turn"
-    torch.testing.assert_close(soft.mapping.weight, task.build(0)["model"].mapping.weight)
+    torch.testing.assert_close(soft.mapping.weight, build_models(task, 0)["model"].mapping.weight)

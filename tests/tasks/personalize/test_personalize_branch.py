@@ -20,6 +20,7 @@ from bottega.analysis.memory import rows_of
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageError
 from bottega.data.image.page import Sheet
+from bottega.models.build import build_models
 from bottega.models.frozen.soft_prompts import SoftPrompts
 from bottega.run.saved import SavedRun, open_run
 from bottega.tasks.personalize.arms import ARMS, draw_arm
@@ -300,7 +301,7 @@ def test_trained_tokens_are_what_is_drawn_with(saved: SavedRun) -> None:
     trained = np.asarray(asked(saved, user="v3", count=1))
     before = {name: tensor.clone() for name, tensor in saved.model.state_dict().items()}
     try:
-        saved.model.load_state_dict(saved.task.build(saved.recipe.seed)["model"].state_dict())
+        saved.model.load_state_dict(build_models(saved.task, saved.recipe.seed)["model"].state_dict())
         assert not np.array_equal(trained, np.asarray(asked(saved, user="v3", count=1))), "untrained ones draw another"
     finally:
         saved.model.load_state_dict(before)

@@ -22,6 +22,7 @@ from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
 from bottega.data.loading.loader import evaluate_batches
 from bottega.data.recall import ASK, IGNORED, Facts, Lasting, Streams, Tokens
+from bottega.models.build import build_models
 from bottega.models.decoder.torch import Transformer
 from bottega.models.memory import torch as memories
 from bottega.models.several import shared_layers
@@ -158,7 +159,7 @@ def streams_task(folder: Path, **changes: Any) -> RecallStreams:
 
 def test_a_stream_in_parts_is_the_stream_as_a_whole(tmp_path: Path) -> None:
     """Memory is an argument and a result, and all that passes."""
-    model = streams_task(tmp_path).build(0)["model"].eval()
+    model = build_models(streams_task(tmp_path), 0)["model"].eval()
     tokens = torch.randint(0, 15, (3, 5, 4))
     whole, end = model(tokens)
     memory, parts = None, []
@@ -172,20 +173,20 @@ def test_a_stream_in_parts_is_the_stream_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_without_memory_a_segment_knows_of_no_other(tmp_path: Path) -> None:
-    model = streams_task(tmp_path).build(0)["model"].eval()
+    model = build_models(streams_task(tmp_path), 0)["model"].eval()
     tokens = torch.randint(0, 15, (2, 3, 4))
     other = tokens.clone()
     other[:, 0] = (other[:, 0] + 1) % 15
     assert torch.equal(model(tokens, with_memory=False)[0][:, 1:], model(other, with_memory=False)[0][:, 1:])
     assert not torch.equal(model(tokens)[0][:, 1:], model(other)[0][:, 1:])
-    bare = streams_task(tmp_path, **{"model.memory": None}).build(0)["model"].eval()
+    bare = build_models(streams_task(tmp_path, **{"model.memory": None}), 0)["model"].eval()
     assert torch.equal(bare(tokens)[0][:, 1:], bare(other)[0][:, 1:])
     assert [name for name, _ in bare.named_parameters() if "memory" in name] == []
 
 
 @pytest.mark.parametrize("kind", ["transformer", "ssm", "hybrid"])
 def test_a_segment_may_be_one_token_and_a_stream_one_segment(tmp_path: Path, kind: str) -> None:
-    model = streams_task(tmp_path, **{"model.kind": kind}).build(0)["model"].eval()
+    model = build_models(streams_task(tmp_path, **{"model.kind": kind}), 0)["model"].eval()
     scores, memory = model(torch.zeros(2, 1, 1, dtype=torch.long))
     assert scores.shape == (2, 1, 1, 4)
     assert memory.valid.sum(-1).tolist() == [1, 1]
@@ -193,7 +194,7 @@ def test_a_segment_may_be_one_token_and_a_stream_one_segment(tmp_path: Path, kin
 
 def test_every_weight_of_a_memory_has_a_gradient(tmp_path: Path) -> None:
     task = streams_task(tmp_path)
-    model = task.build(0)["model"]
+    model = build_models(task, 0)["model"]
     rows = every(Streams(Tokens(6, 4, 4), 4, 2, 1, 2, seed=0, first=0, count=8))
     batch = {name: torch.from_numpy(array) for name, array in rows.items()}
     total, _ = task.loss({"model": model}, batch, None).terms["loss"]  # type: ignore[arg-type]
@@ -208,7 +209,7 @@ def test_its_trunk_is_that_of_a_language_model(tmp_path: Path, kind: str) -> Non
     """So that a run of several tasks can share it."""
     task = streams_task(tmp_path, **{"model.kind": kind, "model.num_layers": 3})
     language = Transformer(task.shape.model_copy(update={"vocab_size": 99}))
-    plan = shared_layers({"recall": task.build(0)["model"], "language": language})
+    plan = shared_layers({"recall": build_models(task, 0)["model"], "language": language})
     assert {name.partition(".")[0] for name in plan} == {"layers"}
     # The last layer of a language model with one table for reading and telling is its own.
     assert {name.split(".")[1] for name in plan} >= {"0", "1"}
@@ -223,7 +224,7 @@ def facts_task(folder: Path, **changes: Any) -> RecallFacts:
 
 def test_the_update_stores_what_was_stated_in_order(tmp_path: Path) -> None:
     task = facts_task(tmp_path)
-    model = task.build(0)["model"]
+    model = build_models(task, 0)["model"]
     now = dict(model.named_buffers())
     stated = torch.tensor([[[1, 11]], [[2, 12]], [[1, 13]]])
     before = {name: tensor.clone() for name, tensor in now.items()}
@@ -238,7 +239,7 @@ def test_the_update_stores_what_was_stated_in_order(tmp_path: Path) -> None:
 
 
 def test_a_forward_changes_no_memory(tmp_path: Path) -> None:
-    model = facts_task(tmp_path).build(0)["model"]
+    model = build_models(facts_task(tmp_path), 0)["model"]
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
     model(torch.randint(0, 15, (2, 8)))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_buffers())
@@ -246,7 +247,7 @@ def test_a_forward_changes_no_memory(tmp_path: Path) -> None:
 
 def test_codes_are_a_function_of_the_seed_and_in_no_checkpoint(tmp_path: Path) -> None:
     task = facts_task(tmp_path)
-    a, b, c = (task.build(seed)["model"] for seed in (0, 0, 1))
+    a, b, c = (build_models(task, seed)["model"] for seed in (0, 0, 1))
     assert torch.equal(a.codes, b.codes)
     assert not torch.equal(a.codes, c.codes)
     assert "codes" not in a.state_dict()

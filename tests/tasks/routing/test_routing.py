@@ -13,7 +13,8 @@ from torch import Tensor
 import small_routing
 from bottega.core.noise import Noise
 from bottega.data.sources.source import ArraySource
-from bottega.engines.changes import Seen
+from bottega.engines.torch.changes import Seen
+from bottega.models.build import build_models
 from bottega.models.experts.config import ExpertsShape
 from bottega.models.routing.config import RoutingShape
 from bottega.models.spiking.config import SpikingShape
@@ -64,7 +65,7 @@ def one(request: pytest.FixtureRequest) -> RoutingTask:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_any_split_gives_the_same_sums(one: RoutingTask, training: bool) -> None:
-    models, data = one.build(0), batch()
+    models, data = build_models(one, 0), batch()
     models["model"].train(training)
     whole = one.loss(models, data, noise(24))
     parts = [one.loss(models, part(data, a, b), noise(b - a)) for a, b in ((0, 5), (5, 6), (6, 24))]
@@ -82,7 +83,7 @@ def test_any_split_gives_the_same_sums(one: RoutingTask, training: bool) -> None
 
 
 def test_what_fills_up_a_batch_counts_nowhere(one: RoutingTask) -> None:
-    models, data = one.build(0), batch()
+    models, data = build_models(one, 0), batch()
     weight = torch.ones(24)
     weight[20:] = 0
     filled = {**data, "weight": weight, "x": data["x"].clone()}
@@ -100,7 +101,7 @@ def test_what_fills_up_a_batch_counts_nowhere(one: RoutingTask) -> None:
 
 
 def test_a_sample_is_answered_by_itself_alone(one: RoutingTask) -> None:
-    models, data = one.build(0), batch()
+    models, data = build_models(one, 0), batch()
     models["model"].eval()
     together = one.predict(models, data["x"])
     alone = [one.predict(models, data["x"][i : i + 1]) for i in range(24)]
@@ -110,7 +111,7 @@ def test_a_sample_is_answered_by_itself_alone(one: RoutingTask) -> None:
 
 def test_every_weight_gets_a_gradient(one: RoutingTask) -> None:
     """Also through six thresholds, where the guide's own spikes passed none on."""
-    models, data = one.build(0), batch(240)
+    models, data = build_models(one, 0), batch(240)
     models["model"].train()
     sum(total * weight for total, weight in one.loss(models, data, noise(240)).terms.values()).backward()
     still = [
@@ -125,7 +126,7 @@ def test_every_weight_gets_a_gradient(one: RoutingTask) -> None:
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
 def test_the_routing_loss_pulls_each_sample_to_its_rule(gate: str) -> None:
     one, data = task(experts={"gate": gate}, routing_loss_weight=1.0), batch(96)
-    models = one.build(0)
+    models = build_models(one, 0)
     optimizer = torch.optim.Adam(models["model"].parameters(), lr=1e-2)
     models["model"].train()
     for _ in range(60):
@@ -139,7 +140,7 @@ def test_the_routing_loss_pulls_each_sample_to_its_rule(gate: str) -> None:
 def test_training_alone_pays_for_the_load() -> None:
     """What is measured must be a function of the weights, and the running load is none."""
     one = task(routing_loss_weight=0.5, z_weight=1e-3, shape=SPIKING, firing_rate=0.2, label_smoothing=0.3)
-    models, data = one.build(0), batch()
+    models, data = build_models(one, 0), batch()
     models["model"].eval()
     before = one.loss(models, data, noise(24))
     models["model"].experts.router.load.copy_(torch.tensor([0.9, 0.1, 0.0]))
@@ -156,7 +157,7 @@ def test_training_alone_pays_for_the_load() -> None:
 
 def test_the_load_follows_the_whole_batch_and_no_forward_changes_it() -> None:
     one, data = task(), batch()
-    models = one.build(0)
+    models = build_models(one, 0)
     models["model"].train()
     tensors = {**dict(models["model"].named_parameters()), **dict(models["model"].named_buffers())}
     before = {name: value.clone() for name, value in tensors.items()}
@@ -175,14 +176,14 @@ def test_inputs_are_brought_to_one_scale() -> None:
     mean, deviation = draw.normal(size=8) * 50, draw.uniform(0.01, 1000, 8)
     scaled = task(mean=tuple(mean.tolist()), scale=tuple((1 / deviation).tolist()))
     raw = data["x"].double() * torch.from_numpy(deviation) + torch.from_numpy(mean)
-    a, b = (one.predict(one.build(0), x) for one, x in ((plain, data["x"]), (scaled, raw.float())))
+    a, b = (one.predict(build_models(one, 0), x) for one, x in ((plain, data["x"]), (scaled, raw.float())))
     torch.testing.assert_close(a.logits, b.logits, rtol=1e-2, atol=1e-3)
-    assert not [name for name in plain.build(0)["model"].state_dict() if name in ("mean", "scale")]
+    assert not [name for name in build_models(plain, 0)["model"].state_dict() if name in ("mean", "scale")]
 
 
 def test_units_that_never_or_always_fire_are_told() -> None:
     one = task(shape={**SPIKING, "num_layers": 2})
-    models, data = one.build(0), batch(48)
+    models, data = build_models(one, 0), batch(48)
     model = models["model"].eval()
     with torch.no_grad():
         model.model.layers[0].synapse.bias[:4] = -100.0
@@ -198,7 +199,7 @@ def test_units_of_a_router_fire_too() -> None:
     alone, both = (task(experts={"router": "spiking"}, shape=shape) for shape in (None, {**SPIKING, "num_layers": 2}))
     units = 3 * 8
     for one, others in ((alone, 0), (both, 32)):
-        models, data = one.build(0), batch(48)
+        models, data = build_models(one, 0), batch(48)
         model = models["model"].eval()
         with torch.no_grad():
             synapse = model.experts.gate.groups.synapse
@@ -225,7 +226,7 @@ def test_a_step_tells_how_even_the_whole_batch_was_under_any_split() -> None:
     a, b = ([report["load_entropy"] for report in one] for one in reports)
     assert a == pytest.approx(b, rel=1e-6)
     fresh = task()
-    models = fresh.build(0)
+    models = build_models(fresh, 0)
     of = engine(training(batch_size=16), task=fresh)
     first = loader(source, of=of, batch_size=16).batch(0)["x"]
     asked = fresh.predict(models, torch.from_numpy(first)).routing.chosen
@@ -263,7 +264,7 @@ def test_an_expert_tells_the_rule_or_says_nothing_of_it() -> None:
 
 
 def test_names_of_all_measures_are_known_beforehand(one: RoutingTask) -> None:
-    models, data = one.build(0), batch()
+    models, data = build_models(one, 0), batch()
     models["model"].eval()
     out = one.loss(models, data, noise(24))
     rows = {name: value.detach().numpy() for name, value in out.rows.items()}

@@ -13,6 +13,7 @@ import torch
 import bottega
 import small_routing
 from bottega.core.errors import BottegaError, DataError, UsageError
+from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.models.routing.torch import RoutingNet
@@ -85,7 +86,7 @@ def test_an_export_is_a_start(run: Any, tmp_path: Path) -> None:
     assert config["model_type"] == "bottega-routing"
     sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32, "model.from": str(folder)}
     branch = prepared(tmp_path, **sizes)
-    built = branch.task.build(7)["model"].eval()
+    built = build_models(branch.task, 7)["model"].eval()
     for name, value in saved.model.state_dict().items():
         assert torch.equal(built.state_dict()[name], value), name
     x = torch.from_numpy(small_routing.rows(20)["x"])
@@ -106,11 +107,11 @@ def test_a_start_may_be_trained_in_another_way(run: Any, tmp_path: Path) -> None
         {"model.capacity_factor": 1.5, "model.balance": "bias"},
         {"model.expert_capacity": 9, "model.balance": "none"},
     ):
-        prepared(tmp_path, **sizes, **changes).task.build(0)
+        build_models(prepared(tmp_path, **sizes, **changes).task, 0)
     dropped = small_routing.train(tmp_path, **sizes, **{"model.expert_dropout": 0.5, "training.max_steps": 2})
     assert "experts.router.absent" in bottega.load(dropped.path).model.state_dict()
     again = bottega.load(dropped.path).export(tmp_path / "again")
-    prepared(tmp_path, **{**sizes, "model.from": str(again)}).task.build(0)
+    build_models(prepared(tmp_path, **{**sizes, "model.from": str(again)}).task, 0)
     biased = small_routing.train(tmp_path, **sizes, **{"model.balance": "bias", "training.max_steps": 2})
     again = bottega.load(biased.path).export(tmp_path / "biased")
     with pytest.raises(UsageError, match=r"has balance \'bias\' \(here \'loss\'\); say model.balance=bias"):
@@ -183,7 +184,7 @@ def test_a_text_model_of_state_spaces_shares_the_trunk(tmp_path: Path) -> None:
     text = TransformerShape(
         num_layers=2, hidden_size=16, intermediate_size=0, vocab_size=32, context=64, mixers=("ssm", "ssm"), ssm=ssm
     )
-    model = branch.task.build(0)["model"]
+    model = build_models(branch.task, 0)["model"]
     assert isinstance(model, RoutingNet)
     plan = shared_layers({"routing": model, "text": Transformer(text)})
     own = {name.removeprefix("model.").rpartition(".")[0] for name, _ in model.model.layers[:2].named_parameters()}

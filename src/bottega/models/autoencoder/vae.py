@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bottega.core.errors import UsageError
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import diffusers_config, read_autoencoder_shape, read_autoencoder_tensors
 from bottega.models.autoencoder.resnet import Decoder, Encoder, channels_second, convolution
@@ -84,3 +85,21 @@ def load_autoencoder(folder: Path | str) -> Autoencoder:
     model.to_empty(device="cpu")
     model.load_state_dict(read_autoencoder_tensors(folder, model.state_dict()))
     return model
+
+
+def start_autoencoder(shape: AutoencoderShape, *, folder: str | None) -> Autoencoder:
+    """The model of a folder to train on, which must be the one that is asked for; without a folder, one of its form."""
+    if folder is None:
+        return Autoencoder(shape)
+    model = load_autoencoder(folder)
+    asked, found = _architecture(shape), _architecture(model.shape)
+    for name, value in asked.items():
+        if value != found[name]:
+            raise UsageError(f"model.from: {folder} has {name} {found[name]}, the recipe asks for {value}")
+    return model
+
+
+def _architecture(shape: AutoencoderShape) -> dict[str, Any]:
+    """What two models must have in common; the factors are advice for those who use the latents."""
+    fields = shape.model_dump(exclude={"norm_groups", "scaling_factor", "shift_factor"})
+    return {**fields, "groups": shape.groups}

@@ -130,12 +130,13 @@ class Clip(nn.Module):
         self._is_checkpointed = value
 
 
-def build_clip(shape: ClipShape, seed: int, *, negatives: int, folder: Path | None = None) -> Clip:
+def build_clip(shape: ClipShape, seed: int, *, negatives: int, folder: Path | str | None = None) -> Clip:
     """To be trained: with the weights of a folder, or with initial ones as a function of the seed and their names.
 
     Of 1 + `negatives` pairs one belongs together, and the bias begins by saying so: the first steps learn no such thing.
     """
     if folder is not None:
+        folder = Path(folder)
         clip = _opened(folder)
         if "bias" in clip._parameters and _kept_bias(folder) is None:
             with torch.no_grad():

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.group_norm import GroupNorm
+from bottega.models.initial_conv import initialise_convolutional
 
 LARGEST_GROUPS = 8
 
@@ -104,3 +105,8 @@ def places(x: Tensor) -> Tensor:
     grid = x.shape[1:-1]
     lines = [torch.linspace(-1, 1, side, device=x.device, dtype=x.dtype) for side in grid]
     return torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).expand(len(x), *grid, len(grid))
+
+
+def initialise_convnet(model: ConvNet, seed: int) -> None:
+    """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
+    initialise_convolutional(model, seed, residual_layers=len(model.blocks))

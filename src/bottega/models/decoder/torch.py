@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bottega.models.attention import Attention, RMSNorm, Window, document_mask, rotary
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.experts.torch import Experts, Routing
+from bottega.models.experts.torch import Experts, Routing, leave_out
+from bottega.models.initial import initialise
 from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
 from bottega.models.losses.token_loss import IGNORED
 from bottega.models.ssm.torch import SSMState, StateSpace
@@ -298,3 +299,9 @@ class Transformer(nn.Module):
             mask = torch.ones(length, stop, dtype=torch.bool, device=device).tril(diagonal=start)
             return Window(cos, sin, mask, start=start, stop=stop, **read)
         return Window(cos, sin, causal=length > 1, start=start, stop=stop, **read)
+
+
+def initialise_decoder(model: Transformer, seed: int, *, residual_layers: int) -> None:
+    """Set every parameter by its name, and which experts sit out at first."""
+    initialise(model, seed, residual_layers=residual_layers)
+    leave_out(model, seed)

@@ -77,6 +77,11 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
             _fill(state, file, [name for name in state if places[name] == file])
 
 
+def fetch_weights(module: nn.Module, name: str) -> None:
+    """Fill a module from a local folder or a hub name."""
+    load_weights(module, fetch_folder(name))
+
+
 def fetch_folder(
     name: str, *, key: str = "model.from", is_local: bool = False, patterns: Sequence[str] = PATTERNS
 ) -> Path:

@@ -66,13 +66,20 @@ class SoftPrompts(nn.Module):
 
 
 def build_soft_prompts(shape: SoftPromptShape, seed: int, *, token_scale: float = TOKEN_SCALE) -> SoftPrompts:
-    """With memory, and initial weights that only the seed and each one's name decide.
+    """With memory, and initial weights that only the seed and each one's name decide."""
+    module = SoftPrompts(shape)
+    initialise_soft_prompts(module, seed, token_scale=token_scale)
+    return module
+
+
+def initialise_soft_prompts(module: SoftPrompts, seed: int, *, token_scale: float = TOKEN_SCALE) -> None:
+    """Set every parameter.
 
     `token_scale` is the deviation of the language model's embeddings, among which image tokens stand. Text tokens of
     the generator are of about 1, since CLIP ends in a LayerNorm, and so are the hidden states, which come out of a norm
     too; a mapping of deviation 1 / sqrt(H) keeps it.
     """
-    module = SoftPrompts(shape)
+    shape = module.shape
     counted = sum(parameter.numel() for parameter in module.parameters())
     assert counted == shape.parameters, f"{counted:,} parameters are trained, {shape.parameters:,} were declared"
     scales = {
@@ -90,4 +97,3 @@ def build_soft_prompts(shape: SoftPromptShape, seed: int, *, token_scale: float 
         return np.float32(scales[name]) * generator(seed, name).standard_normal(size, dtype=np.float32)
 
     fill(module, value)
-    return module

@@ -121,21 +121,26 @@ class VectorCondition(nn.Module):
 def build_generator(shape: GeneratorShape, seed: int, *, pretrained: str | None = None) -> Generator:
     """With its initial weights, a function of the seed and of each parameter's name; or with those of a folder."""
     model = Generator(shape)
-    backbone_value = initial_value if isinstance(shape.backbone, DiTShape) else _unet_value
+    initialise_generator(model, seed)
+    if pretrained is not None:
+        load_generator(model, pretrained)
+    return model
+
+
+def initialise_generator(model: Generator, seed: int) -> None:
+    """Set every parameter. Only its own name and shape decide a value."""
+    backbone_value = initial_value if isinstance(model.shape.backbone, DiTShape) else _unet_value
 
     def value(name: str, size: tuple[int, ...]) -> np.ndarray:
         return (backbone_value if name.startswith("backbone.") else initial_value)(name, size, seed)
 
     fill(model, value)
-    if pretrained is not None:
-        load_generator(model, Path(pretrained))
-    return model
 
 
-def load_generator(model: Generator, folder: Path, *, whole: bool = False) -> None:
+def load_generator(model: Generator, folder: Path | str, *, whole: bool = False) -> None:
     """Weights of a run's export or of a diffusers folder. Unless `whole`, a backbone alone will do: its condition then
     begins anew."""
-    found, own = read_generator(folder), model.state_dict()
+    found, own = read_generator(Path(folder)), model.state_dict()
     if SHARED in own and SHARED not in found and OWN in found:
         found[SHARED] = torch.zeros_like(own[SHARED])  # in a layout that has one table, it is folded into that
     if not found:

@@ -22,7 +22,7 @@ from bottega.core.noise import generator
 from bottega.models.attention import RMSNorm, Window
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Block
-from bottega.models.experts.torch import Experts, Routing
+from bottega.models.experts.torch import Experts, Routing, leave_out
 from bottega.models.initial import RESIDUAL_OUTPUTS, fill
 from bottega.models.routing.config import RoutingShape
 from bottega.models.spiking.units import SpikingLayer
@@ -190,7 +190,7 @@ class RoutingNet(nn.Module):
 
 
 def initialise_routing(model: RoutingNet, seed: int) -> None:
-    """Every weight by its fan-in, so that a signal keeps its size at any width; or as its layer says."""
+    """Every weight by its fan-in, so that a signal keeps its size at any width; or as its layer says. And which experts sit out at first."""
     depth = max(1, model.shape.num_layers)
     knowing = {path: layer for path, layer in model.named_modules() if hasattr(layer, "initial_value")}
 
@@ -210,6 +210,7 @@ def initialise_routing(model: RoutingNet, seed: int) -> None:
         return generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(std)
 
     fill(model, value)
+    leave_out(model, seed)
 
 
 def drop(x: Tensor, share: float, training: bool) -> Tensor:

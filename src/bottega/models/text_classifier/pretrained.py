@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.folders.encoder import own_randomness, read_encoder, silent
+from bottega.models.folders.pretrained import fetch_folder
 from bottega.models.folders.untrusted import blaming, transformers_config
 from bottega.models.initial import fill, initial_value
 from bottega.models.text_classifier.config import DROPOUTS, PretrainedShape
@@ -107,7 +108,7 @@ def pretrained_shape(
     return PretrainedShape(config=config.to_json_string(use_diff=False))
 
 
-def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | None) -> PretrainedClassifier:
+def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | None) -> PretrainedClassifier:
     """With the weights of a folder, and our own initial ones for the head it lacks; without a folder, for all.
 
     The second is how a run is opened again: its checkpoint holds all weights.
@@ -116,6 +117,7 @@ def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | None) 
         model = PretrainedClassifier(shape, _network(shape))
         fill(model, functools.partial(_initial, seed=seed))
         return model.train()
+    folder = fetch_folder(str(folder))
     with blaming(folder, key="pretrained"):
         network, absent = _loaded(shape, folder)
     prefix, path = parts_of(network, shape.num_labels)

@@ -7,14 +7,13 @@ from, drawn from the data as a function of its row, so the loss is a sum over ro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows
@@ -37,9 +36,11 @@ class Alignment(Task):
     pretrained: str | None = None
     """A folder of a CLIP whose weights the training starts from."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        folder = Path(self.pretrained) if self.pretrained is not None else None
-        return {"model": build_clip(self.shape, seed, negatives=self.negatives, folder=folder)}
+    def specs(self) -> dict[str, ModelSpec]:
+        options = {"negatives": self.negatives}
+        architecture = "bottega.models.clip:build_clip"
+        model = ModelSpec(architecture, self.shape, options, pretrained=self.pretrained, load=None, is_seeded=True)
+        return {"model": model}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         size = (np.asarray(batch["weight"]) > 0).sum() if "weight" in batch else len(batch["image"])

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import torch
 from pydantic import Field
 
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.models.autoencoder.codes import CodeAutoencoder
 from bottega.models.autoencoder.config import CodesShape
-from bottega.models.folders.pretrained import load_weights
 from bottega.tasks.autoencode.vae_task import Distance, errors, examples, num_examples, with_psnr
 
 
@@ -31,15 +28,10 @@ class Codes(Task):
     pretrained: str | None = None
     """A folder of a saved tokenizer whose weights the training starts from."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        # Without memory first: torch's own initial values would be drawn only to be overwritten.
-        with torch.device("meta"):
-            model = CodeAutoencoder(self.shape)
-        model.to_empty(device="cpu")
-        if self.pretrained is None:
-            model.initialise(seed)
-        else:
-            load_weights(model, self.pretrained)
+    def specs(self) -> dict[str, ModelSpec]:
+        architecture = "bottega.models.autoencoder.codes:CodeAutoencoder"
+        initial = Initial(f"{architecture}.initialise")
+        model = ModelSpec(architecture, self.shape, initial=initial, pretrained=self.pretrained, is_filled=True)
         return {"model": model}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from bottega.core.errors import UsageError
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.autoencoder.config import AutoencoderShape
-from bottega.models.autoencoder.vae import Autoencoder, load_autoencoder
 
 Distance = Literal["l1", "l2"]
 
@@ -36,15 +35,13 @@ class Reconstruction(Task):
     pretrained: str | None = None
     """A folder of a saved autoencoder whose weights the training starts from."""
 
-    def build(self, seed: int) -> dict[str, Any]:
+    def specs(self) -> dict[str, ModelSpec]:
+        module = "bottega.models.autoencoder.vae"
         if self.pretrained is not None:
-            return {"model": self._started(self.pretrained)}
-        # Without memory first: torch's own initial values would be drawn only to be overwritten.
-        with torch.device("meta"):
-            model = Autoencoder(self.shape)
-        model.to_empty(device="cpu")
-        model.initialise(seed)
-        return {"model": model}
+            architecture = f"{module}:start_autoencoder"
+            return {"model": ModelSpec(architecture, self.shape, pretrained=self.pretrained, load=None)}
+        initial = Initial(f"{module}:Autoencoder.initialise")
+        return {"model": ModelSpec(f"{module}:Autoencoder", self.shape, initial=initial, is_filled=True)}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return dict.fromkeys(("loss", "kl"), num_examples(batch, self.key))
@@ -67,20 +64,6 @@ class Reconstruction(Task):
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What people read off the means."""
         return with_psnr(metrics, self.value_range)
-
-    def _started(self, folder: str) -> Autoencoder:
-        model = load_autoencoder(folder)
-        asked, found = _architecture(self.shape), _architecture(model.shape)
-        for name, value in asked.items():
-            if value != found[name]:
-                raise UsageError(f"model.from: {folder} has {name} {found[name]}, the recipe asks for {value}")
-        return model
-
-
-def _architecture(shape: AutoencoderShape) -> dict[str, Any]:
-    """What two models must have in common; the factors are advice for those who use the latents."""
-    fields = shape.model_dump(exclude={"norm_groups", "scaling_factor", "shift_factor"})
-    return {**fields, "groups": shape.groups}
 
 
 def along_axes(x: Tensor, shape: AutoencoderShape) -> Tensor:

@@ -13,20 +13,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from bottega.core.errors import UsageError
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows, Sums
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.convnet.torch import ConvNet
-from bottega.models.folders.pretrained import fetch_folder, load_weights
-from bottega.models.initial_conv import initialise_convolutional
 from bottega.models.spiking.config import SpikingNetShape
-from bottega.models.spiking.network import SpikingNet, initialise_spiking
 from bottega.models.spiking.units import activity, rate_costs, unit_rows, unit_scores
 from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
-from bottega.models.text_classifier.encoder import TextClassifier, initialise_encoder
-from bottega.models.text_classifier.kim import Kim, initialise_kim
-from bottega.models.text_classifier.pretrained import build_pretrained
 from bottega.tasks.measures import classification
 
 DRAWN_AT_ONCE = 64
@@ -35,6 +30,14 @@ them are the same however many there are."""
 
 SMALLEST_MISS = 1e-7
 """Of an example that is told for certain, a power below 1 would have an infinite slope."""
+
+NETWORKS: dict[type, tuple[str, str]] = {
+    ConvNetShape: ("convnet:ConvNet", "convnet:initialise_convnet"),
+    SpikingNetShape: ("spiking.network:SpikingNet", "spiking.network:initialise_spiking"),
+    KimShape: ("text_classifier.kim:Kim", "text_classifier.kim:initialise_kim"),
+    EncoderShape: ("text_classifier.encoder:TextClassifier", "text_classifier.encoder:initialise_encoder"),
+}
+"""Shape -> its network and the rule of its initial values."""
 
 
 class Classification(Task):
@@ -78,24 +81,17 @@ class Classification(Task):
             )
         return self
 
-    def build(self, seed: int) -> dict[str, Any]:
+    def specs(self) -> dict[str, ModelSpec]:
         if isinstance(self.shape, PretrainedShape):
-            folder = fetch_folder(self.pretrained) if self.pretrained is not None else None
-            return {"model": build_pretrained(self.shape, seed, folder=folder)}
-        # Without memory first: torch's own initial values would be drawn only to be overwritten.
-        with torch.device("meta"):
-            model = _network(self.shape)
-        model.to_empty(device="cpu")
-        if self.pretrained is not None:
-            load_weights(model, self.pretrained)
-        elif isinstance(model, ConvNet):
-            initialise_convolutional(model, seed, residual_layers=len(model.blocks))
-        elif isinstance(model, SpikingNet):
-            initialise_spiking(model, seed)
-        elif isinstance(model, Kim):
-            initialise_kim(model, seed)
-        else:
-            initialise_encoder(model, seed)
+            whole = "bottega.models.text_classifier.pretrained:build_pretrained"
+            return {
+                "model": ModelSpec(whole, self.shape, pretrained=self.pretrained, load=None, is_seeded=True),
+            }
+        network, rule = NETWORKS[type(self.shape)]
+        initial = Initial(f"bottega.models.{rule}")
+        model = ModelSpec(
+            f"bottega.models.{network}", self.shape, initial=initial, pretrained=self.pretrained, is_filled=True
+        )
         return {"model": model}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
@@ -221,16 +217,6 @@ class Classification(Task):
 def _means(values: Mapping[str, Tensor], counted: Tensor) -> Sums:
     number = counted.float().sum()
     return {name: (torch.where(counted, each, 0).float().sum(), number) for name, each in values.items()}
-
-
-def _network(
-    shape: ConvNetShape | SpikingNetShape | KimShape | EncoderShape,
-) -> ConvNet | SpikingNet | Kim | TextClassifier:
-    if isinstance(shape, ConvNetShape):
-        return ConvNet(shape)
-    if isinstance(shape, SpikingNetShape):
-        return SpikingNet(shape)
-    return Kim(shape) if isinstance(shape, KimShape) else TextClassifier(shape)
 
 
 @lru_cache(maxsize=16)

@@ -24,7 +24,7 @@ from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes
 from bottega.data.tables.shards import Table
 from bottega.data.text.captions import CaptionRows
-from bottega.engines.devices import choose_device
+from bottega.models.device import choose_device
 from bottega.models.generator.config import CodeGeneratorShape, ConditionShape, DiTShape, GeneratorShape, UNetShape
 from bottega.models.unet import choose_unet, vector_size
 from bottega.tasks.frozen import contents_of

@@ -15,14 +15,12 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.models.autoencoder.codes_folder import load_codes
 from bottega.models.decoder.torch import Cache, Transformer
-from bottega.models.folders.pretrained import load_weights
 from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone
-from bottega.models.initial import initialise
 from bottega.models.losses.token_loss import IGNORED
 from bottega.tasks.autoencode.vae_task import num_examples
 from bottega.tasks.language.sampling import choose
@@ -35,8 +33,8 @@ class FrozenCodes(BaseModel):
 
     folder: str
 
-    def build(self) -> Any:
-        return load_codes(Path(self.folder))
+    def spec(self) -> ModelSpec:
+        return ModelSpec("bottega.models.autoencoder.codes_folder:load_codes", Path(self.folder))
 
     @torch.no_grad()
     def encode(self, tokenizer: Any, x: Tensor) -> Tensor:
@@ -71,16 +69,16 @@ class CodeLanguage(Task):
     pretrained: str | None = None
     """A folder with a transformer over the same codes whose weights the training starts from."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        # Without memory first: torch's own initial values would be drawn only to be overwritten.
-        with torch.device("meta"):
-            model = Transformer(self.backbone.transformer)
-        model.to_empty(device="cpu")
-        if self.pretrained is None:
-            initialise(model, seed, residual_layers=self.backbone.transformer.num_layers)
-        else:
-            load_weights(model, self.pretrained)
-        return {"model": model, "tokenizer": self.latents.build()}
+    def specs(self) -> dict[str, ModelSpec]:
+        shape = self.backbone.transformer
+        model = ModelSpec(
+            "bottega.models.decoder.torch:Transformer",
+            shape,
+            initial=Initial("bottega.models.initial:initialise", {"residual_layers": shape.num_layers}),
+            pretrained=self.pretrained,
+            is_filled=True,
+        )
+        return {"model": model, "tokenizer": self.latents.spec()}
 
     @property
     def backbone(self) -> CodesBackbone:

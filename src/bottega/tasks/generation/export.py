@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from bottega.core.errors import CheckpointError
 from bottega.core.types import Models
 from bottega.models.autoencoder.layout import export_autoencoder
+from bottega.models.build import build_model
 from bottega.models.dit import layout
 from bottega.models.generator.config import UNetShape
 from bottega.models.generator.torch import OWN, WEIGHTS, Generator, load_generator
@@ -87,9 +88,9 @@ def open_folder(folder: Path) -> tuple[Generation, dict[str, Any]]:
     load_generator(model, folder, whole=True)
     models: dict[str, Any] = {"model": model.eval().requires_grad_(False)}
     if task.latents is not None:
-        models["vae"] = task.latents.build().eval()
+        models["vae"] = build_model(task.latents.spec(), 0).eval()
     if task.text is not None:
-        models["text_encoder"] = task.text.build().eval()
+        models["text_encoder"] = build_model(task.text.spec(), 0).eval()
     return task, models
 
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from bottega.core.errors import CheckpointError
 from bottega.core.types import Models
 from bottega.models.autoencoder.codes_folder import WEIGHTS
+from bottega.models.build import build_model
 from bottega.models.decoder.torch import Transformer
 from bottega.models.folders.pretrained import export_transformers, load_weights
 from bottega.models.pipeline.component import CONFIG, read_config
@@ -71,7 +72,7 @@ def open_codes(folder: Path) -> tuple[CodeLanguage, dict[str, Any]]:
         raise CheckpointError(f"{folder / CONFIG}: is damaged ({str(error).splitlines()[0]})") from error
     model = Transformer(task.backbone.transformer)
     load_weights(model, folder / TRANSFORMER)
-    models = {"model": model, "tokenizer": task.latents.build()}
+    models = {"model": model, "tokenizer": build_model(task.latents.spec(), 0)}
     return task, {name: one.eval().requires_grad_(False) for name, one in models.items()}
 
 

@@ -21,6 +21,7 @@ from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import read_autoencoder_shape
+from bottega.models.build import build_model
 from bottega.tasks import needs
 from bottega.tasks.frozen import check_same, content_of, found_again
 from bottega.tasks.generation.config import AudioRecipe
@@ -178,7 +179,7 @@ def compute(
 
     def encode(values: np.ndarray) -> np.ndarray:
         if not opened:  # what is in the cache already needs no autoencoder
-            opened.append(facts.of_task().build().to(device).eval())
+            opened.append(build_model(facts.of_task().spec(), 0).to(device).eval())
         return moments(opened[0], torch.from_numpy(values).to(device)).cpu().numpy()
 
     for rows, _ in tables.values():

@@ -10,9 +10,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
-from bottega.models.autoencoder.vae import Autoencoder, load_autoencoder
+from bottega.models.autoencoder.vae import Autoencoder
 from bottega.tasks.autoencode.vae_task import along_axes
 
 PREPARED = "latent"
@@ -30,8 +31,8 @@ class Latents(BaseModel):
     scale: float = 1.0
     shift: float = 0.0
 
-    def build(self) -> Autoencoder:
-        return load_autoencoder(Path(self.folder))
+    def spec(self) -> ModelSpec:
+        return ModelSpec("bottega.models.autoencoder.vae:load_autoencoder", Path(self.folder))
 
     @torch.no_grad()
     def encode(self, vae: Autoencoder, batch: Batch, key: str, rng: Noise) -> Tensor:

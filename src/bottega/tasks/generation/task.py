@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
@@ -39,13 +39,21 @@ class Generation(Task):
     """How many of them are text; the others fill it up."""
     pretrained: str | None = None
 
-    def build(self, seed: int) -> dict[str, Any]:
-        models: dict[str, Any] = {"model": build_generator(self.shape, seed, pretrained=self.pretrained)}
+    def specs(self) -> dict[str, ModelSpec]:
+        model = ModelSpec(
+            "bottega.models.generator:Generator",
+            self.shape,
+            initial=Initial("bottega.models.generator:initialise_generator"),
+            pretrained=self.pretrained,
+            load="bottega.models.generator:load_generator",
+            starts_initial=True,  # a backbone alone will do: its condition then begins anew
+        )
+        specs = {"model": model}
         if self.latents is not None:
-            models["vae"] = self.latents.build()
+            specs["vae"] = self.latents.spec()
         if self.text is not None:
-            models["text_encoder"] = self.text.build()
-        return models
+            specs["text_encoder"] = self.text.spec()
+        return specs
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if "weight" in batch:

@@ -9,6 +9,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from bottega.core.model_spec import ModelSpec
+
 
 class FrozenText(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -18,10 +20,8 @@ class FrozenText(BaseModel):
     """Whether what fills up a row is hidden. Not from CLIP and not from those who read CLIP: Stable Diffusion was trained
     with all 77 places in view, so the end marks after a caption are part of what its weights understand."""
 
-    def build(self) -> Any:
-        from bottega.models.text_encoder import load_text_encoder
-
-        return load_text_encoder(Path(self.folder))
+    def spec(self) -> ModelSpec:
+        return ModelSpec("bottega.models.text_encoder:load_text_encoder", Path(self.folder))
 
     @torch.no_grad()
     def encode(self, encoder: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:

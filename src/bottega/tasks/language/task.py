@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.decoder.torch import Routed, Transformer
+from bottega.models.decoder.torch import Routed
 from bottega.models.experts import torch as experts
-from bottega.models.folders.pretrained import fetch_folder, load_weights
-from bottega.models.initial import initialise
 from bottega.models.losses.token_loss import IGNORED
 from bottega.models.spiking.units import activity, unit_rows, unit_scores
 
@@ -41,16 +39,17 @@ class Language(Task):
     z_weight: float = 0.001
     """Of the loss that keeps the router's logits small (ST-MoE, Zoph et al., 2022)."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        # Without memory first: torch's own initial values would be drawn only to be overwritten.
-        with torch.device("meta"):
-            model = Transformer(self.shape)
-        model.to_empty(device="cpu")
-        if self.pretrained is None:
-            initialise(model, seed, residual_layers=self.shape.num_layers)
-            experts.leave_out(model, seed)
-        else:
-            load_weights(model, fetch_folder(self.pretrained))
+    def specs(self) -> dict[str, ModelSpec]:
+        model = ModelSpec(
+            "bottega.models.decoder.torch:Transformer",
+            self.shape,
+            initial=Initial(
+                "bottega.models.decoder.torch:initialise_decoder", {"residual_layers": self.shape.num_layers}
+            ),
+            pretrained=self.pretrained,
+            load="bottega.models.folders.pretrained:fetch_weights",
+            is_filled=True,
+        )
         return {"model": model}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:

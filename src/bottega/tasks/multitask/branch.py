@@ -20,6 +20,7 @@ from bottega.data.present import whole as written
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import Source
+from bottega.models.build import build_models
 from bottega.models.decoder.config import WIDENING
 from bottega.nearness import near_names
 from bottega.tasks import needs, registry
@@ -216,7 +217,7 @@ class MultitaskBranch(Branch):
     @cached_property
     def sharing(self) -> str:
         """Which weights are one, in words."""
-        model = self.task.build(self.recipe.seed)["model"]
+        model = build_models(self.task, self.recipe.seed)["model"]
         size = {name: sum(p.numel() for p in model.part(name).parameters()) for name in self.parts}
         once = sum(p.numel() for p in model.shared.parameters())
         groups: dict[tuple[str, ...], int] = {}

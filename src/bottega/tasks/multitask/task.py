@@ -8,10 +8,11 @@ from typing import Any, Literal, final
 
 import torch
 
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise, seed_of
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
-from bottega.models.several import PARTS, Several
+from bottega.models.several import PARTS
 
 COUNTED = "counted"
 
@@ -39,13 +40,14 @@ class Multitask(Task):
         asked = {name: part.learns_from_rows for name, part in self.parts.items()}
         return tuple(f"{name}/{row}" for name, rows in asked.items() if rows for row in (*rows, COUNTED))
 
-    def build(self, seed: int) -> dict[str, Any]:
-        built = {name: part.build(seed) for name, part in self.parts.items()}
+    def specs(self) -> dict[str, ModelSpec]:
+        specs = {name: part.specs() for name, part in self.parts.items()}
         # Weights that were learnt before are worth more than drawn ones, whichever part brings them.
         first = sorted(self.parts, key=lambda name: getattr(self.parts[name], "pretrained", None) is None)
-        models = {name: found.pop("model") for name, found in built.items()}
-        frozen = {f"{name}/{inner}": model for name, found in built.items() for inner, model in found.items()}
-        return {"model": Several(models, first=first, log_variances=self.balance == "uncertainty"), **frozen}
+        models = {name: own.pop("model") for name, own in specs.items()}
+        options = {"first": first, "log_variances": self.balance == "uncertainty"}
+        frozen = {f"{name}/{inner}": spec for name, own in specs.items() for inner, spec in own.items()}
+        return {"model": ModelSpec("bottega.models.several:Several", options=options, parts=models), **frozen}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         found: dict[str, float] = {}

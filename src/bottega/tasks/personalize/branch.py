@@ -17,7 +17,7 @@ from bottega.data.prepare.prepared import Prepared
 from bottega.data.present import ending, is_folder, whole
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.source import Source
-from bottega.engines.devices import choose_device
+from bottega.models.device import choose_device
 from bottega.models.frozen.config import FrozenPrecision
 from bottega.models.frozen.language import load_language_model
 from bottega.tasks.from_tables import TableBranch

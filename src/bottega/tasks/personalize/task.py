@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.frozen.config import FrozenPrecision, SoftPromptShape
-from bottega.models.frozen.image import Encoded, load_image_model
-from bottega.models.frozen.language import load_language_model
-from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
+from bottega.models.frozen.image import Encoded
+from bottega.models.frozen.soft_prompts import SoftPrompts, initialise_soft_prompts
 from bottega.tasks.generation import samplers
 from bottega.tasks.generation.paths import Path
 from bottega.tasks.personalize.config import ConditionWeights
@@ -55,20 +55,25 @@ class Personalize(Task):
     empty: tuple[tuple[int, ...], ...]
     """The row of tokens of the empty text, for each text encoder."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        how: dict[str, Any] = {"precision": self.precision, "checkpointing": self.checkpointing}
-        language = load_language_model(Folder(self.language_model), **how)
-        soft = build_soft_prompts(self.shape, seed, token_scale=language.token_scale)
+    def specs(self) -> dict[str, ModelSpec]:
+        how = {"precision": self.precision, "checkpointing": self.checkpointing}
+        language, image = Folder(self.language_model), Folder(self.image_model)
+        soft = ModelSpec("bottega.models.frozen.soft_prompts:SoftPrompts", self.shape)
+        return {
+            "model": soft.changed(self._start_prompts),
+            "language_model": ModelSpec("bottega.models.frozen.language:load_language_model", language, how),
+            "image_model": ModelSpec("bottega.models.frozen.image:load_image_model", image, how),
+        }
+
+    def _start_prompts(self, models: Models, seed: int) -> None:
+        """Their initial values are of the size of the language model's embeddings, or some of those themselves."""
+        soft, language = models["model"], models["language_model"]
+        initialise_soft_prompts(soft, seed, token_scale=language.token_scale)
         if self.start_tokens:
             numbers = [self.start_tokens[i % len(self.start_tokens)] for i in range(self.shape.num_image_tokens)]
             words = language.model.get_input_embeddings()
             with torch.no_grad():  # quantised weights are where they will be used
                 soft.image_tokens.copy_(words(torch.tensor(numbers, device=words.weight.device)))
-        return {
-            "model": soft,
-            "language_model": language,
-            "image_model": load_image_model(Folder(self.image_model), **how),
-        }
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if "weight" in batch:

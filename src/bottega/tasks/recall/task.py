@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Sums
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.initial import initialise
 from bottega.models.losses.token_loss import IGNORED
 from bottega.models.memory import torch as memories
 from bottega.models.memory.config import MemoryShape, WorkingMemory
@@ -40,6 +40,10 @@ class Recall(Task):
     @property
     @abstractmethod
     def has_memory(self) -> bool: ...
+
+    @property
+    def initial(self) -> Initial:
+        return Initial("bottega.models.initial:initialise", {"residual_layers": self.shape.num_layers})
 
     @abstractmethod
     def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
@@ -88,9 +92,9 @@ class RecallStreams(Recall):
     def has_memory(self) -> bool:
         return self.memory is not None
 
-    def build(self, seed: int) -> dict[str, Any]:
-        model = StreamRecall(self.shape, num_values=self.num_values, memory=self.memory)
-        initialise(model, seed, residual_layers=self.shape.num_layers)
+    def specs(self) -> dict[str, ModelSpec]:
+        options = {"num_values": self.num_values, "memory": self.memory}
+        model = ModelSpec("bottega.models.recall:StreamRecall", self.shape, options, initial=self.initial)
         return {"model": model}
 
     def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
@@ -116,11 +120,10 @@ class RecallFacts(Recall):
     def has_memory(self) -> bool:
         return self.memory is not None
 
-    def build(self, seed: int) -> dict[str, Any]:
-        options = {"num_values": self.num_values, "temperature": self.temperature, "seed": seed}
-        model = LastingRecall(self.shape, memory=self.memory, **options)  # type: ignore[arg-type]
-        initialise(model, seed, residual_layers=self.shape.num_layers)
-        return {"model": model}
+    def specs(self) -> dict[str, ModelSpec]:
+        options = {"num_values": self.num_values, "temperature": self.temperature, "memory": self.memory}
+        architecture = "bottega.models.recall:LastingRecall"
+        return {"model": ModelSpec(architecture, self.shape, options, initial=self.initial, is_seeded=True)}
 
     def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
         scores: Tensor = models["model"](tokens, with_memory=with_memory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +10,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
-from bottega.models.experts.torch import evenness, leave_out, renewed, stats
-from bottega.models.folders.pretrained import load_weights
+from bottega.models.experts.torch import evenness, renewed, stats
+from bottega.models.routing import Routed
 from bottega.models.routing.config import RoutingShape
 from bottega.models.routing.torch import Routed, RoutingNet, initialise_routing
 from bottega.models.spiking.units import activity, rate, rate_costs, unit_rows, unit_scores
@@ -50,16 +50,14 @@ class RoutingTask(Task):
     pretrained: str | None = None
     """A folder whose weights the training starts from."""
 
-    def build(self, seed: int) -> dict[str, Any]:
-        model = RoutingNet(self.shape)
-        if self.pretrained is not None:
-            load_weights(model, self.pretrained)
-        else:
-            initialise_routing(model, seed)
-            leave_out(model, seed)
+    def specs(self) -> dict[str, ModelSpec]:
+        initial = Initial("bottega.models.routing:initialise_routing")
+        model = ModelSpec("bottega.models.routing:RoutingNet", self.shape, initial=initial, pretrained=self.pretrained)
+        return {"model": model.changed(self._set_scale)}
+
+    def _set_scale(self, models: Models, seed: int) -> None:
         if self.mean is not None and self.scale is not None:
-            model.set_scale(np.asarray(self.mean), np.asarray(self.scale))
-        return {"model": model}
+            models["model"].set_scale(np.asarray(self.mean), np.asarray(self.scale))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         number = float((np.asarray(batch["weight"]) > 0).sum()) if "weight" in batch else float(len(batch["x"]))

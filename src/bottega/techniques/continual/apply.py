@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bottega.config.data import source_names
 from bottega.config.recipe import Recipe
+from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 from bottega.core.loop import Goal
 from bottega.data.loading.loader import Loader
@@ -16,9 +16,6 @@ from bottega.data.order.in_turn import InTurn
 from bottega.techniques.continual.by_source import BySource
 from bottega.techniques.continual.forgetting import Forgetting
 from bottega.techniques.lesson import Lesson
-
-if TYPE_CHECKING:
-    from bottega.engines.torch import TorchEngine
 
 
 def needs_sequence(lesson: Lesson, technique: str) -> InTurn:
@@ -45,7 +42,7 @@ def watched(lesson: Lesson, recipe: Recipe) -> Lesson:
         return replace(lesson, notes=(*lesson.notes, said))
     watch = Forgetting(names, Goal(recipe.evaluation.metric, recipe.evaluation.maximise))
 
-    def begin(engine: TorchEngine, loader: Loader) -> None:
+    def begin(engine: Engine, loader: Loader, *, resumed: bool) -> None:
         assert isinstance(loader.order, InTurn), "data.mixture is sequence"
         watch.firsts = loader.order.turns(loader.batch_size)
 

@@ -18,6 +18,7 @@ from bottega.core.errors import BottegaError, UsageError
 from bottega.core.task import Task
 from bottega.data.audio.mel import MelCodec
 from bottega.data.text.tokenizer import Tokenizer
+from bottega.models.build import build_models
 from bottega.models.folders.pretrained import read_shape
 from bottega.models.text_classifier.pretrained import pretrained_shape
 from bottega.tasks.branch import Branch
@@ -147,7 +148,7 @@ def _read_folder(folder: Path, branch: Branch) -> Teacher:
         )
     if isinstance(branch, LanguageBranch):
         shape = read_shape(folder)
-        model = Language(shape=shape, pretrained=str(folder)).build(0)["model"]
+        model = build_models(Language(shape=shape, pretrained=str(folder)), 0)["model"]
         facts = {TOKENIZER: Tokenizer.load(folder).fingerprint, ROWS: shape.vocab_size}
         return Teacher(model, facts, shape.context, folder)
     config = _config(folder)
@@ -155,7 +156,7 @@ def _read_folder(folder: Path, branch: Branch) -> Teacher:
         task, facts = _of_texts(folder, config, branch) if isinstance(branch, TextClassifyBranch) else _seen(config)
     except (KeyError, TypeError, ValueError, ValidationError):
         raise UsageError(f"{folder}: config.json is that of no such classifier as is taught here") from None
-    model = task.model_copy(update={"pretrained": str(folder)}).build(0)["model"]
+    model = build_models(task.model_copy(update={"pretrained": str(folder)}), 0)["model"]
     return Teacher(model, facts, getattr(task.shape, "max_positions", None), folder)
 
 

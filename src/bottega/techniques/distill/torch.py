@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bottega.core.errors import UsageError
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Loss, Models, Sums
 from bottega.techniques.overheard import Call, Overheard, blocks_of, listening, matched
@@ -49,16 +50,18 @@ class Distilled(Wrapped):
         """The names of its terms, which are measured too."""
         return ("distill", "hidden") if self.hidden else ("distill",)
 
-    def build(self, seed: int) -> dict[str, Any]:
-        models = self.inner.build(seed)
-        if self.hidden:
-            for whose, model in (("the student", models["model"]), ("the teacher", self.teacher)):
-                if not blocks_of(model):
-                    raise UsageError(
-                        f"techniques.distill.hidden: {whose} is a {type(model).__name__}, which has no blocks one after "
-                        "the other; set it to 0"
-                    )
-        return {**models, TEACHER: self.teacher}
+    def specs(self) -> dict[str, ModelSpec]:
+        specs = self.inner.specs()
+        student = specs["model"].changed(self._check_blocks) if self.hidden else specs["model"]
+        return {**specs, "model": student, TEACHER: ModelSpec.of(self.teacher)}
+
+    def _check_blocks(self, models: Models, seed: int) -> None:
+        for whose, model in (("the student", models["model"]), ("the teacher", self.teacher)):
+            if not blocks_of(model):
+                raise UsageError(
+                    f"techniques.distill.hidden: {whose} is a {type(model).__name__}, which has no blocks one after "
+                    "the other; set it to 0"
+                )
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """Not by the weights of classes, as the task's own loss may be: the teacher is followed on all alike."""

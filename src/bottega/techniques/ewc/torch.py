@@ -20,7 +20,7 @@ FISHER, ANCHOR = "fisher/", "anchor/"
 
 @final
 class Ewc(Wrapped):
-    """Its state is an importance and an anchor for each weight that learns; `consolidate` renews both."""
+    """Its state is an importance and an anchor for each weight that learns; `consolidated` says what both become."""
 
     overflows_by: ClassVar[str] = "techniques.ewc.strength"
     strength: float
@@ -41,10 +41,10 @@ class Ewc(Wrapped):
 
 
 @torch.no_grad()
-def consolidate(
+def consolidated(
     state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], importance: Mapping[str, Tensor], *, decay: float
-) -> None:
-    """From now on, what the weights are is where they are held; what was known of importance counts `decay` beside it."""
-    for name, found in importance.items():
-        state[FISHER + name].mul_(decay).add_(found)
-        state[ANCHOR + name].copy_(parameters[name])
+) -> dict[str, Tensor]:
+    """The state from now on: what the weights are is where they are held; what was known of importance counts `decay`
+    beside it."""
+    fisher = {FISHER + name: state[FISHER + name] * decay + found for name, found in importance.items()}
+    return {**fisher, **{ANCHOR + name: parameters[name].detach() for name in importance}}

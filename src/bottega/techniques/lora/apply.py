@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from bottega.config.groups import BACKBONE
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import AdapterOptions, LoraOptions
 from bottega.config.together import injection
+from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
+from bottega.data.loading.loader import Loader
+from bottega.models.build import build_outline
 from bottega.tasks.branch import Branch
 from bottega.tasks.frozen import BASE
 from bottega.techniques.injection import injected
 from bottega.techniques.lesson import Lesson
 
 if TYPE_CHECKING:
-    from bottega.engines.torch import TorchEngine
     from bottega.techniques.inject import Injected
 
 CODERS = ("image_vae", "image_tokens")
@@ -35,27 +38,37 @@ def adapted(
         raise UsageError(f"techniques: {name} is not for {recipe.task}; train it in full")
     injection(recipe)  # refuses two at once
     task = injected(lesson.task, options, of=branch.task)
-    model = task.ahead(recipe.seed)
+    outline = build_outline(task, recipe.seed)
+    notes: tuple[str, ...] = ()
+    if outline is not None:  # else the built model is looked at
+        notes = _check(task, outline, recipe)
+    if getattr(recipe.model, "from_", None) is None:
+        notes = (
+            *notes,
+            f"{name}: model.from is null, so the base is random weights of seed {recipe.seed}, and stays so",
+        )
+
+    def built(lesson: Lesson, engine: Engine) -> Lesson:
+        late = _check(task, engine.model, recipe) if outline is None else ()
+        frozen = {**lesson.frozen, BASE: task.base_of(engine.model)}
+        return replace(lesson, frozen=frozen, notes=(*lesson.notes, *late))
+
+    changed = replace(lesson, task=task, notes=(*lesson.notes, *notes))
+    return changed.building(built).beginning(partial(_begin, task=task))
+
+
+def _check(task: Injected, model: Any, recipe: Recipe) -> tuple[str, ...]:
+    """Refuse groups and parts that mean only what stays; return what somebody should know of the options on this model."""
     task.check_named((group.pattern for group in recipe.training.groups), model, key="training.groups")
     freeze = recipe.training.freeze or ()
     if BACKBONE in freeze and not any(part == BACKBONE for part, _ in model.named_children()):
         # By layers it would leave what was put into the last block, which is not what anybody means.
         raise UsageError(f"training.freeze: {BACKBONE}: {task.key} keeps the base as it is already; leave it out")
     task.check_named(freeze, model, key="training.freeze")
-    frozen = {**lesson.frozen, BASE: task.base(recipe.seed)}
-    notes = (*lesson.notes, *task.notes(model))
-    if getattr(recipe.model, "from_", None) is None:
-        notes = (
-            *notes,
-            f"{name}: model.from is null, so the base is random weights of seed {recipe.seed}, and stays so",
-        )
-    changed = replace(lesson, task=task, frozen=frozen, notes=notes)
-    return changed.beginning(lambda engine, loader: _begin(engine, task))
+    return tuple(task.notes(model))
 
 
-def _begin(engine: TorchEngine, task: Injected) -> None:
+def _begin(engine: Engine, loader: Loader, *, resumed: bool, task: Injected) -> None:
     """Averages follow weights from where these begin, and the engine was built before that."""
-    if task.begin(engine.model):
-        named = dict(engine.model.named_parameters())
-        for name, average in engine.state().get("ema.safetensors", {}).items():
-            average.copy_(named[name].detach())
+    if not resumed and task.read_start(engine.model):
+        engine.restart_average()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bottega.config.groups import parameter_settings
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import MamlOptions
 from bottega.config.training import Training
@@ -16,7 +17,6 @@ from bottega.core.errors import DataError, UsageError
 from bottega.data.order import episodes
 from bottega.data.order.episodes import Episodes
 from bottega.data.sources.source import Source
-from bottega.engines.grouping import parameter_settings
 from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson
 from bottega.techniques.maml.torch import Maml
@@ -175,7 +175,7 @@ def _check(lesson: Lesson, options: MamlOptions, recipe: Recipe) -> None:
             "techniques: maml differentiates the sum of the terms; weigh them in another way than by pcgrad"
         )
     if options.method == "maml" and getattr(recipe.data, "separate_documents", False):
-        from bottega.engines.devices import choose_device
+        from bottega.models.device import choose_device
 
         if choose_device(recipe.device).type == "cuda":
             raise UsageError(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import PlasticityOptions, Technique
 from bottega.config.together import PLASTICITY, clashes
+from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 from bottega.data.loading.loader import Loader
 from bottega.models.spiking.stdp import Rule
 from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson
 from bottega.techniques.plasticity.torch import KEY, Plasticity, chosen_layers
-
-if TYPE_CHECKING:
-    from bottega.engines.torch import TorchEngine
 
 
 def apply(lesson: Lesson, options: PlasticityOptions, recipe: Recipe, branch: Branch) -> Lesson:
@@ -33,7 +31,7 @@ def apply(lesson: Lesson, options: PlasticityOptions, recipe: Recipe, branch: Br
         normalise=options.normalise,
         targets=options.targets,
     )
-    return replace(lesson, task=task).beginning(lambda engine, loader: _check_learns(engine, loader, task))
+    return replace(lesson, task=task).beginning(partial(_check_learns, task=task))
 
 
 def _check_beside(recipe: Recipe, options: PlasticityOptions) -> None:
@@ -60,11 +58,12 @@ def rule_of(options: PlasticityOptions) -> Rule:
     )
 
 
-def _check_learns(engine: TorchEngine, loader: Loader, task: Plasticity) -> None:
+def _check_learns(engine: Engine, loader: Loader, *, resumed: bool, task: Plasticity) -> None:
     """A layer that is frozen stays as it is; where all of them are, the technique would do nothing and not say so."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     weights = [names[id(layer.synapse.weight)] for layer in chosen_layers(engine.model, task.targets)]
-    if all(engine.settings[name].scale is None for name in weights):
+    parameters = engine.parameters()
+    if not any(parameters[name].learns for name in weights):
         raise UsageError(
             f"{KEY}: {weights[0]} is frozen, as is every spiking layer that it could change; free one in training.freeze or "
             "training.groups (scale: 0 keeps the gradient away from it), or leave plasticity out"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bottega.core.errors import UsageError
+from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Array, Batch, Loss, Models
 from bottega.models.several import Several
@@ -65,10 +66,12 @@ class Plasticity(Wrapped):
         """Who listens between the layers has to find them as they are."""
         return True
 
-    def build(self, seed: int) -> dict[str, Any]:
-        models = self.inner.build(seed)
+    def specs(self) -> dict[str, ModelSpec]:
+        specs = self.inner.specs()
+        return {**specs, "model": specs["model"].changed(self._check_layers)}
+
+    def _check_layers(self, models: Models, seed: int) -> None:
         chosen_layers(models["model"], self.targets)  # refuses, before anything is computed
-        return models
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         """The mean reward so far as a sum and its weight, so that the first steps are not compared with 0."""

@@ -1,4 +1,4 @@
-"""Tensors on their way to a checkpoint and back: a snapshot that travels while training goes on, and a strict reader."""
+"""Tensors on their way to a checkpoint and back: a snapshot that travels while training goes on, and back only where they fit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from bottega.core.engine import Snapshot
@@ -44,25 +42,6 @@ def take(
     copied = torch.cuda.Event()
     copied.record()
     return TorchSnapshot(files, copied)
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        return load_file(path)
-    except Exception as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
-
-
-def check_tensors(path: Path) -> None:
-    """Read a safetensors file from end to end, one tensor at a time: it may be larger than memory."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is not a dict)
-                file.get_tensor(name)
-    except Exception as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
 
 def compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:

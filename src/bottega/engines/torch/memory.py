@@ -10,51 +10,49 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from bottega.core.engine import Memory, ModelMemory, StepMemory
 from bottega.core.errors import OutOfMemory
 from bottega.core.types import Batch
-from bottega.engines.saved_tensors import SavedTensorMeter
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.saved_tensors import SavedTensorMeter
+
+if TYPE_CHECKING:
+    from bottega.engines.torch.engine import TorchEngine
 
 TIMED = 3
 """Steps whose median is taken, after one that builds optimizer state and warms up."""
 
 
-class Weights(NamedTuple):
-    name: str
-    parameters: int
-    learning: int
-    bytes: int
-    kind: str
-    """The type most of it has."""
+def measure(
+    engine: TorchEngine, batch_of: Callable[[int], Batch], *, most: int, say: Callable[[int, int], None]
+) -> Memory:
+    steps = measure_steps(engine, batch_of, most=most, say=say)
+    return Memory(
+        device=torch.cuda.get_device_name() if engine.device_type == "cuda" else "the CPU",
+        models=weights_of(engine),
+        gradients=sum(_bytes(p) for p in engine.model.parameters() if p.requires_grad),
+        optimizer=optimizer_bytes(engine),
+        steps=steps,
+    )
 
 
-class Taken(NamedTuple):
-    micro_batch: int
-    peak: int
-    """Bytes: of the whole step on a GPU; elsewhere of what is kept for backward."""
-    reserved: int
-    """Bytes the allocator held for it, pieces that nothing fits in among them; 0 elsewhere."""
-    samples_per_second: float
-
-
-def weights_of(engine: TorchEngine) -> list[Weights]:
+def weights_of(engine: TorchEngine) -> list[ModelMemory]:
     """Each of a task's models, the one that learns first."""
     models = {"model": engine.model, **{n: m for n, m in engine.frozen.items() if n != "model"}}
     return [_weights(name, model) for name, model in models.items()]
 
 
-def _weights(name: str, model: Any) -> Weights:
+def _weights(name: str, model: Any) -> ModelMemory:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     parameters = {id(p): p for p in model.parameters()}.values()
     kinds = Counter({str(t.dtype).removeprefix("torch."): 0 for t in tensors})
     for tensor in tensors:
         kinds[str(tensor.dtype).removeprefix("torch.")] += _bytes(tensor)
-    return Weights(
+    return ModelMemory(
         name,
         parameters=sum(p.numel() for p in parameters),
         learning=sum(p.numel() for p in parameters if p.requires_grad),
@@ -69,12 +67,12 @@ def optimizer_bytes(engine: TorchEngine) -> int:
     return sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
 
 
-def measured(
+def measure_steps(
     engine: TorchEngine, batch_of: Callable[[int], Batch], *, most: int, say: Callable[[int, int], None]
-) -> list[Taken]:
+) -> list[StepMemory]:
     """Micro-batches of 1, 2, 4, ... up to `most`, until one does not fit. The engine has learnt from them after that."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-    found: list[Taken] = []
+    found: list[StepMemory] = []
     for number, size in enumerate(sizes):
         say(number, len(sizes))
         try:
@@ -87,7 +85,7 @@ def measured(
     return found
 
 
-def _taken(engine: TorchEngine, batch: Batch, size: int) -> Taken:
+def _taken(engine: TorchEngine, batch: Batch, size: int) -> StepMemory:
     is_gpu = engine.device.type == "cuda"
     engine.fetch(engine.train_step(0, batch))
     if is_gpu:
@@ -102,7 +100,7 @@ def _taken(engine: TorchEngine, batch: Batch, size: int) -> Taken:
     peak = torch.cuda.max_memory_allocated() if is_gpu else meter.peak
     reserved = torch.cuda.max_memory_reserved() if is_gpu else 0
     # The one that was counted took longer for it.
-    return Taken(size, peak, reserved, size / sorted(seconds[0 if is_gpu else 1 :])[(TIMED - 1) // 2])
+    return StepMemory(size, peak, reserved, size / sorted(seconds[0 if is_gpu else 1 :])[(TIMED - 1) // 2])
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +16,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bottega.config.groups import parameter_settings
 from bottega.config.training import Training
-from bottega.core.engine import Engine, Evaluated
-from bottega.core.errors import OutOfMemory
+from bottega.core.batch import batch_length, slice_batch
+from bottega.core.engine import BeforeStep, Engine, Evaluated, Memory, Parameter
 from bottega.core.noise import Noise, seed_of
 from bottega.core.schedule import decay_at
 from bottega.core.task import Task
-from bottega.core.types import Batch, Rows, Sums
-from bottega.engines import changes, fitting, gradients, optimizers, ranks
-from bottega.engines.average import Average
-from bottega.engines.devices import (
-    batch_length,
-    choose_device,
-    choose_precision,
-    make_deterministic,
-    put,
-    seed_dropout,
-    slice_batch,
-)
-from bottega.engines.grouping import parameter_settings, thaw
-from bottega.engines.noise import draw
-from bottega.engines.sums import INDEX, Local, add_up, fetched, in_order, reduced, sum_terms
-from bottega.engines.tensors import TorchSnapshot, check_finite, compare, read_tensors, take
-from bottega.engines.wrapping import compile_frozen, compiled, replicated, require
+from bottega.core.types import Batch, Rows
+from bottega.engines.torch import changes, evaluation, fisher, fitting, gradients, inspection, memory, optimizers, ranks
+from bottega.engines.torch.average import Average
+from bottega.engines.torch.devices import choose_precision, make_deterministic, put, seed_dropout
+from bottega.engines.torch.noise import draw
+from bottega.engines.torch.sums import Local, add_up, fetched, in_order, sum_terms
+from bottega.engines.torch.tensors import TorchSnapshot, check_finite, compare, take
+from bottega.engines.torch.thawing import thaw
+from bottega.engines.torch.wrapping import compile_frozen, compiled, replicated, require
+from bottega.models.build import build_models
+from bottega.models.device import choose_device
+from bottega.models.experts.torch import active_parameters
+from bottega.models.folders.tensors import read_tensors
 from bottega.world import World
-
-EVALUATION = -1
-"""The step that evaluations draw their noise for."""
 
 
 class TorchEngine(Engine):
@@ -61,16 +55,18 @@ class TorchEngine(Engine):
         pin_memory: bool = True,
     ) -> None:
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
-        self.device = choose_device(device)
+        self.device: torch.device = choose_device(device)
+        self.device_type = self.device.type
         self.rank, self.world = ranks.join_group(self.device)
         if deterministic:
             make_deterministic()
-        self.precision = choose_precision(training.mixed_precision, self.device)
+        self.dtype = choose_precision(training.mixed_precision, self.device)
+        self.precision = str(self.dtype).removeprefix("torch.")
         self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
         self._auto = training.micro_batch_size == "auto"
         self.processes_here = World.current().local_size
 
-        models = task.build(seed)
+        models = build_models(task, seed)
         self.model: torch.nn.Module = models["model"].to(self.device)
         frozen = {name: m.to(self.device).eval().requires_grad_(False) for name, m in models.items() if name != "model"}
         named = dict(self.model.named_parameters())
@@ -81,11 +77,10 @@ class TorchEngine(Engine):
         self._names = {id(p): name for name, p in named.items()}
         self._params = [p for p in named.values() if p.requires_grad]
         self._average = Average(self.model, wanted=training.ema is not None)
-        self.kept: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(named).items()}
-        """What the task keeps beside the weights, by name."""
+        self._state: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(named).items()}
         self._apart = gradients.Apart(self._params) if task.keeps_apart else None
         self._seen = changes.Seen(task.learns_from_rows)
-        self.before_step: Callable[[int, Batch], None] | None = None
+        self._hooks: list[BeforeStep] = []
         if training.gradient_checkpointing:
             require(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
             self.model.checkpoint_blocks = True
@@ -101,15 +96,14 @@ class TorchEngine(Engine):
             compile_frozen(frozen, always=training.compile is True)
         self._alone, self.frozen = called, frozen
         self._wrap()
-        self._eval_models = {**frozen, "model": self.model}
+        self.eager_models = {**frozen, "model": self.model}
         self._poison, self._bad_steps = (torch.zeros((), device=self.device) for _ in range(2))
-        self._scale = torch.full((), 2.0**16, device=self.device) if self.precision is torch.float16 else None
+        self._scale = torch.full((), 2.0**16, device=self.device) if self.dtype is torch.float16 else None
         self._growth = torch.zeros((), dtype=torch.int32, device=self.device)
         self._buffers: dict[str, dict[str, Tensor]] = {}
         self._has_state = self._is_gradual = self._has_measured = False
 
     def plan(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
-        """What depends on the length of the run: the rate at each step, and when parameters begin to learn."""
         self.rate = rate
         self.settings = parameter_settings(
             self.training, list(self.settings), total=total, steps_per_epoch=steps_per_epoch, learns=self.task.learns
@@ -137,8 +131,8 @@ class TorchEngine(Engine):
         if self._auto and self.micro_batch_size is None and not self._has_measured:
             self._has_measured = True
             fitting.find_micro_batch(self, step, on_device, counts, size)
-        if self.before_step is not None:
-            self.before_step(step, batch)
+        for before_step in self._hooks:
+            before_step(step, batch)
         if not self.model.training:
             self.model.train()
         while True:
@@ -175,7 +169,7 @@ class TorchEngine(Engine):
             seed_dropout(seed_of(self.seed, step, number, self.rank), self.device)
             positions = torch.arange(first + at, first + min(at + micro, size), device=self.device)
             rng = draw(self.seed, step, positions, fused=self._fused)
-            with self._sync(last=at + micro >= size), self._autocast():
+            with self._sync(last=at + micro >= size), self.autocast():
                 out = self.task.loss(self._train_models, part, rng)
                 loss = sum_terms(out.terms, counts)
             self._differentiate(loss, out.terms, counts)
@@ -206,7 +200,7 @@ class TorchEngine(Engine):
             found["gradient_cosine"] = self._apart.settle(seed=self.seed, step=step)
         elif self._is_bare:
             gradients.reduce(self._params)
-        penalty = self.task.penalty(dict(self.model.named_parameters()), self.kept)
+        penalty = self.task.penalty(dict(self.model.named_parameters()), self._state)
         if penalty is not None:
             gradients.add_penalty(penalty, self._params, scale=self._scale)
             found["penalty"] = penalty.detach()
@@ -240,7 +234,7 @@ class TorchEngine(Engine):
             hold = torch.ones_like(hold)
         optimizers.apply(self.optimizers, divisor=divisor, hold=hold)
         rng = Noise(self.seed, step, (), torch)
-        changes.renew(self.task, self.model, self.kept, self._seen.whole(), rng=rng, hold=hold)
+        changes.renew(self.task, self.model, self._state, self._seen.whole(), rng=rng, hold=hold)
         for p in self._params:
             p.grad = None
         if self.training.ema is not None:
@@ -256,10 +250,10 @@ class TorchEngine(Engine):
     def _sync(self, *, last: bool) -> Any:
         return contextlib.nullcontext() if last or self._called is self._alone else self._called.no_sync()
 
-    def _autocast(self) -> Any:
-        if self.precision is torch.float32:
+    def autocast(self) -> Any:
+        if self.dtype is torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.precision)
+        return torch.autocast(self.device.type, dtype=self.dtype)
 
     def without_sync(self) -> Any:
         """Gradients of what runs inside stay with this rank."""
@@ -267,29 +261,9 @@ class TorchEngine(Engine):
 
     # Everything that is not a step
 
-    @torch.no_grad()
-    def eval_step(self, batch: Batch, *, with_rows: bool = True) -> Evaluated:
-        """Rows are gathered from all ranks, which is dear where nobody looks at them."""
-        self.model.eval()
-        counts = self.task.counts(batch)
-        on_device = put(batch, self.device, pin=self.pin_memory)
-        # The same noise for a sample in every evaluation, whatever batch it comes in, and none that training draws.
-        is_numbered = INDEX in on_device
-        positions = on_device.pop(INDEX) if is_numbered else torch.arange(batch_length(batch), device=self.device)
-        rng = Noise(self.seed, EVALUATION, positions, torch)
-        try:
-            with self._average.in_place(), self._autocast():
-                out = self.task.loss(self._eval_models, on_device, rng)
-        except torch.OutOfMemoryError as error:
-            size = batch_length(batch)
-            raise OutOfMemory(
-                f"out of memory on {self.device}, evaluating {size} examples; lower evaluation.batch_size"
-            ) from error
-        sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
-        sums |= {name: (torch.as_tensor(v, device=self.device).double(), n) for name, (v, n) in out.metrics.items()}
-        found = out.rows if with_rows else {}
-        rows = {**found, INDEX: positions} if found and is_numbered else found
-        return Evaluated(reduced(sums, self.device), ranks.joined_rows(rows, on_device.get("weight")))
+    def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> Evaluated:
+        with self._average.in_place():
+            return evaluation.evaluate(self, batch, task or self.task, with_rows=with_rows)
 
     def fetch_rows(self, parts: Sequence[Mapping[str, Tensor]]) -> Rows:
         return in_order({name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]})
@@ -308,14 +282,41 @@ class TorchEngine(Engine):
 
     @contextlib.contextmanager
     def sampling(self) -> Any:
-        """The eager models in evaluation mode with the weights that count, for samples and export."""
         was = self.model.training
         self.model.eval()
         try:
             with torch.no_grad(), self._average.in_place():
-                yield self._eval_models
+                yield self.eager_models
         finally:
             self.model.train(was)
+
+    def add_hook(self, before_step: BeforeStep) -> None:
+        self._hooks.append(before_step)
+
+    def remove_hooks(self) -> None:
+        self._hooks.clear()
+
+    def parameters(self) -> dict[str, Parameter]:
+        settings = self.settings
+        named = self.model.named_parameters()
+        return {name: Parameter(tuple(p.shape), learns=settings[name].scale is not None) for name, p in named}
+
+    def num_active(self) -> int:
+        return active_parameters(self.model)
+
+    def inspect(self, batch: Batch) -> dict[str, Any]:
+        return inspection.inspect(self, batch)
+
+    def first_bad_module(self, step: int, batch: Batch) -> str | None:
+        return inspection.first_bad_module(self, step, batch)
+
+    def squared_gradients(
+        self, examples: Iterable[tuple[int, Batch]], *, count: int, names: Sequence[str]
+    ) -> dict[str, Tensor]:
+        return fisher.diagonal(self, examples, count=count, names=names)
+
+    def measure_memory(self, batch_of: Callable[[int], Batch], *, most: int, say: Callable[[int, int], None]) -> Memory:
+        return memory.measure(self, batch_of, most=most, say=say)
 
     # State
 
@@ -327,8 +328,8 @@ class TorchEngine(Engine):
             files["optimizer.safetensors"] |= {"loss_scale/scale": self._scale, "loss_scale/growth": self._growth}
         if self._average.tensors:
             files["ema.safetensors"] = dict(self._average.tensors)
-        if self.kept:
-            files["state.safetensors"] = dict(self.kept)
+        if self._state:
+            files["state.safetensors"] = dict(self._state)
         return files
 
     def snapshot(self) -> TorchSnapshot:
@@ -338,11 +339,7 @@ class TorchEngine(Engine):
         return take(self.state(), self._buffers, on_device=self.device.type == "cuda")
 
     def load(self, folder: Path) -> None:
-        wanted = self.state()
-        model = read_tensors(folder / "model.safetensors")
-        compare(model, wanted["model.safetensors"], folder / "model.safetensors")
-        check_finite(model, wanted["model.safetensors"], folder / "model.safetensors")
-        self.model.load_state_dict(model, strict=False)  # the rest is as it was built
+        self.load_weights({"model.safetensors": read_tensors(folder / "model.safetensors")}, folder)
         state = read_tensors(folder / "optimizer.safetensors")
         scaling = {name: state.pop(name) for name in list(state) if name.startswith("loss_scale/")}
         if self._scale is not None and scaling:  # none where the run had another precision until now
@@ -351,7 +348,7 @@ class TorchEngine(Engine):
         self._ensure_state()
         compare(state, optimizers.state_tensors(self.optimizers, self._names), folder / "optimizer.safetensors")
         optimizers.load_state(self.optimizers, self._names, state)
-        for file, tensors in (("ema.safetensors", self._average.tensors), ("state.safetensors", self.kept)):
+        for file, tensors in (("ema.safetensors", self._average.tensors), ("state.safetensors", self._state)):
             if tensors:
                 found = read_tensors(folder / file)
                 compare(found, tensors, folder / file)
@@ -360,8 +357,32 @@ class TorchEngine(Engine):
         self._poison.zero_()
         self._bad_steps.zero_()
 
+    def load_weights(self, files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
+        wanted = {
+            "model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.learns(n)},
+            "ema.safetensors": {n: p for n, p in self.model.named_parameters() if p.requires_grad},
+        }
+        for file, tensors in files.items():
+            compare(tensors, wanted[file], folder / file)
+            check_finite(tensors, wanted[file], folder / file)
+            self.model.load_state_dict(tensors, strict=False)  # the rest is as it was built
+
+    def checkpoint_bytes(self) -> int:
+        self._ensure_state()
+        return sum(t.numel() * t.element_size() for tensors in self.state().values() for t in tensors.values())
+
+    def task_state(self) -> Mapping[str, Tensor]:
+        return self._state
+
+    @torch.no_grad()
+    def write_task_state(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._state[name].copy_(value)
+
+    def restart_average(self) -> None:
+        self._average.restart()
+
     def forget_bad_steps(self) -> None:
-        """The loop has dealt with them."""
         self._poison = torch.zeros_like(self._poison)
         self._bad_steps.zero_()
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from bottega.core.batch import slice_batch
 from bottega.core.errors import OutOfMemory
 from bottega.core.types import Batch
-from bottega.engines.devices import slice_batch
 from bottega.engines.host_memory import available_memory
-from bottega.engines.saved_tensors import SavedTensorMeter
+from bottega.engines.torch.saved_tensors import SavedTensorMeter
 
 if TYPE_CHECKING:
-    from bottega.engines.torch import TorchEngine
+    from bottega.engines.torch.engine import TorchEngine
 
 OVERHEAD = 1.5
 """Peak of a step in units of what is kept for backward: gradients of activations and temporary results come on top."""

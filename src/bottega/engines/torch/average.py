@@ -18,6 +18,12 @@ class Average:
         self.tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in learning.items()}
         self._is_in_place = False
 
+    def restart(self) -> None:
+        """Begin at the present weights."""
+        named = dict(self.model.named_parameters())
+        for name, average in self.tensors.items():
+            average.copy_(named[name].detach())
+
     def follow(self, parameters: list[nn.Parameter], decay: float) -> None:
         with torch.no_grad():  # or each average would remember all the weights it was made of
             torch._foreach_lerp_(list(self.tensors.values()), list(parameters), 1 - decay)

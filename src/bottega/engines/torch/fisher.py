@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
-from bottega.engines.devices import put
-from bottega.engines.sums import sum_terms
-from bottega.engines.torch import TorchEngine
+from bottega.engines.torch.devices import put
+from bottega.engines.torch.sums import sum_terms
+
+if TYPE_CHECKING:
+    from bottega.engines.torch.engine import TorchEngine
 
 DRAWN_FOR = -2
 """The step whose noise the examples see: none that training or an evaluation draws."""
@@ -54,7 +57,7 @@ def _loss(engine: TorchEngine, number: int, example: Batch) -> Tensor:
     on_device = put(example, engine.device, pin=engine.pin_memory)
     rng = Noise(engine.seed, DRAWN_FOR, torch.tensor([number], device=engine.device), torch)
     # Not in fp16: the scale that lifts small gradients into its range is that of the steps, and here they are squared.
-    short = engine.precision is torch.bfloat16
-    with torch.autocast(engine.device.type, dtype=engine.precision) if short else contextlib.nullcontext():
-        out = engine.task.loss(engine._eval_models, on_device, rng)
+    short = engine.dtype is torch.bfloat16
+    with torch.autocast(engine.device.type, dtype=engine.dtype) if short else contextlib.nullcontext():
+        out = engine.task.loss(engine.eager_models, on_device, rng)
         return sum_terms(out.terms, counts)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Loss
-from bottega.engines.ranks import joined_rows
+from bottega.engines.torch.ranks import joined_rows
 
 WEIGHT = "weight"
 

@@ -3,75 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from bottega.config.training import Optimizer, Training
-from bottega.core.errors import OutOfMemory, UsageError
+from bottega.core.errors import OutOfMemory
 from bottega.core.task import Task
+from bottega.engines.backend import Footprint
 from bottega.engines.host_memory import available_memory
-from bottega.engines.optimizers import is_hidden_matrix
+from bottega.engines.torch.optimizers import is_hidden_matrix
+from bottega.models.build import build_without_memory
 from bottega.world import World
 
 GIB = 1 << 30
-
-
-class Footprint(NamedTuple):
-    """Bytes that are there at every step, whatever the batch."""
-
-    parameters: int
-    """How many there are; not bytes."""
-    weights: int
-    gradients: int = 0
-    optimizer: int = 0
-    average: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.average
-
-
-class WithoutMemory(TorchFunctionMode):
-    """Everything that torch creates lies on the meta device, whatever device the caller names."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in FACTORIES:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
-
-
-FACTORIES = frozenset(
-    getattr(torch, name)
-    for name in (
-        "empty",
-        "empty_like",
-        "zeros",
-        "zeros_like",
-        "ones",
-        "ones_like",
-        "full",
-        "full_like",
-        "randn",
-        "rand",
-    )
-)
-
-
-def build_without_memory(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
-    """The models of a task with shapes and without memory; None where one can only be built from its files."""
-    try:
-        with torch.device("meta"), WithoutMemory():
-            return task.build(seed)
-    except UsageError:
-        raise
-    except Exception:  # transformers and diffusers refuse to read weights into a model without memory, each in its way
-        return None
 
 
 def estimate(task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> Footprint:

@@ -1,0 +1,110 @@
+"""What torch offers before there is an engine. Each method imports what it needs: ranks must meet before the rest is read."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from bottega.config.training import Training
+from bottega.core.engine import Engine
+from bottega.core.errors import BottegaError
+from bottega.core.task import Task
+from bottega.engines.backend import Backend, Footprint
+from bottega.models.device import choose_device
+from bottega.world import World
+
+
+@final
+class TorchBackend(Backend):
+    def build_engine(self, task: Task, training: Training, **options: Any) -> Engine:
+        from bottega.engines.torch.engine import TorchEngine
+
+        return TorchEngine(task, training, **{"rate": lambda step: 0.0, **options})
+
+    def device_type(self, device: str) -> str:
+        return choose_device(device).type
+
+    def check_precision(self, precision: str, device: str) -> None:
+        from bottega.engines.torch.devices import choose_precision
+
+        choose_precision(precision, choose_device(device))
+
+    def count_gpus(self) -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def limit_threads(self, count: int | None) -> None:
+        if count is not None:
+            torch.set_num_threads(count)
+
+    def find_model_problems(self, task: Task, training: Training, *, seed: int) -> list[BottegaError]:
+        from bottega.config.groups import parameter_settings
+        from bottega.engines.torch.wrapping import require
+        from bottega.models.build import build_without_memory
+
+        problems: list[BottegaError] = []
+        try:
+            models = build_without_memory(task, seed)
+        except BottegaError as error:
+            return [error]
+        if models is None:
+            return []
+        model = models["model"]
+        try:
+            parameter_settings(training, [name for name, _ in model.named_parameters()], learns=task.learns)
+        except BottegaError as error:
+            problems.append(error)
+        if training.gradient_checkpointing:
+            try:
+                require(model, "checkpoint_blocks", "training.gradient_checkpointing")
+            except BottegaError as error:
+                problems.append(error)
+        return problems
+
+    def describe_optimizer(self, task: Task, training: Training, *, seed: int) -> list[str]:
+        from bottega.config.groups import parameter_settings
+        from bottega.engines.torch.optimizers import describe_choice
+        from bottega.models.build import build_without_memory
+
+        models = build_without_memory(task, seed) if training.optimizer.name == "muon" else None
+        if models is None:
+            return []
+        named = dict(models["model"].named_parameters())
+        settings = parameter_settings(training, list(named), learns=task.learns)
+        own = {name: parameter for name, parameter in named.items() if settings[name].scale is not None}
+        return describe_choice(own, training.optimizer)
+
+    def estimate(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> Footprint:
+        from bottega.engines.torch import sizing
+
+        return sizing.estimate(task, training, seed=seed, is_frozen=is_frozen)
+
+    def check_fits(self, footprint: Footprint, device: str) -> None:
+        from bottega.engines.torch import sizing
+
+        sizing.check_fits(footprint, choose_device(device))
+
+    def join_ranks(self, device: str) -> int:
+        from bottega.engines.torch import ranks
+
+        return ranks.join_group(choose_device(device))[0]
+
+    def any_rank(self, flag: bool) -> bool:
+        from bottega.engines.torch import ranks
+
+        return ranks.any_rank(flag)
+
+    def watch_ranks(self, log: Path) -> AbstractContextManager[object]:
+        from bottega.engines.torch import heartbeat
+
+        return heartbeat.watch_ranks(log) or nullcontext()
+
+    def describe_lost_rank(self, error: BaseException) -> str | None:
+        from bottega.engines.torch import heartbeat, ranks
+
+        if World.current().size == 1 or not ranks.is_lost_peer(error):
+            return None
+        watching = heartbeat.Heartbeat.current
+        return watching.describe_loss() if watching is not None else "another rank is lost"

@@ -1,0 +1,60 @@
+"""Precision, determinism, dropout, and the way of a batch from the host to where it is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bottega.core.errors import UsageError
+from bottega.core.types import Batch
+
+
+def choose_precision(name: str, device: torch.device) -> torch.dtype:
+    """bf16 where the device has it; on a CPU without bf16 units it would be two to three times slower than fp32."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    chosen = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    if chosen is torch.float16 and device.type == "cpu":
+        raise UsageError("training.mixed_precision: fp16 needs a GPU; use bf16 or fp32 on a CPU")
+    if device.type == "cuda" and chosen is not torch.float32:
+        torch.set_float32_matmul_precision("high")
+    return chosen
+
+
+def make_deterministic() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    # The compiler may choose among kernels by the clock, and another choice adds up in another order.
+    import torch._inductor.config as compiler
+
+    if hasattr(compiler, "deterministic"):  # since torch 2.10
+        compiler.deterministic = True
+
+
+def seed_dropout(seed: int, device: torch.device) -> None:
+    # torch.manual_seed would seed every device and cost ten times as much.
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def put(batch: Batch, device: torch.device, *, pin: bool = True) -> dict[str, Any]:
+    """A host batch on the device; from pinned memory the copy does not wait."""
+    moved: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, Mapping):
+            moved[name] = put(value, device, pin=pin)
+            continue
+        tensor = torch.from_numpy(value if value.flags.writeable else value.copy())
+        if device.type != "cpu":
+            pinned = pin and device.type == "cuda"
+            tensor = tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
+        moved[name] = tensor
+    return moved

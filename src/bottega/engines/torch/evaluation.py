@@ -1,0 +1,47 @@
+"""One batch of an evaluation: its sums over ranks, and what was found for each example."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from bottega.core.batch import batch_length
+from bottega.core.engine import Evaluated
+from bottega.core.errors import OutOfMemory
+from bottega.core.noise import Noise
+from bottega.core.task import Task
+from bottega.core.types import Batch, Sums
+from bottega.engines.torch.devices import put
+from bottega.engines.torch.ranks import joined_rows
+from bottega.engines.torch.sums import INDEX, reduced
+
+if TYPE_CHECKING:
+    from bottega.engines.torch.engine import TorchEngine
+
+EVALUATION = -1
+"""The step that evaluations draw their noise for."""
+
+
+@torch.no_grad()
+def evaluate(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: bool) -> Evaluated:
+    engine.model.eval()
+    device, counts = engine.device, task.counts(batch)
+    on_device = put(batch, device, pin=engine.pin_memory)
+    # The same noise for a sample in every evaluation, whatever batch it comes in, and none that training draws.
+    is_numbered = INDEX in on_device
+    positions = on_device.pop(INDEX) if is_numbered else torch.arange(batch_length(batch), device=device)
+    rng = Noise(engine.seed, EVALUATION, positions, torch)
+    try:
+        with engine.autocast():
+            out = task.loss(engine.eager_models, on_device, rng)
+    except torch.OutOfMemoryError as error:
+        size = batch_length(batch)
+        raise OutOfMemory(
+            f"out of memory on {device}, evaluating {size} examples; lower evaluation.batch_size"
+        ) from error
+    sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
+    sums |= {name: (torch.as_tensor(v, device=device).double(), n) for name, (v, n) in out.metrics.items()}
+    found = out.rows if with_rows else {}
+    rows = {**found, INDEX: positions} if found and is_numbered else found
+    return Evaluated(reduced(sums, device), joined_rows(rows, on_device.get("weight")))

@@ -1,0 +1,98 @@
+"""A look inside the model with one batch: gradient norms by module, and where a value first was not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bottega.core.batch import batch_length
+from bottega.core.errors import OutOfMemory, first_line
+from bottega.core.noise import Noise
+from bottega.core.types import Batch
+from bottega.engines.torch.devices import put
+
+if TYPE_CHECKING:
+    from bottega.engines.torch.engine import TorchEngine
+
+
+def inspect(engine: TorchEngine, batch: Batch) -> dict[str, Any]:
+    """One row for each module, with the gradients of one batch; the weights stay as they are."""
+    engine.model.train()
+    counts = engine.task.counts(batch)
+    rng = Noise(engine.seed, 0, torch.arange(batch_length(batch), device=engine.device), torch)
+    with engine.autocast():
+        out = engine.task.loss(engine.eager_models, put(batch, engine.device), rng)
+        loss = sum(weight * total / counts[name] for name, (total, weight) in out.terms.items())
+    loss.backward()
+    rows = [
+        _row(name, module) for name, module in engine.model.named_modules() if any(True for _ in module.parameters())
+    ]
+    return {"loss": float(loss.detach()), "modules": rows}
+
+
+def _row(name: str, module: torch.nn.Module) -> dict[str, Any]:
+    parameters = list(module.parameters())
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))) if grads else None
+    return {
+        "name": name or type(module).__name__,
+        "kind": type(module).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "devices": sorted({str(p.device) for p in parameters}),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+        "gradient_norm": norm,
+    }
+
+
+def first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
+    """Run the step's forward and backward again, eagerly, and name the first module with a bad output or gradient."""
+    try:
+        return _first_bad_module(engine, step, batch)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(first_line(error)) from error
+
+
+def _first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def see(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            if not found and any(not torch.isfinite(t).all() for t in floats(output)):
+                found.append(name or "the model")
+
+        return see
+
+    handles = [m.register_forward_hook(watch(name)) for name, m in engine.model.named_modules()]
+    compiled = [m for m in engine.model.modules() if getattr(m, "compiled", None) is not None]
+    kept = [m.compiled for m in compiled]
+    for m in compiled:
+        m.compiled = None  # type: ignore[assignment]  # hooks inside a compiled block would not fire
+    try:
+        on_device = put(batch, engine.device)
+        size = batch_length(batch)
+        places = torch.arange(engine.rank * size, (engine.rank + 1) * size, device=engine.device)
+        rng = Noise(engine.seed, step, places, torch)
+        with engine.autocast():
+            out = engine.task.loss(engine.eager_models, on_device, rng)
+        sum(total for total, _ in out.terms.values()).backward()
+        if not found:
+            bad = (
+                n for n, p in engine.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
+            )
+            found += [f"the gradient of {name}" for name in [next(bad, None)] if name]
+    finally:
+        for handle in handles:
+            handle.remove()
+        for m, forward in zip(compiled, kept, strict=True):
+            m.compiled = forward
+        engine.model.zero_grad(set_to_none=True)
+    return found[0] if found else None
+
+
+def floats(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() else []
+    return [t for item in value for t in floats(item)] if isinstance(value, tuple | list) else []

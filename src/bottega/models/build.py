@@ -1,0 +1,117 @@
+"""Models from their specs, as torch modules: with initial values or those of a folder, or without memory at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from bottega.core.errors import UsageError
+from bottega.core.model_spec import ModelSpec, Reference
+from bottega.core.task import Task
+
+
+def build_models(task: Task, seed: int) -> dict[str, Any]:
+    """The models of a task by name, on the host. Initial values are f(seed, parameter name)."""
+    specs = task.specs()
+    models = {name: build_model(spec, seed) for name, spec in specs.items()}
+    for name, spec in specs.items():
+        for change in spec.changes:
+            change({**models, "model": models[name]}, seed)
+    return models
+
+
+def build_model(spec: ModelSpec, seed: int) -> Any:
+    """One model before its changes."""
+    config, options = spec.config, dict(spec.options)
+    if spec.parts:
+        config = {name: _build_part(part, seed) for name, part in spec.parts.items()}
+    if spec.is_seeded:
+        options["seed"] = seed
+    if spec.load is None:
+        options["folder"] = spec.pretrained
+    architecture = resolve(spec.architecture)
+    if spec.is_filled:
+        with torch.device("meta"):
+            model = architecture(config, **options)
+        model.to_empty(device="cpu")
+    else:
+        model = architecture(config, **options)
+    if spec.initial is not None and (spec.pretrained is None or spec.starts_initial):
+        resolve(spec.initial.rule)(model, seed, **spec.initial.options)
+    if spec.pretrained is not None and spec.load is not None:
+        resolve(spec.load)(model, spec.pretrained)
+    return model
+
+
+def _build_part(spec: ModelSpec, seed: int) -> Any:
+    model = build_model(spec, seed)
+    for change in spec.changes:
+        change({"model": model}, seed)
+    return model
+
+
+def resolve(reference: Reference) -> Any:
+    """The function or class that a spec names."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    return attrgetter(name)(import_module(module))
+
+
+def build_outline(task: Task, seed: int) -> nn.Module | None:
+    """The trained model with names and shapes, without memory and without a look at the folder its values come from; None
+    where it can only be built from that."""
+    spec = replace(task.specs()["model"], pretrained=None)
+    try:
+        with torch.device("meta"), WithoutMemory():
+            model: nn.Module = _build_part(spec, seed)
+            return model
+    except UsageError:
+        raise
+    except Exception:
+        return None
+
+
+def build_without_memory(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
+    """The models of a task with shapes and without memory; None where one can only be built from its files."""
+    try:
+        with torch.device("meta"), WithoutMemory():
+            return build_models(task, seed)
+    except UsageError:
+        raise
+    except Exception:  # transformers and diffusers refuse to read weights into a model without memory, each in its way
+        return None
+
+
+class WithoutMemory(TorchFunctionMode):
+    """Everything that torch creates lies on the meta device, whatever device the caller names."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in FACTORIES:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+FACTORIES = frozenset(
+    getattr(torch, name)
+    for name in (
+        "empty",
+        "empty_like",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "ones_like",
+        "full",
+        "full_like",
+        "randn",
+        "rand",
+    )
+)

@@ -1,0 +1,34 @@
+"""Which device torch computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.world import World
+
+KINDS = ("cpu", "cuda", "mps")
+
+
+def choose_device(name: str) -> torch.device:
+    """Never a silent CPU: a GPU that was asked for and is absent is an error."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.partition(":")[0] == "gpu":
+        name = name.replace("gpu", "cuda", 1)
+    kind = name.partition(":")[0]
+    if kind not in KINDS:
+        raise UsageError(f"device: {name!r} is not a device; use one of auto, {', '.join(KINDS)}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentProblem("device: cuda was asked for, and torch sees no GPU; use device=cpu or device=auto")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise EnvironmentProblem("device: mps was asked for, and it is not available; use device=cpu or device=auto")
+    if kind == "cuda":
+        index = World.current().local_rank if ":" not in name else int(name.partition(":")[2])
+        if index >= torch.cuda.device_count():
+            raise EnvironmentProblem(
+                f"device: cuda:{index} was asked for, and there are {torch.cuda.device_count()} GPUs"
+            )
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return torch.device(name)

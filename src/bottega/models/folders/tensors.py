@@ -1,0 +1,30 @@
+"""Tensors of a safetensors file, and whether all of it can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bottega.core.errors import CheckpointError
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+
+
+def check_tensors(path: Path) -> None:
+    """Read a safetensors file from end to end, one tensor at a time: it may be larger than memory."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (it is not a dict)
+                file.get_tensor(name)
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
