@@ -18,7 +18,7 @@ ROOT = PACKAGE.parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
 FRAMEWORK_FREE = ("storage", "core", "config", "data")
 LONGEST_FILE = 400
-LARGEST_CORE = 1500
+LARGEST_CORE = 1800
 
 
 def names_of(*packages: str) -> list[str]:

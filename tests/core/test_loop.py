@@ -18,12 +18,13 @@ from safetensors.numpy import load_file
 from bottega.callbacks.early_stop import EarlyStop, Plateau
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
-from bottega.core.engine import Engine, Evaluated, Snapshot
+from bottega.core.engine import Evaluated, Snapshot
 from bottega.core.errors import DataError, Diverged, Interrupted
 from bottega.core.loop import Every, Fit, Goal
 from bottega.core.saver import Saver
 from bottega.core.types import Batch, Tensors
 from bottega.signals import StoppedWaiting
+from fake_engine import FakeEngine
 
 
 class Values(Snapshot):
@@ -34,7 +35,7 @@ class Values(Snapshot):
         return {"model.safetensors": {"w": np.array([self.value])}}
 
 
-class Counter(Engine):
+class Counter(FakeEngine):
     """Its weight is a sum of rates, so that a wrong rate or a step too many shows. `losses` are its evaluations."""
 
     def __init__(self, losses: Mapping[int, float] | None = None, *, events: list[str] | None = None) -> None:
@@ -52,7 +53,7 @@ class Counter(Engine):
             os.kill(os.getpid(), self.signal_at[1])
         return {"loss": self.weight, "bad_steps": float(step in self.bad), "units": 3.0}
 
-    def eval_step(self, batch: Batch) -> Evaluated:
+    def eval_step(self, batch: Batch, **options: Any) -> Evaluated:
         return Evaluated({"loss": (self.losses.get(self.at, 1.0) * len(batch["x"]), len(batch["x"]))})
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -261,7 +262,7 @@ def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end(tmp_path: Path,
     class Slow(Counter):
         evaluated = 0
 
-        def eval_step(self, batch: Batch) -> Evaluated:
+        def eval_step(self, batch: Batch, **options: Any) -> Evaluated:
             self.evaluated += 1
             if self.evaluated == 3:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bottega.core.callback import Callback, Progress
-from bottega.core.engine import Engine, Evaluated, Snapshot
+from bottega.core.engine import Evaluated, Snapshot
 from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Every, Fit
 from bottega.core.types import Batch
 from bottega.data.loading.loader import BLOCK, Loader, evaluate_batches
 from bottega.data.order.orders import Mixture, Stage, Staged
 from bottega.data.sources.source import ArraySource
+from fake_engine import FakeEngine
 from operations import count_operations
 
 
@@ -105,7 +106,7 @@ def test_an_epoch_of_a_mixture_is_as_many_samples_as_there_are() -> None:
     assert Loader(numbers(30), 6, seed=0, order=order).steps_per_epoch == 5
 
 
-class Sizes(Engine):
+class Sizes(FakeEngine):
     """Counts the samples it is given."""
 
     seen = 0

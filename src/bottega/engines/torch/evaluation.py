@@ -12,8 +12,8 @@ from bottega.core.errors import OutOfMemory
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Sums
+from bottega.engines.torch import ranks
 from bottega.engines.torch.devices import put
-from bottega.engines.torch.ranks import joined_rows
 from bottega.engines.torch.sums import INDEX, reduced
 
 if TYPE_CHECKING:
@@ -44,4 +44,4 @@ def evaluate(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: bool) 
     sums |= {name: (torch.as_tensor(v, device=device).double(), n) for name, (v, n) in out.metrics.items()}
     found = out.rows if with_rows else {}
     rows = {**found, INDEX: positions} if found and is_numbered else found
-    return Evaluated(reduced(sums, device), joined_rows(rows, on_device.get("weight")))
+    return Evaluated(reduced(sums, device), ranks.joined_rows(rows, on_device.get("weight")))
