@@ -18,7 +18,6 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows
 from bottega.models.clip.config import ClipShape
-from bottega.models.clip.torch import build_clip
 
 CHUNK = 1024
 """Pictures that are compared with all captions at once."""
@@ -38,7 +37,7 @@ class Alignment(Task):
 
     def specs(self) -> dict[str, ModelSpec]:
         options = {"negatives": self.negatives}
-        architecture = "bottega.models.clip:build_clip"
+        architecture = "bottega.models.clip.torch:build_clip"
         model = ModelSpec(architecture, self.shape, options, pretrained=self.pretrained, load=None, is_seeded=True)
         return {"model": model}
 

@@ -30,7 +30,7 @@ class Codes(Task):
 
     def specs(self) -> dict[str, ModelSpec]:
         architecture = "bottega.models.autoencoder.codes:CodeAutoencoder"
-        initial = Initial(f"{architecture}.initialise")
+        initial = Initial("bottega.models.autoencoder.codes:CodeAutoencoder.initialise")
         model = ModelSpec(architecture, self.shape, initial=initial, pretrained=self.pretrained, is_filled=True)
         return {"model": model}
 

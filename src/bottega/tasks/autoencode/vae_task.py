@@ -36,12 +36,12 @@ class Reconstruction(Task):
     """A folder of a saved autoencoder whose weights the training starts from."""
 
     def specs(self) -> dict[str, ModelSpec]:
-        module = "bottega.models.autoencoder.vae"
         if self.pretrained is not None:
-            architecture = f"{module}:start_autoencoder"
+            architecture = "bottega.models.autoencoder.vae:start_autoencoder"
             return {"model": ModelSpec(architecture, self.shape, pretrained=self.pretrained, load=None)}
-        initial = Initial(f"{module}:Autoencoder.initialise")
-        return {"model": ModelSpec(f"{module}:Autoencoder", self.shape, initial=initial, is_filled=True)}
+        architecture = "bottega.models.autoencoder.vae:Autoencoder"
+        initial = Initial("bottega.models.autoencoder.vae:Autoencoder.initialise")
+        return {"model": ModelSpec(architecture, self.shape, initial=initial, is_filled=True)}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return dict.fromkeys(("loss", "kl"), num_examples(batch, self.key))

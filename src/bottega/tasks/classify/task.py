@@ -18,7 +18,6 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows, Sums
 from bottega.models.convnet.config import ConvNetShape
-from bottega.models.convnet.torch import ConvNet
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.units import activity, rate_costs, unit_rows, unit_scores
 from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
@@ -32,10 +31,16 @@ SMALLEST_MISS = 1e-7
 """Of an example that is told for certain, a power below 1 would have an infinite slope."""
 
 NETWORKS: dict[type, tuple[str, str]] = {
-    ConvNetShape: ("convnet:ConvNet", "convnet:initialise_convnet"),
-    SpikingNetShape: ("spiking.network:SpikingNet", "spiking.network:initialise_spiking"),
-    KimShape: ("text_classifier.kim:Kim", "text_classifier.kim:initialise_kim"),
-    EncoderShape: ("text_classifier.encoder:TextClassifier", "text_classifier.encoder:initialise_encoder"),
+    ConvNetShape: ("bottega.models.convnet.torch:ConvNet", "bottega.models.convnet.torch:initialise_convnet"),
+    SpikingNetShape: (
+        "bottega.models.spiking.network:SpikingNet",
+        "bottega.models.spiking.network:initialise_spiking",
+    ),
+    KimShape: ("bottega.models.text_classifier.kim:Kim", "bottega.models.text_classifier.kim:initialise_kim"),
+    EncoderShape: (
+        "bottega.models.text_classifier.encoder:TextClassifier",
+        "bottega.models.text_classifier.encoder:initialise_encoder",
+    ),
 }
 """Shape -> its network and the rule of its initial values."""
 
@@ -88,10 +93,7 @@ class Classification(Task):
                 "model": ModelSpec(whole, self.shape, pretrained=self.pretrained, load=None, is_seeded=True),
             }
         network, rule = NETWORKS[type(self.shape)]
-        initial = Initial(f"bottega.models.{rule}")
-        model = ModelSpec(
-            f"bottega.models.{network}", self.shape, initial=initial, pretrained=self.pretrained, is_filled=True
-        )
+        model = ModelSpec(network, self.shape, initial=Initial(rule), pretrained=self.pretrained, is_filled=True)
         return {"model": model}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:

@@ -14,7 +14,6 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.generator.config import GeneratorShape
-from bottega.models.generator.torch import build_generator
 from bottega.tasks.generation import samplers
 from bottega.tasks.generation.latents import PREPARED, Latents
 from bottega.tasks.generation.paths import Path
@@ -41,11 +40,11 @@ class Generation(Task):
 
     def specs(self) -> dict[str, ModelSpec]:
         model = ModelSpec(
-            "bottega.models.generator:Generator",
+            "bottega.models.generator.torch:Generator",
             self.shape,
-            initial=Initial("bottega.models.generator:initialise_generator"),
+            initial=Initial("bottega.models.generator.torch:initialise_generator"),
             pretrained=self.pretrained,
-            load="bottega.models.generator:load_generator",
+            load="bottega.models.generator.torch:load_generator",
             starts_initial=True,  # a backbone alone will do: its condition then begins anew
         )
         specs = {"model": model}

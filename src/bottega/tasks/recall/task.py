@@ -19,7 +19,6 @@ from bottega.models.decoder.config import TransformerShape
 from bottega.models.losses.token_loss import IGNORED
 from bottega.models.memory import torch as memories
 from bottega.models.memory.config import MemoryShape, WorkingMemory
-from bottega.models.recall.torch import LastingRecall, StreamRecall
 
 ACCURACY = "retrieval_accuracy"
 WITHOUT = f"{ACCURACY}_without_memory"
@@ -94,7 +93,7 @@ class RecallStreams(Recall):
 
     def specs(self) -> dict[str, ModelSpec]:
         options = {"num_values": self.num_values, "memory": self.memory}
-        model = ModelSpec("bottega.models.recall:StreamRecall", self.shape, options, initial=self.initial)
+        model = ModelSpec("bottega.models.recall.torch:StreamRecall", self.shape, options, initial=self.initial)
         return {"model": model}
 
     def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
@@ -122,7 +121,7 @@ class RecallFacts(Recall):
 
     def specs(self) -> dict[str, ModelSpec]:
         options = {"num_values": self.num_values, "temperature": self.temperature, "memory": self.memory}
-        architecture = "bottega.models.recall:LastingRecall"
+        architecture = "bottega.models.recall.torch:LastingRecall"
         return {"model": ModelSpec(architecture, self.shape, options, initial=self.initial, is_seeded=True)}
 
     def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:

@@ -15,9 +15,8 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models.experts.torch import evenness, renewed, stats
-from bottega.models.routing import Routed
 from bottega.models.routing.config import RoutingShape
-from bottega.models.routing.torch import Routed, RoutingNet, initialise_routing
+from bottega.models.routing.torch import Routed
 from bottega.models.spiking.units import activity, rate, rate_costs, unit_rows, unit_scores
 from bottega.tasks.measures import classification
 from bottega.tasks.measures import routing as measures
@@ -51,8 +50,10 @@ class RoutingTask(Task):
     """A folder whose weights the training starts from."""
 
     def specs(self) -> dict[str, ModelSpec]:
-        initial = Initial("bottega.models.routing:initialise_routing")
-        model = ModelSpec("bottega.models.routing:RoutingNet", self.shape, initial=initial, pretrained=self.pretrained)
+        initial = Initial("bottega.models.routing.torch:initialise_routing")
+        model = ModelSpec(
+            "bottega.models.routing.torch:RoutingNet", self.shape, initial=initial, pretrained=self.pretrained
+        )
         return {"model": model.changed(self._set_scale)}
 
     def _set_scale(self, models: Models, seed: int) -> None:
