@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import operator
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +20,8 @@ PACKAGE = Path(bottega.__file__).parent
 ROOT = PACKAGE.parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
 FRAMEWORK_FREE = ("storage", "core", "config", "data")
+REFERENCE = re.compile(r'"(bottega(?:\.\w+)+):([\w.]+)"')
+"""A function or class by name, as `ModelSpec` and the table of engines have it."""
 LONGEST_FILE = 400
 LARGEST_CORE = 1800
 
@@ -90,3 +95,87 @@ def test_only_one_module_writes_to_the_terminal() -> None:
             if called in ("print", "sys.stderr.write", "sys.stdout.write") or imported == "rich.console":
                 writers.append(relative(path))
     assert set(writers) <= {"terminal.py"}, "use bottega.terminal"
+
+
+# Nothing reaches through
+
+OTHERS_PRIVATE = {"_actions", "_fingerprint", "_indices", "_parameters", "_modules", "_from_config"}
+"""Of argparse, datasets, torch and transformers, which have no public name for it."""
+OF_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """What a file calls by a name with an underscore because it is its own: functions, methods and attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            names.add(node.attr)
+    return set(filter(is_private, names))
+
+
+def foreign_modules(tree: ast.AST) -> set[str]:
+    """The names under which a file has packages of others."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return names - {"bottega"}
+
+
+def reached_through(path: Path) -> list[str]:
+    """Private attributes of objects that a file has from elsewhere, and private names that it imports."""
+    tree = tree_of(path)
+    own, foreign = private_names(tree), foreign_modules(tree)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bottega"):
+            found += [f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name)]
+        if not isinstance(node, ast.Attribute) or not is_private(node.attr):
+            continue
+        of = ast.unparse(node.value)
+        is_engine = of.rpartition(".")[2].endswith("engine") and "engines" not in path.parts
+        is_theirs = of.partition(".")[0] in foreign or node.attr in OTHERS_PRIVATE | OF_TUPLES
+        if is_engine or not (of in ("self", "cls", "super()") or node.attr in own or is_theirs):
+            found.append(f"{of}.{node.attr}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_nobody_touches_what_is_private_to_another(path: Path) -> None:
+    assert reached_through(path) == [], "give it a public name, or ask for what you need of it"
+
+
+OUTSIDE_ENGINES = [path for path in FILES if "engines" not in path.relative_to(PACKAGE).parts]
+
+
+@pytest.mark.parametrize("path", OUTSIDE_ENGINES, ids=relative)
+def test_an_engine_is_known_by_its_interface_alone(path: Path) -> None:
+    """Lazily or not, for types or not, by an import or by a string."""
+    text = path.read_text(encoding="utf-8")
+    assert "TorchEngine" not in text, "use bottega.core.engine.Engine"
+    assert "engines.torch" not in text, "open it by bottega.engines.backend"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module == "bottega.engines":
+            assert "torch" not in {alias.name for alias in node.names}, "open it by bottega.engines.backend"
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_what_a_spec_names_is_there(path: Path) -> None:
+    for module, name in REFERENCE.findall(path.read_text(encoding="utf-8")):
+        operator.attrgetter(name)(importlib.import_module(module))
