@@ -20,7 +20,7 @@ from bottega.engines.torch import ranks
 from bottega.engines.torch.devices import put
 from bottega.engines.torch.sums import sum_terms
 from bottega.models.build import build_models
-from toy_task import Toy, advance, engine, loader, save, source, state, training
+from toy_task import F, Toy, advance, engine, loader, save, source, state, training
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
 
@@ -363,6 +363,49 @@ def test_several_ranks_know_what_fits_before_anything_is_done_with_a_batch() -> 
     one.train_step(0, batch)
     assert found == [2]
     assert one.model.training
+
+
+def test_hooks_are_called_in_their_order_before_each_step_until_they_are_removed() -> None:
+    one = engine()
+    batches, calls = loader(of=one), list[str]()
+    one.add_hook(lambda step, batch: calls.append(f"first {step}"))
+    one.add_hook(lambda step, batch: calls.append(f"second {step} of {len(batch['x'])}"))
+    advance(one, batches, 3, 5)
+    assert calls == ["first 3", "second 3 of 8", "first 4", "second 4 of 8"]
+    one.remove_hooks()
+    advance(one, batches, 5, 6)
+    assert len(calls) == 4
+
+
+def test_another_task_measures_with_the_same_models() -> None:
+    class Doubled(Toy):
+        def loss(self, models: Any, batch: Any, rng: Noise) -> Any:
+            out = super().loss(models, batch, rng)
+            return out._replace(terms={name: (2 * total, weight) for name, (total, weight) in out.terms.items()})
+
+    one = engine()
+    batch = loader(of=one).batch(0)
+    plain, doubled, again = one.eval_step(batch), one.eval_step(batch, task=Doubled()), one.eval_step(batch)
+    assert torch.equal(2 * plain.sums["error"][0], doubled.sums["error"][0])
+    assert torch.equal(plain.sums["error"][0], again.sums["error"][0])
+
+
+def test_averages_begin_where_weights_were_written() -> None:
+    one = engine(training(ema=0.9))
+    with torch.no_grad():
+        one.model.head.weight.fill_(3.0)
+    assert not torch.equal(one.state()["ema.safetensors"]["head.weight"], one.model.head.weight)
+    one.restart_average()
+    assert torch.equal(one.state()["ema.safetensors"]["head.weight"], one.model.head.weight)
+
+
+def test_parameters_tell_shape_and_whether_they_ever_learn() -> None:
+    one = engine(training(groups=[{"pattern": "first.*", "scale": None}, {"pattern": ".*", "starts": 2}]))
+    found = one.parameters()
+    assert list(found) == [name for name, _ in one.model.named_parameters()]
+    assert (found["first.weight"].shape, found["first.weight"].size) == ((8, F), 8 * F)
+    assert {name for name, p in found.items() if not p.learns} == {"first.weight", "first.bias"}
+    assert one.num_active() == sum(p.size for p in found.values())
 
 
 def test_the_order_of_samples_is_seen_by_the_step_number_alone() -> None:
