@@ -32,7 +32,7 @@ from bottega.engines.torch.sums import sum_terms
 from bottega.tasks.evaluation_data import DataRequest
 from bottega.techniques.continual.by_source import BySource
 from bottega.techniques.continual.forgetting import Forgetting, transfer
-from bottega.techniques.ewc.torch import Ewc, consolidate
+from bottega.techniques.ewc.torch import Ewc, consolidated
 from toy_task import Toy, engine, source
 
 BOTH = [{"name": "ewc", "options": {"samples": 6}}, {"name": "replay", "options": {"share": 0.25, "memory": 5}}]
@@ -199,22 +199,22 @@ def test_penalty_pulls_back_by_importance() -> None:
     task = Ewc(inner=Toy(), strength=3.0)
     one = engine(task=task)
     named = dict(one.model.named_parameters())
-    assert set(one.kept) == {f"{kind}/{name}" for kind in ("fisher", "anchor") for name in named}
-    penalty = task.penalty(named, one.kept)
+    assert set(one.task_state()) == {f"{kind}/{name}" for kind in ("fisher", "anchor") for name in named}
+    penalty = task.penalty(named, one.task_state())
     assert penalty.item() == 0.0
     importance = {name: torch.rand_like(p) for name, p in named.items()}
-    consolidate(one.kept, named, importance, decay=0.5)
+    one.write_task_state(consolidated(one.task_state(), named, importance, decay=0.5))
     at = {name: p.detach().clone() for name, p in named.items()}
     with torch.no_grad():
         for p in named.values():
             p.add_(0.1)
-    gradients = torch.autograd.grad(task.penalty(named, one.kept), list(named.values()))
+    gradients = torch.autograd.grad(task.penalty(named, one.task_state()), list(named.values()))
     for (name, p), gradient in zip(named.items(), gradients, strict=True):
         torch.testing.assert_close(gradient, 3.0 * importance[name] * (p - at[name]))
-    consolidate(one.kept, named, importance, decay=0.5)
+    one.write_task_state(consolidated(one.task_state(), named, importance, decay=0.5))
     for name, p in named.items():
-        torch.testing.assert_close(one.kept[f"fisher/{name}"], 1.5 * importance[name])
-        assert torch.equal(one.kept[f"anchor/{name}"], p)
+        torch.testing.assert_close(one.task_state()[f"fisher/{name}"], 1.5 * importance[name])
+        assert torch.equal(one.task_state()[f"anchor/{name}"], p)
 
 
 # Runs
