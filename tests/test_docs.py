@@ -7,7 +7,8 @@ text, `my.txt`, and what docs/images/samples.py makes. Blocks are told by their 
   0, or the one that a trailing `# exit 2` names. `torchrun` on one machine runs for real. `ls`, `tail` and the like go
   to a shell. What cannot run here (`make`, `tensorboard`, several machines, GPUs) is checked as far as it can be: the
   make target exists, the recipe and settings behind `-m bottega train` resolve.
-- `python` is executed, with one namespace for a page.
+- `python` is executed, with one namespace for a page; if its first line is a comment such as `# mine.py`, it is saved there
+  instead (`# mine.py, continued` adds to it), and is a plugin for what follows.
 - `yaml` must be a recipe or a part of one; if its first line is a comment such as `# mine.yaml`, it is also saved there
   for the commands below it.
 
@@ -31,17 +32,20 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import plugin_scope
 from bottega import cli
 from bottega.config.recipe import Recipe
 from bottega.core import errors
 from bottega.core.errors import BottegaError
 from bottega.models.decoder.config import DECLARED, sized
+from bottega.tasks.plugins import load_plugin
 from bottega.tasks.recipes import check_recipe, parse_overrides
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +89,7 @@ SHORT_PAGES = ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/library.md
 """Pages that `make test` runs; all others are run by `make campaigns`."""
 SHELL = ("ls", "tail", "head", "cat", "cp")
 OPTIONS = ("--json", "--quiet", "--fresh", "--allow-data-change", "--debug")
-WITH_VALUE = ("--resume_from", "--kills", "--steps")
+WITH_VALUE = ("--resume_from", "--kills", "--steps", "--plugin")
 NOT_RUN = {"tensorboard": "serves until it is stopped", "pip": "needs the network", "pre-commit": "changes the clone"}
 
 
@@ -138,7 +142,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def page(tmp_path: Path, shared_cache: Path, samples: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+def page(tmp_path: Path, shared_cache: Path, samples: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     shutil.copytree(samples, tmp_path, dirs_exist_ok=True)
     lines = (
         f"The {n}th apprentice ground {n % 7} colours and wrote it down on line {n} of the book.\n" for n in range(400)
@@ -149,7 +153,8 @@ def page(tmp_path: Path, shared_cache: Path, samples: Path, monkeypatch: pytest.
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return Page(tmp_path)
+    with plugin_scope.isolated():
+        yield Page(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +238,7 @@ def _generates(rest: list[str]) -> bool:
 def smaller(words: list[str]) -> list[str]:
     said = " ".join(words)
     recipe = what_is_trained(words)
-    settings = {**SMALLER, **SMALLER_BY_TASK[recipe.task]}
+    settings = {**SMALLER, **SMALLER_BY_TASK.get(recipe.task, {})}
     settings |= {key: json.dumps(value) for key, value in smaller_parts(recipe).items()}
     if recipe.task in ("image", "audio", "video") and recipe.data.train.kind == "embedded":
         settings["data.validation.split"] = "0.02"  # all that is held out is measured, and Griffin-Lim takes its time
@@ -274,6 +279,11 @@ def launch(program: str, words: list[str], line: str, where: str) -> None:
 
 
 def run_python(block: Block, path: Path, page: Page) -> None:
+    if named := re.match(r"#\s*([\w.-]+\.py)(, continued)?\s*\n", block.text):
+        file = page.folder / named[1]
+        before = file.read_text(encoding="utf-8") if named[2] else ""
+        file.write_text(before + block.text, encoding="utf-8")
+        return
     # Empty lines in front, so that a traceback names the line of the page.
     code = compile("\n" * block.line + block.text, str(path), "exec")
     with contextlib.redirect_stdout(io.StringIO()):
@@ -284,6 +294,8 @@ def read_yaml(block: Block, where: str, page: Page) -> None:
     named = re.match(r"#\s*([\w.-]+\.yaml)\s*\n", block.text)
     file = page.folder / (named[1] if named else "block.yaml")
     file.write_text(block.text, encoding="utf-8")
+    for plugin in page.folder.glob("*.py"):
+        load_plugin(plugin)
     try:
         check_recipe([file])
     except BottegaError as error:

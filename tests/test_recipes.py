@@ -11,7 +11,7 @@ import pytest
 import bottega
 from bottega.config import bundled
 from bottega.config.load import to_yaml
-from bottega.config.task_spec import imported
+from bottega.core.model_spec import resolve
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 from bottega.tasks.registry import TASKS
 from small_recipes import settings, task_of, write_data
@@ -84,5 +84,5 @@ def test_the_small_form_trains_three_steps(name: str, data: dict[str, Path], tmp
 def test_every_function_that_a_task_names_is_there(task: str) -> None:
     spec = TASKS[task]
     functions = [spec.open, spec.reopen, spec.preview, *([spec.prepare] if spec.prepare is not None else [])]
-    assert all(callable(imported(function)) for function in functions)
+    assert all(callable(resolve(function)) for function in functions)
     assert {schema.model_fields["task"].default for schema in spec.schemas.values()} == {task}

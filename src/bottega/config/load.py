@@ -239,6 +239,7 @@ def _task_names(tasks: TaskRegistry, said: Entry | None, task: str | None) -> tu
         return [name], []
     near = near_names(str(name), tasks)
     hint = f"; did you mean {near[0]}?" if near else ""
+    hint = hint or "; a task of a plugin needs --plugin FILE"
     message = f"expected one of {', '.join(tasks)}, got {shown(name)}{hint}"
     return near or list(tasks)[:1], [Problem(said.where if said and task is None else None, "task", message, "task")]
 

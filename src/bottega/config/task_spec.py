@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from bottega.config.flat import Flat
 from bottega.config.recipe import Recipe
+from bottega.core.model_spec import Reference
 
-Function = str | Callable[..., Any]
+Function = Reference
 """A function, or "module:name" where importing it loads a framework; it is then imported when it is first called."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-def imported(function: Function) -> Callable[..., Any]:
-    """Return the function that a "module:name" stands for."""
-    if not isinstance(function, str):
-        return function
-    module, _, name = function.partition(":")
-    found: Callable[..., Any] = getattr(import_module(module), name)
-    return found
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 Reference = str | Callable[..., Any]
 """A function or class: by name, "package.module:function" or "package.module:Class.method", so that nothing is imported before it is built; or itself."""
+
+
+def resolve(reference: Reference) -> Any:
+    """The function or class that a spec names."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    return attrgetter(name)(import_module(module))
+
 
 Change = Callable[[Mapping[str, Any], int], None]
 """`change(models, seed)` alters `models["model"]` in place, once all models are built."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import import_module
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bottega.core.errors import UsageError
-from bottega.core.model_spec import ModelSpec, Reference
+from bottega.core.model_spec import ModelSpec, resolve
 from bottega.core.task import Task
 
 
@@ -42,7 +40,10 @@ def build_model(spec: ModelSpec, seed: int) -> Any:
             model = architecture(config, **options)
         model.to_empty(device="cpu")
     else:
-        model = architecture(config, **options)
+        # Values that nobody's rule sets are the framework's own draws, and the same on every rank and in every start.
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            model = architecture(config, **options)
     if spec.initial is not None and (spec.pretrained is None or spec.starts_initial):
         resolve(spec.initial.rule)(model, seed, **spec.initial.options)
     if spec.pretrained is not None and spec.load is not None:
@@ -55,14 +56,6 @@ def _build_part(spec: ModelSpec, seed: int) -> Any:
     for change in spec.changes:
         change({"model": model}, seed)
     return model
-
-
-def resolve(reference: Reference) -> Any:
-    """The function or class that a spec names."""
-    if not isinstance(reference, str):
-        return reference
-    module, _, name = reference.partition(":")
-    return attrgetter(name)(import_module(module))
 
 
 def build_outline(task: Task, seed: int) -> nn.Module | None:

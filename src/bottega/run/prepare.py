@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from bottega.config.recipe import Recipe
-from bottega.config.task_spec import imported
 from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.model_spec import resolve
 from bottega.core.saver import explain
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.prepare.preview import Preview, public_records
@@ -46,13 +46,13 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
     spec = spec_of(recipe)
     if spec.prepare is None:
         raise UsageError(f"task: {spec.refuses.get('prepare', f'the data of {spec.name} cannot be prepared')}")
-    prepared: Prepared = imported(spec.prepare)(recipe, progress)
+    prepared: Prepared = resolve(spec.prepare)(recipe, progress)
     return prepared
 
 
 def open_preview(prepared: Prepared) -> Preview:
     """What shows, draws and exports the rows of prepared data, by the task that it was prepared for."""
-    preview: Preview = imported(TASKS[prepared.meta["task"]].preview)(prepared)
+    preview: Preview = resolve(TASKS[prepared.meta["task"]].preview)(prepared)
     return preview
 
 

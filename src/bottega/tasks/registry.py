@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from bottega.config.recipe import Recipe
 from bottega.config.registry import TaskRegistry
-from bottega.config.task_spec import TaskSpec, imported
+from bottega.config.task_spec import TaskSpec
+from bottega.core.model_spec import resolve
 from bottega.tasks.align.spec import SPEC as ALIGN
 from bottega.tasks.autoencode.spec import SPECS as AUTOENCODERS
 from bottega.tasks.classify.spec import SPEC as CLASSIFY
@@ -46,7 +47,7 @@ def prepare(recipe: Recipe, *, say: Any, codec: Path | None = None) -> Branch:
     """
     spec = spec_of(recipe)
     more = {"codec": codec} if codec is not None and spec.remembers else {}
-    branch: Branch = imported(spec.open)(recipe, say=say, **more)
+    branch: Branch = resolve(spec.open)(recipe, say=say, **more)
     return branch
 
 
@@ -54,6 +55,6 @@ def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
     """The branch of a finished run, from its own codec. Its data is read when asked for, and must be the same still."""
     from bottega.tasks.located import recorded_folders
 
-    branch: Branch = imported(spec_of(recipe).reopen)(recipe, codec, fingerprint)
+    branch: Branch = resolve(spec_of(recipe).reopen)(recipe, codec, fingerprint)
     branch.started_in = recorded_folders(codec)
     return branch

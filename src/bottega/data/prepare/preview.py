@@ -36,7 +36,10 @@ class Preview:
 
     def describe(self, row: dict[str, Any]) -> str:
         """A row in words."""
-        content = row[self.column] if self.column is not None else self.public(row)
+        if self.column is None:
+            values = {name: value for name, value in row.items() if name not in ("key", "label", "caption")}
+            return ", ".join(f"{name} {_short(value)}" for name, value in values.items())
+        content = row[self.column]
         if isinstance(content, bytes):
             return f"{len(content):,} bytes"
         return self.describe_array(content) if isinstance(content, np.ndarray) else str(content)
@@ -52,6 +55,10 @@ class Preview:
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         """Pictures of about `count` rows; none where there is nothing to look at."""
         return []
+
+
+def _short(value: Any) -> str:
+    return np.array2string(np.asarray(value), threshold=8, precision=4) if not isinstance(value, str) else value
 
 
 def rows_of(table: Table, numbers: list[int]) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bottega.config.task_spec import TaskSpec, imported
+from bottega.config.task_spec import TaskSpec
+from bottega.core.model_spec import resolve
 from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 
 
@@ -15,7 +16,7 @@ def _prepare(recipe: Any, progress: Any) -> Any:
     if recipe.data.latents:
         # With an autoencoder, and so with a framework; training finds them in the cache.
         spec = next(spec for spec in SPECS if spec.name == recipe.task)
-        imported(spec.open)(recipe, say=progress)
+        resolve(spec.open)(recipe, say=progress)
     return prepared
 
 

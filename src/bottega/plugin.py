@@ -1,0 +1,59 @@
+"""What a plugin is written with: `bottega train my.yaml --plugin my_task.py` adds the tasks of a file.
+
+docs/extend.md builds one from the first line to the last.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from bottega.config.data import Data
+from bottega.config.recipe import Model, Recipe
+from bottega.config.section import Number, Positive, Probability, Section, Whole
+from bottega.config.task_spec import TaskSpec
+from bottega.core.errors import DataError, UsageError
+from bottega.core.model_spec import Initial, ModelSpec
+from bottega.core.noise import Noise
+from bottega.core.task import Task
+from bottega.core.types import Batch, Loss, Models, Rows
+from bottega.data.prepare.encoder import Encoder
+from bottega.data.prepare.preview import Preview
+from bottega.data.records.record import Record, Unreadable
+from bottega.data.sources.source import Source
+from bottega.data.tables.shards import BYTES, TEXT, Column
+from bottega.tasks.branch import Branch
+from bottega.tasks.table_training import TableRows, TableTraining
+
+__all__ = [
+    "BYTES",
+    "TEXT",
+    "Batch",
+    "Branch",
+    "Column",
+    "Data",
+    "DataError",
+    "Encoder",
+    "Field",
+    "Initial",
+    "Loss",
+    "Model",
+    "ModelSpec",
+    "Models",
+    "Noise",
+    "Number",
+    "Positive",
+    "Preview",
+    "Probability",
+    "Recipe",
+    "Record",
+    "Rows",
+    "Section",
+    "Source",
+    "TableRows",
+    "TableTraining",
+    "Task",
+    "TaskSpec",
+    "Unreadable",
+    "UsageError",
+    "Whole",
+]
