@@ -185,10 +185,9 @@ def _line_of(error: Exception, path: Path) -> str:
 
 
 def _add(found: Any, plugin: Plugin) -> list[str]:
-    specs = (
-        found if isinstance(found, TaskSpec | list | tuple) else getattr(found, "TASKS", getattr(found, "TASK", None))
-    )
-    specs = [specs] if isinstance(specs, TaskSpec) else list(specs or ())
+    """`found` is a module, or what an entry point names: a TaskSpec, or several."""
+    given = getattr(found, "TASKS", getattr(found, "TASK", None)) if isinstance(found, ModuleType) else found
+    specs = list(given) if isinstance(given, list | tuple) else [given]
     if not specs or not all(isinstance(spec, TaskSpec) for spec in specs):
         raise UsageError(f"plugin {plugin.name}: defines no task; set TASK = TaskSpec(...), or TASKS to several")
     TASKS.add(*specs, plugin=plugin.name)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-import sys
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,7 +80,7 @@ class TableTraining(TableBranch):
     """
 
     version: ClassVar[int] = 1
-    """Raised when the same records would give other rows, where the encoder's fields do not say so."""
+    """Raised when the same records would give other rows, where the encoder's fields and its own lines do not show it."""
 
     def __init__(
         self, recipe: Any, facts: Mapping[str, Any], prepared: Prepared | None = None, expected: str | None = None
@@ -144,7 +144,7 @@ class TableTraining(TableBranch):
             data=recipe.data,
             rules=Rules("x"),
             encoder=lambda texts, folder, progress: encoder,
-            options=(encoder, cls.version, _source_hash(cls)),
+            options=(encoder, cls.version, _source_hash(type(encoder))),
         )
         return prepare(plan, cache=cache or default_cache(), progress=progress)
 
@@ -218,6 +218,8 @@ class TableTraining(TableBranch):
 
 
 def _source_hash(kind: type) -> str:
-    """Of the file that a class is written in: rows that a plugin made before it was edited are not found again."""
-    file = getattr(sys.modules[kind.__module__], "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None else ""
+    """Of the lines of a class: rows that an encoder made before it was edited are not found again."""
+    try:
+        return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
+    except (OSError, TypeError):
+        return ""
