@@ -21,12 +21,12 @@ import torch
 
 from bottega.config.data import Source as SourceOptions
 from bottega.config.data import TextData
-from bottega.config.media import Generator
 from bottega.data.image.config import ImageData
 from bottega.data.loading.loader import Loader
 from bottega.data.prepare.media import prepare_media
 from bottega.data.text.tokens import TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.generator.config import Generator
 from bottega.tasks.generation.config import ImageRecipe
 from bottega.tasks.language.prepare import prepare_language
 from crops import Crops

@@ -229,7 +229,7 @@ def test_recipes_are_frozen_and_hold_no_secrets() -> None:
 def test_loading_imports_two_packages_and_what_they_need() -> None:
     """The first word of every command waits for this; torch alone would take seconds."""
     script = (
-        "import sys; import bottega.config.load as load; load.load_recipe(['language']);"
+        "import sys; import bottega.tasks.recipes as load; load.load_recipe(['language']);"
         "print(*{name.partition('.')[0] for name in sys.modules} - {*sys.stdlib_module_names})"
     )
     done = subprocess.run(

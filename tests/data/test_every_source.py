@@ -15,7 +15,9 @@ import pytest
 from bottega.config.data import Curriculum, Data, Stage, TextData
 from bottega.config.data import Source as Options
 from bottega.config.units import Cadence
+from bottega.data.audio.config import AudioAugmentation, AudioData
 from bottega.data.audio.decode import encode_wav
+from bottega.data.image.config import ImageAugmentation, ImageData
 from bottega.data.loading.loader import Loader
 from bottega.data.order import difficulty
 from bottega.data.order.orders import Order, Staged
@@ -27,6 +29,7 @@ from bottega.data.sources.source import Source
 from bottega.data.text.labelled import LabelledTexts
 from bottega.data.text.tokens import TokenDocuments, TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.data.video.config import VideoData
 from bottega.models.generator.config import VideoGenerator
 from bottega.tasks.classify.config import ClassifyData
 from bottega.tasks.classify.prepare import prepare_classify
@@ -108,26 +111,26 @@ def recipe_samples(recipe: Any, folder: Path) -> Source:
 
 
 def image(folder: Path, **options: Any) -> Source:
-    changes = media.ImageAugmentation(crop=0.3, flip=True, colour_jitter=0.2)
-    data = media.ImageData(train=Options(path=str(pictures(folder))), augmentation=changes, **options)
+    changes = ImageAugmentation(crop=0.3, flip=True, colour_jitter=0.2)
+    data = ImageData(train=Options(path=str(pictures(folder))), augmentation=changes, **options)
     return recipe_samples(media.ImageRecipe(data=data), folder)
 
 
 def bucketed(folder: Path) -> Built:
     train = Options(path=str(pictures(folder, shapes=3)))
-    data = media.ImageData(train=train, image_size=16, buckets=3)
+    data = ImageData(train=train, image_size=16, buckets=3)
     source: Any = recipe_samples(media.ImageRecipe(data=data), folder)
     return source, Bucketed(source.buckets, BATCH, seed=1)
 
 
 def audio(folder: Path) -> Built:
-    changes = media.AudioAugmentation(noise=0.1, gain=3.0, time_mask=0.2)
-    data = media.AudioData(train=Options(path=str(sounds(folder))), seconds=0.05, augmentation=changes)
+    changes = AudioAugmentation(noise=0.1, gain=3.0, time_mask=0.2)
+    data = AudioData(train=Options(path=str(sounds(folder))), seconds=0.05, augmentation=changes)
     return recipe_samples(media.AudioRecipe(data=data), folder), None
 
 
 def video(folder: Path) -> Built:
-    data = media.VideoData(train=Options(path=str(videos(folder))), num_frames=4)
+    data = VideoData(train=Options(path=str(videos(folder))), num_frames=4)
     return recipe_samples(media.VideoRecipe(model=VideoGenerator(condition="none"), data=data), folder), None
 
 

@@ -187,8 +187,9 @@ def _line_of(error: Exception, path: Path) -> str:
 def _add(found: Any, plugin: Plugin) -> list[str]:
     """`found` is a module, or what an entry point names: a TaskSpec, or several."""
     given = getattr(found, "TASKS", getattr(found, "TASK", None)) if isinstance(found, ModuleType) else found
-    specs = list(given) if isinstance(given, list | tuple) else [given]
-    if not specs or not all(isinstance(spec, TaskSpec) for spec in specs):
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    specs = [spec for spec in several if isinstance(spec, TaskSpec)]
+    if not specs or len(specs) < len(several):
         raise UsageError(f"plugin {plugin.name}: defines no task; set TASK = TaskSpec(...), or TASKS to several")
     TASKS.add(*specs, plugin=plugin.name)
     _LOADED.update({spec.name: plugin for spec in specs})

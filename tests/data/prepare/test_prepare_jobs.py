@@ -129,7 +129,7 @@ SLOW = """
     from pathlib import Path
     from bottega.data.prepare import inputs, jobs
     from bottega.data.prepare.encode import Encode
-    from bottega.data.prepare.language import prepare_language
+    from bottega.tasks.language.prepare import prepare_language
     from bottega.data.text.vocabulary import TokenizerSpec
     from bottega.config.data import HeldOut, Source, TextData
 
@@ -176,7 +176,7 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     script = """if True:
         import resource, sys
         from pathlib import Path
-        from bottega.data.prepare.language import prepare_language
+        from bottega.tasks.language.prepare import prepare_language
         from bottega.data.text.vocabulary import TokenizerSpec
         from bottega.config.data import HeldOut, Source, TextData
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -200,7 +200,7 @@ def test_two_processes_preparing_at_once_do_the_work_once(tmp_path: Path) -> Non
         import sys
         from pathlib import Path
         from typing import Any
-        from bottega.data.prepare.language import prepare_language
+        from bottega.tasks.language.prepare import prepare_language
         from bottega.data.text.vocabulary import TokenizerSpec
         from bottega.config.data import HeldOut, Source, TextData
         stages = []
