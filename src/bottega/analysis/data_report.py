@@ -182,7 +182,6 @@ def _example(preview: Preview, row: dict[str, Any]) -> dict[str, str]:
 
 def _pictures(preview: Preview, count: int, out: Path) -> list[Path]:
     """A sheet of images or frames, or spectrograms; none where the medium is nothing to look at."""
-    out.mkdir(parents=True, exist_ok=True)
     return preview.draw(preview.prepared.table(preview.prepared.training_tables[0]), count, out)
 
 

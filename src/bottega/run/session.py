@@ -92,7 +92,7 @@ class Session:
             codec = RunDirectory(resume.named(self.resume_from).parent.parent).codec
         self.branch = branch = prepare(self._placed, console, codec=codec)
         console.unit, console.headline = branch.unit, branch.headline
-        if has_begun and (changed := plugins.difference(recipe, directory)) is not None:
+        if has_begun and (changed := plugins.difference(recipe, directory.path)) is not None:
             console.warn(changed)
         engine: Engine | None = None
         try:

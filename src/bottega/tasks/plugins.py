@@ -21,7 +21,6 @@ from typing import Any
 from bottega.config.recipe import Recipe
 from bottega.config.task_spec import TaskSpec
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.core.rundir import RunDirectory
 from bottega.tasks.registry import TASKS
 from bottega.terminal import print_notice
 
@@ -110,7 +109,7 @@ def record(recipe: Recipe) -> dict[str, str] | None:
     return {key: value for key, value in asdict(plugin).items() if value is not None} if plugin is not None else None
 
 
-def difference(recipe: Recipe, run: RunDirectory) -> str | None:
+def difference(recipe: Recipe, run: Path) -> str | None:
     """What to say where a run was begun with another version of its plugin."""
     plugin, known = _LOADED.get(recipe.task), _recorded(run)
     if plugin is None or known.get("sha256") in (None, plugin.sha256):
@@ -118,7 +117,7 @@ def difference(recipe: Recipe, run: RunDirectory) -> str | None:
     return f"the plugin {plugin.name} has changed since this run began; what it computes may have, too"
 
 
-def request(run: RunDirectory) -> str | None:
+def request(run: Path) -> str | None:
     """How to ask for the plugin of a run, where it had one."""
     known = _recorded(run)
     name = known.get("name")
@@ -129,14 +128,14 @@ def request(run: RunDirectory) -> str | None:
     return f"its task came from the plugin {name}.py; give it again: {FLAG} {known['path']}"
 
 
-def is_loaded(run: RunDirectory) -> bool:
+def is_loaded(run: Path) -> bool:
     """Whether the plugin of a run, in this or another version, is here."""
     return any(plugin.name == _recorded(run).get("name") for plugin in _LOADED.values())
 
 
-def _recorded(run: RunDirectory) -> dict[str, Any]:
+def _recorded(run: Path) -> dict[str, Any]:
     try:
-        found = json.loads(run.environment.read_bytes())[RECORD]
+        found = json.loads((run / "environment.json").read_bytes())[RECORD]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}

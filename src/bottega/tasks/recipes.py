@@ -8,7 +8,6 @@ from pathlib import Path
 from bottega.config import describe, flags, importers, load
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
-from bottega.core.rundir import RunDirectory
 from bottega.tasks.registry import TASKS
 
 load_recipe = partial(load.load_recipe, TASKS)
@@ -27,7 +26,7 @@ def load_saved_recipe(path: Path) -> Recipe:
     except UsageError:
         from bottega.tasks import plugins
 
-        asked = plugins.request(RunDirectory(path.parent))
-        if asked is None or plugins.is_loaded(RunDirectory(path.parent)):
+        asked = plugins.request(path.parent)
+        if asked is None or plugins.is_loaded(path.parent):
             raise
         raise UsageError(f"{path.parent}: {asked}") from None

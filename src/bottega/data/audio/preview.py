@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.preview import Preview, caption_of, rows_of, said_of, spread
+from bottega.data.prepare.preview import Preview, caption_of, picture_file, rows_of, said_of, spread
 from bottega.data.tables.shards import Table
 
 
@@ -33,6 +33,6 @@ class AudioPreview(Preview):
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         from bottega.data.audio.picture import spectrogram_sheet
 
-        rows, path = rows_of(table, spread(table, 4)), folder / "spectrograms.png"
+        rows, path = rows_of(table, spread(table, 4)), picture_file(folder, "spectrograms.png")
         spectrogram_sheet([(caption_of(row), np.asarray(row["audio"]), self.rate) for row in rows], path)
         return [path]

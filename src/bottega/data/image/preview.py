@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from bottega.data.prepare.preview import Preview, caption_of, rows_of, said_of, spread
+from bottega.data.prepare.preview import Preview, caption_of, picture_file, rows_of, said_of, spread
 from bottega.data.sources.samples import picture
 from bottega.data.tables.shards import Table
 
@@ -26,7 +26,7 @@ class ImagePreview(Preview):
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         from bottega.data.image.sheet import sheet
 
-        rows, path = rows_of(table, spread(table, count)), folder / "images.png"
+        rows, path = rows_of(table, spread(table, count)), picture_file(folder, "images.png")
         sheet([picture(self.prepared, row) for row in rows], path, captions=[caption_of(row) for row in rows])
         return [path]
 

@@ -57,6 +57,12 @@ class Preview:
         return []
 
 
+def picture_file(folder: Path, name: str) -> Path:
+    """A file for a picture, in a folder that is made for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / name
+
+
 def _short(value: Any) -> str:
     return np.array2string(np.asarray(value), threshold=8, precision=4) if not isinstance(value, str) else value
 

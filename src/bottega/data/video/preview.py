@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.preview import Preview, caption_of, rows_of, said_of, spread
+from bottega.data.prepare.preview import Preview, caption_of, picture_file, rows_of, said_of, spread
 from bottega.data.tables.shards import Table
 
 FRAMES = 6
@@ -23,7 +23,7 @@ class VideoPreview(Preview):
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         from bottega.data.image.sheet import sheet
 
-        rows, path = rows_of(table, spread(table, 4)), folder / "frames.png"
+        rows, path = rows_of(table, spread(table, 4)), picture_file(folder, "frames.png")
         frames = [row["video"][i] for row in rows for i in np.linspace(0, len(row["video"]) - 1, FRAMES).astype(int)]
         sheet(frames, path, captions=[caption_of(row) for row in rows for _ in range(FRAMES)], columns=FRAMES)
         return [path]

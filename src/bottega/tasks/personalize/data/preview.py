@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.preview import Preview, spread
+from bottega.data.prepare.preview import Preview, picture_file, spread
 from bottega.data.tables.shards import Table
 
 LIKED = 6
@@ -46,6 +46,6 @@ class PeoplePreview(Preview):
             missing = columns - len(items)
             images += [white] * missing + [white if item.image is None else rows.picture(item) for item in items]
             captions += [""] * missing + [item.caption for item in items[:-1]] + [f"took: {items[-1].caption}"]
-        path = folder / "people.png"
+        path = picture_file(folder, "people.png")
         sheet(images, path, captions=captions, columns=columns)
         return [path]
