@@ -90,3 +90,25 @@ def test_only_one_module_writes_to_the_terminal() -> None:
             if called in ("print", "sys.stderr.write", "sys.stdout.write") or imported == "rich.console":
                 writers.append(relative(path))
     assert set(writers) <= {"terminal.py"}, "use bottega.terminal"
+
+
+def test_only_one_module_renames_and_flushes() -> None:
+    """A temporary name, a flush and a rename is what makes a file whole or not there; storage/ does that for everybody."""
+    alone = {
+        "os.rename",
+        "os.replace",
+        "os.fsync",
+        "os.sync",
+        "tempfile.mkstemp",
+        "tempfile.mkdtemp",
+        "NamedTemporaryFile",
+    }
+    callers = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            # Of a path, .rename(x) and .replace(x) take one argument; of a text, replace takes two.
+            moves = called.endswith((".rename", ".replace")) and len(node.args) == 1 and not node.keywords
+            if called in alone or moves or (isinstance(node, ast.Constant) and str(node.value).startswith(".tmp")):
+                callers.append(relative(path))
+    assert {path for path in callers if not path.startswith("storage/")} == set(), "use bottega.storage.durable"

@@ -17,7 +17,7 @@ from typing import Any
 from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError, DirectoryInUse, UsageError
 from bottega.core.saver import explain
-from bottega.storage.durable import TEMPORARY, flush, is_locked, remove_leftovers, temporary_name
+from bottega.storage.durable import TEMPORARY, is_locked, remove_leftovers, write_atomic
 
 LOCK = "LOCK"
 
@@ -97,13 +97,9 @@ class RunDirectory:
 
     def write(self, path: Path, text: str) -> None:
         """Whole or not at all."""
-        temporary = temporary_name(path)
         try:
-            temporary.write_text(text, encoding="utf-8")
-            flush(temporary)  # a power cut must not leave an empty file under its name
-            os.replace(temporary, path)
+            write_atomic(path, text)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise explain(error, path) from None
 
     def truncate_metrics(self, progress: Progress) -> None:

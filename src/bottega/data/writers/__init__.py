@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,14 +22,20 @@ import numpy as np
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.data.records.members import MEDIA, MEMBER_BYTES, medium
 from bottega.data.records.record import Record
-from bottega.storage.durable import flush
+from bottega.storage.durable import (
+    TEMPORARY,
+    flush,
+    flush_many,
+    move_files,
+    remove_leftovers,
+    scratch_folder,
+    temporary_name,
+    write_atomic,
+)
 
 To = Literal["webdataset", "tfrecord", "parquet", "jsonl"]
 SHARD_BYTES = 256 << 20
 NOTE = ".bottega.json"
-ASIDE = ".writing-"
-# Media beside JSON lines: one by one, flushing takes 2 ms a file.
-MANY = 64
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
@@ -60,12 +65,10 @@ def write(
     note = _ours(folder, to)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder))
-        try:
+        remove_leftovers(folder, split)
+        with scratch_folder(folder / split) as aside:
             files = _shards(rows, aside, to, split, shard_bytes)
             _publish(aside, folder, note, split)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         if error.errno not in DISK:
             raise
@@ -132,7 +135,7 @@ def _ours(folder: Path, to: To) -> dict[str, Any]:
         known = set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder / NOTE} cannot be read ({error}); write to an empty folder") from error
-    other = sorted(name for name in os.listdir(folder) if name not in known and not name.startswith(ASIDE))
+    other = sorted(name for name in os.listdir(folder) if name not in known and not name.startswith(TEMPORARY))
     if other:
         raise UsageError(f"{folder} holds {other[0]}, which was not written here; write to an empty folder")
     if note["to"] != to and any(note["splits"].values()):
@@ -142,35 +145,24 @@ def _ours(folder: Path, to: To) -> dict[str, Any]:
 
 def _publish(aside: Path, folder: Path, note: dict[str, Any], split: str) -> None:
     """Into place, every byte on disk first. While it lasts the note names old and new, so that a kill leaves both ours."""
-    files = list(aside.rglob("*"))
-    if len(files) > MANY:
-        os.sync()
-    else:
-        for file in files:
-            flush(file)
+    flush_many(aside)
     new = sorted(os.listdir(aside))
     old = note["splits"].get(split, [])
     taken = {name for other, files in note["splits"].items() if other != split for name in files}
     if taken & set(new):
         raise UsageError(f"{folder} has a {sorted(taken & set(new))[0]} of another split; write to another folder")
     _save(folder, {**note, "splits": {**note["splits"], split: sorted({*old, *new})}})
-    trash = aside.with_name(aside.name + "-old")
+    trash = temporary_name(folder / split, ".trash-")
     trash.mkdir()
-    for name in old:
-        if (folder / name).exists():
-            os.rename(folder / name, trash / name)
-    for name in new:
-        os.rename(aside / name, folder / name)
+    move_files([folder / name for name in old if (folder / name).exists()], trash)
+    move_files([aside / name for name in new], folder)
     shutil.rmtree(trash)
     _save(folder, {**note, "splits": {**note["splits"], split: new}})
     flush(folder)
 
 
 def _save(folder: Path, note: dict[str, Any]) -> None:
-    temporary = folder / f"{ASIDE}note"
-    temporary.write_text(json.dumps(note, indent=1))
-    flush(temporary)
-    os.replace(temporary, folder / NOTE)
+    write_atomic(folder / NOTE, json.dumps(note, indent=1))
 
 
 class Names:
