@@ -120,10 +120,15 @@ class RunDirectory:
         self.write(self.metrics, "".join(line + "\n" for line in kept))
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder is the directory of a run that has begun."""
+    return (path / "recipe.yaml").is_file()
+
+
 def split_checkpoint(path: Path) -> tuple[Path, str | None]:
     """The run directory that a path names, and its checkpoint where it is RUN/checkpoints/best, last or step-00000500."""
     whole = Path(os.path.abspath(path))
-    if whole.parent.name != "checkpoints" or not (whole.parent.parent / "recipe.yaml").is_file():
+    if whole.parent.name != "checkpoints" or not is_run(whole.parent.parent):
         return path, None
     run = path.parent.parent if len(path.parts) > 2 else whole.parent.parent
     number = whole.name.removeprefix("step-")

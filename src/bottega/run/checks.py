@@ -318,7 +318,7 @@ def _file_problems(recipe: Recipe) -> list[BottegaError]:
 
 def _check_local_base(name: str) -> None:
     """Refuse a folder that is not there; a name of the hub is looked up when it is needed."""
-    from bottega.models.folders.pretrained import is_path
+    from bottega.models.folders.resolve import is_path
 
     if is_path(name) or Path(name).expanduser().is_dir():
         start_folder(name, is_local=True)

@@ -18,7 +18,8 @@ from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows, Sums
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.convnet.torch import ConvNet
-from bottega.models.folders.pretrained import fetch_folder, load_weights
+from bottega.models.folders.pretrained import load_weights
+from bottega.models.folders.resolve import resolve_model
 from bottega.models.initial_conv import initialise_convolutional
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.network import SpikingNet, initialise_spiking
@@ -80,7 +81,7 @@ class Classification(Task):
 
     def build(self, seed: int) -> dict[str, Any]:
         if isinstance(self.shape, PretrainedShape):
-            folder = fetch_folder(self.pretrained) if self.pretrained is not None else None
+            folder = resolve_model(self.pretrained, key="model.from").path if self.pretrained is not None else None
             return {"model": build_pretrained(self.shape, seed, folder=folder)}
         # Without memory first: torch's own initial values would be drawn only to be overwritten.
         with torch.device("meta"):

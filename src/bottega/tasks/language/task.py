@@ -16,7 +16,8 @@ from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Routed, Transformer
 from bottega.models.experts import torch as experts
-from bottega.models.folders.pretrained import fetch_folder, load_weights
+from bottega.models.folders.pretrained import load_weights
+from bottega.models.folders.resolve import resolve_model
 from bottega.models.initial import initialise
 from bottega.models.losses.token_loss import IGNORED
 from bottega.models.spiking.units import activity, unit_rows, unit_scores
@@ -50,7 +51,7 @@ class Language(Task):
             initialise(model, seed, residual_layers=self.shape.num_layers)
             experts.leave_out(model, seed)
         else:
-            load_weights(model, fetch_folder(self.pretrained))
+            load_weights(model, resolve_model(self.pretrained, key="model.from").path)
         return {"model": model}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
