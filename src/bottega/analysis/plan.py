@@ -92,7 +92,7 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
 
 
 def _check_rows(recipe: Recipe, rows: int) -> None:
-    batch = global_batch(recipe, World.current().size)
+    batch = global_batch(recipe, World.current().data_size)
     if rows < batch and recipe.task != "language":  # whose samples are windows of its rows
         raise DataError(
             f"the training data has {rows} samples, fewer than one batch of {batch}; lower training.batch_size or add data"

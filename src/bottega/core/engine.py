@@ -32,6 +32,10 @@ class Evaluated(NamedTuple):
 class Engine(ABC):
     rank: int = 0
     world: int = 1
+    """Processes: who writes files and speaks is decided by these."""
+    data_rank: int = 0
+    data_size: int = 1
+    """Shares of a global batch, and this process's: samples, positions of noise and counts follow these."""
     micro_batch_size: int | None = None
     """Examples in one forward; None while it has not been decided. What `auto` found travels in the progress."""
     skip_steps: frozenset[int] = frozenset()

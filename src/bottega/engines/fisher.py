@@ -12,6 +12,7 @@ from torch import Tensor
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
 from bottega.engines.devices import put
+from bottega.engines.ranks import data_group
 from bottega.engines.sums import sum_terms
 from bottega.engines.torch import TorchEngine
 
@@ -45,7 +46,7 @@ def diagonal(
             p.requires_grad_(was)
     if dist.is_initialized():
         for square in squares:
-            dist.all_reduce(square)
+            dist.all_reduce(square, group=data_group())
     return {name: square / count for name, square in zip(names, squares, strict=True)}
 
 

@@ -132,7 +132,7 @@ def first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None
     try:
         on_device = put(batch, engine.device)
         size = batch_length(batch)
-        places = torch.arange(engine.rank * size, (engine.rank + 1) * size, device=engine.device)
+        places = torch.arange(engine.data_rank * size, (engine.data_rank + 1) * size, device=engine.device)
         rng = Noise(engine.seed, step, places, torch)
         with engine._autocast():
             out = engine.task.loss(engine._eval_models, on_device, rng)

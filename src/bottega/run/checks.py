@@ -51,12 +51,12 @@ def raise_together(problems: Sequence[BottegaError]) -> None:
 
 def find_problems(recipe: Recipe) -> list[BottegaError]:
     """Return what is wrong as far as that is known without reading the data: options, processes, device, files, parts."""
-    world = World.current().size
+    world = World.current()
     parts = _collect(lambda: needs.check(recipe)) or _part_problems(recipe)
     return [
         *find_unbuilt(recipe),
-        *_collect(lambda: global_batch(recipe, world)),
-        *_machine_problems(recipe, world),
+        *_collect(lambda: global_batch(recipe, world.data_size)),
+        *_machine_problems(recipe, world.size),
         *_shape_problems(recipe),
         *_file_problems(recipe),
         *parts,
@@ -112,10 +112,10 @@ def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
 
 def find_data_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
     """Return what is wrong now that the data is prepared: too few samples, a metric that nobody measures."""
-    world = World.current().size
+    shares = World.current().data_size
 
     def check_length() -> None:
-        total_steps(recipe, plain_loader(recipe, lesson.training, world=world, order=lesson.order))
+        total_steps(recipe, plain_loader(recipe, lesson.training, data_size=shares, order=lesson.order))
 
     return _collect(
         check_length, lambda: check_metrics(recipe, lesson.metrics, has_validation=lesson.validation is not None)
@@ -148,8 +148,8 @@ def list_adjusted(recipe: Recipe, lesson: Lesson) -> list[str]:
     from bottega.engines.optimizers import describe_choice
     from bottega.engines.sizing import build_without_memory
 
-    world = World.current().size
-    loader = plain_loader(recipe, lesson.training, world=world, order=lesson.order)
+    shares = World.current().data_size
+    loader = plain_loader(recipe, lesson.training, data_size=shares, order=lesson.order)
     lines = list_shortened(recipe, total_steps(recipe, loader), round(loader.steps_per_epoch))
     models = build_without_memory(lesson.task, recipe.seed) if recipe.training.optimizer.name == "muon" else None
     if models is not None:

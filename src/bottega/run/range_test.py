@@ -22,6 +22,7 @@ from bottega.run.lesson import applied
 from bottega.run.range_picture import draw
 from bottega.tasks import needs
 from bottega.tasks.branch import Branch
+from bottega.world import World
 
 JSON, PICTURE = "lr-find.json", "lr-find.png"
 
@@ -85,10 +86,10 @@ def settled(
     from bottega.engines.devices import choose_device
     from bottega.engines.ranks import any_rank, join_group
 
-    rank, _ = join_group(choose_device(recipe.device))
+    world = join_group(choose_device(recipe.device), World.current())
     file = directory.path / JSON
     # Rank 0 alone looks: the others might be early, before --fresh has set the old run aside.
-    if any_rank(rank == 0 and _is_kept(directory, recipe, branch)):
+    if any_rank(world.is_main and _is_kept(directory, recipe, branch)):
         rate = float(json.loads(file.read_text(encoding="utf-8"))["suggestion"])
         console.say(f"training.learning_rate: auto is {rate:g}, as the range test found ({file})")
         return _changed(recipe, learning_rate=rate)
@@ -97,7 +98,7 @@ def settled(
     with bars(console.rich, in_bytes=False) as say:
         report = measured(recipe, branch, start=start, say=lambda done, total: say("lr-find", done, total))
     rate = report["suggestion"]
-    if rank == 0:
+    if world.is_main:
         directory.write(file, json.dumps({**report, "key": _key(recipe, branch)}, indent=1) + "\n")
         try:
             draw(report, directory.path / PICTURE)

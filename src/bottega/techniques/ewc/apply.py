@@ -42,7 +42,7 @@ def _follow(engine: TorchEngine, loader: Loader, options: EwcOptions) -> None:
         if step not in firsts:
             return
         numbers = order.examples(firsts[step] - 1, options.samples)
-        mine = range(engine.rank, len(numbers), engine.world)
+        mine = range(engine.data_rank, len(numbers), engine.data_size)
         examples = ((i, loader.source.rows(numbers[i : i + 1], np.zeros(1, np.int64))) for i in mine)
         found = diagonal(engine, examples, count=len(numbers), names=names)
         consolidate(engine.kept, dict(engine.model.named_parameters()), found, decay=options.decay)
