@@ -8,7 +8,6 @@ from typing import Any
 from bottega.callbacks.console import Console
 from bottega.config.load import Resolved, global_batch, to_yaml
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import UNBUILT
 from bottega.core.errors import BottegaError, DataError
 from bottega.run.checks import (
     find_changes,
@@ -115,8 +114,7 @@ def _methods(recipe: Recipe) -> list[str]:
     for technique in recipe.techniques:
         options = technique.model_dump(mode="json", by_alias=True).get("options", {})
         said = ", ".join(f"{key} {_written(value)}" for key, value in options.items() if value is not None)
-        later = "cannot be trained yet" if technique.name in UNBUILT else said
-        found.append(f"techniques: {technique.name}" + (f" ({later})" if later else ""))
+        found.append(f"techniques: {technique.name}" + (f" ({said})" if said else ""))
     if recipe.training.learning_rate == "auto":
         found.append(
             "training.learning_rate: auto, found by a range test before the first step, as bottega lr-find does"

@@ -17,7 +17,6 @@ from bottega.config.flags import FlagError, Override
 from bottega.config.load import RecipeError, Resolved, global_batch
 from bottega.config.recipe import Recipe
 from bottega.config.section import Section
-from bottega.config.techniques import UNBUILT
 from bottega.config.together import absent, injection
 from bottega.config.unused import list_unused_options
 from bottega.core.errors import BottegaError, DataError, UsageError
@@ -98,8 +97,6 @@ def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
     """Return the options that have a place in the schema and no code behind them."""
     is_distributed = recipe.distributed.enabled is not False
     requested = {
-        f"engine: {recipe.engine}": recipe.engine != "torch",
-        **{f"techniques: {one.name}": one.name in UNBUILT for one in recipe.techniques},
         "distributed.strategy: fsdp": is_distributed and recipe.distributed.strategy == "fsdp",
         "training.label_smoothing": recipe.training.label_smoothing > 0 and recipe.task not in SMOOTHED,
     }
