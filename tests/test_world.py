@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bottega
-from bottega.config.load import load_recipe
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.sources.source import ArraySource
 from bottega.engines import ranks
 from bottega.run.compose import build_loader, validation_batches
+from bottega.tasks.recipes import load_recipe
 from bottega.world import GROUP, World, environment_alone, is_launched, missing_variables, rank_of
 from toy_task import Toy, engine, loader, source, training
 

@@ -11,7 +11,7 @@ import pytest
 
 from bottega.config.data import Source
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.readers import hub
+from bottega.data.formats import hub
 from bottega.data.text.vocabulary import pretrained_tokenizer
 from bottega.models.folders import hub_access
 from bottega.models.folders.resolve import resolve_model

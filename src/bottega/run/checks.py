@@ -23,7 +23,7 @@ from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.core.saver import explain, preflight
 from bottega.core.task import Task
-from bottega.data.readers.files import check_exists
+from bottega.data.formats.files import check_exists
 from bottega.models.generator.config import Generator
 from bottega.run import resume
 from bottega.run.compose import check_metrics, list_shortened, plain_loader, total_steps

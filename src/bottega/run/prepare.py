@@ -191,7 +191,7 @@ def _copy_files(folder: Path, target: Path) -> None:
 
 
 def _export(prepared: Prepared, to: tuple[str, str], say: Progress) -> list[Path]:
-    from bottega.data.writers import write
+    from bottega.data.formats.write import write
 
     kind: Any = to[0]
     folder = Path(to[1])

@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.data.formats.fingerprint import content_hashes
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.tables.cache import cached, default_cache
 from bottega.data.text.captions import CaptionTokens, first_captions, learn_tokens
 from bottega.models.folders.resolve import component_folder, resolve_model
