@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from bottega.config.data import Cleaning, Source, Splitting
+from bottega.data.formats import tar
+from bottega.data.formats.reader import Piece
 from bottega.data.loading.loader import Loader
 from bottega.data.order.permutation import permute
-from bottega.data.readers import tar
-from bottega.data.readers.reader import Piece
 from bottega.data.sources.source import ArraySource
 from bottega.data.tables.splits import SplitTable, assign
 from bottega.data.text.clean import clean

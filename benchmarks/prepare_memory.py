@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from bottega.data.readers.embedded import listed
+from bottega.data.formats.embedded import listed
 
 
 def write_text(path: Path, size: float) -> None:

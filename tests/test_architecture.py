@@ -179,3 +179,25 @@ def test_an_engine_is_known_by_its_interface_alone(path: Path) -> None:
 def test_what_a_spec_names_is_there(path: Path) -> None:
     for module, name in REFERENCE.findall(path.read_text(encoding="utf-8")):
         operator.attrgetter(name)(importlib.import_module(module))
+
+
+def test_only_one_module_renames_and_flushes() -> None:
+    """A temporary name, a flush and a rename is what makes a file whole or not there; storage/ does that for everybody."""
+    alone = {
+        "os.rename",
+        "os.replace",
+        "os.fsync",
+        "os.sync",
+        "tempfile.mkstemp",
+        "tempfile.mkdtemp",
+        "NamedTemporaryFile",
+    }
+    callers = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            # Of a path, .rename(x) and .replace(x) take one argument; of a text, replace takes two.
+            moves = called.endswith((".rename", ".replace")) and len(node.args) == 1 and not node.keywords
+            if called in alone or moves or (isinstance(node, ast.Constant) and str(node.value).startswith(".tmp")):
+                callers.append(relative(path))
+    assert {path for path in callers if not path.startswith("storage/")} == set(), "use bottega.storage.durable"

@@ -105,7 +105,7 @@ def engine(
 
 
 def loader(data: ArraySource | None = None, *, of: TorchEngine, batch_size: int = 8, workers: int = 0) -> Loader:
-    return Loader(data or source(), batch_size, seed=0, rank=of.rank, world=of.world, workers=workers)
+    return Loader(data or source(), batch_size, seed=0, data_rank=of.data_rank, data_size=of.data_size, workers=workers)
 
 
 def advance(of: TorchEngine, batches: Loader, start: int, stop: int) -> list[dict[str, float]]:

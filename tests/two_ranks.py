@@ -27,6 +27,7 @@ from bottega.core.loop import Every, Fit, evaluate, evaluated
 from bottega.core.saver import Saver
 from bottega.data.loading.loader import evaluate_batches
 from bottega.engines.nonfinite import Recovery
+from bottega.world import World
 from small_run import words
 from toy_state import Remembering
 from toy_task import Toy, advance, engine, loader, source, state, training
@@ -49,6 +50,28 @@ def splits(folder: Path) -> None:
         keep(folder, f"split-{micro}", state(one))
         if RANK == 0:
             (folder / f"split-{micro}.json").write_text(json.dumps([r["loss"] for r in reports]))
+
+
+def tensor(folder: Path) -> None:
+    """Both ranks share the work on the same samples, so each is what one process is."""
+    for name, task in {"tensor": Dropped(), "tensor-bare": Whole(), "tensor-state": Remembering()}.items():
+        one = engine(training(optimizer={"name": "sgd"}), task=task, micro=3, world=World.current({"tensor": 2}))
+        assert (one.rank, one.world, one.data_rank, one.data_size) == (RANK, 2, 0, 1)
+        reports = advance(one, loader(of=one), 0, 3)
+        keep(folder, name, state(one))
+        (folder / f"{name}.{RANK}.json").write_text(json.dumps([r["loss"] for r in reports]))
+    assert one.agree(RANK == 1), "what one rank asks for, all do, whatever samples they see"
+    batches = evaluate_batches(source(samples=37), 8, data_rank=one.data_rank, data_size=one.data_size)
+    _, found = evaluated(engine(task=Named(), world=World.current({"tensor": 2})), batches)
+    keep(folder, "tensor-rows", found)
+
+
+class Dropped(Toy):
+    dropout: float = 0.3
+
+
+class Whole(Toy):
+    rebinds: ClassVar[bool] = True
 
 
 THAWING = [{"pattern": "(second|head).*"}, {"pattern": ".*", "starts": 2}]
@@ -78,7 +101,7 @@ class Named(Toy):
 
 def rows(folder: Path) -> None:
     """37 samples in batches of 8, the last of which the ranks cannot share equally."""
-    _, found = evaluated(engine(task=Named()), evaluate_batches(source(samples=37), 8, rank=RANK, world=2))
+    _, found = evaluated(engine(task=Named()), evaluate_batches(source(samples=37), 8, data_rank=RANK, data_size=2))
     keep(folder, "rows", found)
 
 
@@ -114,7 +137,7 @@ def memory(folder: Path) -> None:
 def evaluation(folder: Path) -> None:
     """37 samples in batches of 8: the last batch cannot be shared equally."""
     one = engine(task=Weighted(noise=0.0))
-    means = evaluate(one, evaluate_batches(source(samples=37), 8, rank=one.rank, world=one.world))
+    means = evaluate(one, evaluate_batches(source(samples=37), 8, data_rank=one.data_rank, data_size=one.data_size))
     (folder / f"evaluation.{RANK}.json").write_text(json.dumps(means))
 
 
@@ -209,6 +232,7 @@ if __name__ == "__main__":
     thawing(out)
     remembering(out)
     rows(out)
+    tensor(out)
     memory(out)
     evaluation(out)
     disagreement(out)

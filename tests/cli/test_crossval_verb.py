@@ -53,7 +53,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, 
         ),
         (["--folds", "2", "evaluation.metric=f2"], 2, "evaluation.metric: f2 is not measured; there is"),
         (["--stratified", "data.multi_label=true"], 2, "use fraction"),
-        (["engine=jax"], 2, "engine: jax is understood but not built yet"),
+        (["distributed.strategy=fsdp"], 2, "distributed.strategy: fsdp is understood but not built yet"),
     ],
 )
 def test_refused_in_one_line(

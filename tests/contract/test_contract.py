@@ -77,7 +77,7 @@ def test_the_mean_is_exact_under_any_split(case: Case, tmp_path: Path) -> None:
 def test_the_order_of_samples_is_free_of_the_world_size(case: Case, tmp_path: Path) -> None:
     loader = build(case, tmp_path).loader
     for world, step in itertools.product((2, 4), (0, 1, 17, 1000)):
-        ranks = [flat(replace(loader, rank=rank, world=world).batch(step)) for rank in range(world)]
+        ranks = [flat(replace(loader, data_rank=rank, data_size=world).batch(step)) for rank in range(world)]
         for name, whole in flat(loader.batch(step)).items():
             parts = [batch[name] for batch in ranks]
             if name in loader.source.filling:  # those of a rank are as long as its own longest

@@ -205,7 +205,7 @@ def joined(parts: list[dict[str, Any]], filling: dict[str, int]) -> dict[str, An
 @pytest.mark.parametrize("world", WORLDS[1:])
 def test_ranks_together_see_what_one_process_sees(built: Built, world: int) -> None:
     whole = loader(built)
-    ranks = [loader(built, rank=rank, world=world) for rank in range(world)]
+    ranks = [loader(built, data_rank=rank, data_size=world) for rank in range(world)]
     for step in (0, 1, 2, 7, 1000):
         filling = getattr(built[0], "filling", {})
         assert same(joined([rank.batch(step) for rank in ranks], filling), whole.batch(step))

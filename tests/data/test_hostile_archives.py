@@ -21,9 +21,9 @@ import pytest
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.readers import arrays, idx, tar, tfrecord
-from bottega.data.readers.crc32c import crc32c, masked
-from bottega.data.readers.reader import Format, Piece
+from bottega.data.formats import arrays, idx, tar, tfrecord
+from bottega.data.formats.crc32c import crc32c, masked
+from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.record import Bad, Record
 
 PNG = b"\x89PNG\r\n\x1a\n"

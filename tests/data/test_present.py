@@ -17,9 +17,10 @@ from bottega.core.noise import generator
 from bottega.data.audio.write import SILENCE_SECONDS, write_sounds, write_wav
 from bottega.data.image.decode import decode
 from bottega.data.image.write import write_images
-from bottega.data.present import numbered, whole
+from bottega.data.present import numbered
 from bottega.data.video import write as video_write
 from bottega.data.video.write import write_video, write_videos
+from bottega.storage.durable import replacing_file
 
 
 def pixels(*shape: int, seed: int = 0) -> np.ndarray:
@@ -45,12 +46,12 @@ def animation(path: Path) -> tuple[np.ndarray, list[int]]:
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.txt"
-    with whole(path) as temporary:
+    with replacing_file(path) as temporary:
         temporary.write_text("first")
         assert not path.exists()
 
     def die() -> None:
-        with whole(path) as temporary:
+        with replacing_file(path) as temporary:
             temporary.write_text("half")
             raise KeyboardInterrupt
 

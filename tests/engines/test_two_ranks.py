@@ -13,7 +13,7 @@ import two_ranks as script
 from bottega.core.loop import evaluate
 from bottega.core.rundir import read_metrics
 from bottega.data.loading.loader import evaluate_batches
-from toy_task import advance, engine, loader, source, state, training
+from toy_task import Toy, advance, engine, loader, source, state, training
 
 
 def left(folder: Path, name: str, rank: int = 0) -> dict[str, np.ndarray]:
@@ -50,6 +50,22 @@ def test_rows_are_each_sample_once_and_in_order(two_ranks: Path) -> None:
     expected = everything.rows(np.arange(37), np.zeros(37, int))["x"][:, 0]
     for rank in (0, 1):
         np.testing.assert_array_equal(left(two_ranks, "rows", rank)["first"], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("tensor", script.Dropped()), ("tensor-bare", script.Whole()), ("tensor-state", script.Remembering())],
+)
+def test_ranks_of_one_data_coordinate_are_one_process_each(two_ranks: Path, name: str, task: Toy) -> None:
+    """Nothing is counted twice: samples, noise, dropout, counts, gradients and metrics are those of one process."""
+    one = engine(training(optimizer={"name": "sgd"}), task=task, micro=3)
+    losses = [report["loss"] for report in advance(one, loader(of=one), 0, 3)]
+    for rank in (0, 1):
+        together = left(two_ranks, name, rank)
+        for key, array in state(one).items():
+            np.testing.assert_array_equal(together[key], array, err_msg=key)
+        assert json.loads((two_ranks / f"{name}.{rank}.json").read_text()) == losses
+        np.testing.assert_array_equal(left(two_ranks, "tensor-rows", rank)["first"], left(two_ranks, "rows")["first"])
 
 
 @pytest.mark.parametrize("kind", script.CRAMPED)

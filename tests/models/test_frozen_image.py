@@ -16,7 +16,6 @@ import torch
 
 import tiny_pipelines
 from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
-from bottega.models.folders import pretrained
 from bottega.models.folders.encoder import silent
 from bottega.models.frozen import precision as frozen_precision
 from bottega.models.frozen.image import Encoded, FrozenImage, image_facts, load_image_model, tokenize
@@ -518,7 +517,7 @@ def test_of_a_hub_repository_only_what_is_needed_is_fetched(
         return str(kept)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert parts.find_pipeline("someone/something") == kept
+    assert parts.find_pipeline("someone/something").path == kept
     assert asked[0] == [
         "model_index.json",
         "unet/config.json",
@@ -549,4 +548,4 @@ def test_a_gated_or_absent_model_is_said_in_a_line(monkeypatch: pytest.MonkeyPat
             parts.find_pipeline("someone/something")
     with pytest.raises(UsageError, match="is not a folder here"):
         parts.find_pipeline(str(tmp_path / "absent"))
-    assert pretrained.fetch_folder(str(tmp_path)) == tmp_path
+    assert parts.find_pipeline(str(tmp_path)).path == tmp_path

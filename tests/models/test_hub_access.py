@@ -11,10 +11,10 @@ import pytest
 
 from bottega.config.data import Source
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.readers import hub
+from bottega.data.formats import hub
 from bottega.data.text.vocabulary import pretrained_tokenizer
 from bottega.models.folders import hub_access
-from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.folders.resolve import resolve_model
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -62,7 +62,7 @@ def test_every_kind_of_name_gives_up_after_one_question(silent: Silent, monkeypa
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     for ask in (
-        lambda: fetch_folder("owner/name"),
+        lambda: resolve_model("owner/name", key="model.from").path,
         lambda: pretrained_tokenizer("owner/name"),
         lambda: hub.total_bytes(Source(path="owner/name", kind="huggingface")),
     ):
@@ -82,11 +82,11 @@ def test_what_was_fetched_before_is_still_read(silent: Silent, tmp_path: Path) -
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(commit)
     (snapshot / "config.json").write_text("{}")
-    assert fetch_folder("owner/name") == snapshot
+    assert resolve_model("owner/name", key="model.from").path == snapshot
 
 
 def test_a_proxy_is_named_without_its_password(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", f"http://anna:canary@127.0.0.1:{silent.port}")
     with pytest.raises(EnvironmentProblem, match=rf"through http://127\.0\.0\.1:{silent.port}") as caught:
-        fetch_folder("owner/name")
+        resolve_model("owner/name", key="model.from")
     assert "canary" not in str(caught.value)

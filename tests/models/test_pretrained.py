@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
+from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
-from bottega.models.folders.pretrained import export_transformers, fetch_folder, load_weights, read_shape
+from bottega.models.folders.pretrained import export_transformers, load_weights, read_shape
 from bottega.models.initial import initialise
 
 TOKENS = torch.arange(20).reshape(2, 10) * 3
@@ -168,28 +167,3 @@ def test_pickles_and_damage_are_never_opened(tmp_path: Path) -> None:
         load_weights(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
         read_shape(tmp_path)
-
-
-def test_a_folder_is_taken_as_it_is_and_a_name_needs_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fetch_folder(str(tmp_path)) == tmp_path
-    with pytest.raises(UsageError, match="is not a folder here"):
-        fetch_folder("./nowhere")
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(EnvironmentProblem, match=r"pip install 'bottega\[hub\]'"):
-        fetch_folder("owner/model")
-
-
-def test_only_data_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
-    asked: dict[str, Any] = {}
-
-    def download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert fetch_folder("owner/model") == tmp_path
-    assert asked["name"] == "owner/model"
-    assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in asked["allow_patterns"])
-    assert "*.safetensors" in asked["allow_patterns"]

@@ -14,7 +14,7 @@ import pytest
 import bottega
 import small_run
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
-from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.folders.resolve import resolve_model
 from bottega.tasks.start import start_folder
 from small_adapted import EMPTY, LANGUAGE, STEADY, classify, train, write_bases
 
@@ -125,7 +125,7 @@ def test_a_path_is_never_asked_of_the_hub(home: Path, no_hub: list[str]) -> None
     (home / "kept").mkdir()
     for name in ("./no", "/no/where", "~/no", "runs/no", "a/b/c", "kept/no", "../no"):
         with pytest.raises(UsageError, match=rf"^model\.from: {re.escape(name)} is not a folder here; ") as caught:
-            fetch_folder(name)
+            resolve_model(name, key="model.from")
         assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match=r"^model\.from: mine/no is not a folder here; "):
         adapted(home, start="mine/no", output_dir="mine")

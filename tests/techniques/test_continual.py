@@ -87,7 +87,9 @@ def test_each_source_is_measured_as_if_it_were_alone() -> None:
 def test_shares_of_two_ranks_add_up_and_rows_stay_in_order() -> None:
     samples, one = with_sources(), engine(task=BySource(inner=Padded(), names=("a", "b", "c")))
     whole = [one.eval_step(batch) for batch in evaluate_batches(samples, 8)]
-    ranks = [[one.eval_step(batch) for batch in evaluate_batches(samples, 8, rank=r, world=2)] for r in range(2)]
+    ranks = [
+        [one.eval_step(batch) for batch in evaluate_batches(samples, 8, data_rank=r, data_size=2)] for r in range(2)
+    ]
     for step, (sums, rows) in enumerate(whole):
         shares = [rank[step] for rank in ranks]
         for name, (total, count) in sums.items():

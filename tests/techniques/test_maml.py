@@ -340,7 +340,7 @@ def test_an_evaluation_is_free_of_batches_and_ranks(name: str, tmp_path: Path) -
     usual = evaluate(subject.engine, evaluate_batches(held_out, 5, limit=5))
     assert evaluate(subject.engine, evaluate_batches(held_out, 2, limit=5)) == pytest.approx(usual, rel=1e-5)
     shares = [
-        subject.engine.eval_step(next(evaluate_batches(held_out, 5, rank=rank, world=2, limit=5))).sums
+        subject.engine.eval_step(next(evaluate_batches(held_out, 5, data_rank=rank, data_size=2, limit=5))).sums
         for rank in range(2)
     ]
     for key, mean in usual.items():

@@ -11,8 +11,9 @@ import numpy as np
 from bottega.analysis.answer_pictures import draw_calibration, draw_confusion
 from bottega.core.types import Rows
 from bottega.data.order.spread import Spread
-from bottega.data.present import whole, writing
+from bottega.data.present import writing
 from bottega.data.sources.source import Source
+from bottega.storage.durable import replacing_file
 from bottega.tasks.measures import classification as measures
 
 PREDICTIONS, CONFUSION, CALIBRATION = "predictions.jsonl", "confusion.png", "calibration.png"
@@ -68,7 +69,7 @@ class Answers:
     def write(self, folder: Path) -> list[Path]:
         """The lines and the pictures; a matrix of several labels has no picture."""
         file = folder / PREDICTIONS
-        with writing(file), whole(file) as temporary:
+        with writing(file), replacing_file(file) as temporary:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines())
             temporary.write_text(text, encoding="utf-8")
         found = measures.reliability(*measures.confidences(self.chances, self.labels))

@@ -29,6 +29,7 @@ from bottega.analysis.personal_arms import (
     measures_of,
 )
 from bottega.core.errors import DataError, UsageError
+from bottega.core.rundir import is_run
 
 EVALUATION, PEOPLE = "evaluation", "people.jsonl"
 USUAL = "both"
@@ -59,7 +60,7 @@ class Evaluated:
 def are_personal(names: Sequence[str]) -> bool:
     """Whether all are runs of the task personalize, each by itself or as one arm of it."""
     runs = [arm_of(name)[0] for name in names]
-    if not all((run / "recipe.yaml").is_file() for run in runs):
+    if not all(map(is_run, runs)):
         return False
     return all(member_of(run).recipe.task == "personalize" for run in runs)
 

@@ -15,11 +15,11 @@ import numpy as np
 from bottega.analysis.table_columns import TABLES, describe_columns, show_columns
 from bottega.config.data import Source
 from bottega.core.errors import DataError
+from bottega.data.formats import find
+from bottega.data.formats.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from bottega.data.formats.lines import recognise
 from bottega.data.prepare.inputs import find_in_utf8
 from bottega.data.prepare.preview import Preview, rows_of
-from bottega.data.readers import find
-from bottega.data.readers.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from bottega.data.readers.lines import recognise
 from bottega.data.records.fields import TEXTS, usual
 from bottega.data.records.record import Record
 from bottega.data.tables.classes import texts_of

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import UsageError
-from bottega.data.present import finite, whole, writing
+from bottega.data.present import finite, writing
 from bottega.data.sources.source import Source
 from bottega.run.saved import SavedRun, open_run, without_dashes
+from bottega.storage.durable import replacing_file
 from bottega.tasks.evaluation_data import DataRequest
 from bottega.terminal import open_console
 
@@ -67,7 +68,7 @@ def measure(run: str | Path, *, request: DataRequest, out: Path | None = None, *
         file = (out or Path(result["folder"])) / "metrics.json"
         beside = {name: value for name, value in result.items() if name not in ("metrics", "files", "folder")}
         fields = {**result["metrics"], **beside}
-        with writing(file), whole(file) as temporary:
+        with writing(file), replacing_file(file) as temporary:
             temporary.write_text(json.dumps(finite(fields), indent=1) + "\n")
     return result
 

@@ -23,7 +23,7 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     lesson = applied(locate(needs.placed(saved.recipe), saved.branch.started_in), saved.branch)
     source = lesson.training
     world = _world(saved.directory.environment)
-    loader = plain_loader(saved.recipe, source, world=world, order=lesson.order)
+    loader = plain_loader(saved.recipe, source, data_size=world, order=lesson.order)
     index, epoch = loader.indices(step - 1)
     report: dict[str, Any] = {
         "run": str(path),

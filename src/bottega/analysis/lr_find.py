@@ -12,7 +12,7 @@ from bottega.callbacks.console import Console
 from bottega.config.recipe import Recipe
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.rundir import RunDirectory, split_checkpoint
-from bottega.data.present import whole, writing
+from bottega.data.present import writing
 from bottega.engines.rate_range import check_range
 from bottega.run import resume
 from bottega.run.checks import find_problems, raise_together
@@ -20,6 +20,7 @@ from bottega.run.compose import prepare
 from bottega.run.range_picture import draw
 from bottega.run.range_test import JSON, PICTURE, measured
 from bottega.run.train import part
+from bottega.storage.durable import replacing_file
 from bottega.tasks import needs
 from bottega.tasks.located import locate, recorded_folders
 from bottega.tasks.recipes import load_recipe, load_saved_recipe, parse_overrides
@@ -101,7 +102,7 @@ def _command(what: str, words: list[str], report: dict[str, Any], *, is_run: boo
 def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:
     files = {"picture": str(out / PICTURE), "json": str(out / JSON)}
     with writing(out / JSON):
-        with whole(out / JSON) as temporary:
+        with replacing_file(out / JSON) as temporary:
             temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         draw(report, out / PICTURE)
     return {**report, **files}

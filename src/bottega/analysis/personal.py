@@ -30,7 +30,8 @@ from bottega.analysis.personal_truth import (
     ruler_of,
     tastes_of,
 )
-from bottega.data.present import finite, whole, writing
+from bottega.data.present import finite, writing
+from bottega.storage.durable import replacing_file
 from bottega.tasks.personalize.arms import ARMS
 from bottega.tasks.personalize.data.records import Item, Record, evenly
 from bottega.tasks.personalize.sheets import SHOWN
@@ -219,7 +220,7 @@ def _write(
     out: Path, rows: list[dict[str, Any]], people: People, pictures: dict[str, np.ndarray], found: dict[str, Any]
 ) -> None:
     file = out / PEOPLE
-    with writing(file), whole(file) as temporary:
+    with writing(file), replacing_file(file) as temporary:
         lines = (json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
         temporary.write_text("".join(lines), encoding="utf-8")
     columns = [*pictures, REAL]

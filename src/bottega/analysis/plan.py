@@ -8,7 +8,6 @@ from typing import Any
 from bottega.callbacks.console import Console
 from bottega.config.load import Resolved, global_batch, to_yaml
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import UNBUILT
 from bottega.core.errors import BottegaError, DataError
 from bottega.run.checks import (
     find_changes,
@@ -92,7 +91,7 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
 
 
 def _check_rows(recipe: Recipe, rows: int) -> None:
-    batch = global_batch(recipe, World.current().size)
+    batch = global_batch(recipe, World.current().data_size)
     if rows < batch and recipe.task != "language":  # whose samples are windows of its rows
         raise DataError(
             f"the training data has {rows} samples, fewer than one batch of {batch}; lower training.batch_size or add data"
@@ -115,8 +114,7 @@ def _methods(recipe: Recipe) -> list[str]:
     for technique in recipe.techniques:
         options = technique.model_dump(mode="json", by_alias=True).get("options", {})
         said = ", ".join(f"{key} {_written(value)}" for key, value in options.items() if value is not None)
-        later = "cannot be trained yet" if technique.name in UNBUILT else said
-        found.append(f"techniques: {technique.name}" + (f" ({later})" if later else ""))
+        found.append(f"techniques: {technique.name}" + (f" ({said})" if said else ""))
     if recipe.training.learning_rate == "auto":
         found.append(
             "training.learning_rate: auto, found by a range test before the first step, as bottega lr-find does"

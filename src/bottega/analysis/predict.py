@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bottega.core.rundir import RunDirectory
-from bottega.data.present import whole, writing
+from bottega.data.present import writing
 from bottega.run.saved import open_run
+from bottega.storage.durable import replacing_file
 from bottega.tasks.recipes import load_saved_recipe
 from bottega.tasks.registry import TASKS
 
@@ -49,7 +50,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def write(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    with writing(file), whole(file) as temporary:
+    with writing(file), replacing_file(file) as temporary:
         temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 

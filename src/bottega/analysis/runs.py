@@ -13,7 +13,7 @@ from typing import Any
 from bottega.config.yamlfile import read_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
-from bottega.core.rundir import RunDirectory
+from bottega.core.rundir import RunDirectory, is_run
 from bottega.storage.durable import is_locked
 
 DEPTH = 2
@@ -36,7 +36,7 @@ def list_runs(folder: Path) -> list[dict[str, Any]]:
 
 def _find(folder: Path, depth: int = 0) -> list[Path]:
     try:
-        if (folder / "recipe.yaml").is_file():
+        if is_run(folder):
             return [folder]
         if depth > DEPTH:
             return []

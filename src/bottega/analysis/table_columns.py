@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.readers import Found
+from bottega.data.formats import Found
 from bottega.data.records.record import Bad
 
 TABLES = ("csv", "jsonl", "json", "parquet", "arrow", "huggingface", "tfrecord")

@@ -99,7 +99,7 @@ class Recipe(Section):
     """Everything a run needs to know. `model` and `data` are the task's own."""
 
     task: str = Field(description="what is learned")
-    engine: Literal["torch", "jax"] = Field("torch", description="what computes")
+    engine: Literal["torch"] = Field("torch", description="what computes")
     name: RunName | None = Field(
         None, description="of the run; null is the recipe and 6 digits of the keys that change results"
     )

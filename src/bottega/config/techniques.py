@@ -139,12 +139,10 @@ SPELLINGS: dict[str, dict[str, str]] = {
     "adapter": {"bottleneck_size": "size", "adapter_layers": "targets", "target_modules": "targets"},
 }
 """What peft and other guides call an option -> its name here."""
-UNBUILT = ("soft_prompt",)
-"""Each leaves this list with the code behind it."""
 
 
 class Technique(Section):
-    name: Literal["lora", "adapter", "distill", "ewc", "replay", "maml", "soft_prompt", "plasticity"] = Field(
+    name: Literal["lora", "adapter", "distill", "ewc", "replay", "maml", "plasticity"] = Field(
         description="which technique"
     )
     options: SerializeAsAny[Section] | dict[str, Any] = Field(

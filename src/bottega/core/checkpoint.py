@@ -15,8 +15,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +24,7 @@ from typing import Any
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem
 from bottega.core.types import Tensors
-from bottega.storage.durable import discard, flush, remove_leftovers, replace_folder
+from bottega.storage.durable import discard, remove_leftovers, replacing_file, writing_folder
 from bottega.storage.tensor_file import write_bytes, write_safetensors
 
 FORMAT = 1
@@ -53,10 +51,8 @@ def write(
     fingerprint: Mapping[str, Any],
 ) -> Path:
     """Commit one checkpoint under `folder` and return its path; on an error the temporary folder is gone again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".tmp-{step}-{uuid.uuid4().hex[:8]}"
-    try:
-        temporary.mkdir(mode=0o700)
+    # The place is taken already after a fallback or a rollback.
+    with writing_folder(folder / step_name(step), mode=0o700) as temporary:
         table = {name: write_safetensors(temporary / name, tensors) for name, tensors in files.items()}
         table["progress.json"] = write_bytes(temporary / "progress.json", _json(progress))
         manifest = {
@@ -67,11 +63,6 @@ def write(
             "fingerprint": dict(fingerprint),
         }
         write_bytes(temporary / "MANIFEST.json", _sealed(manifest))
-        flush(temporary)
-        replace_folder(temporary, folder / step_name(step))  # it is there already after a fallback or a rollback
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return folder / step_name(step)
 
 
@@ -220,18 +211,13 @@ def retain(folder: Path, *, keep: int, protect: Sequence[Path]) -> None:
 
 def point(folder: Path, name: str, target: Path) -> None:
     """`last` and `best`: a link, or a text file holding the name where the file system has no links."""
-    temporary = folder / f".tmp-{name}-{uuid.uuid4().hex[:8]}"
-    try:
+    with replacing_file(folder / name) as temporary:
         try:
             os.symlink(target.name, temporary)
         except (OSError, NotImplementedError) as error:
             if getattr(error, "errno", None) in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
                 raise
             temporary.write_text(target.name + "\n")
-        os.replace(temporary, folder / name)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def follow(folder: Path, name: str) -> Path | None:

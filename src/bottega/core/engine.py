@@ -95,6 +95,10 @@ class Engine(ABC):
     """The type that a forward computes in, such as float32 or bfloat16."""
     rank: int = 0
     world: int = 1
+    """Processes: who writes files and speaks is decided by these."""
+    data_rank: int = 0
+    data_size: int = 1
+    """Shares of a global batch, and this process's: samples, positions of noise and counts follow these."""
     rate: Callable[[int], float]
     """The learning rate as a function of the step, in absolute numbers."""
     micro_batch_size: int | None = None

@@ -17,7 +17,7 @@ from typing import Any
 from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError, DirectoryInUse, UsageError
 from bottega.core.saver import explain
-from bottega.storage.durable import TEMPORARY, flush, is_locked, remove_leftovers, temporary_name
+from bottega.storage.durable import TEMPORARY, is_locked, remove_leftovers, write_atomic
 
 LOCK = "LOCK"
 
@@ -97,13 +97,9 @@ class RunDirectory:
 
     def write(self, path: Path, text: str) -> None:
         """Whole or not at all."""
-        temporary = temporary_name(path)
         try:
-            temporary.write_text(text, encoding="utf-8")
-            flush(temporary)  # a power cut must not leave an empty file under its name
-            os.replace(temporary, path)
+            write_atomic(path, text)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise explain(error, path) from None
 
     def truncate_metrics(self, progress: Progress) -> None:
@@ -124,10 +120,15 @@ class RunDirectory:
         self.write(self.metrics, "".join(line + "\n" for line in kept))
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder is the directory of a run that has begun."""
+    return (path / "recipe.yaml").is_file()
+
+
 def split_checkpoint(path: Path) -> tuple[Path, str | None]:
     """The run directory that a path names, and its checkpoint where it is RUN/checkpoints/best, last or step-00000500."""
     whole = Path(os.path.abspath(path))
-    if whole.parent.name != "checkpoints" or not (whole.parent.parent / "recipe.yaml").is_file():
+    if whole.parent.name != "checkpoints" or not is_run(whole.parent.parent):
         return path, None
     run = path.parent.parent if len(path.parts) > 2 else whole.parent.parent
     number = whole.name.removeprefix("step-")

@@ -1,4 +1,4 @@
-"""Files for people to look at or listen to: numbered in a folder, of a known kind, and whole or not there at all."""
+"""Files for people to look at or listen to: numbered in a folder, of a known kind, and said with a remedy where they cannot be written."""
 
 from __future__ import annotations
 
@@ -70,21 +70,6 @@ def _numbered_before(folder: Path) -> list[Path]:
         ours = numbered(folder, count, suffix)
         found += ours if all(path.name in names for path in ours) else []
     return found
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A sibling to write to, which takes its place at the end; after an error neither it nor a half file is left.
-
-    It has the same ending, since libraries go by that.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.dit.torch import Attention, normed
 from bottega.models.folders.encoder import read_encoder
+from bottega.models.folders.resolve import require_config
 from bottega.models.folders.untrusted import blaming, transformers_config
 from bottega.models.generator.config import ConditionShape
 
@@ -98,6 +99,5 @@ def load_text_encoder(folder: Path) -> Any:
 
 
 def _config(folder: Path) -> Any:
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"model.text.from: {folder} has no config.json; give the folder of a saved text encoder")
+    require_config(folder, key="model.text.from", what="text encoder")
     return transformers_config(folder, key="model.text.from", what="text encoder")

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.models.folders.resolve import component_folder
 from bottega.models.pipeline.component import CONFIG, on_host, read_config
 
 CLASS = "SpeechT5HifiGan"
@@ -71,12 +72,9 @@ def load_vocoder(folder: Path | str) -> Vocoder:
     A weight that is not there is an error, because transformers would draw it at random.
     """
     folder = Path(folder).expanduser()
+    named, folder = folder, component_folder(folder, PART)
     if not (folder / CONFIG).is_file():
-        folder = folder / PART
-    if not (folder / CONFIG).is_file():
-        raise UsageError(
-            f"model.vocoder: there is no {CONFIG} in {folder.parent} or its {PART}/; give the folder of a {CLASS}"
-        )
+        raise UsageError(f"model.vocoder: there is no {CONFIG} in {named} or its {PART}/; give the folder of a {CLASS}")
     found = (read_config(folder).get("architectures") or ["something else"])[0]
     if found != CLASS:
         raise UsageError(f"model.vocoder: {folder} holds {found}; what can be used is a {CLASS}")

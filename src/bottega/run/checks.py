@@ -17,14 +17,13 @@ from bottega.config.flags import FlagError, Override
 from bottega.config.load import RecipeError, Resolved, global_batch
 from bottega.config.recipe import Recipe
 from bottega.config.section import Section
-from bottega.config.techniques import UNBUILT
 from bottega.config.together import absent, injection
 from bottega.config.unused import list_unused_options
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.core.saver import explain, preflight
 from bottega.core.task import Task
-from bottega.data.readers.files import check_exists
+from bottega.data.formats.files import check_exists
 from bottega.engines.backend import open_backend
 from bottega.models.generator.config import Generator
 from bottega.run import resume
@@ -52,12 +51,12 @@ def raise_together(problems: Sequence[BottegaError]) -> None:
 
 def find_problems(recipe: Recipe) -> list[BottegaError]:
     """Return what is wrong as far as that is known without reading the data: options, processes, device, files, parts."""
-    world = World.current().size
+    world = World.current()
     parts = _collect(lambda: needs.check(recipe)) or _part_problems(recipe)
     return [
         *find_unbuilt(recipe),
-        *_collect(lambda: global_batch(recipe, world)),
-        *_machine_problems(recipe, world),
+        *_collect(lambda: global_batch(recipe, world.data_size)),
+        *_machine_problems(recipe, world.size),
         *_shape_problems(recipe),
         *_file_problems(recipe),
         *parts,
@@ -99,8 +98,6 @@ def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
     """Return the options that have a place in the schema and no code behind them."""
     is_distributed = recipe.distributed.enabled is not False
     requested = {
-        f"engine: {recipe.engine}": recipe.engine != "torch",
-        **{f"techniques: {one.name}": one.name in UNBUILT for one in recipe.techniques},
         "distributed.strategy: fsdp": is_distributed and recipe.distributed.strategy == "fsdp",
         "training.label_smoothing": recipe.training.label_smoothing > 0 and recipe.task not in SMOOTHED,
     }
@@ -113,10 +110,10 @@ def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
 
 def find_data_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
     """Return what is wrong now that the data is prepared: too few samples, a metric that nobody measures."""
-    world = World.current().size
+    shares = World.current().data_size
 
     def check_length() -> None:
-        total_steps(recipe, plain_loader(recipe, lesson.training, world=world, order=lesson.order))
+        total_steps(recipe, plain_loader(recipe, lesson.training, data_size=shares, order=lesson.order))
 
     return _collect(
         check_length, lambda: check_metrics(recipe, lesson.metrics, has_validation=lesson.validation is not None)
@@ -130,8 +127,8 @@ def find_model_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
 
 def list_adjusted(recipe: Recipe, lesson: Lesson) -> list[str]:
     """Return one line for each value that the data or the model makes another one."""
-    world = World.current().size
-    loader = plain_loader(recipe, lesson.training, world=world, order=lesson.order)
+    shares = World.current().data_size
+    loader = plain_loader(recipe, lesson.training, data_size=shares, order=lesson.order)
     lines = list_shortened(recipe, total_steps(recipe, loader), round(loader.steps_per_epoch))
     backend = open_backend(recipe.engine)
     return [*lines, *backend.describe_optimizer(lesson.task, recipe.training, seed=recipe.seed)]
@@ -287,7 +284,7 @@ def _file_problems(recipe: Recipe) -> list[BottegaError]:
 
 def _check_local_base(name: str) -> None:
     """Refuse a folder that is not there; a name of the hub is looked up when it is needed."""
-    from bottega.models.folders.pretrained import is_path
+    from bottega.models.folders.resolve import is_path
 
     if is_path(name) or Path(name).expanduser().is_dir():
         start_folder(name, is_local=True)

@@ -69,13 +69,15 @@ def build_loader(recipe: Recipe, source: Source, engine: Engine, order: Order | 
     """What this process sees. `order` is how the branch combines several sources; None is the plain shuffle."""
     # On a GPU the host is idle while the device works, so a batch is made ahead; on a CPU that would only compete.
     ahead = (2 if engine.device_type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
-    loader = plain_loader(recipe, source, world=engine.world, order=order)
-    return replace(loader, rank=engine.rank, world=engine.world, workers=recipe.data.workers, prefetch=ahead)
+    loader = plain_loader(recipe, source, data_size=engine.data_size, order=order)
+    return replace(
+        loader, data_rank=engine.data_rank, data_size=engine.data_size, workers=recipe.data.workers, prefetch=ahead
+    )
 
 
-def plain_loader(recipe: Recipe, source: Source, *, world: int, order: Order | None = None) -> Loader:
-    """The same order in this thread, as one process that sees the whole batch of `world` ones."""
-    loader = Loader(source, global_batch(recipe, world), seed=recipe.seed, order=order)
+def plain_loader(recipe: Recipe, source: Source, *, data_size: int, order: Order | None = None) -> Loader:
+    """The same order in this thread, as one process that sees the whole batch of `data_size` ones."""
+    loader = Loader(source, global_batch(recipe, data_size), seed=recipe.seed, order=order)
     if isinstance(order, InTurn):
         epochs = recipe.training.num_epochs if recipe.training.max_steps is None else None
         return replace(loader, order=order.planned(total_steps(recipe, loader), loader.batch_size, epochs=epochs))
@@ -213,9 +215,11 @@ def validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
     """A function that starts one pass over the validation data."""
     # What fits in training fits here: no more at once than a forward of training sees.
     micro = micro_batch(recipe)
-    size = recipe.evaluation.batch_size or min(loader.batch_size, micro * loader.world if micro else loader.batch_size)
+    size = recipe.evaluation.batch_size or min(
+        loader.batch_size, micro * loader.data_size if micro else loader.batch_size
+    )
     limit = size * recipe.evaluation.max_batches if recipe.evaluation.max_batches else None
-    return lambda: evaluate_batches(source, size, rank=loader.rank, world=loader.world, limit=limit)
+    return lambda: evaluate_batches(source, size, data_rank=loader.data_rank, data_size=loader.data_size, limit=limit)
 
 
 def watchers(recipe: Recipe, directory: RunDirectory, console: Console, *, is_main: bool) -> list[Callback]:

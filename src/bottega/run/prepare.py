@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from bottega.core.saver import explain
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.prepare.preview import Preview, public_records
 from bottega.data.tables.cache import seal
+from bottega.storage.durable import writing_folder
 from bottega.tasks.recipes import check_recipe, parse_overrides
 from bottega.tasks.registry import TASKS, spec_of
 from bottega.terminal import open_console
@@ -167,16 +167,11 @@ def _check_out(out: Path) -> None:
 def _copy(prepared: Prepared, out: Path) -> None:
     """The whole folder or nothing, with a manifest that knows the copy's times."""
     _check_out(out)
-    temporary = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _copy_files(prepared.folder, temporary)
-        seal(temporary)
-        if out.exists():
-            out.rmdir()
-        os.rename(temporary, out)
+        with writing_folder(out, replace=False) as temporary:
+            _copy_files(prepared.folder, temporary)
+            seal(temporary)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         if error.errno not in NO_ROOM:
             raise EnvironmentProblem(f"--out {out}: {error.strerror or error}; choose another folder") from None
         size = sum(path.stat().st_size for path in prepared.folder.rglob("*") if path.is_file())
@@ -187,7 +182,6 @@ def _copy(prepared: Prepared, out: Path) -> None:
 
 def _copy_files(folder: Path, target: Path) -> None:
     """As shutil.copytree, which goes on after a full disk and then raises a list of what it met."""
-    target.mkdir()
     for path in sorted(folder.rglob("*")):
         other = target / path.relative_to(folder)
         if path.is_dir():
@@ -197,7 +191,7 @@ def _copy_files(folder: Path, target: Path) -> None:
 
 
 def _export(prepared: Prepared, to: tuple[str, str], say: Progress) -> list[Path]:
-    from bottega.data.writers import write
+    from bottega.data.formats.write import write
 
     kind: Any = to[0]
     folder = Path(to[1])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.data.image.page import BLUE, FAINT, GRID, INK, ORANGE, Sheet
-from bottega.data.present import whole
+from bottega.storage.durable import replacing_file
 
 LEFT, TOP, WIDTH, HEIGHT = 66.0, 68.0, 560.0, 280.0
 PALE = "#c9c8d3"
@@ -54,7 +54,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         LEFT + WIDTH / 2, TOP + HEIGHT + 42, "learning rate; grey: each step; cut off at the top", size=12, fill=INK
     )
     page.text(LEFT - 8, TOP - 10, "loss", anchor="rm", size=12, fill=INK)
-    with whole(path) as temporary:
+    with replacing_file(path) as temporary:
         page.save(temporary)
 
 

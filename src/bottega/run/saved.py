@@ -20,7 +20,7 @@ from bottega.core import checkpoint as checkpoints
 from bottega.core.engine import Engine
 from bottega.core.errors import CheckpointError, DataError, EnvironmentProblem, UsageError
 from bottega.core.loop import evaluated
-from bottega.core.rundir import RunDirectory, split_checkpoint
+from bottega.core.rundir import RunDirectory, is_run, split_checkpoint
 from bottega.core.types import Models, Rows
 from bottega.data.loading.loader import evaluate_batches
 from bottega.data.present import writing
@@ -170,8 +170,8 @@ class SavedRun:
         """The base as others would find it: a hub name or a folder as the recipe has it, and of a run its export."""
         named: str | None = getattr(self.recipe.model, "from_", None)
         folder: str | None = getattr(self.branch.task, "pretrained", None)
-        is_run = folder is not None and (Path(folder).parent / "recipe.yaml").is_file()
-        return folder if is_run else named
+        is_export = folder is not None and is_run(Path(folder).parent)
+        return folder if is_export else named
 
     def _about_base(self) -> str:
         if self.parts is None:

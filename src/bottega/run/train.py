@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from bottega.run.checks import find_problems, list_unused, load_checked, parse_w
 from bottega.run.dependencies import train_apart, turn, wait_for
 from bottega.run.prepare import prepare_recipe
 from bottega.run.session import Run, Session
-from bottega.storage.durable import remove_leftovers
+from bottega.storage.durable import remove_leftovers, rename_aside
 from bottega.tasks import needs
 from bottega.tasks.language.config import LanguageRecipe
 from bottega.tasks.located import locate
@@ -263,9 +262,6 @@ def prepare_data(recipe: Recipe, *, quiet: bool) -> Prepared | None:
 def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
     """--fresh loses nothing: the old run keeps its files under another name."""
     RunDirectory(path).refuse_foreign()
-    number = 1
-    while (other := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
     with Lock(RunDirectory(path)):
-        os.rename(path, other)
+        other = rename_aside(path)
     print_notice(f"bottega: {why}the old {what} kept as {other}")

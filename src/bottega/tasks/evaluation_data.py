@@ -11,10 +11,10 @@ from bottega.config.data import Data, HeldOut
 from bottega.config.data import Source as SourceOptions
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
+from bottega.data.formats import find
+from bottega.data.formats.fingerprint import content_hashes
+from bottega.data.formats.parts import meaning
 from bottega.data.prepare.prepared import is_prepared, opened
-from bottega.data.readers import find
-from bottega.data.readers.fingerprint import content_hashes
-from bottega.data.readers.parts import meaning
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.source import Source
 from bottega.tasks.branch import Branch

@@ -10,10 +10,10 @@ from typing import Any
 
 from bottega.config.data import source_names
 from bottega.core.errors import DataError
+from bottega.data.formats.files import RANGE
 from bottega.data.order.orders import Order
 from bottega.data.order.spread import Spread
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.readers.files import RANGE
 from bottega.data.sources import combine
 from bottega.data.sources.first import First
 from bottega.data.sources.source import Source

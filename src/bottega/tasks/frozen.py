@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import BottegaError, CheckpointError
-from bottega.data.readers.fingerprint import content_hashes
+from bottega.data.formats.fingerprint import content_hashes
 
 SETTINGS = ("config.json", "mel.json")
 BASE = "base"

@@ -11,9 +11,9 @@ import numpy as np
 from bottega.config.recipe import Model
 from bottega.core.errors import CheckpointError, DataError
 from bottega.data.audio.mel import MelCodec, MelRows
+from bottega.data.formats import find
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.readers import find
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.samples import media_samples, with_codec
 from bottega.data.sources.source import Source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from bottega.config.flat import flatten
 from bottega.config.recipe import Need, Recipe
 from bottega.config.section import Section
 from bottega.core.errors import UsageError
+from bottega.core.rundir import is_run
+from bottega.models.folders.resolve import CONFIG, FINAL, ModelFolder, resolve_export, resolve_model
 from bottega.tasks.recipes import check_recipe, load_recipe
 
 PREFIX = "needs."
@@ -96,6 +98,25 @@ def part_run(recipe: Recipe, name: str, *, beside: Path | None = None) -> Path:
 def place(recipe: Recipe, value: str, *, beside: Path | None = None) -> str:
     """A value of the recipe as it is, or the folder of the run that it names as a part."""
     return str(part_run(recipe, value.removeprefix(PREFIX), beside=beside)) if value.startswith(PREFIX) else value
+
+
+def resolve_named(
+    recipe: Recipe,
+    name: str,
+    *,
+    key: str,
+    beside: Path | None = None,
+    holds: str | None = CONFIG,
+    find: Callable[..., ModelFolder] = resolve_model,
+    **options: Any,
+) -> ModelFolder:
+    """The folder of the model that a recipe names: what a part of it has exported, or what `find` makes of the name."""
+    if not name.startswith(PREFIX):
+        return find(name, key=key, holds=holds, **options)
+    run = part_run(recipe, name.removeprefix(PREFIX), beside=beside)
+    if not is_run(run) and not (run / FINAL / (holds or CONFIG)).is_file():
+        raise untrained(recipe, key, name, run)
+    return resolve_export(run, key=key, holds=holds, origin="part")
 
 
 def placed(recipe: Recipe) -> Recipe:

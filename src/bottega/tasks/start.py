@@ -12,6 +12,7 @@ from bottega.config.together import injection
 from bottega.core.errors import BottegaError, CheckpointError, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.folders.resolve import ADAPTER, CONFIG, own_adapter, resolve_model, unexported
 from bottega.tasks import needs
 from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.language.config import LanguageRecipe
@@ -23,22 +24,17 @@ PLACE = "start"
 
 def start_folder(name: str, *, is_local: bool = False) -> Path:
     """The transformers folder to start from: a run's export, a folder, or a hub name unless it is known to be none."""
-    run = Path(name).expanduser()
-    if not (run / "recipe.yaml").is_file():
-        # Loads torch, which preparing text from scratch does without.
-        from bottega.models.folders.pretrained import fetch_folder
-
-        folder = fetch_folder(name, is_local=is_local)
-        alone = next((one for one in (folder, folder / "adapter") if (one / "bottega.json").is_file()), None)
-        if alone is not None and not (folder / "config.json").is_file():
-            raise _no_whole(name, alone)
-        return folder
-    final = run / "final"
-    if not (final / "config.json").is_file():
-        if _is_narrow(run):  # and so another export would hold no more
-            raise _no_whole(name, final / "adapter")
-        raise UsageError(f"model.from: {name} is a run that was not exported; say bottega export {name} first")
-    return final
+    base = resolve_model(name, key="model.from", is_local=is_local, holds=None)
+    if (base.path / CONFIG).is_file():
+        return base.path
+    if base.origin == "run":
+        if _is_narrow(base.path.parent):  # and so another export would hold no more
+            raise _no_whole(name, base.path / ADAPTER)
+        raise unexported(name, key="model.from")
+    adapter = own_adapter(base.path)
+    if adapter is not None:
+        raise _no_whole(name, adapter)
+    return base.path
 
 
 def _no_whole(name: str, adapter: Path) -> UsageError:

@@ -54,9 +54,9 @@ def _lacks_pooler(folder: str | None) -> bool:
         return False
     from safetensors import safe_open
 
-    from bottega.models.folders.pretrained import fetch_folder
+    from bottega.models.folders.resolve import resolve_model
 
-    for file in fetch_folder(folder).glob("*.safetensors"):
+    for file in resolve_model(folder, key="model.from").path.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             if any("pooler." in name for name in tensors.keys()):  # noqa: SIM118 (it has no other way)
                 return False

@@ -60,7 +60,7 @@ def streamed(lesson: Lesson, recipe: Recipe, branch: Branch) -> Lesson:
 def _measured(engine: Engine, batch: Batch, *, at_most: int | None) -> Iterator[Sums]:
     """Part by part: no more at once than a forward of training has, nor than `at_most` of all ranks together."""
     size = batch_length(batch)
-    limits = [engine.micro_batch_size, -(-at_most // engine.world) if at_most is not None else None]
+    limits = [engine.micro_batch_size, -(-at_most // engine.data_size) if at_most is not None else None]
     at_once, at = min([size, *(limit for limit in limits if limit is not None)]), 0
     while at < size:
         try:
@@ -77,8 +77,8 @@ def _measured(engine: Engine, batch: Batch, *, at_most: int | None) -> Iterator[
 
 def _weighed(batch: Batch, loader: Loader, step: int) -> dict[str, Any]:
     """The batch as an evaluation has it, with weight 0 for what is not new: that was learnt from already."""
-    share = loader.batch_size_at(step) // loader.world
-    positions = loader.samples_before(step) + loader.rank * share + np.arange(share)
+    share = loader.batch_size_at(step) // loader.data_size
+    positions = loader.samples_before(step) + loader.data_rank * share + np.arange(share)
     source, order = loader.source, loader.order
     assert order is not None
     if isinstance(source, SideBySide) and source.orders is not None:

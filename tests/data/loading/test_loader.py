@@ -48,7 +48,7 @@ def test_ranks_and_workers_share_one_order(world: int, workers: int, prefetch: i
     source = numbers(30)
     shares = []
     for rank in range(world):
-        stream = Loader(source, 8, seed=1, rank=rank, world=world, workers=workers, prefetch=prefetch)(start)
+        stream = Loader(source, 8, seed=1, data_rank=rank, data_size=world, workers=workers, prefetch=prefetch)(start)
         shares.append(list(islice(stream, steps)))
         stream.close()
     plain = Loader(source, 8, seed=1)
@@ -73,7 +73,7 @@ def test_too_little_data_is_refused_with_both_numbers() -> None:
 
 def test_a_batch_that_ranks_cannot_share_is_refused_with_the_sizes_that_fit() -> None:
     with pytest.raises(UsageError, match=r"training.batch_size=8 .* 3 processes; it can by 1, 2, 4, 8"):
-        Loader(numbers(30), 8, seed=0, world=3)
+        Loader(numbers(30), 8, seed=0, data_size=3)
 
 
 STAGES = (Stage(0, 4, 10), Stage(3, 8, 20), Stage(5, 6, 30))
@@ -88,7 +88,9 @@ def test_stages_have_batches_of_their_own_sizes() -> None:
     loader = staged()
     assert [loader.batch_size_at(step) for step in range(8)] == sizes
     assert [len(batch["x"]) for batch in islice(loader(0), 8)] == sizes
-    assert [len(batch["x"]) for batch in islice(staged(rank=1, world=2)(2), 6)] == [size // 2 for size in sizes[2:]]
+    assert [len(batch["x"]) for batch in islice(staged(data_rank=1, data_size=2)(2), 6)] == [
+        size // 2 for size in sizes[2:]
+    ]
     assert [loader.samples_before(step) for step in range(9)] == [0, *np.cumsum(sizes)]
     assert [loader.step_at(samples) for samples in (0, 3, 4, 12, 27, 28, 33, 34)] == [0, 0, 1, 3, 4, 5, 5, 6]
     assert loader.steps_per_epoch == 30 / 8
@@ -98,7 +100,7 @@ def test_stages_have_batches_of_their_own_sizes() -> None:
 
 def test_a_stage_that_ranks_cannot_share_is_named() -> None:
     with pytest.raises(UsageError, match=r"curriculum\.stages\[2\]\.batch_size=6 .* 4 processes; it can by 1, 2, 3, 6"):
-        staged(world=4)
+        staged(data_size=4)
 
 
 def test_an_epoch_of_a_mixture_is_as_many_samples_as_there_are() -> None:
@@ -153,7 +155,7 @@ def test_the_loop_counts_the_samples_of_every_stage() -> None:
 def test_evaluation_sees_every_sample_exactly_once_in_order(world: int, limit: int | None) -> None:
     source = numbers(22)
     expected = np.arange(22 if limit is None else min(limit, 22))
-    ranks = [list(evaluate_batches(source, 8, rank=rank, world=world, limit=limit)) for rank in range(world)]
+    ranks = [list(evaluate_batches(source, 8, data_rank=rank, data_size=world, limit=limit)) for rank in range(world)]
     seen, total = [], 0.0
     for parts in zip(*ranks, strict=True):
         assert len({len(part["x"]) for part in parts}) == 1
@@ -174,14 +176,14 @@ def test_evaluation_tells_the_number_of_each_sample(world: int) -> None:
     """Noise is drawn for it, so that a sample has the same in every batch size and on every rank."""
     source = numbers(10)
     for rank in range(world):
-        for batch in evaluate_batches(source, 4, rank=rank, world=world):
+        for batch in evaluate_batches(source, 4, data_rank=rank, data_size=world):
             assert batch["index"].dtype == np.int64
             assert np.array_equal(batch["index"], batch["x"])
 
 
 def test_padding_keeps_the_weights_a_source_has() -> None:
     source = ArraySource({"weight": np.array([0.5, 2.0, 3.0], np.float32)})
-    parts = [next(iter(evaluate_batches(source, 4, rank=rank, world=2))) for rank in range(2)]
+    parts = [next(iter(evaluate_batches(source, 4, data_rank=rank, data_size=2))) for rank in range(2)]
     assert np.concatenate([part["weight"] for part in parts]).tolist() == [0.5, 2.0, 3.0, 0.0]
 
 

@@ -83,7 +83,7 @@ def test_ranks_share_what_one_process_sees(world: int) -> None:
     order, place = staged(Competence(initial=0.2), size=100, total=40, batch_size=8)
     source = ArraySource({"x": np.arange(100)})
     alone = Loader(source, 8, seed=0, order=order)
-    ranks = [Loader(source, 8, seed=0, order=order, rank=rank, world=world) for rank in range(world)]
+    ranks = [Loader(source, 8, seed=0, order=order, data_rank=rank, data_size=world) for rank in range(world)]
     streams = [rank(0) for rank in ranks]
     for step in range(40):
         seen = np.concatenate([next(stream)["x"] for stream in streams])
@@ -178,7 +178,7 @@ def test_each_stage_sees_what_it_declares(medium: Any, tmp_path: Path) -> None:
     curriculum = {"data.curriculum": {"by": "hardness", "stages": STAGES}}
     recipe = load_recipe([name, {**values, **COMMON, **curriculum}]).recipe
     source = registry.prepare(recipe, say=lambda stage, done, total: None).training()
-    loader = plain_loader(recipe, source, world=1)
+    loader = plain_loader(recipe, source, data_size=1)
     assert total_steps(recipe, loader) == 8
     place = np.argsort(ranking(source, "hardness"))
     for step in range(8):
@@ -228,7 +228,7 @@ def test_what_a_curriculum_can_go_by(tmp_path: Path) -> None:
 
             def ordered(recipe: Any = recipe) -> Loader:
                 branch = registry.prepare(recipe, say=lambda stage, done, total: None)
-                return plain_loader(recipe, branch.training(), world=1)
+                return plain_loader(recipe, branch.training(), data_size=1)
 
             if said is None:
                 assert isinstance(ordered().order, Staged)

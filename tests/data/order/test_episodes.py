@@ -97,7 +97,7 @@ def test_ranks_share_the_episodes_of_a_batch(world: int) -> None:
     loader = Loader(made(ways=3, renumbered="label"), 8, seed=3)
     for step in (0, 7, 40):
         whole = loader.batch(step)
-        ranks = [replace(loader, rank=rank, world=world).batch(step) for rank in range(world)]
+        ranks = [replace(loader, data_rank=rank, data_size=world).batch(step) for rank in range(world)]
         for part in ("support", "query"):
             for name, value in whole[part].items():
                 np.testing.assert_array_equal(np.concatenate([rank[part][name] for rank in ranks]), value)

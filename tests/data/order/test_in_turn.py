@@ -115,7 +115,7 @@ def test_ranks_share_each_batch(world: int) -> None:
     source = ArraySource({"x": np.arange(60)})
     order = planned((25, 35), 8, 2)
     whole = Loader(source, 8, seed=0, order=order)
-    ranks = [Loader(source, 8, seed=0, order=order, rank=r, world=world) for r in range(world)]
+    ranks = [Loader(source, 8, seed=0, order=order, data_rank=r, data_size=world) for r in range(world)]
     for step in range(order.steps(8)):
         parts = np.concatenate([rank.batch(step)["x"] for rank in ranks])
         np.testing.assert_array_equal(parts, whole.batch(step)["x"])

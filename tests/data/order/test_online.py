@@ -133,7 +133,9 @@ def test_ranks_and_workers_and_a_restart_change_nothing() -> None:
     order = Stream(100, 5, share=0.25, memory=30, grain=8)
     plain = [Loader(source, 8, seed=0, order=order).batch(step)["x"] for step in range(15)]
     for world, workers in ((1, 0), (2, 0), (4, 0), (1, 1)):
-        loaders = [Loader(source, 8, seed=0, rank=r, world=world, order=order, workers=workers) for r in range(world)]
+        loaders = [
+            Loader(source, 8, seed=0, data_rank=r, data_size=world, order=order, workers=workers) for r in range(world)
+        ]
         for start in (0, 7) if not workers else (7,):
             streams = [loader(start) for loader in loaders]
             for step in range(start, 12):

@@ -102,7 +102,7 @@ def test_a_far_step_costs_no_more_than_a_near_one(name: str, step: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 def test_ranks_share_one_order(name: str, world: int) -> None:
     start = 5
-    streams = [loader(name, rank=rank, world=world)(start) for rank in range(world)]
+    streams = [loader(name, data_rank=rank, data_size=world)(start) for rank in range(world)]
     for step in range(start, 45):
         got = np.concatenate([next(stream)["x"] for stream in streams])
         assert np.array_equal(got, loader(name).indices(step)[0])
@@ -121,7 +121,7 @@ class Several:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_workers_share_one_order(workers: int) -> None:
     start = 3
-    stream = prefetch(Several(rank=1, world=2), start, workers=workers, depth=workers % 2)
+    stream = prefetch(Several(data_rank=1, data_size=2), start, workers=workers, depth=workers % 2)
     for step, batch in enumerate(islice(stream, 40), start=start):
         for name, got in batch.items():
             whole = loader(name).indices(step)[0]

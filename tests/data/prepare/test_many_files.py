@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from bottega.config.data import HeldOut, Source
+from bottega.data.formats import find, fingerprint, metadata
 from bottega.data.image.config import ImageData
 from bottega.data.prepare import inputs, jobs
 from bottega.data.prepare.media import prepare_media
-from bottega.data.readers import find, fingerprint, metadata
 from bottega.models.generator.config import Generator
 from bottega.tasks.generation.config import ImageRecipe
 

@@ -18,6 +18,7 @@ from bottega.config.data import Cleaning, Curriculum, Duplicates, Filter, HeldOu
 from bottega.core.errors import DataError
 from bottega.data.audio.decode import encode_wav
 from bottega.data.audio.encoder import AudioEncoder
+from bottega.data.formats import text as text_files
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.numbers.vectors import VectorEncoder
 from bottega.data.prepare import scan as scanning
@@ -25,7 +26,6 @@ from bottega.data.prepare.inputs import inputs_of, items_of
 from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.prepare.prepared import Prepared
 from bottega.data.prepare.rules import Dropped, Rules, records
-from bottega.data.readers import text as text_files
 from bottega.data.records import fields
 from bottega.data.records.record import Bad, Record, Unreadable
 from bottega.data.tables.classes import texts_of

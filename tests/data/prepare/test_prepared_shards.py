@@ -12,9 +12,9 @@ import pytest
 
 from bottega.config.data import Cleaning, HeldOut, Source, TextData
 from bottega.core.errors import DataError, UsageError
+from bottega.data.formats import Found
 from bottega.data.prepare import learn
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.readers import Found
 from bottega.data.tables.cache import seal
 from bottega.data.tables.shards import COLUMNS, TEXT, Column, ShardWriter, Table
 from bottega.data.text.vocabulary import TokenizerSpec

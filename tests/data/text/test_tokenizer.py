@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.readers.embedded import listed
+from bottega.data.formats.embedded import listed
 from bottega.data.text import tokenizer as tokenizer_module
 from bottega.data.text.bytelevel import SYMBOLS, safe_pieces
 from bottega.data.text.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer

@@ -282,7 +282,7 @@ def test_ranks_share_an_evaluation_that_does_not_divide() -> None:
     """Rows that fill up a share count for nobody: 23 in batches of 5, over two ranks."""
     one = engine(task())
     usual = evaluate(one, evaluate_batches(beside(is_training=False), 5))
-    shares = [list(evaluate_batches(beside(is_training=False), 5, rank=rank, world=2)) for rank in (0, 1)]
+    shares = [list(evaluate_batches(beside(is_training=False), 5, data_rank=rank, data_size=2)) for rank in (0, 1)]
     total: dict[str, list[float]] = {}
     for part in (*shares[0], *shares[1]):
         for name, (value, count) in one.eval_step(part).sums.items():

@@ -12,7 +12,8 @@ import numpy as np
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.audio.decode import encode_flac, encode_wav
 from bottega.data.audio.picture import Sound, spectrogram_sheet
-from bottega.data.present import ending, is_folder, numbered, whole
+from bottega.data.present import ending, is_folder, numbered
+from bottega.storage.durable import replacing_file
 
 ENDINGS = (".wav", ".flac", ".ogg")
 SILENCE_SECONDS = 0.2
@@ -30,7 +31,7 @@ def write_wav(samples: np.ndarray, rate: int, path: Path) -> float:
     """
     kind = ending(path, ENDINGS)
     sound, factor = _within(samples)
-    with whole(path) as temporary:
+    with replacing_file(path) as temporary:
         if kind == ".ogg":
             temporary.write_bytes(_encode_ogg(sound, rate))
         else:
@@ -57,7 +58,7 @@ def write_sounds(
     names = captions if captions is not None else [f"{number:02d}" for number in range(len(sounds))]
     shown = [_titled(name, samples, rate) for name, samples in zip(names, sounds, strict=True)]
     try:
-        with whole(picture) as temporary:
+        with replacing_file(picture) as temporary:
             spectrogram_sheet(shown[:MOST_SPECTROGRAMS], temporary)
     except EnvironmentProblem:  # no Pillow: what was asked for is there to be heard
         return files

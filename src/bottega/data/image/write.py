@@ -10,7 +10,8 @@ import numpy as np
 
 from bottega.data.image.decode import decode, pillow
 from bottega.data.image.sheet import sheet
-from bottega.data.present import ending, is_folder, numbered, whole
+from bottega.data.present import ending, is_folder, numbered
+from bottega.storage.durable import replacing_file
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 # Of the formats that lose something: above it files grow and nothing more is seen.
@@ -53,11 +54,11 @@ def _sheet(images: np.ndarray, path: Path, captions: Sequence[str] | None, colum
     if path.suffix.lower() != ".png":  # a sheet is drawn as PNG
         _save(page(list(images), captions=captions, columns=columns), path)
         return
-    with whole(path) as temporary:
+    with replacing_file(path) as temporary:
         sheet(list(images), temporary, captions=captions, columns=columns)
 
 
 def _save(image: np.ndarray, path: Path) -> None:
     picture = pillow().fromarray(np.ascontiguousarray(image[:, :, 0] if image.shape[2] == 1 else image))
-    with whole(path) as temporary:
+    with replacing_file(path) as temporary:
         picture.save(temporary, format=FORMATS[ending(path, FORMATS)], quality=QUALITY)

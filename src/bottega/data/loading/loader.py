@@ -25,15 +25,16 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Loader:
-    """`loader(step)` gives this rank's batches from that step on, for ever."""
+    """`loader(step)` gives this process's batches from that step on, for ever."""
 
     source: Source
     batch_size: int
     """The global one, over all ranks; stages of the order may have their own."""
     seed: int
     """Of the plain shuffle. An order that is given has its own."""
-    rank: int = 0
-    world: int = 1
+    data_rank: int = 0
+    data_size: int = 1
+    """Which share of each batch, of how many: those of `World`."""
     workers: int = 0
     prefetch: int = 0
     order: Order | None = None
@@ -50,11 +51,11 @@ class Loader:
         assert self.order is None or self.order.size <= size, f"an order of {self.order} samples over {size}"
         is_staged = isinstance(self.order, Staged)
         for stage, batch_size in enumerate(self.pace.sizes):
-            if batch_size < 1 or batch_size % self.world:
+            if batch_size < 1 or batch_size % self.data_size:
                 key = f"data.curriculum.stages[{stage}].batch_size" if is_staged else "training.batch_size"
                 fitting = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
                 raise UsageError(
-                    f"{key}={batch_size} cannot be shared equally by {self.world} processes; "
+                    f"{key}={batch_size} cannot be shared equally by {self.data_size} processes; "
                     f"it can by {', '.join(map(str, fitting)) or 'none'}"
                 )
 
@@ -118,8 +119,8 @@ class Cursor:
         size = pace.sizes[stage]
         # What is remembered ends with the stage, because the next one may have batches of another size.
         last = min([step + max(1, self.block // size), *pace.firsts[stage + 1 : stage + 2]])
-        share = size // loader.world
-        offset = pace.samples_before(step) + loader.rank * share + np.arange(share)
+        share = size // loader.data_size
+        offset = pace.samples_before(step) + loader.data_rank * share + np.arange(share)
         index, epoch = loader._order.places(np.arange(last - step)[:, None] * size + offset)
         self.first, self.shares = step, list(zip(index, epoch, strict=True))
 
@@ -128,11 +129,11 @@ def evaluate_batches(
     source: Source,
     batch_size: int,
     *,
-    rank: int = 0,
-    world: int = 1,
+    data_rank: int = 0,
+    data_size: int = 1,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """This rank's share of every sample exactly once; `limit` keeps only the first ones. They come in their order, or
+    """This process's share of every sample exactly once; `limit` keeps only the first ones. They come in their order, or
     those of like length together, as the source has it.
 
     A batch that the ranks cannot share equally is filled up with its last row. It then has a "weight" [b] that is 0 for
@@ -145,12 +146,12 @@ def evaluate_batches(
     order = source.alike(size)
     for first in range(0, size, batch_size):
         count = min(batch_size, size - first)
-        share = -(-count // world)
-        places = np.arange(rank * share, (rank + 1) * share)
+        share = -(-count // data_size)
+        places = np.arange(data_rank * share, (data_rank + 1) * share)
         index = first + np.minimum(places, count - 1)
         index = index if order is None else order[index]
         batch = source.rows(index, np.zeros_like(index))
-        if share * world != count:
+        if share * data_size != count:
             weight = (places < count).astype(np.float32)
             batch["weight"] = batch["weight"] * weight if "weight" in batch else weight
         yield {**batch, "index": index}

@@ -10,7 +10,7 @@ import numpy as np
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.readers import find
+from bottega.data.formats import find
 from bottega.data.records.fields import label_name, own_names
 from bottega.data.records.record import Bad, Record, Unreadable
 

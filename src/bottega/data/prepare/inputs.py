@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from bottega.config.data import Data, HeldOut, Source
 from bottega.core.errors import DataError, UsageError
-from bottega.data.readers import Found, compressed, find
-from bottega.data.readers.fingerprint import content_hash, content_hashes
-from bottega.data.readers.idx import parts_in
-from bottega.data.readers.reader import Piece
+from bottega.data.formats import Found, compressed, find
+from bottega.data.formats.fingerprint import content_hash, content_hashes
+from bottega.data.formats.idx import parts_in
+from bottega.data.formats.reader import Piece
 from bottega.data.tables.cache import cached, default_cache
 
 # A process is given so many bytes at a time: small enough to lose little when it is killed, large enough that the part

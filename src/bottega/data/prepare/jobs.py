@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.loading.prefetch import prefetch
-from bottega.storage.durable import flush_all
+from bottega.storage.durable import writing_folder
 
 SUMMARY = "summary.json"
 # Starting a process costs half a second, so less work than this is done here.
@@ -49,29 +48,18 @@ class Jobs(ABC):
         part = self.part(number)
         if (part / SUMMARY).is_file():
             return json.loads((part / SUMMARY).read_bytes())
-        # A worker may outlive a parent that was killed, and must not write where the next one does.
-        temporary = self.folder / f".tmp-{number:06d}-{os.getpid()}"
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            summary = self.work(number, temporary)
-            (temporary / SUMMARY).write_text(json.dumps(summary))
-            flush_all(temporary)
-            _publish(temporary, part)
+            # A worker may outlive a parent that was killed, so the next one may do the same job: the first result stays.
+            with writing_folder(part, replace=False) as temporary:
+                summary = self.work(number, temporary)
+                (temporary / SUMMARY).write_text(json.dumps(summary))
         except OSError as error:
+            if isinstance(error, FileExistsError) and (part / SUMMARY).is_file():
+                return json.loads((part / SUMMARY).read_bytes())
             if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder):
                 raise EnvironmentProblem(f"{self.folder}: {error.strerror}; free some space") from error
             raise
         return summary
-
-
-def _publish(temporary: Path, part: Path) -> None:
-    try:
-        os.rename(temporary, part)
-    except OSError:
-        if not (part / SUMMARY).is_file():
-            raise
-        shutil.rmtree(temporary)  # somebody else has done the same
 
 
 def run(jobs: Jobs, progress: Progress) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from bottega.config.media import MediaRecipe
 from bottega.core.errors import DataError, UsageError
 from bottega.data.audio.config import AudioData
 from bottega.data.embedded import Medium, in_place, materialise
+from bottega.data.formats import find
 from bottega.data.image.config import ImageData
 from bottega.data.numbers.config import RoutingData
 from bottega.data.prepare.encoder import Encoder
@@ -21,7 +22,6 @@ from bottega.data.prepare.inputs import Input, Shares, check_medium, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Dropped, Rules
-from bottega.data.readers import find
 from bottega.data.records.record import Bad, Record, Unreadable
 from bottega.data.tables.cache import default_cache
 from bottega.data.video.config import VideoData

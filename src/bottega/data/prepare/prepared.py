@@ -28,7 +28,7 @@ from bottega.data.tables.cache import cached, damage
 from bottega.data.tables.classes import Classes, classes_of, texts_of
 from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import Tokenizer
-from bottega.storage.durable import flush, flush_all
+from bottega.storage.durable import flush_all, write_atomic
 
 META = "meta.json"
 WORK = ("scan", "decisions", "parts")
@@ -288,10 +288,7 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
     _check_unchanged(plan)
     for table in known["tables"]:
         flush_all(folder / table)
-    temporary = folder / f".{META}"
-    temporary.write_text(json.dumps(meta, indent=1))
-    flush(temporary)
-    temporary.rename(folder / META)
+    write_atomic(folder / META, json.dumps(meta, indent=1))
 
 
 def _unread_parts(inputs: tuple[Input, ...]) -> tuple[str, ...]:

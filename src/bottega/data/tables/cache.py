@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import DataError, EnvironmentProblem
-from bottega.storage.durable import flush, flush_all
+from bottega.storage.durable import resumable_folder
 
 MANIFEST = "MANIFEST.json"
 
@@ -72,30 +72,20 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _make(entry: Path, build: Callable[[Path], None]) -> None:
     """Under the lock: whatever else is there under this name was left by a process that died."""
-    temporary = entry.with_name(f"{entry.name}.tmp")
     if entry.is_dir():
         shutil.rmtree(entry)
     else:
         entry.unlink(missing_ok=True)
-    temporary.mkdir(exist_ok=True)
-    try:
+    with resumable_folder(entry) as temporary:
         build(temporary)
-        flush_all(temporary)
         seal(temporary)
-        temporary.rename(entry)
-    except KeyboardInterrupt:
-        raise  # what is done so far stays for the next time
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def seal(folder: Path) -> None:
-    """Write down what the folder holds."""
+    """Write down what the folder holds; who publishes it flushes that too."""
     files = {path.relative_to(folder).as_posix(): path for path in _files(folder) if path.name != MANIFEST}
     rows = {name: {**_seen(path), "sha256": _sha256(path)} for name, path in files.items()}
     (folder / MANIFEST).write_text(json.dumps(rows, indent=1))
-    flush(folder / MANIFEST)
 
 
 def is_whole(folder: Path) -> bool:

@@ -11,10 +11,10 @@ import tokenizers
 from pydantic import BaseModel, ConfigDict, model_validator
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.core.errors import DataError, UsageError
 from bottega.data.text.bytelevel import SYMBOLS, safe_pieces
 from bottega.data.text.tokenizer import END_OF_TEXT, PIECE, UNKNOWN, Kind, Tokenizer
-from bottega.models.folders.hub_access import hub_if_it_answers
+from bottega.models.folders.resolve import resolve_tokenizer
 
 SMALLEST = 257
 """All bytes and end of text."""
@@ -123,9 +123,7 @@ def word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_frequenc
 
 def pretrained_tokenizer(name: str) -> Tokenizer:
     """From a tokenizer.json or its folder, or by its name on the Hugging Face hub."""
-    path = Path(name).expanduser()
-    if not path.exists() and not name.startswith((".", "/", "~")):
-        path = _downloaded(name)
+    path = resolve_tokenizer(name)
     tokenizer = Tokenizer.load(path)
     limits = [limit for limit in (tokenizer.longest, _positions(path)) if limit is not None]
     if limits:
@@ -146,29 +144,6 @@ def _positions(path: Path) -> int | None:
     # These count positions from the one after padding, so that the first ones are never used.
     offset = (config.get("pad_token_id") or 0) + 1 if config.get("model_type") in AFTER_PADDING else 0
     return count - offset if count > offset else None
-
-
-def _downloaded(name: str) -> Path:
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"tokenizer {name!r} is not a folder here, and huggingface_hub is not installed"
-        ) from error
-    with hub_if_it_answers() as silence:
-        try:
-            path = Path(hf_hub_download(name, "tokenizer.json"))
-        except (OSError, ValueError) as error:
-            reason = silence or str(error).strip().split("\n")[0]
-            raise EnvironmentProblem(
-                f"tokenizer {name!r} is neither a folder here nor can it be fetched from the hub: {reason}"
-            ) from error
-        try:
-            hf_hub_download(name, "tokenizer_config.json")
-        except (EntryNotFoundError, OSError):
-            pass  # optional: it only says which token ends a text
-    return path.parent
 
 
 def _finished(core: tokenizers.Tokenizer, kind: Kind, **special: str) -> Tokenizer:

@@ -17,7 +17,8 @@ from bottega.core.errors import EnvironmentProblem
 from bottega.data.image.decode import pillow
 from bottega.data.image.sheet import sheet
 from bottega.data.image.write import page
-from bottega.data.present import ending, is_folder, numbered, whole
+from bottega.data.present import ending, is_folder, numbered
+from bottega.storage.durable import replacing_file
 
 ANIMATIONS = (".gif", ".mp4")
 # Smaller ones are enlarged by whole factors: a film of 28 pixels is a stamp on any screen.
@@ -74,7 +75,7 @@ def _filmstrip(videos: np.ndarray, fps: float, path: Path, captions: Sequence[st
     chosen = sorted({0, last // 2, last})
     times = [f"{number / fps:.2f} s" for number in chosen]
     names = captions if captions is not None else [f"{number:02d}" for number in range(len(videos))]
-    with whole(path) as temporary:
+    with replacing_file(path) as temporary:
         sheet(
             [frames[number] for frames in videos for number in chosen],
             temporary,
@@ -87,7 +88,7 @@ def _animate(frames: np.ndarray, fps: float, path: Path) -> None:
     assert frames.dtype == np.uint8, f"frames of {frames.dtype}"
     assert fps > 0, f"{fps} frames a second"
     kind = ending(path, ANIMATIONS)
-    with whole(path) as temporary:
+    with replacing_file(path) as temporary:
         if kind == ".gif":
             temporary.write_bytes(_gif(frames, fps))
         else:

@@ -89,7 +89,7 @@ class TorchBackend(Backend):
     def join_ranks(self, device: str) -> int:
         from bottega.engines.torch import ranks
 
-        return ranks.join_group(choose_device(device))[0]
+        return ranks.join_group(choose_device(device), World.current()).rank
 
     def any_rank(self, flag: bool) -> bool:
         from bottega.engines.torch import ranks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Loss
-from bottega.engines.torch.ranks import joined_rows
+from bottega.engines.torch.ranks import data_group, joined_rows
 
 WEIGHT = "weight"
 
@@ -50,7 +50,7 @@ class Seen:
     def _joined(self) -> dict[str, Tensor]:
         if self.sums and dist.is_initialized():
             flat = torch.cat([value.flatten() for value in self.sums.values()])
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=data_group())
             parts = flat.split([value.numel() for value in self.sums.values()])
             self.sums = {n: part.view_as(old) for (n, old), part in zip(self.sums.items(), parts, strict=True)}
         if not self.rows:

@@ -53,18 +53,21 @@ class TorchEngine(Engine):
         deterministic: bool = False,
         micro_batch_size: int | None = None,
         pin_memory: bool = True,
+        world: World | None = None,
     ) -> None:
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
         self.device: torch.device = choose_device(device)
         self.device_type = self.device.type
-        self.rank, self.world = ranks.join_group(self.device)
+        place = ranks.join_group(self.device, world or World.current())
+        self.rank, self.world = place.rank, place.size
+        self.data_rank, self.data_size = place.data_rank, place.data_size
         if deterministic:
             make_deterministic()
         self.dtype = choose_precision(training.mixed_precision, self.device)
         self.precision = str(self.dtype).removeprefix("torch.")
         self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
         self._auto = training.micro_batch_size == "auto"
-        self.processes_here = World.current().local_size
+        self.processes_here = place.local_size
 
         models = build_models(task, seed)
         self.model: torch.nn.Module = models["model"].to(self.device)
@@ -157,7 +160,7 @@ class TorchEngine(Engine):
     ) -> tuple[Tensor, dict[str, Any]]:
         """This rank's gradients of the exact global mean, micro-batch by micro-batch; `_complete` joins the ranks'."""
         micro = min(self.micro_batch_size or size, size)
-        first = self.rank * size
+        first = self.data_rank * size
         if self._apart is not None:
             self._apart.gradients = {}  # of a try that ran out of memory
         self._seen.clear()
@@ -166,7 +169,7 @@ class TorchEngine(Engine):
         for number, at in enumerate(range(0, size, micro)):
             part = batch if micro == size else slice_batch(batch, at, at + micro)
             # Dropout is the one draw that knows about ranks and splits; everything else asks `Noise`.
-            seed_dropout(seed_of(self.seed, step, number, self.rank), self.device)
+            seed_dropout(seed_of(self.seed, step, number, self.data_rank), self.device)
             positions = torch.arange(first + at, first + min(at + micro, size), device=self.device)
             rng = draw(self.seed, step, positions, fused=self._fused)
             with self._sync(last=at + micro >= size), self.autocast():
@@ -190,7 +193,7 @@ class TorchEngine(Engine):
             self._apart.backward(parts if self._scale is None else {n: p * self._scale for n, p in parts.items()})
             return
         if self.world > 1 and not self._is_bare:
-            loss = loss * self.world  # DDP averages over ranks, and ours is a mean over all of them already
+            loss = loss * self.data_size  # DDP averages over shares, and ours is a mean over all of them already
         (loss if self._scale is None else loss * self._scale).backward()
 
     def _complete(self, step: int) -> dict[str, Any]:

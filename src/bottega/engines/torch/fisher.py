@@ -13,6 +13,7 @@ from torch import Tensor
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
 from bottega.engines.torch.devices import put
+from bottega.engines.torch.ranks import data_group
 from bottega.engines.torch.sums import sum_terms
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def diagonal(
             p.requires_grad_(was)
     if dist.is_initialized():
         for square in squares:
-            dist.all_reduce(square)
+            dist.all_reduce(square, group=data_group())
     return {name: square / count for name, square in zip(names, squares, strict=True)}
 
 

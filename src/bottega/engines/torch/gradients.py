@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bottega.core.noise import generator
+from bottega.engines.torch.ranks import data_group
 
 
 def add_penalty(penalty: Tensor, parameters: Sequence[Tensor], *, scale: Tensor | None) -> None:
@@ -36,7 +37,7 @@ def reduce(parameters: Sequence[Tensor]) -> None:
     learning = [p for p in parameters if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in learning]
     flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=data_group())
     for parameter, part in zip(learning, flat.split([g.numel() for g in gradients]), strict=True):
         parameter.grad = part.view_as(parameter)
 
@@ -67,7 +68,7 @@ class Apart:
         self.gradients = {}
         if dist.is_initialized():
             for gradient in flat:
-                dist.all_reduce(gradient)
+                dist.all_reduce(gradient, group=data_group())
         rng = generator(seed, "gradient order", step)
         squares = [gradient.square().sum().clamp(min=torch.finfo(gradient.dtype).tiny) for gradient in flat]
         worst = flat[0].new_ones(())

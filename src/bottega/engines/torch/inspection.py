@@ -73,7 +73,7 @@ def _first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | Non
     try:
         on_device = put(batch, engine.device)
         size = batch_length(batch)
-        places = torch.arange(engine.rank * size, (engine.rank + 1) * size, device=engine.device)
+        places = torch.arange(engine.data_rank * size, (engine.data_rank + 1) * size, device=engine.device)
         rng = Noise(engine.seed, step, places, torch)
         with engine.autocast():
             out = engine.task.loss(engine.eager_models, on_device, rng)

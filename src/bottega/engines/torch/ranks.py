@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,23 +19,43 @@ _groups = itertools.count()
 """Numbers the groups that this process joins, one after the other; all ranks join the same ones."""
 
 
-def join_group(device: torch.device) -> tuple[int, int]:
-    """Rank and world from the environment that torchrun and accelerate set."""
-    world = World.current().size
-    if world == 1:
-        return 0, 1
+_data_groups: dict[int, Any] = {}
+_data_group: Any = None
+"""The processes that have one share of a batch each; None is all of them. Of the mesh that was joined last."""
+
+
+def data_group() -> Any:
+    """The group that sums over samples are taken in."""
+    return _data_group
+
+
+def join_group(device: torch.device, world: World) -> World:
+    """Meet the other processes of the world; returns this one's place in it."""
+    global _data_group
+    _data_group = None
+    if world.size == 1:
+        return replace(world, rank=0)
     unset = missing_variables()
     if unset:
-        raise UsageError(f"WORLD_SIZE is {world} and {', '.join(unset)} not set; start the processes with torchrun")
+        raise UsageError(
+            f"WORLD_SIZE is {world.size} and {', '.join(unset)} not set; start the processes with torchrun"
+        )
     if not dist.is_initialized():
         # torchrun's store outlives a group, so each training of a process has keys of its own in it: with those of an
         # earlier one, ranks would connect to addresses that are gone.
-        store, rank, world = next(dist.rendezvous("env://"))
+        store, _, _ = next(dist.rendezvous("env://"))
         # Host numbers travel over gloo and gradients over NCCL, in one group.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         own = dist.PrefixStore(f"bottega-{next(_groups)}", store)
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world)
-    return dist.get_rank(), dist.get_world_size()
+        dist.init_process_group(backend, store=own, rank=world.rank, world_size=world.size)
+        _data_groups.clear()
+    if world.data_size < world.size:
+        stride = world.size // world.data_size
+        if stride not in _data_groups:  # every process makes all groups, in the same order
+            made = [dist.new_group(list(range(first, world.size, stride))) for first in range(stride)]
+            _data_groups[stride] = made[world.rank % stride]
+        _data_group = _data_groups[stride]
+    return world
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -43,20 +65,20 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def summed(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Host numbers added up over ranks; they travel over gloo, so nobody waits for a device."""
+    """Host numbers added up over the shares of a batch; they travel over gloo, so nobody waits for a device."""
     if not dist.is_initialized():
         return {name: float(n) for name, n in numbers.items()}
     total = torch.tensor([float(n) for n in numbers.values()], dtype=torch.float64)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=_data_group)
     return dict(zip(numbers, total.tolist(), strict=True))
 
 
 def joined(values: Tensor) -> Tensor:
-    """Equal shares [b, ...] of all ranks, one after the other."""
+    """Equal shares [b, ...] of a batch, one after the other."""
     if not dist.is_initialized():
         return values
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, values.contiguous())
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(_data_group))]
+    dist.all_gather(parts, values.contiguous(), group=_data_group)
     return torch.cat(parts)
 
 
@@ -72,7 +94,12 @@ def joined_rows(rows: Mapping[str, Tensor], weight: Tensor | None) -> dict[str, 
 
 
 def any_rank(flag: bool) -> bool:
-    return flag if not dist.is_initialized() else summed({"votes": float(flag)})["votes"] > 0
+    """Whether any rank says so, whatever samples it sees."""
+    if not dist.is_initialized():
+        return flag
+    votes = torch.tensor([float(flag)], dtype=torch.float64)
+    dist.all_reduce(votes)
+    return bool(votes > 0)
 
 
 def all_same(text: str) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bottega.core.types import Rows, Sums
+from bottega.engines.torch.ranks import data_group
 
 INDEX = "index"
 """Of a batch of an evaluation: the number of each sample in its data set."""
@@ -42,7 +43,7 @@ def reduced(sums: Sums, device: torch.device) -> Sums:
     if not dist.is_initialized():
         return sums
     flat = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for pair in sums.values() for x in pair])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=data_group())
     return {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
 
 
@@ -54,7 +55,7 @@ def fetched(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float
     if local:
         pairs = torch.stack([_pair(m, device) for m in local.values()])
         if dist.is_initialized():
-            dist.all_reduce(pairs)
+            dist.all_reduce(pairs, group=data_group())
         for (name, m), (value, count) in zip(local.items(), pairs, strict=True):
             found[name] = value if m.count is None else value / count
             if m.count is not None:

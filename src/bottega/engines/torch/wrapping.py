@@ -9,16 +9,18 @@ from typing import Any
 import torch
 
 from bottega.core.errors import UsageError
+from bottega.engines.torch.ranks import data_group
 
 
 def replicated(model: Any, device: torch.device) -> Any:
-    """The model with gradients averaged over ranks. Nothing of ours changes a buffer in a forward, so none travels."""
+    """The model with gradients averaged over the shares of a batch. Nothing of ours changes a buffer in a forward, so none travels."""
     kind = torch.nn.parallel.DistributedDataParallel
     newer = "forward_sync_buffers" in inspect.signature(kind.__init__).parameters  # its name since torch 2.13
     buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
     return kind(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=data_group(),
         gradient_as_bucket_view=True,
         **buffers,
     )

@@ -23,6 +23,7 @@ from bottega.core.noise import generator
 from bottega.models.clip.config import ClipShape
 from bottega.models.folders.encoder import own_randomness, silent
 from bottega.models.folders.json_object import read_object
+from bottega.models.folders.resolve import require_config
 from bottega.models.folders.untrusted import blaming, check_loaded, read_plain, require_safetensors
 from bottega.models.initial import fill
 
@@ -160,8 +161,7 @@ def read_clip_shape(folder: Path | str, *, key: str = "model.clip") -> ClipShape
 
 
 def _read_clip_shape(folder: Path, key: str) -> ClipShape:
-    if not (folder / CONFIG).is_file():
-        raise UsageError(f"{key}: {folder} has no {CONFIG}; give the folder of a saved CLIP")
+    require_config(folder, key=key, what="CLIP")
     config = read_plain(folder / CONFIG, key=key)
     if config.get("model_type") not in KINDS or not {"text_config", "vision_config"} <= config.keys():
         held = config.get("model_type") or "model of no known type"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,14 +11,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.core.errors import CheckpointError
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.layout import OWN, ROUTER_STATE, config_for, layout_for, named, shape_from
-from bottega.models.folders.hub_access import hub_if_it_answers
 from bottega.models.folders.json_object import read_object
-
-CONFIG = "config.json"
-PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+from bottega.models.folders.resolve import CONFIG, resolve_model
 
 
 def export_transformers(
@@ -79,65 +76,7 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
 
 def fetch_weights(module: nn.Module, name: str) -> None:
     """Fill a module from a local folder or a hub name."""
-    load_weights(module, fetch_folder(name))
-
-
-def fetch_folder(
-    name: str, *, key: str = "model.from", is_local: bool = False, patterns: Sequence[str] = PATTERNS
-) -> Path:
-    """A local folder as it is; else a hub name, downloaded without anything that could run code.
-
-    `key` is who asks, `patterns` which files. What reads as a path, or `is_local`, is never asked of the network: it would
-    be told what our folders are called, and might have something else under that name.
-    """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if is_local or is_path(name):
-        raise UsageError(f"{key}: {name} is not a folder here; correct the path, or put the folder there")
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-        )
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"{key}: {name} is not a folder here, and the hub needs a package; pip install 'bottega[hub]'"
-        ) from error
-    try:
-        with hub_if_it_answers() as silence:
-            return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except HFValidationError as error:
-        raise UsageError(f"{key}: {name!r} is neither a folder here nor a hub name such as Qwen/Qwen3-0.6B") from error
-    except GatedRepoError as error:  # a kind of the next one
-        raise UsageError(
-            f"{key}: {name} is given only to those who agree to its terms; do so on its page on the hub and log in, or "
-            "name a folder that has it"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UsageError(
-            f"{key}: {name} is not a folder here, and the hub shows no such model; correct it, or log in if it is private"
-        ) from error
-    except (LocalEntryNotFoundError, ConnectionError) as error:
-        why = silence or "the hub could not be reached"
-        raise EnvironmentProblem(
-            f"{key}: {name} is not a folder here, and {why}; correct the path, or check the network and try again"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        reason = first_line(error)
-        raise EnvironmentProblem(
-            f"{key}: {name} is not a folder here, and could not be downloaded ({reason}); try again"
-        ) from error
-
-
-def is_path(name: str) -> bool:
-    """Whether a name is a path and not owner/model: by how it begins, by more than one slash, or because the folder before the slash is here."""
-    begins = name.startswith((".", "/", "~", "runs/"))
-    return begins or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
+    load_weights(module, resolve_model(name, key="model.from").path)
 
 
 def _wanted(state: Mapping[str, Tensor], folder: Path, places: Mapping[str, Path]) -> dict[str, Tensor]:

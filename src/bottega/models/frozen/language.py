@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bottega.core.errors import CheckpointError, UsageError, first_line
 from bottega.models.folders.encoder import silent
-from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.folders.resolve import resolve_model
 from bottega.models.folders.untrusted import check_loaded, read_plain, require_safetensors, transformers_config
 from bottega.models.frozen.allowed_words import AllowedWords
 from bottega.models.frozen.config import FrozenPrecision
@@ -52,7 +52,7 @@ class LanguageFacts(NamedTuple):
 
 
 def language_facts(folder: Path | str) -> LanguageFacts:
-    folder = fetch_folder(str(folder), key=KEY)
+    folder = resolve_model(folder, key=KEY).path
     config = _config(folder)
     text = config.get_text_config(decoder=True)
     hidden, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
@@ -82,7 +82,7 @@ def load_language_model(
     device: torch.device | str | None = None,
 ) -> FrozenLanguage:
     """On the CPU, or where quantised weights must be; frozen. `device` is where it will run, which `auto` goes by."""
-    folder = fetch_folder(str(folder), key=KEY)
+    folder = resolve_model(folder, key=KEY).path
     config = _config(folder)
     import transformers
 

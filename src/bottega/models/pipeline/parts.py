@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from bottega.core.errors import UsageError
 from bottega.models.folders.json_object import read_object
-from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.folders.resolve import CONFIG, INDEX, ModelFolder, resolve_model
 from bottega.models.folders.untrusted import read_plain
 
-KEY, INDEX = "model.diffusion", "model_index.json"
+KEY = "model.diffusion"
 UNET, TRANSFORMER, VAE = "UNet2DConditionModel", "SD3Transformer2DModel", "AutoencoderKL"
 CLIPS, T5 = ("CLIPTextModel", "CLIPTextModelWithProjection"), "T5EncoderModel"
 LIBRARIES = ("diffusers", "transformers")
@@ -19,7 +19,7 @@ DENOISERS = ("unet", "transformer")
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 USED = (*DENOISERS, *ENCODERS, "tokenizer", "tokenizer_2", "tokenizer_3", "vae", "scheduler")
 """The rest of an index, such as a safety checker, is not looked at."""
-CONFIGS = ("config.json", "tokenizer_config.json", "scheduler_config.json")
+CONFIGS = (CONFIG, "tokenizer_config.json", "scheduler_config.json")
 STEMS = ("diffusion_pytorch_model", "model")
 VARIANT = "fp16"
 PICKLES = ("bin", "pt", "pth", "ckpt")
@@ -39,19 +39,16 @@ class Parts(NamedTuple):
     vae: Path
 
 
-def find_pipeline(name: str, *, key: str = KEY, is_local: bool = False) -> Path:
-    """A pipeline's folder: as it is, the export of a run, or fetched from the hub, where files of half precision are taken
-    only if there are no others. `is_local` is never asked of the network."""
-    here = Path(name).expanduser()
-    if here.is_dir():
-        return (here / "final" if (here / "recipe.yaml").is_file() else here).absolute()
+def find_pipeline(name: str, *, key: str = KEY, holds: str = INDEX) -> ModelFolder:
+    """As `resolve_model`, for a pipeline. Of the hub, files of half precision are fetched only where there are no others."""
     names = [*DENOISERS, *ENCODERS, "vae"]
-    folder = fetch_folder(name, key=key, is_local=is_local, patterns=[*DESCRIPTIONS, *weight_patterns(names)])
-    bare = [name for name in names if (folder / name / "config.json").is_file() and not _weights(folder / name)]
-    if bare:
-        patterns = [*DESCRIPTIONS, *weight_patterns(bare, variant=VARIANT)]
-        folder = fetch_folder(name, key=key, is_local=is_local, patterns=patterns)
-    return folder
+    patterns = [*DESCRIPTIONS, *weight_patterns(names)]
+    found = resolve_model(name, key=key, holds=holds, patterns=patterns)
+    parts = [found.path / part for part in names]
+    bare = [part.name for part in parts if (part / CONFIG).is_file() and not _weights(part)]
+    if found.origin == "hub" and bare:
+        return resolve_model(name, key=key, patterns=[*DESCRIPTIONS, *weight_patterns(bare, variant=VARIANT)])
+    return found
 
 
 def weight_patterns(parts: list[str], *, variant: str = "") -> list[str]:

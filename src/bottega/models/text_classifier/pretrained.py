@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.folders.encoder import own_randomness, read_encoder, silent
-from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.folders.resolve import require_config, resolve_model
 from bottega.models.folders.untrusted import blaming, transformers_config
 from bottega.models.initial import fill, initial_value
 from bottega.models.text_classifier.config import DROPOUTS, PretrainedShape
@@ -91,8 +91,7 @@ def pretrained_shape(
 ) -> PretrainedShape:
     """The configuration of a folder's model, with the classes it is to tell and other dropout where that is given."""
     transformers = _transformers()
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"pretrained: {folder} has no config.json; give the folder of a saved encoder")
+    require_config(folder, key="pretrained", what="encoder")
     config = transformers_config(folder, key="pretrained", what="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
         raise UsageError(f"pretrained: {folder} holds a {config.model_type}, which cannot classify texts")
@@ -117,7 +116,7 @@ def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | 
         model = PretrainedClassifier(shape, _network(shape))
         fill(model, functools.partial(_initial, seed=seed))
         return model.train()
-    folder = fetch_folder(str(folder))
+    folder = resolve_model(str(folder), key="model.from").path
     with blaming(folder, key="pretrained"):
         network, absent = _loaded(shape, folder)
     prefix, path = parts_of(network, shape.num_labels)

@@ -7,7 +7,7 @@ from pathlib import Path
 from bottega.core.errors import UsageError
 from bottega.data.text.captions import CaptionTokens
 from bottega.models.clip.torch import read_clip_shape
-from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.folders.resolve import resolve_model
 from bottega.models.folders.untrusted import require_safetensors
 
 TOKENIZER = "tokenizer.json"
@@ -15,12 +15,7 @@ TOKENIZER = "tokenizer.json"
 
 def clip_folder(name: str | Path, *, key: str = "model.clip") -> Path:
     """Where its weights lie; of a run, in what it exported. `key` is who asks."""
-    folder = Path(name).expanduser()
-    if (folder / "recipe.yaml").is_file():
-        if not (folder / "final" / "config.json").is_file():
-            raise UsageError(f"{key}: {name} is a run that was not exported; say bottega export {name} first")
-        return (folder / "final").absolute()
-    return fetch_folder(str(name), key=key).absolute()
+    return resolve_model(name, key=key).path.absolute()
 
 
 def check_clip(folder: Path, *, key: str = "model.clip") -> None:

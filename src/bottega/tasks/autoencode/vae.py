@@ -29,7 +29,7 @@ from bottega.models.autoencoder.layout import export_autoencoder, read_autoencod
 from bottega.models.autoencoder.vae import Autoencoder
 from bottega.tasks.autoencode.config import AudioVaeRecipe, ImageVaeRecipe, VaeRecipe, VideoVaeRecipe
 from bottega.tasks.autoencode.vae_task import Reconstruction
-from bottega.tasks.generation.latent_space import autoencoder_in
+from bottega.tasks.generation.latent_space import autoencoder_folder
 from bottega.tasks.generation.latents import moments, round_trip
 from bottega.tasks.kept import read_kept
 from bottega.tasks.media import MediaBranch
@@ -58,7 +58,7 @@ class VaeFacts(BaseModel):
 def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> VaeBranch:
     checked = _checked(recipe)
     prepared = prepare_media(checked, progress=say)
-    start = autoencoder_in(Path(checked.model.from_).expanduser(), key="model.from") if checked.model.from_ else None
+    start = autoencoder_folder(checked, checked.model.from_, key="model.from") if checked.model.from_ else None
     mel = _mel(checked, prepared) if isinstance(checked, AudioVaeRecipe) else None
     return VaeBranch(checked, _facts(checked, prepared, mel, start), mel, prepared=prepared, start=start)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.readers import find
+from bottega.data.formats import find
 from bottega.data.sources.given import GivenData
 from bottega.tasks.prediction import NewSamples, is_missing, lines_of, most_likely, texts_in
 from bottega.terminal import print_notice

@@ -100,7 +100,7 @@ def prepare_classify(
 
 def _as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, ...]]:
     """Text files as lines of a label and a text, since a whole file has no label; with a note that says so."""
-    from bottega.data.readers.lines import recognise
+    from bottega.data.formats.lines import recognise
 
     changed, notes = [], []
     for input in inputs:

@@ -155,18 +155,14 @@ def reopen_codes(recipe: ImageRecipe | AudioRecipe | VideoRecipe, codec: Path) -
 
 def tokenizer_folder(recipe: Any, name: str, *, beside: Path | None = None) -> Path:
     """Of a part of the recipe, of a run that was exported, or as it is."""
-    if name.startswith(needs.PREFIX):
-        run = needs.part_run(recipe, name.removeprefix(needs.PREFIX), beside=beside)
-        if not run.is_dir():
-            raise needs.untrained(recipe, "model.tokenizer", name, run)
-    else:
-        run = Path(name).expanduser()
-    is_run = name.startswith(needs.PREFIX) or (run / "recipe.yaml").is_file()
-    folder = (run / "final" if is_run else run).absolute()
-    if not (folder / CONFIG).is_file():
-        remedy = f"say bottega export {run} first" if run.is_dir() and is_run else "give a run or an exported folder"
-        raise UsageError(f"model.tokenizer: {folder} holds no tokenizer; {remedy}")
-    return folder
+    absent, key = "holds no tokenizer; give a run or an exported folder", "model.tokenizer"
+    found = needs.resolve_named(recipe, name, key=key, beside=beside, holds=None, missing=absent)
+    if not (found.path / CONFIG).is_file():
+        remedy = "give a run or an exported folder"
+        if found.origin in ("part", "run"):
+            remedy = f"say bottega export {found.path.parent} first"
+        raise UsageError(f"{key}: {found.path.absolute()} holds no tokenizer; {remedy}")
+    return found.path.absolute()
 
 
 def _read(codec: Path) -> TokenizerFacts:

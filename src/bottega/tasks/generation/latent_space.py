@@ -22,13 +22,13 @@ from bottega.data.tables.shards import Table
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import read_autoencoder_shape
 from bottega.models.build import build_model
+from bottega.models.folders.resolve import CONFIG, component_folder
 from bottega.tasks import needs
 from bottega.tasks.frozen import check_same, content_of, found_again
 from bottega.tasks.generation.config import AudioRecipe
 from bottega.tasks.generation.latents import Latents, moments
 
 WHAT = "autoencoder"
-CONFIG, FINAL = "config.json", "final"
 DIMENSIONS = {"image": (2,), "audio": (1, 2), "video": (3,)}
 
 
@@ -116,25 +116,14 @@ def open_space(recipe: Any, medium: Literal["image", "audio", "video"]) -> Laten
 
 def vae_folder(recipe: Any) -> Path:
     """Where `model.vae` points: a part of the recipe, a run, a pipeline of diffusers, or the autoencoder itself."""
-    name: str = recipe.model.vae
-    if name.startswith(needs.PREFIX):
-        run = needs.part_run(recipe, name.removeprefix(needs.PREFIX))
-        if not (run / FINAL / CONFIG).is_file() and not (run / "recipe.yaml").is_file():
-            raise needs.untrained(recipe, "model.vae", name, run)
-        return autoencoder_in(run, key="model.vae")
-    return autoencoder_in(Path(name).expanduser(), key="model.vae")
+    return autoencoder_folder(recipe, recipe.model.vae, key="model.vae")
 
 
-def autoencoder_in(folder: Path, *, key: str) -> Path:
+def autoencoder_folder(recipe: Any, name: str, *, key: str) -> Path:
     """The folder with the autoencoder's own config.json, for one that a person would name."""
-    if not folder.is_dir():
-        raise UsageError(f"{key}: {folder} is no folder; name a run, or one with an AutoencoderKL of diffusers")
-    found = folder
-    if (folder / "recipe.yaml").is_file():
-        found = folder / FINAL
-        if not (found / CONFIG).is_file():
-            raise UsageError(f"{key}: {folder} is a run that was not exported; say bottega export {folder} first")
-    found = found / "vae" if (found / "vae" / CONFIG).is_file() else found
+    absent = "is no folder; name a run, or one with an AutoencoderKL of diffusers"
+    folder = needs.resolve_named(recipe, name, key=key, missing=absent).path
+    found = component_folder(folder, "vae")
     if not (found / CONFIG).is_file():
         raise UsageError(f"{key}: {folder} has no {CONFIG}; name a run, or a folder with an AutoencoderKL of diffusers")
     return found.absolute()

@@ -12,10 +12,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
+from bottega.data.formats.fingerprint import content_hashes
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.tables.cache import cached, default_cache
 from bottega.data.text.captions import CaptionTokens, first_captions, learn_tokens
+from bottega.models.folders.resolve import component_folder, resolve_model
 from bottega.models.generator.config import ConditionShape, TextEncoderOptions
 from bottega.tasks import needs
 from bottega.tasks.frozen import check_same, content_of, found_again
@@ -139,14 +140,10 @@ def reopen_text(recipe: ImageRecipe | AudioRecipe | VideoRecipe, codec: Path) ->
 
 def encoder_folders(name: str) -> tuple[Path, Path]:
     """Of an encoder and of its tokenizer: one folder with both, a run's export, a pipeline of diffusers, or a part of one."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        from bottega.models.folders.pretrained import fetch_folder
-
-        folder = fetch_folder(name, key="model.text.from")
-    folder = (folder / "final" if (folder / "recipe.yaml").is_file() else folder).absolute()
-    if (folder / "text_encoder" / "config.json").is_file():
-        return folder / "text_encoder", folder / "tokenizer"
+    folder = resolve_model(name, key="model.text.from", holds=None).path.absolute()
+    encoder = component_folder(folder, "text_encoder")
+    if encoder != folder:
+        return encoder, folder / "tokenizer"
     beside = folder.parent / "tokenizer"
     has_own = any((folder / file).is_file() for file in TOKENIZER_FILES)
     return folder, folder if has_own or not beside.is_dir() else beside

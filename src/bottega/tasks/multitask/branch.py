@@ -16,13 +16,13 @@ from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.order.online import stream
 from bottega.data.order.orders import Order, Shuffled
-from bottega.data.present import whole as written
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import Source
 from bottega.models.build import build_models
 from bottega.models.decoder.config import WIDENING
 from bottega.nearness import near_names
+from bottega.storage.durable import replacing_file
 from bottega.tasks import needs, registry
 from bottega.tasks.branch import Branch
 from bottega.tasks.classify.config import ClassifyRecipe
@@ -305,9 +305,9 @@ class MultitaskBranch(Branch):
                     f"data.parts.{name}: {key}: {was} -> {now} since this run began; start over with --fresh"
                 )
             part.save_codec(folder / name)
-            with written(folder / f"{name}.yaml") as file:
+            with replacing_file(folder / f"{name}.yaml") as file:
                 file.write_text(to_yaml(self.recipes[name]), encoding="utf-8")
-        with written(folder / PARTS) as file:
+        with replacing_file(folder / PARTS) as file:
             known = {"data": self._fingerprints(), "given_tokenizer": self.given_tokenizer}
             file.write_text(json.dumps(known, indent=1) + "\n")
 

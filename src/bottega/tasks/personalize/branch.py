@@ -14,12 +14,13 @@ from bottega.core.errors import UsageError
 from bottega.core.types import Models
 from bottega.data.image.write import FORMATS
 from bottega.data.prepare.prepared import Prepared
-from bottega.data.present import ending, is_folder, whole
+from bottega.data.present import ending, is_folder
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.source import Source
 from bottega.models.device import choose_device
 from bottega.models.frozen.config import FrozenPrecision
 from bottega.models.frozen.language import load_language_model
+from bottega.storage.durable import replacing_file
 from bottega.tasks.from_tables import TableBranch
 from bottega.tasks.generation.drawing import check_steps
 from bottega.tasks.generation.paths import Path as NoisePath
@@ -194,7 +195,7 @@ class PersonalizeBranch(TableBranch):
             is_same=self.facts.check,
             otherwise="the frozen models have other sizes than this run began with; start over with --fresh",
         )
-        with whole(folder / ANSWERS) as temporary:
+        with replacing_file(folder / ANSWERS) as temporary:
             add_answers(temporary, self.teller.prompts.keyworder.answered)
 
     # Pictures

@@ -8,13 +8,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from bottega.core.errors import EnvironmentProblem
+from bottega.storage.durable import flush
 from bottega.terminal import print_notice
 
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.S)
@@ -85,8 +85,7 @@ def add_answers(path: Path, answers: Mapping[str, tuple[str, ...]]) -> None:
         with path.open("a", encoding="utf-8") as stream:
             # A line break first: what is before may have been cut.
             stream.write("\n" + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            stream.flush()
-            os.fsync(stream.fileno())
+        flush(path)
     except OSError as error:
         raise _unkept(path, error) from error
 

@@ -17,7 +17,7 @@ import numpy as np
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.data.tables.cache import default_cache
 from bottega.models.folders.json_object import read_object
-from bottega.models.folders.pretrained import fetch_folder
+from bottega.models.folders.resolve import resolve_model
 from bottega.models.folders.tokenizer_limits import check_tokenizer
 from bottega.models.frozen.allowed_words import AllowedWords
 from bottega.models.frozen.language import KEY, FrozenLanguage, language_facts
@@ -63,7 +63,7 @@ class Keyworder:
     ) -> None:
         """`room` is how many positions are taken after or before a prompt besides, by image tokens and prefixes.
         `precision` is of the model that answers, whose likeliest word may hang on it."""
-        self.folder, self.options = fetch_folder(str(folder), key=KEY), options
+        self.folder, self.options = resolve_model(folder, key=KEY).path, options
         self.facts = language_facts(self.folder)
         most, taken = self.facts.max_positions, max(room, options.max_tokens)
         self.length = length if most is None else min(length, most - taken)

@@ -13,15 +13,15 @@ from typing import Any, final
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.folders.pretrained import fetch_folder
+from bottega.core.errors import CheckpointError
+from bottega.models.folders.resolve import INDEX
 from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.frozen.language import language_facts
 from bottega.models.pipeline.folder import ImageFacts, image_facts
-from bottega.models.pipeline.parts import INDEX, find_pipeline
+from bottega.models.pipeline.parts import find_pipeline
 from bottega.models.pipeline.tokens import tokenize
 from bottega.tasks import needs
-from bottega.tasks.align.clip_folder import check_clip, clip_folder
+from bottega.tasks.align.clip_folder import check_clip
 from bottega.tasks.frozen import Gone, check_same, content_of, found_again, hash_of_files
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.personalize.keywords import tokenizer_content
@@ -118,17 +118,8 @@ def _base(recipe: PersonalizeRecipe, key: str) -> Base:
 def folder_of(recipe: PersonalizeRecipe, key: str, *, beside: Path | None = None) -> Path:
     """Where a frozen model lies: a part of the recipe, a run's export, a folder, or what the hub has."""
     name: str = getattr(recipe.model, key)
-    place, named = Path(needs.place(recipe, name, beside=beside)).expanduser(), f"model.{key}"
-    is_run = (place / "recipe.yaml").is_file()
-    if name.startswith(needs.PREFIX) and not is_run and not (place / "final").is_dir():
-        raise needs.untrained(recipe, named, name, place)
-    if is_run and not (place / "final" / (INDEX if key == GENERATOR else "config.json")).is_file():
-        raise UsageError(f"{named}: {place} is a run that was not exported; say bottega export {place} first")
-    if key == GENERATOR:
-        return find_pipeline(str(place), key=named).absolute()
-    if key == JUDGE:
-        return clip_folder(place, key=named)
-    return (place / "final" if is_run else fetch_folder(str(place), key=named)).absolute()
+    kind: dict[str, Any] = {"holds": INDEX, "find": find_pipeline} if key == GENERATOR else {}
+    return needs.resolve_named(recipe, name, key=f"model.{key}", beside=beside, **kind).path.absolute()
 
 
 def _places(base: Base, key: str, recipe: PersonalizeRecipe, codec: Path) -> list[Callable[[], Path]]:

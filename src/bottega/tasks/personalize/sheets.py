@@ -11,7 +11,7 @@ import numpy as np
 
 from bottega.data.image.caption import captions_in
 from bottega.data.image.page import BLUE, FAINT, GRID, Sheet
-from bottega.data.present import whole
+from bottega.storage.durable import replacing_file
 
 MARGIN, GAP = 24.0, 6.0
 THUMB, PICTURE = 48.0, 80.0
@@ -191,5 +191,5 @@ def _centred(sheet: Sheet, x: float, y: float, words: str, *, width: float) -> N
 
 
 def _save(sheet: Sheet, path: Path) -> None:
-    with whole(path) as temporary:
+    with replacing_file(path) as temporary:
         sheet.save(temporary)

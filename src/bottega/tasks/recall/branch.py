@@ -36,7 +36,7 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> RecallBr
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     if isinstance(recipe, LastingRecipe):
         # A recipe need not say how many processes there are, and each may bring a batch of its own.
-        too_near = recipe.too_near(World.current().size)
+        too_near = recipe.too_near(World.current().data_size)
         if too_near is not None:
             raise UsageError(f"data.distance: {too_near}")
     return RecallBranch(recipe)

@@ -15,11 +15,13 @@ from pydantic import ValidationError
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import DistillOptions
 from bottega.core.errors import BottegaError, UsageError
+from bottega.core.rundir import is_run
 from bottega.core.task import Task
 from bottega.data.audio.mel import MelCodec
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.models.build import build_models
 from bottega.models.folders.pretrained import read_shape
+from bottega.models.folders.resolve import kind_of
 from bottega.models.text_classifier.pretrained import pretrained_shape
 from bottega.tasks.branch import Branch
 from bottega.tasks.classify import media as classify
@@ -35,7 +37,6 @@ from bottega.tasks.language.task import Language
 from bottega.techniques.distill.torch import Distilled, Form
 from bottega.techniques.inject import hash_of
 from bottega.techniques.lesson import Lesson, OpenRun
-from bottega.techniques.lora.peft_layout import CONFIG as ADAPTER
 
 KEY = "techniques.distill.teacher"
 TOKENIZER, ROWS, CLASSES, SEVERAL, SAMPLE = "tokenizer", "vocab_size", "classes", "multi_label", "a sample of"
@@ -119,7 +120,7 @@ def _open(name: str, recipe: Recipe, branch: Branch, *, open_run: OpenRun) -> Te
     if not folder.is_dir():
         raise UsageError(f"{KEY}: there is no run and no folder at {name}")
     try:
-        if not (folder / "recipe.yaml").is_file():
+        if not is_run(folder):
             return _read_folder(folder, branch)
         # On the student's own device: where there are several processes, the first engine decides how they talk.
         saved = open_run(folder, device=recipe.device)
@@ -138,7 +139,7 @@ def _learnt(recipe: Recipe) -> str:
 
 def _read_folder(folder: Path, branch: Branch) -> Teacher:
     """A model of transformers, or an export of ours."""
-    if (folder / ADAPTER).is_file():
+    if kind_of(folder) == "adapter":
         raise UsageError(f"{folder} holds an adapter and no whole model; name the run that it was exported from")
     if not isinstance(branch, LanguageBranch | TextClassifyBranch | ClassifyBranch):
         raise UsageError(f"{folder} is no run; of {branch.unit} the teacher is the directory of a run")

@@ -36,7 +36,7 @@ def _follow(engine: Engine, loader: Loader, *, resumed: bool, options: EwcOption
         if step not in firsts:
             return
         numbers = order.examples(firsts[step] - 1, options.samples)
-        mine = range(engine.rank, len(numbers), engine.world)
+        mine = range(engine.data_rank, len(numbers), engine.data_size)
         examples = ((i, loader.source.rows(numbers[i : i + 1], np.zeros(1, np.int64))) for i in mine)
         found = engine.squared_gradients(examples, count=len(numbers), names=names)
         parameters = dict(engine.model.named_parameters())

@@ -16,9 +16,9 @@ import numpy as np
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.data.formats.fingerprint import content_hashes
+from bottega.data.formats.metadata import Metadata, metadata_of
 from bottega.data.prepare.jobs import Progress
-from bottega.data.readers.fingerprint import content_hashes
-from bottega.data.readers.metadata import Metadata, metadata_of
 from bottega.data.records.fields import caption_of
 from bottega.data.records.record import Record as Row
 from bottega.data.records.record import Unreadable

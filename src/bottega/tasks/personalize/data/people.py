@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from bottega.config.data import HeldOut, Source, Splitting
 from bottega.core.errors import DataError, UsageError
+from bottega.data.formats import find
+from bottega.data.formats.parts import meaning
 from bottega.data.prepare.tally import Tally
-from bottega.data.readers import find
-from bottega.data.readers.parts import meaning
 from bottega.data.records.record import Bad
 from bottega.data.tables.splits import NAMES, SplitTable, assign, hash_key
 from bottega.tasks.personalize.config import PersonalizeData
@@ -163,7 +163,7 @@ def _path(source: Source, name: str) -> Path:
         remedy = "with --data PATH" if name == "train" else f"with data.{name}.path=PATH"
         raise UsageError(f"data.{name}.path: missing; name a record file or a folder {remedy}")
     if "://" in source.path:
-        from bottega.data.readers.remote import fetched
+        from bottega.data.formats.remote import fetched
 
         return fetched(source.path)
     path = Path(source.path).expanduser()

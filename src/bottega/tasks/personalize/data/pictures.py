@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import DataError
+from bottega.data.formats.fingerprint import content_hashes
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.prepare.jobs import Jobs, Progress, run
-from bottega.data.readers.fingerprint import content_hashes
 from bottega.data.records.record import Bad, Unreadable
 from bottega.data.records.record import Record as Row
 from bottega.data.tables.shards import ShardWriter, merge

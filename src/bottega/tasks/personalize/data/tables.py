@@ -19,7 +19,7 @@ from bottega.data.prepare.tally import Tally
 from bottega.data.records.record import Bad
 from bottega.data.tables.cache import cached, default_cache
 from bottega.data.tables.shards import TEXT, Column, ShardWriter
-from bottega.storage.durable import flush, flush_all
+from bottega.storage.durable import flush_all, write_atomic
 from bottega.tasks.personalize.config import PersonalizeData
 from bottega.tasks.personalize.data.item_captions import Captioner, FileCaptions, described, is_model
 from bottega.tasks.personalize.data.people import SKIP, People, Person, read_people
@@ -231,10 +231,7 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
     }
     shutil.rmtree(folder / "parts", ignore_errors=True)
     flush_all(folder)
-    temporary = folder / f".{META}"
-    temporary.write_text(json.dumps(meta, indent=1))
-    flush(temporary)
-    temporary.rename(folder / META)
+    write_atomic(folder / META, json.dumps(meta, indent=1))
 
 
 def _encoder(size: int, count: int) -> ImageEncoder:

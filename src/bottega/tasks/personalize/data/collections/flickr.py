@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bottega.core.errors import DataError
-from bottega.data.readers.compressed import unpacked
+from bottega.data.formats.compressed import unpacked
 from bottega.data.records.record import Bad
 from bottega.tasks.personalize.config import PersonalizeData
 from bottega.tasks.personalize.data.collections import HISTORY, Collected, base_of, inside, only_file, shuffled

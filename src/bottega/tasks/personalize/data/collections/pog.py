@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bottega.core.errors import DataError
-from bottega.data.readers.compressed import lines, unpacked
-from bottega.data.readers.folders import IMAGE_SUFFIXES
+from bottega.data.formats.compressed import lines, unpacked
+from bottega.data.formats.folders import IMAGE_SUFFIXES
 from bottega.data.records.record import Bad
 from bottega.data.tables.splits import hash_key
 from bottega.tasks.personalize.config import PersonalizeData

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import DataError
-from bottega.data.readers.folders import IMAGE_SUFFIXES
+from bottega.data.formats.folders import IMAGE_SUFFIXES
 from bottega.tasks.personalize.config import PersonalizeData
 from bottega.tasks.personalize.data.collections import HISTORY, Collected, base_of, inside, shuffled
 from bottega.tasks.personalize.data.records import Item, Record

@@ -1,0 +1,179 @@
+"""NumPy arrays: .npy files, folders of them, and .npz archives; the first axis is the row. No pickles.
+
+What lies plain on disk is mapped. A compressed .npz is read as streams, one row of each array at a time, so that its
+size does not matter.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import struct
+import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from bottega.config.data import Source
+from bottega.core.errors import DataError
+from bottega.data.formats.compressed import opened
+from bottega.data.formats.reader import Format, Piece, printable
+from bottega.data.records.members import MEMBER_BYTES, ZIP_DAMAGE, arrays_in, npy_header, opened_zip, zipped_array
+from bottega.data.records.record import Bad, Record, Unreadable
+
+LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of a zip member: the lengths of its name and its extra field, which the data follow."""
+
+
+class Array(NamedTuple):
+    """One array and where its rows come from."""
+
+    name: str
+    file: Path
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    is_fortran: bool
+    offset: int | None
+    """Of its values in the file; None where they are compressed."""
+    info: zipfile.ZipInfo | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+
+def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+    """Ranges of rows. A folder of .npy files is one table, whose fields have the names of the files."""
+    if source.path is not None and file.suffix.lower() == ".npy" and Path(source.path).expanduser() == file.parent:
+        # Whoever lists the folder of the recipe comes here once for each file.
+        if file != _columns(file.parent)[0]:
+            return []
+        file, name = file.parent, printable(file.parent.name)
+    arrays = _arrays(file, source)
+    if any(array.offset is None for array in arrays):
+        return [Piece(file, name)]
+    total = arrays[0].shape[0]
+    rows = max(1, size // sum(array.row_bytes for array in arrays))
+    return [Piece(file, name, start, min(start + rows, total)) for start in range(0, total, rows)]
+
+
+def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+    """A field for each array: a whole or broken number, a text, or an array. Rows are counted from 0."""
+    arrays = _arrays(piece.file, source)
+    start, stop = piece.start, arrays[0].shape[0] if piece.stop is None else piece.stop
+    with ExitStack() as stack:
+        archive = None
+        if any(array.offset is None for array in arrays):
+            archive = stack.enter_context(opened_zip(piece.file))
+        try:
+            columns = [_column(array, start, stop, archive) for array in arrays]
+            for row in range(start, stop):
+                fields = {array.name: next(column) for array, column in zip(arrays, columns, strict=True)}
+                yield Record(f"{piece.name}:{row}", f"{piece.place}, row {row}", fields)
+        except Unreadable as error:
+            raise DataError(f"{piece.file} {error}") from error
+
+
+def _column(array: Array, start: int, stop: int, archive: zipfile.ZipFile | None) -> Iterator[Any]:
+    if archive is None or array.info is None:
+        order: Literal["C", "F"] = "F" if array.is_fortran else "C"
+        if start == stop:
+            return iter(())  # nothing cannot be mapped
+        mapped = np.memmap(array.file, array.dtype, "r", array.offset or 0, array.shape, order)
+        return _each(np.asarray(mapped), start, stop)
+    if array.is_fortran:
+        return _each(zipped_array(archive, array.info), start, stop)
+    return _streamed(archive, array.info, array, stop)
+
+
+def _each(values: np.ndarray, start: int, stop: int) -> Iterator[Any]:
+    native = values.dtype.newbyteorder("=")
+    for row in range(start, stop):
+        yield values[row].item() if values.ndim == 1 else np.array(values[row], native)
+
+
+def _streamed(archive: zipfile.ZipFile, info: zipfile.ZipInfo, array: Array, stop: int) -> Iterator[Any]:
+    at_once = max(1, (1 << 16) // array.row_bytes)
+    with archive.open(info) as stream:
+        npy_header(stream, info.file_size)  # type: ignore[arg-type]
+        for row in range(0, stop, at_once):
+            count = min(at_once, stop - row)
+            try:
+                data = stream.read(count * array.row_bytes)
+            except ZIP_DAMAGE as error:
+                raise Unreadable(f"is damaged: member {info.filename}: {error}") from error
+            if len(data) < count * array.row_bytes:
+                raise Unreadable(f"is damaged: member {info.filename} ends too soon")
+            yield from _each(np.frombuffer(data, array.dtype).reshape(count, *array.shape[1:]), 0, count)
+
+
+def _columns(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".npy")
+
+
+def _arrays(file: Path, source: Source) -> list[Array]:
+    """The arrays of a table, which have rows and are equally long."""
+    try:
+        if file.is_dir():
+            found = [_plain(path, path.stem) for path in _columns(file)]
+        elif file.suffix.lower() == ".npz":
+            found = _zipped(file)
+        else:
+            found = [_plain(file, source.field if isinstance(source.field, str) else "array")]
+    except Unreadable as error:
+        raise DataError(f"{file} {error}") from error
+    if not found:
+        raise DataError(f"{file} holds no arrays")
+    for array in found:
+        if not array.shape or not 0 < array.row_bytes <= MEMBER_BYTES:
+            what = f"{array.name!r} has shape {array.shape} of {array.dtype}"
+            raise DataError(f"{file}: {what}; its first axis is to be the row, each of 1 to {MEMBER_BYTES} bytes")
+    if len({array.shape[0] for array in found}) > 1:
+        lengths = ", ".join(f"{array.name} {array.shape[0]}" for array in found)
+        raise DataError(f"{file}: the arrays are not equally long ({lengths}); the first axis is the row")
+    return found
+
+
+def _plain(file: Path, name: str) -> Array:
+    with opened(file) as stream:
+        try:
+            dtype, shape, fortran = npy_header(stream, os.fstat(stream.fileno()).st_size)
+        except Unreadable as error:
+            raise DataError(f"{file} {error}") from error
+        return Array(name, file, dtype, shape, fortran, stream.tell())
+
+
+def _zipped(file: Path) -> list[Array]:
+    opened(file).close()
+    found = []
+    with opened_zip(file) as archive, opened(file) as raw:
+        for info in arrays_in(archive):
+            name = info.filename.removesuffix(".npy")
+            try:
+                if info.compress_type == zipfile.ZIP_STORED:
+                    raw.seek(info.header_offset)
+                    local = raw.read(30)
+                    if len(local) < 30 or local[:4] != b"PK\3\4":
+                        raise Unreadable("has no header where the archive says")
+                    raw.seek(sum(LOCAL_HEADER.unpack(local)), os.SEEK_CUR)
+                    begin = raw.tell()
+                    there = min(info.file_size, max(0, os.fstat(raw.fileno()).st_size - begin))
+                    dtype, shape, fortran = npy_header(raw, there)
+                    found.append(Array(name, file, dtype, shape, fortran, raw.tell()))
+                else:
+                    with archive.open(info) as stream:
+                        head = io.BytesIO(stream.read(16384))
+                    dtype, shape, fortran = npy_header(head, info.file_size)
+                    found.append(Array(name, file, dtype, shape, fortran, None, info))
+            except ZIP_DAMAGE as error:
+                raise Unreadable(f"is damaged: member {info.filename}: {error}") from error
+            except Unreadable as error:
+                raise Unreadable(f"cannot be read: member {info.filename} {error}") from error
+    return found
+
+
+FORMAT = Format(kind="numpy", suffixes=frozenset((".npy", ".npz")), read=read, pieces=pieces)

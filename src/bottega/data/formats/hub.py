@@ -1,0 +1,174 @@
+"""Data sets of Hugging Face: by their name on the hub, in a folder, or saved; read from the Arrow files they become.
+
+The library fetches and converts them, once. Workers map the files it leaves: they need no network and decode nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from bottega.config.data import Source
+from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.data.formats import columns, files
+from bottega.data.formats.fingerprint import content_hashes
+from bottega.data.formats.reader import Format, Piece
+from bottega.data.records.record import Bad, Record
+from bottega.data.tables.cache import cached, default_cache
+from bottega.models.folders.hub_access import hub_if_it_answers
+
+DEFAULT_SPLIT = "train"
+
+
+def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+    """Record batches of its Arrow files; rows are counted through all of them."""
+    named = name if _folder(source) is not None else source.path or name
+    found: list[Piece] = []
+    before = 0
+    for arrow in _arrow_files(source):
+        cut = columns.ARROW.pieces(arrow, named, source, size)
+        found += [piece._replace(line=piece.line + before) for piece in cut]
+        before += _num_rows(arrow)
+    return found
+
+
+def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+    row = piece.line
+    medium = partial(_medium, roots=_roots(source))
+    for batch in columns.arrow_batches(piece.file, piece.start, piece.stop):
+        for fields in columns.rows(batch, piece.file, medium):
+            row += 1
+            yield Record(f"{piece.name}:{row}", f"{piece.name}, row {row}", fields)
+
+
+def fingerprint(source: Source) -> str:
+    """Of the files where they are here; of the hub's data set what the library says, which names its version."""
+    folder = _folder(source)
+    if folder is None:
+        return str(_opened(source.path, source.subset, _split(source))._fingerprint)
+    found = files.listed(str(folder)).files
+    names = (files.name_in(folder, file) for file in found)
+    return repr(list(zip(names, content_hashes(found), strict=True)))
+
+
+def total_bytes(source: Source) -> int:
+    """Of the Arrow files its rows are in."""
+    return sum(file.stat().st_size for file in _arrow_files(source))
+
+
+def _medium(content: bytes | None, path: str | None, *, roots: tuple[Path, ...]) -> bytes | Path | None:
+    """The bytes, or the file where the data set holds only its path: one of its own, never any other of this machine."""
+    if content is not None or path is None:
+        return content
+    file = Path(path).resolve()
+    return file if any(file.is_relative_to(root) for root in roots) and file.is_file() else None
+
+
+def _roots(source: Source) -> tuple[Path, ...]:
+    """Where files of the data set may lie: its folder, and where the library keeps what it fetches."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    named = (os.environ.get(name) for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE"))
+    found = (_folder(source), home, *named)
+    return tuple(Path(root).expanduser().resolve() for root in found if root)
+
+
+def _folder(source: Source) -> Path | None:
+    """Where the data set is here; None where it is on the hub."""
+    assert source.path is not None
+    root = Path(source.path).expanduser()
+    if root.is_dir():
+        return root
+    if root.exists() or source.path.startswith((".", "/", "~")) or source.path.count("/") > 1:
+        files.listed(source.path)  # says what is not there
+        raise DataError(f"{root} is a file; a data set of Hugging Face is a folder or a name such as owner/name")
+    return None
+
+
+def _split(source: Source) -> str | None:
+    return source.split if isinstance(source.split, str) else None
+
+
+def _library(path: str) -> Any:
+    # Read when it is imported; nobody asked us to report what is loaded.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        import datasets
+    except ImportError as error:
+        raise EnvironmentProblem(f"{path}: reading it needs datasets; pip install 'bottega[hub]'") from error
+    datasets.disable_progress_bars()
+    for chatty in ("datasets", "huggingface_hub"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
+    return datasets
+
+
+def _arrow_files(source: Source) -> list[Path]:
+    """The files whose rows, in order, are the data set. A part such as train[:10%] is written to files of its own."""
+    data = _opened(source.path, source.subset, _split(source))
+    arrow = [Path(file["filename"]) for file in data.cache_files]
+    if data._indices is None and sum(map(_num_rows, arrow)) == len(data):
+        return arrow
+    entry = cached(default_cache() / "hub", data._fingerprint, lambda folder: data.save_to_disk(folder / "data"))
+    return sorted((entry / "data").glob("*.arrow"))
+
+
+def _num_rows(arrow: Path) -> int:
+    return sum(batch.num_rows for batch in columns.arrow_batches(arrow))
+
+
+@lru_cache(maxsize=8)
+def _opened(path: str, subset: str | None, split: str | None) -> Any:
+    """The data set as the library has it: mapped, nothing decoded."""
+    library = _library(path)
+    folder = _folder(Source(path=path))
+    try:
+        if folder is not None and (folder / "dataset_dict.json").is_file():
+            return _part(library.load_from_disk(folder), folder, split)
+        if folder is not None and (folder / "state.json").is_file():
+            if split is not None:
+                raise UsageError(f"{folder} is one part, saved without a name; leave split out")
+            return library.load_from_disk(folder)
+        if folder is not None:
+            return library.load_dataset(str(folder), subset, split=split or DEFAULT_SPLIT)
+        return _fetched(library, path, subset, split)
+    except (UsageError, DataError, EnvironmentProblem):
+        raise
+    except Exception as error:
+        raise _explained(path, error) from error
+
+
+def _fetched(library: Any, path: str, subset: str | None, split: str | None) -> Any:
+    with hub_if_it_answers() as silence:
+        try:
+            return library.load_dataset(path, subset, split=split or DEFAULT_SPLIT)
+        except Exception as error:
+            if silence is None:
+                raise
+            raise EnvironmentProblem(
+                f"{path} cannot be fetched from the Hugging Face hub: {silence}; check the network, or give the path of a "
+                "copy"
+            ) from error
+
+
+def _part(parts: Any, folder: Path, split: str | None) -> Any:
+    if (split or DEFAULT_SPLIT) not in parts:
+        raise DataError(f"{folder} has no part {split or DEFAULT_SPLIT!r}; set split to one of {', '.join(parts)}")
+    return parts[split or DEFAULT_SPLIT]
+
+
+def _explained(path: str, error: Exception) -> DataError | EnvironmentProblem:
+    # By name, because each of the libraries below has its own: requests, httpx, huggingface_hub, datasets.
+    network = {"ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "HfHubHTTPError", "TransportError"}
+    if network & {kind.__name__ for kind in type(error).__mro__}:
+        return EnvironmentProblem(
+            f"{path} cannot be fetched from the Hugging Face hub ({type(error).__name__}); check the network, or give "
+            "the path of a copy"
+        )
+    reason = " ".join(str(error).split())[:300] or type(error).__name__
+    return DataError(f"{path} cannot be read as a data set of Hugging Face: {reason}")
+
+
+FORMAT = Format(kind="huggingface", suffixes=frozenset(), read=read, pieces=pieces)

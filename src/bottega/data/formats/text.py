@@ -1,0 +1,129 @@
+"""Text files: each is one document, read strictly and never changed; a long one comes in pieces that tokenize alike."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from bottega.config.data import Source
+from bottega.core.errors import DataError
+from bottega.data.formats.compressed import SUFFIXES as PACKINGS
+from bottega.data.formats.compressed import is_packed, opened, unpacked
+from bottega.data.formats.reader import Format, Piece
+from bottega.data.records.record import CONVERT, Bad, Record, is_utf16
+
+PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".yaml", ".yml", ".toml", ".xml")
+CODE = (".py", ".pyi", ".sh", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sql")
+
+# A constant, not the size that is asked for: the cuts are seen in the records, which must not depend on the machine.
+LONGEST = 16 << 20
+_WINDOW = 64 << 10
+
+
+def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+    """Ranges of about LONGEST bytes. What is packed is cut while it is read."""
+    total = os.path.getsize(file)
+    if total <= LONGEST or is_packed(file):
+        return [Piece(file, name)]
+    starts = [0]
+    with opened(file) as stream:
+        while (cut := _cut(stream, starts[-1] + LONGEST, total)) < total:
+            starts.append(cut)
+    return [Piece(file, name, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+
+
+def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+    with unpacked(piece.file) as stream:
+        if is_packed(piece.file):
+            if piece.start or piece.stop is not None:
+                raise DataError(f"{piece.file} is packed and cannot be read from its middle; unpack it to split it")
+            parts = _parts(stream)
+        else:
+            stream.seek(piece.start)
+            raw = stream.read(-1 if piece.stop is None else piece.stop - piece.start)
+            parts = iter([(piece.start, raw, piece.stop is not None)])
+        for start, raw, continued in parts:
+            if raw:
+                yield _document(piece, start, raw, continued)
+
+
+def _document(piece: Piece, start: int, raw: bytes, continued: bool) -> Record | Bad:
+    key, where = piece.name, piece.place
+    if start:
+        key, where = f"{key}@{start}", f"{where}, from byte {start} on"
+    else:
+        raw = raw.removeprefix(codecs.BOM_UTF8)  # a mark of the encoding, not text
+        if is_utf16(raw):
+            return Bad(key, where, f"UTF-16, not UTF-8; {CONVERT}")
+    nul = raw.find(b"\0")
+    if nul != -1:
+        return Bad(key, where, f"no text: it has a NUL byte at offset {start + nul}")
+    try:
+        return Record(key, where, {"text": raw.decode(), "continued": continued})
+    except UnicodeDecodeError as error:
+        byte, offset = raw[error.start], start + error.start
+        return Bad(key, where, f"not UTF-8: byte 0x{byte:02x} at offset {offset}; {CONVERT}")
+
+
+def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
+    """(start, bytes, continued) of a stream that cannot be sought in: the cuts are those of the plain file."""
+    start, pending = 0, b""
+    while True:
+        # As far as the plain file would be searched; the byte behind tells whether a character ends there.
+        pending += stream.read(2 * LONGEST + 1 - len(pending))
+        cut = _safe_newline(pending, LONGEST, 2 * LONGEST)
+        if cut is None and len(pending) > 2 * LONGEST:
+            cut = _character_start(pending, 2 * LONGEST)
+        if cut is None:
+            yield start, pending, False
+            return
+        yield start, pending[:cut], True
+        start, pending = start + cut, pending[cut:]
+
+
+def _cut(stream: BinaryIO, position: int, total: int) -> int:
+    """The first place from `position` on where the file may be cut; its end where it goes on for less than LONGEST."""
+    last = position + LONGEST
+    at = position
+    while at < min(last, total):
+        # Four bytes of what stands before: the character a newline follows.
+        stream.seek(at - 4)
+        window = stream.read(4 + min(_WINDOW, last - at))
+        if len(window) <= 4:  # the file is shorter than when it was measured
+            return total
+        newline = _safe_newline(window, 4, len(window))
+        if newline is not None:
+            return at - 4 + newline
+        at += len(window) - 4
+    if last >= total:
+        return total
+    stream.seek(last - 4)
+    around = stream.read(8)
+    return last - 4 + _character_start(around, 4) if len(around) > 4 else total
+
+
+def _safe_newline(raw: bytes, start: int, stop: int) -> int | None:
+    """The first newline in raw[start:stop] that follows something other than white space; see bytelevel.safe_pieces."""
+    at = raw.find(b"\n", start, stop)
+    while at != -1:
+        before = raw[max(at - 4, 0) : at].decode(errors="ignore")
+        if before and not before[-1].isspace():
+            return at
+        at = raw.find(b"\n", at + 1, stop)
+    return None
+
+
+def _character_start(raw: bytes, at: int) -> int:
+    """`at`, or up to three bytes before it, where a character of UTF-8 begins."""
+    return next((at - back for back in range(4) if raw[at - back] & 0xC0 != 0x80), at)
+
+
+FORMAT = Format(
+    kind="text",
+    suffixes=frozenset(f"{suffix}{packing}" for suffix in (*PROSE, *CODE) for packing in ("", *PACKINGS)),
+    read=read,
+    pieces=pieces,
+)

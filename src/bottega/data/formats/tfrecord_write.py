@@ -1,0 +1,139 @@
+"""TFRecord shards of tf.train.Example, written without TensorFlow.
+
+An Example has three types. Whole numbers are int64 and others float32; text is bytes in UTF-8; an array of several axes is
+a flat list with its shape beside it, as NAME/shape; what has no type there, such as a dictionary, is JSON text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from bottega.core.errors import DataError
+from bottega.data.formats import crc32c
+from bottega.data.formats.write import Shard, as_json, plain, refuse
+from bottega.data.records.record import Record
+
+# Checksums are made for so many bytes at a time.
+PENDING_BYTES = 1 << 20
+
+
+@final
+class RecordShard(Shard):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("wb")
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+
+    def add(self, record: Record, name: str) -> None:
+        data = example(record)
+        self._pending.append(data)
+        self._pending_bytes += len(data)
+        self.size += len(data) + 16
+        if self._pending_bytes >= PENDING_BYTES:
+            self._write()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._write()
+            self._file.close()
+
+    def _write(self) -> None:
+        lengths = np.array([len(data) for data in self._pending], "<u8")
+        heads = lengths.tobytes()
+        starts = np.arange(len(lengths)) * 8
+        of_lengths = crc32c.masked_all(crc32c.of_spans(heads, starts, starts + 8)).astype("<u4").tobytes()
+        stops = np.cumsum(lengths.astype(np.int64))
+        all_data = b"".join(self._pending)
+        of_data = crc32c.masked_all(crc32c.of_spans(all_data, stops - lengths.astype(np.int64), stops))
+        tails = of_data.astype("<u4").tobytes()
+        for i, data in enumerate(self._pending):
+            self._file.write(heads[8 * i : 8 * i + 8] + of_lengths[4 * i : 4 * i + 4])
+            self._file.write(data)
+            self._file.write(tails[4 * i : 4 * i + 4])
+        self._pending, self._pending_bytes = [], 0
+
+
+def example(record: Record) -> bytes:
+    entries = []
+    for name, value in record.fields.items():
+        try:
+            for field, feature in _features(name, value, record):
+                entries.append(_field(1, _field(1, field.encode()) + _field(2, feature)))
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise DataError(f"{record.where}: field {name!r}: {error}") from error
+    return _field(1, b"".join(entries))
+
+
+def _features(name: str, value: Any, record: Record) -> list[tuple[str, bytes]]:
+    """The features that hold a value: one, two with a shape, none for None."""
+    if value is None:
+        return []
+    if isinstance(value, Path):
+        value = value.read_bytes()
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        value = value.item()
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufSU":
+            refuse(record, name, f"an array of {value.dtype}; TFRecord has whole numbers, float32 and bytes")
+        has_shape = value.ndim != 1 or value.size == 1
+        shape = [(f"{name}/shape", _list(np.array(value.shape)))] if has_shape else []
+        return [(name, _list(value.reshape(-1))), *shape]
+    if isinstance(value, list | tuple):
+        value = plain(value)
+        kinds = {type(part) for part in value}
+        if kinds <= {str, bytes}:
+            return [(name, _bytes_list(value))]
+        if kinds <= {int, bool, float}:
+            return [(name, _list(np.array(value, np.float32 if float in kinds else np.int64)))]
+    elif isinstance(value, str | bytes):
+        return [(name, _bytes_list([value]))]
+    elif isinstance(value, int | float):
+        return [(name, _list(np.array([value], np.float32 if isinstance(value, float) else np.int64)))]
+    return [(name, _bytes_list([as_json(value, record, name)]))]
+
+
+def _list(values: np.ndarray) -> bytes:
+    if values.dtype.kind in "SU":
+        return _bytes_list(values.tolist())
+    if values.dtype.kind == "f":
+        packed, number = values.astype("<f4").tobytes(), 2
+    else:
+        if values.dtype == np.uint64 and values.max(initial=0) >= 1 << 63:
+            raise OverflowError("a number beyond int64")
+        packed, number = _varints(values.astype(np.int64).view(np.uint64)), 3
+    return _field(number, _field(1, packed) if packed else b"")
+
+
+def _bytes_list(values: list[str | bytes]) -> bytes:
+    return _field(1, b"".join(_field(1, part.encode() if isinstance(part, str) else part) for part in values))
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return bytes((number << 3 | 2,)) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _varints(values: np.ndarray) -> bytes:
+    """Seven bits a byte, the lowest first; all but the last byte of each have the top bit."""
+    sizes = np.ones(len(values), np.int64)
+    for i in range(1, 10):
+        sizes += values >= np.uint64(1 << 7 * i)
+    stops = np.cumsum(sizes)
+    out = np.zeros(int(sizes.sum()), np.uint8)
+    for i in range(int(sizes.max(initial=0))):
+        longer = sizes > i
+        low = (values[longer] >> np.uint64(7 * i)).astype(np.uint8) & np.uint8(127)
+        out[stops[longer] - sizes[longer] + i] = low | np.where(sizes[longer] > i + 1, 128, 0).astype(np.uint8)
+    return out.tobytes()

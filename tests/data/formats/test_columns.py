@@ -1,0 +1,118 @@
+"""Parquet and Arrow give the same rows, in pieces or whole, in plain types; media are their bytes."""
+
+from __future__ import annotations
+
+import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.config.data import Source
+from bottega.core.errors import DataError
+from bottega.data.formats import find
+from bottega.data.records.record import Bad, Record
+
+pa = pytest.importorskip("pyarrow")
+
+
+def read(path: Path, size: int = 1) -> list[Record | Bad]:
+    found = find(Source(path=str(path)))
+    return [record for piece in found.pieces(size) for record in found.read(piece)]
+
+
+def table(rows: int = 10) -> Any:
+    noon = datetime.datetime(2024, 5, 17, 12, 0, 0, 250)
+    tokyo = pa.timestamp("ms", "Asia/Tokyo")
+    medium = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    return pa.table(
+        {
+            "text": [f"row {i}" for i in range(rows)],
+            "number": list(range(rows)),
+            "kind": pa.array(["a", "b"] * (rows // 2)).dictionary_encode(),
+            "image": pa.array([{"bytes": b"png%d" % i, "path": "/etc/passwd"} for i in range(rows)], medium),
+            "only_path": pa.array([{"bytes": None, "path": "/etc/passwd"}] * rows, medium),
+            "images": pa.array([[{"bytes": b"x", "path": None}]] * rows, pa.list_(medium)),
+            "vector": [[0.5, float(i)] for i in range(rows)],
+            "time": pa.array([noon] * rows, pa.timestamp("us")),
+            "nanoseconds": pa.array([1_700_000_000_123_456_789] * rows, pa.int64()).cast(pa.timestamp("ns")),
+            "zoned": pa.array([noon] * rows, tokyo),
+            "day": pa.array([noon.date()] * rows),
+            "span": pa.array([datetime.timedelta(seconds=90)] * rows),
+            "price": pa.array([Decimal("1.50")] * rows),
+            "nested": [{"at": noon, "n": None}] * rows,
+            "nothing": pa.nulls(rows),
+        }
+    )
+
+
+EXPECTED = {
+    "text": "row 3",
+    "number": 3,
+    "kind": "b",
+    "image": b"png3",
+    "only_path": None,
+    "images": [b"x"],
+    "vector": [0.5, 3.0],
+    "time": "2024-05-17T12:00:00.000250",
+    "nanoseconds": "2023-11-14T22:13:20.123456",
+    "zoned": "2024-05-17T21:00:00+09:00",
+    "day": "2024-05-17",
+    "span": 90.0,
+    "price": "1.50",
+    "nested": {"at": "2024-05-17T12:00:00.000250", "n": None},
+    "nothing": None,
+}
+
+
+def written(folder: Path, name: str, data: Any) -> Path:
+    import pyarrow.feather
+    import pyarrow.parquet
+
+    path = folder / name
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(data, path, row_group_size=3)
+    elif name == "compressed.feather":
+        pyarrow.feather.write_feather(data, path, compression="zstd", chunksize=3)
+    else:
+        new = pa.ipc.new_stream if name == "stream.arrow" else pa.ipc.new_file
+        with new(str(path), data.schema) as writer:
+            writer.write_table(data, max_chunksize=3)
+    return path
+
+
+FILES = ["a.parquet", "file.arrow", "stream.arrow", "compressed.feather"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_rows_in_plain_types_whatever_the_pieces(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path, name, table())
+    records = read(path)
+    assert len(find(Source(path=str(path))).pieces(1)) == 4
+    assert len(find(Source(path=str(path))).pieces(1 << 30)) == 1
+    assert records[3] == Record(f"{name}:4", f"{path}, row 4", EXPECTED)
+    assert [record.key for record in records] == [f"{name}:{row}" for row in range(1, 11)]
+    assert read(path, 1 << 30) == read(path, 500) == records
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_empty_tables_have_no_rows(tmp_path: Path, name: str) -> None:
+    assert read(written(tmp_path, name, table(0))) == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_said_in_one_line(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path, name, table(1000))
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"no table at all"):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"{name} is damaged or of another kind: .") as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    with pytest.raises(DataError, match="two columns are called 'a'"):
+        read(written(tmp_path, "file.arrow", twice))

@@ -1,0 +1,187 @@
+"""Data sets of Hugging Face come from the hub's name, a folder or a saved copy; nothing of theirs is run or decoded."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.config.data import Source
+from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
+from bottega.data.formats import find, hub
+from bottega.data.records.record import Bad, Record
+
+datasets = pytest.importorskip("datasets")
+pyarrow = pytest.importorskip("pyarrow")
+
+ROWS = [{"text": f"row {i}", "label": i % 2} for i in range(8)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The library keeps what it makes in a folder of ours, and is asked for nothing that is not here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
+        patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+        yield
+    hub._opened.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(folder / "one", num_shards=2)
+    datasets.DatasetDict(train=data, test=data.select([5, 2])).save_to_disk(folder / "parts")
+    (folder / "files").mkdir()
+    data.to_parquet(folder / "files" / "train.parquet")
+    return folder
+
+
+def read(path: Path, **options: str) -> list[Record | Bad]:
+    found = find(Source(path=str(path), **options))  # type: ignore[arg-type]
+    assert found.kind == "huggingface"
+    return [record for piece in found.pieces(1) for record in found.read(piece)]
+
+
+def rows(path: Path, **options: str) -> list[dict[str, Any]]:
+    return [record.fields for record in read(path, **options) if isinstance(record, Record)]
+
+
+def test_saved_sets_are_recognised_and_read(saved: Path) -> None:
+    assert rows(saved / "one") == rows(saved / "parts") == ROWS
+    assert [record.key for record in read(saved / "one")] == [f"one:{i}" for i in range(1, 9)]
+    assert len(find(Source(path=str(saved / "one"))).pieces(1)) == 2
+    assert rows(saved / "parts", split="test") == [ROWS[5], ROWS[2]]
+    with pytest.raises(DataError, match="has no part 'dev'; set split to one of train, test"):
+        read(saved / "parts", split="dev")
+    with pytest.raises(UsageError, match="saved without a name; leave split out"):
+        read(saved / "one", split="train")
+
+
+def test_the_size_is_that_of_the_files_rows_come_from(saved: Path) -> None:
+    expected = sum(file.stat().st_size for file in (saved / "one").glob("*.arrow"))
+    assert find(Source(path=str(saved / "one"))).total_bytes == expected > 0
+    assert find(Source(path=str(saved / "parts"), split="test")).total_bytes > 0
+
+
+def test_a_folder_is_read_as_the_library_reads_it(saved: Path) -> None:
+    assert rows(saved / "files", kind="huggingface") == ROWS
+    # Parts of parts have no files of their own until they are written.
+    assert rows(saved / "files", kind="huggingface", split="train[:25%]") == ROWS[:2]
+    assert rows(saved / "files", kind="huggingface", split="train[6:]+train[:1]") == [*ROWS[6:], ROWS[0]]
+    with pytest.raises(DataError, match='Unknown split "dev"'):
+        read(saved / "files", kind="huggingface", split="dev")
+    with pytest.raises(DataError, match="'other' not found"):
+        read(saved / "files", kind="huggingface", subset="other")
+
+
+def test_workers_read_without_the_library(saved: Path, tmp_path: Path) -> None:
+    found = find(Source(path=str(saved / "one")))
+    (tmp_path / "job").write_bytes(pickle.dumps((found, found.pieces(1))))
+    script = (
+        "import pickle, sys, pathlib; sys.modules['datasets'] = None\n"
+        "found, pieces = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "print([r.fields['label'] for p in pieces for r in found.read(p)])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "job"], capture_output=True, text=True, timeout=200)
+    assert done.stdout == f"{[row['label'] for row in ROWS]}\n", done.stderr
+
+
+def test_the_fingerprint_follows_content_and_part(saved: Path, tmp_path: Path) -> None:
+    whole = find(Source(path=str(saved / "parts"))).fingerprint
+    assert find(Source(path=str(saved / "parts"), split="test")).fingerprint != whole
+    shutil.copytree(saved / "parts", tmp_path / "copy")
+    assert find(Source(path=str(tmp_path / "copy"))).fingerprint == whole
+    (tmp_path / "copy" / "train" / "more").write_text("x")
+    assert find(Source(path=str(tmp_path / "copy"))).fingerprint != whole
+
+
+def test_media_are_bytes_or_files_of_the_set(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    raw = io.BytesIO()
+    image.new("RGB", (4, 4)).save(raw, "png")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "own.png").write_bytes(raw.getvalue())
+    (tmp_path / "foreign.png").write_bytes(raw.getvalue())
+    media = [
+        {"bytes": raw.getvalue(), "path": "a.png"},
+        {"bytes": None, "path": str(tmp_path / "set" / "own.png")},
+        {"bytes": None, "path": str(tmp_path / "foreign.png")},
+        {"bytes": None, "path": str(tmp_path / "set" / ".." / "foreign.png")},
+        # Garbage comes through: nothing is decoded here.
+        {"bytes": b"no picture", "path": None},
+    ]
+    features = datasets.Features(image=datasets.Image(decode=False))
+    data = datasets.Dataset.from_dict({"image": media}, features=features).cast_column("image", datasets.Image())
+    path = tmp_path / "set" / "data.arrow"
+    with pyarrow.ipc.new_stream(str(path), data._data.table.schema) as writer:
+        writer.write_table(data._data.table)
+    datasets.Dataset.from_file(str(path)).save_to_disk(tmp_path / "made")
+    for name in ("dataset_info.json", "state.json"):
+        shutil.copy(tmp_path / "made" / name, tmp_path / "set" / name)
+    state = (tmp_path / "made" / "state.json").read_text()
+    (tmp_path / "set" / "state.json").write_text(state.replace("data-00000-of-00001.arrow", "data.arrow"))
+    found = [row["image"] for row in rows(tmp_path / "set")]
+    assert found == [raw.getvalue(), tmp_path / "set" / "own.png", None, None, b"no picture"]
+
+
+def test_code_of_a_data_set_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(DataError, match="scripts are no longer supported") as caught:
+        read(folder, kind="huggingface")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (ConnectionError("https://user:secret@hub"), EnvironmentProblem, r"owner/name cannot be fetched .*network"),
+        (
+            datasets.exceptions.DatasetNotFoundError("no such\nthing"),
+            DataError,
+            r"owner/name cannot be read .*no such thing",
+        ),
+    ],
+)
+def test_what_the_hub_does_not_give(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, kind: type[BottegaError], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    found = find(Source(path="owner/name", kind="huggingface"))
+    for ask in (lambda: found.fingerprint, lambda: found.pieces(1)):
+        with pytest.raises(kind, match=message) as caught:
+            ask()
+        assert "\n" not in str(caught.value)
+        assert "secret" not in str(caught.value)
+
+
+def test_a_name_of_the_hub_is_asked_for_as_it_is(monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def load(*given: object, **options: object) -> Any:
+        asked.append((given, options))
+        return datasets.load_from_disk(saved / "one")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    records = read(Path("owner/other"), kind="huggingface", subset="small")
+    assert asked == [(("owner/other", "small"), {"split": "train"})]
+    assert records[7].key == "owner/other:8"
+    with pytest.raises(DataError, match="does not exist"):
+        read(tmp_path / "nowhere", kind="huggingface")

@@ -1,0 +1,364 @@
+"""TFRecords are read as TensorFlow's own definitions say; protobuf and TensorBoard's reader are the judges."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as reference
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+from bottega.config.data import Source
+from bottega.core.errors import DataError
+from bottega.data.formats import crc32c, tfrecord
+from bottega.data.formats.reader import Piece
+from bottega.data.records.record import Bad, Record, Unreadable
+
+DATA = os.environ.get("BOTTEGA_DATA")
+needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
+
+
+def _messages() -> tuple[Any, Any]:
+    """tf.train.Example and SequenceExample, from their published definition."""
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="example_for_tests.proto", package="t", syntax="proto3")
+
+    def message(name: str, *fields: tuple[str, int, int, str, bool], parent: Any = file.message_type) -> Any:
+        made = parent.add(name=name)
+        for title, number, kind, type_name, repeated in fields:
+            label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
+            made.field.add(name=title, number=number, type=kind, type_name=type_name or None, label=label)  # type: ignore[arg-type]
+        return made
+
+    message("BytesList", ("value", 1, field.TYPE_BYTES, "", True))
+    message("FloatList", ("value", 1, field.TYPE_FLOAT, "", True))
+    message("Int64List", ("value", 1, field.TYPE_INT64, "", True))
+    kinds = [("bytes_list", ".t.BytesList"), ("float_list", ".t.FloatList"), ("int64_list", ".t.Int64List")]
+    feature = message("Feature", *((n, i, field.TYPE_MESSAGE, t, False) for i, (n, t) in enumerate(kinds, start=1)))
+    feature.oneof_decl.add(name="kind")
+    for part in feature.field:
+        part.oneof_index = 0
+    message("FeatureList", ("feature", 1, field.TYPE_MESSAGE, ".t.Feature", True))
+    for name, inner, value in (("Features", "feature", "Feature"), ("FeatureLists", "feature_list", "FeatureList")):
+        entry = "".join(word.title() for word in inner.split("_")) + "Entry"
+        outer = message(name, (inner, 1, field.TYPE_MESSAGE, f".t.{name}.{entry}", True))
+        pair = (("key", 1, field.TYPE_STRING, "", False), ("value", 2, field.TYPE_MESSAGE, f".t.{value}", False))
+        message(entry, *pair, parent=outer.nested_type).options.map_entry = True
+    message("Example", ("features", 1, field.TYPE_MESSAGE, ".t.Features", False))
+    lists = ("feature_lists", 2, field.TYPE_MESSAGE, ".t.FeatureLists", False)
+    message("SequenceExample", ("context", 1, field.TYPE_MESSAGE, ".t.Features", False), lists)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    made = (pool.FindMessageTypeByName(f"t.{name}") for name in ("Example", "SequenceExample"))
+    return tuple(message_factory.GetMessageClass(kind) for kind in made)  # type: ignore[return-value]
+
+
+EXAMPLE, SEQUENCE = _messages()
+INT64 = st.integers(-(2**63), 2**63 - 1)
+FLOAT = st.floats(width=32, allow_nan=False)
+
+
+def put(feature: Any, value: Any) -> None:
+    kind = {bytes: "bytes_list", float: "float_list", int: "int64_list"}[type(value[0])]
+    getattr(feature, kind).value.extend(value)
+
+
+def expected(value: list[Any]) -> Any:
+    if isinstance(value[0], bytes):
+        texts = [tfrecord._text(part) for part in value]
+        values = texts if all(isinstance(text, str) for text in texts) else value
+        return values[0] if len(value) == 1 else values
+    if len(value) == 1:
+        return value[0]
+    return np.array(value, np.int64 if isinstance(value[0], int) else np.float32)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def framed(*payloads: bytes) -> bytes:
+    out = b""
+    for data in payloads:
+        length = struct.pack("<Q", len(data))
+        out += length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+    return out
+
+
+def read(file: Path) -> list[Record | Bad]:
+    return list(tfrecord.read(Piece(file, file.name), Source()))
+
+
+def test_published_checksums() -> None:
+    """RFC 3720, B.4, and the check value of every catalogue of CRCs."""
+    assert crc32c.crc32c(bytes(32)) == 0x8A9136AA
+    assert crc32c.crc32c(b"\xff" * 32) == 0x62A8AB43
+    assert crc32c.crc32c(bytes(range(32))) == 0x46DD794E
+    assert crc32c.crc32c(bytes(range(31, -1, -1))) == 0x113FDB5C
+    assert crc32c.crc32c(b"123456789") == 0xE3069283
+    assert crc32c.crc32c(b"") == 0
+    assert crc32c.masked(crc32c.crc32c(b"123456789")) == masked_crc32c(b"123456789")
+
+
+@given(st.lists(st.integers(0, 3000), max_size=12), st.integers(0, 2**32 - 1))
+def test_checksums_of_many_spans(lengths: list[int], seed: int) -> None:
+    data = np.random.Generator(np.random.Philox(seed)).bytes(sum(lengths) + 7)
+    stops = np.cumsum(lengths, dtype=np.int64) + 3
+    starts = stops - np.array(lengths, np.int64)
+    found = crc32c.of_spans(data, starts, stops)
+    assert found.tolist() == [reference(data[a:b]) for a, b in zip(starts, stops, strict=True)]
+    assert crc32c.masked_all(found).tolist() == [crc32c.masked(int(crc)) for crc in found]
+    assert crc32c.crc32c(data) == reference(data)
+
+
+features = st.dictionaries(
+    st.text(max_size=12),
+    st.one_of(
+        st.lists(st.binary(max_size=300), min_size=1, max_size=3),
+        st.lists(st.text(max_size=20).map(str.encode), min_size=1, max_size=3),
+        st.lists(INT64, min_size=1, max_size=40),
+        st.lists(st.integers(-3, 200), min_size=1, max_size=4),
+        st.lists(FLOAT, min_size=1, max_size=200),
+    ),
+    max_size=6,
+)
+
+
+@given(features)
+def test_examples_as_protobuf_writes_them(values: dict[str, list[Any]]) -> None:
+    example = EXAMPLE()
+    for name, value in values.items():
+        put(example.features.feature[name], value)
+    data = example.SerializeToString()
+    found = tfrecord.example(data)
+    wanted = {name: expected(value) for name, value in values.items()}
+    assert found.keys() == wanted.keys()
+    assert all(same(found[name], wanted[name]) for name in wanted)
+    # The quick way and the thorough way agree wherever the quick one has an answer.
+    for _, start, stop in tfrecord._messages(data, 0, len(data)):
+        quick, thorough = tfrecord._usual(data, start, stop), tfrecord._features(data, start, stop)
+        assert (
+            quick or not values or any(len(v) > 1 and isinstance(v[0], bytes) for v in values.values()) or "" in values
+        )
+        assert all(same(quick[name], thorough[name]) for name in quick)
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=5), st.lists(st.lists(INT64, min_size=1, max_size=3), max_size=4), max_size=3
+    )
+)
+def test_sequence_examples(values: dict[str, list[list[int]]]) -> None:
+    example = SEQUENCE()
+    put(example.context.feature["id\0"], [7])
+    for name, steps in values.items():
+        example.feature_lists.feature_list[name].feature.extend([])
+        for step in steps:
+            put(example.feature_lists.feature_list[name].feature.add(), step)
+    found = tfrecord.example(example.SerializeToString())
+    assert found.pop("id\0") == 7
+    for name, steps in values.items():
+        widths = {len(step) for step in steps}
+        if len(widths) == 1:
+            assert found[name].tolist() == (steps if widths != {1} else [step[0] for step in steps])
+        else:
+            assert all(same(a, expected(b)) for a, b in zip(found[name], steps, strict=True))
+
+
+def test_forms_that_are_rare_but_allowed() -> None:
+    def field(number: int, data: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(data)]) + data
+
+    def entry(name: bytes, feature: bytes) -> bytes:
+        return field(1, field(1, name) + field(2, feature))
+
+    minus = b"\xff" * 9 + b"\x01"
+    unpacked = field(3, b"\x08\x05\x08" + minus) + b"\x98\x06\x01"  # and an unknown field of number 99
+    floats = field(2, b"\x0d" + struct.pack("<f", 0.5) + b"\x0d" + struct.pack("<f", 2.0))
+    backwards = field(1, field(2, field(3, field(1, b"\x07"))) + field(1, b"b"))
+    data = field(
+        1, entry(b"i", unpacked) + entry(b"f", floats) + backwards + entry(b"none", b"") + entry(b"e", field(2, b""))
+    )
+    twice = field(
+        1, entry(b"b", field(3, field(1, b"\x09")))
+    )  # messages that come twice are merged, the last value counts
+    found = tfrecord.example(data + b"\x19" + bytes(8) + twice)
+    joined = field(3, field(1, b"\x01")) + field(3, field(1, b"\x02"))
+    assert tfrecord.example(field(1, entry(b"j", joined)))["j"].tolist() == [1, 2]
+    assert tfrecord.example(field(1, entry(b"j", joined + field(1, field(1, b"last")))))["j"] == "last"
+    assert found["i"].tolist() == [5, -1]
+    assert found["f"].tolist() == [0.5, 2.0]
+    assert (found["b"], found["none"]) == (9, None)
+    assert (found["e"].dtype, len(found["e"])) == (np.float32, 0)
+    assert tfrecord.example(b"") == {}
+
+
+def test_text_and_bytes_are_told_apart() -> None:
+    assert tfrecord._text("gr\u00fc\u00df\n\tdich\u2028".encode()) == "gr\u00fc\u00df\n\tdich\u2028"
+    for data in (b"\x89PNG\r\n", b"\xff\xd8\xff", b"RIFF\x10\0\0\0WAVE", b"\0"):
+        assert tfrecord._text(data) == data
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_no_example(data: bytes) -> None:
+    try:
+        assert isinstance(tfrecord.example(data), dict)
+    except Unreadable:
+        pass
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("name", "count", "num_fields"),
+    [
+        ("penguin/Split-train/data_tfrecord-00000-of-00001.gz", 234, 5),
+        ("penguin/Split-eval/data_tfrecord-00000-of-00001.gz", 100, 5),
+        ("transformed_examples/Split-train/transformed_examples-00000-of-00001.gz", 9909, 17),
+        ("mnist.tfrecord", 1000, 2),
+        ("example.tfrecord", 4, None),
+    ],
+)
+def test_real_files(name: str, count: int, num_fields: int | None) -> None:
+    file = Path(DATA or "", "readers-tfrecord", name)
+    assert tfrecord.looks_like(file.read_bytes()[:512])
+    records = read(file)
+    assert Counter(map(type, records)) == {Record: count}
+    assert records[-1].key == f"{file.name}:{count}"
+    assert num_fields is None or all(len(r.fields) == num_fields for r in records)  # type: ignore[union-attr]
+    # Each record again, by protobuf.
+    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    at = 0
+    for record in records[:300]:
+        (length,) = struct.unpack_from("<Q", raw, at)
+        theirs = EXAMPLE.FromString(raw[at + 12 : at + 12 + length]).features.feature
+        at += length + 16
+        assert isinstance(record, Record)
+        for field, value in record.fields.items():
+            kind = theirs[field].WhichOneof("kind")
+            wanted = expected(list(getattr(theirs[field], kind).value)) if kind else None
+            assert same(value, wanted), field
+
+
+@needs_data
+def test_a_real_file_in_pieces() -> None:
+    file = Path(DATA or "", "readers-tfrecord", "mnist.tfrecord")
+    pieces = tfrecord.pieces(file, file.name, Source(), 100_000)
+    assert len(pieces) > 25
+    assert pieces[3].line == 3 * pieces[1].line
+    found = [record for piece in pieces for record in tfrecord.read(piece, Source())]
+    whole = read(file)
+    assert [(r.key, r.where) for r in found] == [(r.key, r.where) for r in whole]
+    assert all(same(a.fields["image_floats"], b.fields["image_floats"]) for a, b in zip(found, whole, strict=True))  # type: ignore[union-attr]
+
+
+def examples(count: int) -> list[bytes]:
+    out = []
+    for i in range(count):
+        example = EXAMPLE()
+        put(example.features.feature["n"], [i])
+        put(example.features.feature["pad"], [b"x" * (i % 50)])
+        out.append(example.SerializeToString())
+    return out
+
+
+def test_damage_names_the_record(tmp_path: Path) -> None:
+    file = tmp_path / "a.tfrecord"
+    whole = framed(*examples(20))
+    starts = [len(framed(*examples(i))) for i in range(20)]
+    data = bytearray(whole)
+    data[starts[4] + 14] ^= 1
+    file.write_bytes(data)
+    found = read(file)
+    assert [type(r) for r in found] == [Record] * 4 + [Bad] + [Record] * 15
+    assert found[4] == Bad(
+        "a.tfrecord:5", f"{file}, record 5 at byte {starts[4]}", "its checksum is wrong: the data are damaged"
+    )
+    data[starts[9] + 1] ^= 1
+    file.write_bytes(data)
+    *good, bad = read(file)
+    assert len(good) == 9
+    assert isinstance(bad, Bad)
+    assert bad.where == f"{file}, record 10 at byte {starts[9]}"
+    assert "cannot be found" in bad.reason
+    # Cut into pieces it ends at the same place.
+    pieces = tfrecord.pieces(file, "a.tfrecord", Source(), 60)
+    assert len(pieces) > 3
+    assert [r for piece in pieces for r in tfrecord.read(piece, Source())] == [*good, bad]
+    file.write_bytes(whole[:-3])
+    assert [type(r) for r in read(file)] == [Record] * 19 + [Bad]
+    file.write_bytes(whole + b"abc")
+    assert "cut off" in str(read(file)[-1])
+    file.write_bytes(gzip.compress(whole)[:-40])
+    with pytest.raises(DataError, match="cut short"):
+        read(file)
+    file.write_bytes(framed(b"\x0a\x05abc"))
+    assert "no tf.train.Example" in str(read(file)[0])
+    file.write_bytes(b"")
+    assert read(file) == []
+
+
+def test_pieces_end_where_lengths_cannot_be_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tfrecord, "HEADERS_TOGETHER", 3)
+    file = tmp_path / "a.tfrecord"
+    # Records of one size, so that a scan that believed a wrong length would find further ones behind it.
+    data = bytearray(framed(*[b""] * 40))
+    file.write_bytes(data)
+    assert len(tfrecord.pieces(file, "a", Source(), 16)) == 40
+    data[16 * 10 : 16 * 10 + 1] = b"\x10"
+    file.write_bytes(data)
+    pieces = tfrecord.pieces(file, "a", Source(), 16)
+    assert [piece.start for piece in pieces] == [16 * i for i in range(10)]
+    found = [record for piece in pieces for record in tfrecord.read(piece, Source())]
+    assert [type(record) for record in found] == [Record] * 10 + [Bad]
+
+
+@given(st.integers(0, 600), st.binary(min_size=1, max_size=2), st.integers(1, 200))
+def test_damage_anywhere(tmp_path_factory: pytest.TempPathFactory, place: int, noise: bytes, size: int) -> None:
+    file = tmp_path_factory.mktemp("damaged") / "a.tfrecord"
+    data = bytearray(framed(*examples(12)))
+    before = bytes(data)
+    data[place : place + len(noise)] = noise
+    file.write_bytes(data)
+    found = read(file)
+    assert (bytes(data) == before) == (not any(isinstance(r, Bad) for r in found))
+    pieces = tfrecord.pieces(file, file.name, Source(), size)
+    assert [r for piece in pieces for r in tfrecord.read(piece, Source())] == found
+
+
+def test_records_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tfrecord, "CHUNK", 64)
+    file = tmp_path / "a.tfrecord"
+    example = EXAMPLE()
+    put(example.features.feature["big"], [b"y" * 5000])
+    file.write_bytes(framed(*examples(9), example.SerializeToString(), *examples(3)))
+    found = read(file)
+    assert [r.fields.get("n") for r in found] == [*range(9), None, 0, 1, 2]  # type: ignore[union-attr]
+    file.write_bytes(gzip.compress(file.read_bytes()))
+    assert [r.fields.keys() for r in read(file)] == [r.fields.keys() for r in found]  # type: ignore[union-attr]
+
+
+def test_other_files_do_not_look_like_it() -> None:
+    record = framed(b"x")
+    assert tfrecord.looks_like(record)
+    assert tfrecord.looks_like(record[:12])
+    assert tfrecord.looks_like(gzip.compress(record))
+    for head in (
+        b"",
+        record[:11],
+        b"hello world, this is text",
+        bytes(64),
+        gzip.compress(b"no" * 40, mtime=0),
+        b"\x1f\x8b\x08broken",
+    ):
+        assert not tfrecord.looks_like(head)

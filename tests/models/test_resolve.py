@@ -1,0 +1,178 @@
+"""One way from a name in a recipe to a folder of a model, for every kind of name and every kind of folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.models.folders import resolve
+from bottega.models.folders.resolve import (
+    ModelFolder,
+    component_folder,
+    is_path,
+    kind_of,
+    own_adapter,
+    require_config,
+    resolve_model,
+    resolve_tokenizer,
+)
+from bottega.tasks import needs
+from bottega.tasks.recipes import load_recipe
+
+KEY = "model.from"
+
+
+def folder(path: Path, *files: str) -> Path:
+    for file in files:
+        (path / file).parent.mkdir(parents=True, exist_ok=True)
+        (path / file).write_text("{}")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        (["recipe.yaml", "final/config.json"], "run"),
+        (["model_index.json", "vae/config.json"], "pipeline"),
+        (["model_index.json", "config.json"], "pipeline"),  # an export of ours is both
+        (["config.json", "model.safetensors"], "model"),
+        (["config.json", "adapter/bottega.json"], "model"),  # merged, with the adapter beside
+        (["adapter_config.json", "adapter_model.safetensors"], "adapter"),
+        (["adapter_config.json", "config.json"], "adapter"),
+        (["bottega.json"], "adapter"),
+        (["adapter/bottega.json"], "adapter"),
+        (["notes.txt"], "unknown"),
+        ([], "unknown"),
+    ],
+)
+def test_a_folder_is_told_by_its_files(tmp_path: Path, files: list[str], kind: str) -> None:
+    assert kind_of(folder(tmp_path / "x", *files)) == kind
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = folder(tmp_path / "model", "config.json")
+    assert resolve_model(str(made), key=KEY) == ModelFolder(made, "model", "folder")
+    assert resolve_model(made, key=KEY).path == made
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/model", key=KEY).path == made
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "owner" / "name", "model_index.json")
+    # It could be a hub name as well: what is here comes first.
+    assert resolve_model("owner/name", key=KEY) == ModelFolder(Path("owner/name"), "pipeline", "folder")
+
+
+def test_of_a_run_its_export_is_taken(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", "recipe.yaml")
+    with pytest.raises(
+        UsageError, match=rf"^model\.from: {run} is a run that was not exported; say bottega export {run} "
+    ):
+        resolve_model(run, key=KEY)
+    assert resolve_model(run, key=KEY, holds=None) == ModelFolder(run / "final", "unknown", "run")
+    folder(run, "final/config.json")
+    assert resolve_model(run, key=KEY) == ModelFolder(run / "final", "model", "run")
+    with pytest.raises(UsageError, match="was not exported"):
+        resolve_model(run, key=KEY, holds="model_index.json")
+
+
+def test_a_part_of_the_recipe_is_its_run(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        ["image", {"output_dir": str(tmp_path), "needs": {"vae": {"recipe": "image_vae/digits"}}}]
+    ).recipe
+    run = needs.part_run(recipe, "vae")
+    with pytest.raises(UsageError, match=r"^model\.vae: needs\.vae is not trained yet"):
+        needs.resolve_named(recipe, "needs.vae", key="model.vae")
+    folder(run, "recipe.yaml")
+    with pytest.raises(UsageError, match=rf"^model\.vae: {run} is a run that was not exported"):
+        needs.resolve_named(recipe, "needs.vae", key="model.vae")
+    folder(run, "final/config.json")
+    (run / "recipe.yaml").unlink()  # only what it exported was copied
+    assert needs.resolve_named(recipe, "needs.vae", key="model.vae") == ModelFolder(run / "final", "model", "part")
+    moved = folder(tmp_path / "elsewhere" / "parts" / run.name, "recipe.yaml", "final/config.json")
+    found = needs.resolve_named(recipe, "needs.vae", key="model.vae", beside=tmp_path / "elsewhere")
+    assert found.path == moved / "final"
+
+
+@pytest.mark.parametrize("name", ["./no", "/no/where", "~/no", "runs/no", "a/b/c", "../no"])
+def test_what_reads_as_a_path_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_download", lambda *args, **options: pytest.fail("the network was asked"))
+    assert is_path(name)
+    with pytest.raises(UsageError, match=rf"^model\.from: {name} is not a folder here; correct the path"):
+        resolve_model(name, key=KEY)
+    with pytest.raises(UsageError, match=r"^model\.from: owner/model is not a folder here"):
+        resolve_model("owner/model", key=KEY, is_local=True)
+    with pytest.raises(UsageError, match=r"^model\.vae: owner/model is no folder; name a run$"):
+        resolve_model("owner/model", key="model.vae", missing="is no folder; name a run")
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(UsageError, match=rf"^model\.from: {file} is not a folder here"):
+        resolve_model(file, key=KEY)
+
+
+def test_only_data_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(folder(tmp_path, "config.json"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("owner/model", key=KEY) == ModelFolder(tmp_path, "model", "hub")
+    assert asked["name"] == "owner/model"
+    assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in asked["allow_patterns"])
+    assert "*.safetensors" in asked["allow_patterns"]
+    resolve_model("owner/model", key=KEY, patterns=["a.json"])
+    assert asked["allow_patterns"] == ["a.json"]
+
+
+def test_a_hub_that_cannot_be_asked_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(EnvironmentProblem, match=r"^model\.from: owner/model is not a folder here, and .*; ") as caught:
+        resolve_model("owner/model", key=KEY)
+    assert "\n" not in str(caught.value)
+    assert huggingface_hub.constants.HF_HUB_OFFLINE
+    with pytest.raises(UsageError, match=r"'a b' is neither a folder here nor a hub name"):
+        resolve_model("a b", key=KEY)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'bottega\[hub\]'"):
+        resolve_model("owner/model", key=KEY)
+    with pytest.raises(EnvironmentProblem, match=r"tokenizer 'owner/model' is not a folder here"):
+        resolve_tokenizer("owner/model")
+
+
+def test_a_tokenizer_may_be_a_file(tmp_path: Path) -> None:
+    file = folder(tmp_path, "tokenizer.json") / "tokenizer.json"
+    assert resolve_tokenizer(str(file)) == file
+    assert resolve_tokenizer(str(tmp_path)) == tmp_path
+    assert resolve_tokenizer("./nowhere") == Path("nowhere"), "who reads it says what is wrong with it"
+
+
+def test_a_component_is_in_a_pipeline_or_is_the_folder(tmp_path: Path) -> None:
+    pipeline = folder(tmp_path / "pipeline", "model_index.json", "vae/config.json")
+    assert component_folder(pipeline, "vae") == pipeline / "vae"
+    assert component_folder(pipeline / "vae", "vae") == pipeline / "vae"
+    with pytest.raises(
+        UsageError, match=rf"^model\.clip: {pipeline} has no config\.json; give the folder of a saved CLIP"
+    ):
+        require_config(pipeline, key="model.clip", what="CLIP")
+    assert own_adapter(pipeline) is None
+    assert own_adapter(folder(tmp_path / "export", "adapter/bottega.json")) == tmp_path / "export" / "adapter"
+
+
+def test_resolving_loads_no_framework() -> None:
+    code = "import sys, bottega.models.folders.resolve; print({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=True)
+    assert done.stdout.strip() == "set()"
