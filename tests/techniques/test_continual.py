@@ -181,7 +181,7 @@ def test_fisher_of_a_run_in_fp16_is_in_fp32() -> None:
     single = [(i, samples.rows(np.array([i]), np.array([0]))) for i in range(5)]
     for precision in (torch.float32, torch.float16, torch.bfloat16):
         one = engine(task=Faint())
-        one.precision = precision
+        one.dtype = precision
         found[precision] = diagonal(one, single, count=5, names=[n for n, _ in one.model.named_parameters()])
     for name, wanted in found[torch.float32].items():
         assert float(wanted.sum()) > 0
