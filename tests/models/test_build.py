@@ -81,6 +81,16 @@ def test_an_architecture_that_reads_its_folder_by_itself_is_handed_it_and_the_se
     assert asked == [{"more": 1, "seed": 9, "folder": "there"}]
 
 
+def test_without_a_rule_the_seed_alone_decides_and_nothing_outside_is_drawn_from() -> None:
+    spec = ModelSpec(Own, 3)
+    state = torch.default_generator.get_state()
+    one, other = build_model(spec, 4), build_model(spec, 5)
+    assert torch.equal(torch.default_generator.get_state(), state)
+    torch.rand(3)
+    assert torch.equal(one.layer.weight, build_model(spec, 4).layer.weight)
+    assert not torch.equal(one.layer.weight, other.layer.weight)
+
+
 def test_names_mean_functions_classes_and_methods() -> None:
     assert resolve("bottega.models.build:resolve") is resolve
     assert resolve("torch.nn:Linear.forward") is nn.Linear.forward

@@ -37,7 +37,8 @@ class ModelSpec:
     """One model: its architecture, and where its values come from.
 
     The engine calls `architecture(config, **options)`, then writes the values of the folder `pretrained` by
-    `load(model, folder)`, or those of `initial` where there is none; then it applies the changes in their order.
+    `load(model, folder)`, or those of `initial` where there is none; then it applies the changes in their order. Without
+    either the values are those that the framework draws for the architecture, from the seed of the run.
     """
 
     architecture: Reference
