@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bottega.config.optimizers import RULES
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError
 from bottega.engines.torch.engine import TorchEngine
 from small_run import different
 from toy_task import Toy, advance, engine, loader, save, state, training
 
-OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
+OPTIMIZERS = list(RULES)
 
 
 def everything(**changes: Any) -> TorchEngine:

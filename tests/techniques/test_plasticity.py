@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import small_media
 import small_run
-from bottega.config.techniques import PlasticityOptions
 from bottega.core.errors import UsageError
 from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise, generator
@@ -36,6 +35,7 @@ from bottega.tasks.classify.task import Classification
 from bottega.tasks.language.task import Language
 from bottega.tasks.multitask.task import Multitask
 from bottega.tasks.recipes import load_recipe
+from bottega.techniques.plasticity.config import PlasticityOptions
 from bottega.techniques.plasticity.torch import (
     COUNT,
     REWARD,

@@ -29,7 +29,7 @@ from bottega.run.compose import build_engine, build_loader, plan_rates, total_st
 from bottega.run.lesson import applied
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
-from bottega.techniques import all_of_them
+from bottega.techniques.apply import all_of_them
 
 ONLINE: dict[str, Any] = {"training.max_steps": None, "data.online": {"replay": 0.25, "memory": 20}}
 

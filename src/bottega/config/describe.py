@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from bottega.config.fields import block_of
 from bottega.config.registry import TaskRegistry
 from bottega.config.section import Section
+from bottega.config.technique_spec import TECHNIQUES
 from bottega.config.yamlfile import write_yaml
 from bottega.core.errors import UsageError
 
@@ -23,6 +24,7 @@ def json_schema(tasks: TaskRegistry) -> dict[str, Any]:
     kinds = [_one_of(spec.inputs) if spec.inputs else spec.recipe for spec in tasks.values()]
     union: Any = Annotated[_any_of(kinds), Field(discriminator="task")]
     schema = TypeAdapter(union).json_schema(by_alias=True)
+    schema["$defs"]["Technique"]["properties"]["name"]["enum"] = list(TECHNIQUES)
     for recipe in tasks.schemas:
         schema["$defs"][recipe.__name__]["properties"]["extends"] = {
             "type": "string",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
 from bottega.config.metrics import Watched
+from bottega.config.optimizers import RULES
 from bottega.config.section import (
     AutoSwitch,
     Dropout,
@@ -21,9 +22,14 @@ from bottega.config.section import (
 )
 from bottega.config.units import Cadence, Duration
 
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(RULES)]
+
 
 class Optimizer(Section):
-    name: Literal["adamw", "muon", "sgd", "lion", "adafactor", "adam"] = Field("adamw", description="the update rule")
+    name: OptimizerName = Field("adamw", description="the update rule")
     betas: tuple[Dropout, Dropout] = Field((0.9, 0.999), description="decay of the two running means; lion: 0.9, 0.99")
     eps: Number = Field(1e-8, gt=0, description="keeps Adam's division finite")
     momentum: Number = Field(0.9, ge=0, lt=1, description="of sgd and muon; muon: 0.95")
@@ -35,15 +41,9 @@ class Optimizer(Section):
         """The customary values of the rules that differ from Adam's."""
         if isinstance(values, dict):
             name = values.get("name")
-            usual = _CUSTOMARY.get(name, {}) if isinstance(name, str) else {}
-            return {**usual, **values}
+            rule = RULES.get(name) if isinstance(name, str) else None
+            return {**(rule.customary if rule is not None else {}), **values}
         return values
-
-
-_UNCOUPLED = ("adam", "sgd")
-"""Rules in which weight decay is added to the gradient, where AdamW's usual 0.1 would drown it."""
-
-_CUSTOMARY: dict[str, dict[str, Any]] = {"lion": {"betas": (0.9, 0.99)}, "muon": {"momentum": 0.95, "nesterov": True}}
 
 
 SchedulerName = Literal[
@@ -153,6 +153,6 @@ class Training(Section):
         if isinstance(values, dict) and "weight_decay" not in values:
             optimizer = values.get("optimizer")
             name = optimizer.get("name") if isinstance(optimizer, dict) else getattr(optimizer, "name", None)
-            if name in _UNCOUPLED:
+            if name in RULES and RULES[name].adds_decay_to_gradient:
                 return {**values, "weight_decay": 0.0}
         return values

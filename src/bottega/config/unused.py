@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bottega.config.optimizers import readers
 from bottega.config.section import Section
 
 if TYPE_CHECKING:
     from bottega.config.recipe import Recipe
 
-OPTIMIZERS: dict[str, tuple[str, ...]] = {
-    "betas": ("adamw", "adam", "lion", "muon"),
-    "eps": ("adamw", "adam", "muon"),
-    "momentum": ("sgd", "muon"),
-    "nesterov": ("sgd", "muon"),
-}
-"""Option -> the update rules that read it; muon trains embeddings and vectors by AdamW, with its options."""
+OPTIMIZERS = {option: readers(option) for option in ("betas", "eps", "momentum", "nesterov")}
+"""Option -> the update rules that read it."""
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "exponential", "inverse_sqrt", "wsd")
 SCHEDULERS: dict[str, tuple[str, ...]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bottega.config.recipe import Recipe
 from bottega.tasks.branch import Branch
-from bottega.techniques import apply_techniques
+from bottega.techniques.apply import apply_techniques
 from bottega.techniques.lesson import Lesson
 
 

@@ -1,4 +1,4 @@
-"""The recipe loader with the registry of tasks handed in: what everything above the tasks calls."""
+"""The recipe loader with the registries of tasks and techniques handed in: what everything above config calls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from pathlib import Path
 
 from bottega.config import describe, flags, importers, load
 from bottega.config.recipe import Recipe
+from bottega.config.technique_spec import TECHNIQUES
 from bottega.core.errors import UsageError
 from bottega.tasks.registry import TASKS
+from bottega.techniques.registry import find as find_techniques
+
+TECHNIQUES.update(find_techniques())
 
 load_recipe = partial(load.load_recipe, TASKS)
 check_recipe = partial(load.check_recipe, TASKS)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import AdapterOptions
-from bottega.config.together import injection
+from bottega.config.together import injected_name, injection
 from bottega.core.errors import BottegaError, CheckpointError, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.data.text.vocabulary import TokenizerSpec
@@ -47,7 +46,8 @@ def _no_whole(name: str, adapter: Path) -> UsageError:
 def _is_narrow(run: Path) -> bool:
     """Whether it put narrow layers into its base, of which nothing else is ever exported."""
     try:
-        return isinstance(injection(load_recipe([run / "recipe.yaml"]).recipe), AdapterOptions)
+        techniques = load_recipe([run / "recipe.yaml"]).recipe.techniques
+        return injected_name([one.name for one in techniques]) == "adapter"
     except BottegaError:
         return False
 

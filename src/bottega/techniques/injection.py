@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bottega.config.techniques import AdapterOptions, LoraOptions
 from bottega.core.task import Task
+from bottega.techniques.adapter.config import AdapterOptions
 from bottega.techniques.inject import Injected
+from bottega.techniques.lora.config import LoraOptions
 
 
 def injected(task: Task, options: LoraOptions | AdapterOptions, *, of: Task) -> Injected:

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 
+from bottega.config.optimizers import RULES
 from bottega.config.training import Training
 from bottega.core.engine import Engine
 from bottega.core.errors import BottegaError
@@ -68,7 +69,7 @@ class TorchBackend(Backend):
         from bottega.engines.torch.optimizers import describe_choice
         from bottega.models.build import build_without_memory
 
-        models = build_without_memory(task, seed) if training.optimizer.name == "muon" else None
+        models = build_without_memory(task, seed) if RULES[training.optimizer.name].hidden_matrices_only else None
         if models is None:
             return []
         named = dict(models["model"].named_parameters())

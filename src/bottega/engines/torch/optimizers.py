@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bottega.config.groups import Setting
+from bottega.config.optimizers import REST, RULES
 from bottega.config.training import Optimizer as OptimizerOptions
-
-
-class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum (Chen et al., 2023). Half of AdamW's state."""
-
-    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            fast, slow = group["betas"]
-            params = [p for p in group["params"] if p.grad is not None]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-            grads, momenta = [p.grad for p in params], [self.state[p]["exp_avg"] for p in params]
-            if not params:
-                continue
-            updates = torch._foreach_lerp(momenta, grads, 1 - fast)
-            torch._foreach_sign_(updates)
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
-            torch._foreach_lerp_(momenta, grads, 1 - slow)
+from bottega.core.model_spec import resolve
 
 
 def build(
@@ -49,13 +27,14 @@ def build(
     Weight decay goes to matrices only, unless a row says otherwise: decaying a norm's gain or a bias pulls it away from
     where it has to be.
     """
+    rule = RULES[options.name]
     groups: dict[tuple[bool, float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in named.items():
         one = settings[name]
         parameter.requires_grad_(one.scale is not None)
         if one.scale is not None:
             usual = weight_decay if parameter.dim() >= 2 else 0.0
-            is_hidden = options.name == "muon" and is_hidden_matrix(name, parameter)
+            is_hidden = rule.hidden_matrices_only and is_hidden_matrix(name, parameter)
             key = is_hidden, one.scale, usual if one.weight_decay is None else one.weight_decay
             groups.setdefault(key, []).append(parameter)
 
@@ -66,46 +45,34 @@ def build(
             if is_hidden is hidden
         ]
 
-    return [
-        _one(which, options, t, learning_rate)
-        for which, t in ((options.name, table(True)), ("rest", table(False)))
-        if t
-    ]
+    others = REST if rule.hidden_matrices_only else options.name
+    tables = ((options.name, table(True)), (others, table(False)))
+    return [_one(name, options, groups, learning_rate) for name, groups in tables if groups]
 
 
 def describe_choice(named: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
     """Return a line where the update rule that was chosen applies to none of the parameters."""
-    if options.name != "muon" or any(is_hidden_matrix(name, parameter) for name, parameter in named.items()):
+    if not RULES[options.name].hidden_matrices_only or any(
+        is_hidden_matrix(name, parameter) for name, parameter in named.items()
+    ):
         return []
     return [
-        "training.optimizer.name: muon is for matrices between hidden states, and this model trains none; all of it is "
-        "trained by AdamW"
+        f"training.optimizer.name: {options.name} is for matrices between hidden states, and this model trains none; all of "
+        "it is trained by AdamW"
     ]
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    # Muon orthogonalises maps between hidden states. An embedding or head is a table of rows, and stays with AdamW.
+    # Such a rule (Muon) orthogonalises maps between hidden states. An embedding or head is a table of rows, and stays with AdamW.
     return parameter.dim() == 2 and "embed" not in name and "head" not in name
 
 
-def _one(which: str, options: OptimizerOptions, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    betas, eps = options.betas, options.eps
-    name = "adamw" if which == "rest" and options.name == "muon" else options.name
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    if name == "adam":
-        return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
-    if name == "lion":
-        return Lion(groups, lr=lr, betas=betas, weight_decay=0.0)
-    if name == "adafactor":  # torch's reads a norm of every parameter on the host, so it waits for the device each step
-        return torch.optim.Adafactor(groups, lr=lr)
-    assert name == "muon", name
-    # match_rms_adamw: an update as large as AdamW's, so that one learning rate serves both halves.
-    return torch.optim.Muon(
-        groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov, adjust_lr_fn="match_rms_adamw"
-    )
+def _one(name: str, options: OptimizerOptions, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    rule = RULES[name]
+    reference = f"bottega.engines.torch.{rule.torch}" if ":" in rule.torch else f"torch.optim:{rule.torch}"
+    given = {option: getattr(options, option) for option in rule.reads}
+    optimizer: torch.optim.Optimizer = resolve(reference)(groups, lr=lr, **given, **rule.settings)
+    return optimizer
 
 
 def set_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import AdapterOptions
 from bottega.tasks.branch import Branch
+from bottega.techniques.adapter.config import AdapterOptions
 from bottega.techniques.lesson import Lesson
 from bottega.techniques.lora.apply import adapted
 

@@ -13,7 +13,6 @@ import torch
 from pydantic import ValidationError
 
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import DistillOptions
 from bottega.core.errors import BottegaError, UsageError
 from bottega.core.rundir import is_run
 from bottega.core.task import Task
@@ -34,6 +33,7 @@ from bottega.tasks.generation.code_language import CodeLanguage
 from bottega.tasks.generation.task import Generation
 from bottega.tasks.language.branch import LanguageBranch
 from bottega.tasks.language.task import Language
+from bottega.techniques.distill.config import DistillOptions
 from bottega.techniques.distill.torch import Distilled, Form
 from bottega.techniques.inject import hash_of
 from bottega.techniques.lesson import Lesson, OpenRun

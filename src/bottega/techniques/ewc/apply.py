@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import EwcOptions
 from bottega.core.engine import Engine
 from bottega.core.types import Batch
 from bottega.data.loading.loader import Loader
 from bottega.data.order.in_turn import InTurn
 from bottega.tasks.branch import Branch
 from bottega.techniques.continual.apply import needs_sequence
+from bottega.techniques.ewc.config import EwcOptions
 from bottega.techniques.ewc.torch import FISHER, Ewc, consolidated
 from bottega.techniques.lesson import Lesson
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from bottega.config.groups import BACKBONE
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import AdapterOptions, LoraOptions
 from bottega.config.together import injection
 from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
@@ -16,8 +15,10 @@ from bottega.data.loading.loader import Loader
 from bottega.models.build import build_outline
 from bottega.tasks.branch import Branch
 from bottega.tasks.frozen import BASE
+from bottega.techniques.adapter.config import AdapterOptions
 from bottega.techniques.injection import injected
 from bottega.techniques.lesson import Lesson
+from bottega.techniques.lora.config import LoraOptions
 
 if TYPE_CHECKING:
     from bottega.techniques.inject import Injected

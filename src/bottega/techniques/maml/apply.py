@@ -11,7 +11,6 @@ import numpy as np
 
 from bottega.config.groups import parameter_settings
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import MamlOptions
 from bottega.config.training import Training
 from bottega.core.errors import DataError, UsageError
 from bottega.data.order import episodes
@@ -19,6 +18,7 @@ from bottega.data.order.episodes import Episodes
 from bottega.data.sources.source import Source
 from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson
+from bottega.techniques.maml.config import MamlOptions
 from bottega.techniques.maml.torch import Maml
 
 LEAST = 1000

@@ -6,14 +6,15 @@ from dataclasses import replace
 from functools import partial
 
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import PlasticityOptions, Technique
-from bottega.config.together import PLASTICITY, clashes
+from bottega.config.techniques import Technique
+from bottega.config.together import clashes
 from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 from bottega.data.loading.loader import Loader
 from bottega.models.spiking.stdp import Rule
 from bottega.tasks.branch import Branch
 from bottega.techniques.lesson import Lesson
+from bottega.techniques.plasticity.config import SPEC, PlasticityOptions
 from bottega.techniques.plasticity.torch import KEY, Plasticity, chosen_layers
 
 
@@ -36,9 +37,9 @@ def apply(lesson: Lesson, options: PlasticityOptions, recipe: Recipe, branch: Br
 
 def _check_beside(recipe: Recipe, options: PlasticityOptions) -> None:
     """The recipe refuses what it lists; where the model or a stream asks for it, it is in no list."""
-    if any(one.name == PLASTICITY for one in recipe.techniques):
+    if any(one.name == SPEC.name for one in recipe.techniques):
         return
-    own = Technique(name=PLASTICITY, options=options)
+    own = Technique(name=SPEC.name, options=options)
     for key, _, text in clashes(recipe.model_copy(update={"techniques": (*recipe.techniques, own)})):
         asked = getattr(recipe.model, "plasticity", False)
         raise UsageError(f"{key}: {text}{'; model.plasticity: false leaves it out' if asked else ''}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bottega.config.recipe import Recipe
-from bottega.config.techniques import ReplayOptions
 from bottega.tasks.branch import Branch
 from bottega.techniques.continual.apply import needs_sequence
 from bottega.techniques.lesson import Lesson
+from bottega.techniques.replay.config import ReplayOptions
 
 
 def apply(lesson: Lesson, options: ReplayOptions, recipe: Recipe, branch: Branch) -> Lesson:

@@ -1,0 +1,45 @@
+"""What a technique brings: its options, what it does not go with, and the function that applies it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bottega.config.section import Section
+from bottega.core.model_spec import Reference
+
+if TYPE_CHECKING:
+    from bottega.config.recipe import Recipe
+
+KEY = "techniques"
+Clash = tuple[str, str, str]
+"""(key, other key, message)."""
+
+
+@dataclass(frozen=True)
+class TechniqueSpec:
+    """One entry of the registry; `techniques/<name>/config.py` has it as SPEC."""
+
+    name: str
+    options: type[Section]
+    apply: Reference
+    """(lesson, options, recipe, branch) -> the lesson with the technique."""
+    clashes: Callable[[Recipe, list[str]], Iterator[Clash]] = lambda recipe, names: iter(())
+    """What of a recipe, and of the other techniques by name, it does not go with."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """What other programs call an option -> its name here."""
+    respell: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options
+    """Values that other programs write otherwise."""
+    injects: bool = False
+    """Whether it puts parts into a model that stays: its runs hold those parts alone."""
+    is_in_turn: bool = False
+    """Whether it is about sources that come one after the other."""
+    needs_sources: bool = False
+    """Whether it needs sources or labels, which data that is made up as it is needed does not have."""
+    suits_several_tasks: bool = False
+    """Whether it goes with a model of several tasks."""
+
+
+TECHNIQUES: dict[str, TechniqueSpec] = {}
+"""Filled by bottega.tasks.recipes, which hands the loader what there is; in the order in which people are told of them."""

@@ -1,0 +1,32 @@
+"""Lion, which torch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign of an interpolated momentum (Chen et al., 2023). Half of AdamW's state."""
+
+    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            fast, slow = group["betas"]
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            grads, momenta = [p.grad for p in params], [self.state[p]["exp_avg"] for p in params]
+            if not params:
+                continue
+            updates = torch._foreach_lerp(momenta, grads, 1 - fast)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(momenta, grads, 1 - slow)

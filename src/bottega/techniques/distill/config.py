@@ -1,0 +1,40 @@
+"""Distillation: options and what it does not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from bottega.config.recipe import Recipe
+from bottega.config.section import Number, Probability, Section
+from bottega.config.technique_spec import KEY, Clash, TechniqueSpec
+
+
+class DistillOptions(Section):
+    """Learn what a teacher answers, beside what the data says (Hinton et al., 2015)."""
+
+    teacher: str = Field(description="a run, needs.NAME, or a folder of transformers")
+    temperature: Number = Field(2.0, gt=0, description="softens both answers; of classes and tokens alone")
+    alpha: Probability = Field(0.5, description="share of the teacher in the loss; the data has the rest")
+    hidden: Number = Field(0.0, ge=0, description="weight of what the blocks between say; 0 is none")
+
+
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
+    if "maml" in names:
+        yield KEY, KEY, "distill and maml do not go together, since the teacher knows no episode; keep one"
+    if recipe.training.compile is True and any(getattr(one.options, "hidden", 0) for one in recipe.techniques):
+        yield (
+            "training.compile",
+            KEY,
+            "true, and techniques.distill.hidden listens inside the model, which is then not compiled; leave one of "
+            "them out",
+        )
+
+
+SPEC = TechniqueSpec(
+    name="distill",
+    options=DistillOptions,
+    apply="bottega.techniques.distill.apply:apply",
+    clashes=clashes,
+)

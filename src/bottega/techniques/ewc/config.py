@@ -1,0 +1,39 @@
+"""Elastic weight consolidation: options and what it does not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from bottega.config.recipe import Recipe
+from bottega.config.section import Number, Positive, Probability, Section
+from bottega.config.technique_spec import KEY, Clash, TechniqueSpec
+from bottega.config.together import clashes_of_sequences
+
+
+class EwcOptions(Section):
+    """Weights that mattered for earlier sources are held where they were (Kirkpatrick et al., 2017)."""
+
+    strength: Number = Field(1000.0, ge=0, description="of the pull back to the old weights")
+    samples: Positive = Field(256, description="examples of a source that tell how much each weight mattered")
+    decay: Probability = Field(1.0, description="of what was known of still earlier sources; 1 forgets none")
+
+
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
+    yield from clashes_of_sequences(recipe, names, "ewc")
+    if recipe.data.online is not None:
+        said = (
+            "ewc holds weights at the end of each source, and a stream (data.online) has no end of one; leave one out"
+        )
+        yield KEY, "data.online", said
+
+
+SPEC = TechniqueSpec(
+    name="ewc",
+    options=EwcOptions,
+    apply="bottega.techniques.ewc.apply:apply",
+    clashes=clashes,
+    is_in_turn=True,
+    needs_sources=True,
+)

@@ -1,0 +1,56 @@
+"""Meta-learning: options and what it does not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from bottega.config.recipe import Recipe
+from bottega.config.section import Number, Positive, Section
+from bottega.config.technique_spec import KEY, Clash, TechniqueSpec
+from bottega.config.together import in_turn_name
+
+
+class MamlOptions(Section):
+    """Learn weights that a few steps adapt to a new task (Finn et al., 2017; Nichol et al., 2018)."""
+
+    method: Literal["maml", "fomaml", "reptile", "none"] = Field(
+        "maml", description="through the steps, as if they were none, by their sum; none adapts in validation alone"
+    )
+    inner_steps: Positive = Field(3, description="of adaptation in an episode")
+    inner_rate: Number = Field(0.1, gt=0, description="learning rate of these steps")
+    by: str | None = Field(
+        None, description="what makes a task: label, source, region of a text, or a field; null is the first there is"
+    )
+    ways: Positive | None = Field(None, description="classify: classes in an episode, numbered anew; null is all")
+    shots: Positive = Field(5, description="examples to adapt to; classify: of each class")
+    queries: Positive = Field(5, description="examples that measure it; classify: of each class")
+
+
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
+    other = in_turn_name(names)
+    if recipe.data.online is not None:
+        said = "maml draws episodes, and a stream (data.online) takes samples as they come; leave one out"
+        yield KEY, "data.online", said
+    if other is not None:
+        yield KEY, KEY, f"{other} goes through its sources in order, and maml draws episodes; keep one"
+    elif names[-1] != "maml":
+        yield KEY, KEY, f"maml adapts what the others have made; list it after {names[-1]}"
+    if recipe.data.curriculum is not None:
+        yield "data.curriculum", KEY, "maml draws its tasks evenly, in an order of its own; leave it out"
+    if recipe.training.gradient_checkpointing:
+        key = "training.gradient_checkpointing"
+        yield key, KEY, "maml would compute blocks again with other weights; leave it out"
+    if recipe.training.mixed_precision == "fp16":
+        yield "training.mixed_precision", KEY, "the inner steps of maml have no loss scale; use bf16 or fp32"
+
+
+SPEC = TechniqueSpec(
+    name="maml",
+    options=MamlOptions,
+    apply="bottega.techniques.maml.apply:apply",
+    clashes=clashes,
+    needs_sources=True,
+)

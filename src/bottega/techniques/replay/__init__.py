@@ -1,0 +1,1 @@
+"""Replay over a sequence of sources."""
