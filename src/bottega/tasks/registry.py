@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,18 +11,12 @@ from bottega.config.recipe import Recipe
 from bottega.config.registry import TaskRegistry
 from bottega.config.task_spec import TaskSpec
 from bottega.core.model_spec import resolve
-from bottega.tasks.align.spec import SPEC as ALIGN
-from bottega.tasks.autoencode.spec import SPECS as AUTOENCODERS
-from bottega.tasks.classify.spec import SPEC as CLASSIFY
-from bottega.tasks.generation.spec import SPECS as GENERATORS
-from bottega.tasks.language.spec import SPEC as LANGUAGE
-from bottega.tasks.multitask.spec import SPEC as MULTITASK
-from bottega.tasks.personalize.spec import SPEC as PERSONALIZE
-from bottega.tasks.recall.spec import SPEC as RECALL
-from bottega.tasks.routing.spec import SPEC as ROUTING
 
 if TYPE_CHECKING:
     from bottega.tasks.branch import Branch
+
+FIRST = ("language", "classify", "generation", "autoencode", "align", "personalize", "routing", "recall", "multitask")
+"""The order in which people are told of them; others follow by name."""
 
 
 def _load_installed() -> None:
@@ -29,10 +25,15 @@ def _load_installed() -> None:
     load_installed()
 
 
-TASKS = TaskRegistry(
-    (LANGUAGE, CLASSIFY, *GENERATORS, *AUTOENCODERS, ALIGN, PERSONALIZE, ROUTING, RECALL, MULTITASK),
-    discover=_load_installed,
-)
+def _bundled() -> Iterator[TaskSpec]:
+    """The specs of each folder here that has a spec.py: SPEC, or SPECS where it has several tasks. They load no framework."""
+    there = {path.parent.name for path in Path(__file__).parent.glob("*/spec.py")}
+    for name in (*FIRST, *sorted(there - {*FIRST})):
+        module = import_module(f"bottega.tasks.{name}.spec")
+        yield from getattr(module, "SPECS", None) or (module.SPEC,)
+
+
+TASKS = TaskRegistry(_bundled(), discover=_load_installed)
 
 
 def spec_of(recipe: Recipe) -> TaskSpec:
