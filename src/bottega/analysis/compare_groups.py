@@ -21,6 +21,7 @@ from bottega.core.errors import DataError, UsageError
 from bottega.core.loop import Goal
 from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.tasks.recipes import load_saved_recipe
+from bottega.tasks.registry import spec_of
 
 FOLD, FOLD_SEED = "data.split.fold", "data.split.seed"
 FROM_TRAIN = ("data.train", "data.sources", "data.split", "data.validation", "data.test")
@@ -32,8 +33,6 @@ CHOOSING = (
 """Keys that choose rows wherever these come from."""
 TRAINING_ONLY = ("data.augmentation", "data.replay", "data.curriculum", "data.mixture", "data.temperature")
 """Keys that change the data's fingerprint and leave what is held out as it is."""
-BY_LABEL = ("classify", "routing")
-"""Tasks whose answers are judged by the label alone, whatever they were given to read."""
 LABELS = ("model.num_labels", "model.num_classes", "model.condition")
 """Keys of a model that change how its data is prepared, though not which rows there are."""
 
@@ -207,7 +206,7 @@ def check_same_data(one: Member, other: Member, *, metric: str, split: str | Non
     read = _held_out_keys(one, other, part) if is_same else ()
     apart = (*TRAINING_ONLY, *LABELS, *(key for key in FROM_TRAIN if key not in read))
     coded = [c for c in prepared if not _under(c[0], apart)]
-    if coded and one.recipe.task not in BY_LABEL and metric != "bits_per_byte":
+    if coded and not spec_of(one.recipe).has_labels and metric != "bits_per_byte":
         hint = "; --metric bits_per_byte does not depend on it" if one.recipe.task == "language" else ""
         raise UsageError(f"{both}: {metric} is a mean over different numbers: {_listed(coded)}{hint}")
     if is_same and prepared:

@@ -17,6 +17,7 @@ from bottega.run import resume
 from bottega.run.prepare import prepare_recipe
 from bottega.tasks import needs
 from bottega.tasks.recipes import load_recipe, load_saved_recipe
+from bottega.tasks.registry import spec_of
 
 FOLDS = 5
 
@@ -37,7 +38,7 @@ def splitting(recipe: Recipe, *, folds: int | None, by: str | None, field: str |
     if number < 2:
         raise UsageError(f"--folds {number}: expected 2 or more, such as {FOLDS}")
     is_several = getattr(recipe.data, "multi_label", False)
-    has_classes = recipe.task in ("classify", "routing") and not is_several
+    has_classes = spec_of(recipe).has_labels and not is_several
     usual = said.by if "by" in said.model_fields_set else "stratified" if has_classes else "fraction"
     chosen = by or ("group" if field is not None else usual)
     named = field or (said.field if chosen == said.by else None)
@@ -107,7 +108,7 @@ def data_of(recipe: Recipe, say: Any) -> Prepared | None:
     try:
         return prepare_recipe(recipe, say)
     except DataError as error:
-        if recipe.task == "language" and str(error).startswith("splitting 1 rows "):
+        if not spec_of(recipe).rows_are_samples and str(error).startswith("splitting 1 rows "):
             raise DataError(
                 f"{path or 'the data'} is one text, and folds are made of whole ones; give several files, or a table with "
                 "a text in each row"

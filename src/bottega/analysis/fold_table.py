@@ -13,6 +13,7 @@ import numpy as np
 from bottega.analysis.compare import CUT, TOWARDS, table, within
 from bottega.analysis.statistics import mean_interval
 from bottega.tasks.measures import classification as measures
+from bottega.tasks.registry import TASKS
 
 LEVEL = 0.95
 
@@ -87,7 +88,7 @@ def show(report: dict[str, Any]) -> str:
 def _end(name: str, value: float, task: str) -> tuple[float, str]:
     """An end of an interval as far as the metric goes, and a sign where that is not the whole way."""
     # That of others may have terms below 0.
-    if name.removesuffix("_before") == "loss" and task in ("classify", "language", "routing"):
+    if name.removesuffix("_before") == "loss" and TASKS[task].loss_is_cross_entropy:
         return max(value, 0.0), CUT if value < 0 else ""
     return within(value, name)
 

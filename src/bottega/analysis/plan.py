@@ -28,6 +28,7 @@ from bottega.run.train import is_made, prepare_data
 from bottega.tasks import needs
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.recipes import check_recipe
+from bottega.tasks.registry import spec_of
 from bottega.terminal import print_notice, print_result
 from bottega.world import World
 
@@ -92,7 +93,7 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
 
 def _check_rows(recipe: Recipe, rows: int) -> None:
     batch = global_batch(recipe, World.current().data_size)
-    if rows < batch and recipe.task != "language":  # whose samples are windows of its rows
+    if rows < batch and spec_of(recipe).rows_are_samples:
         raise DataError(
             f"the training data has {rows} samples, fewer than one batch of {batch}; lower training.batch_size or add data"
         )

@@ -49,6 +49,14 @@ class TaskSpec:
     """(earlier entries, a later layer) -> notes; changes earlier entries that a later layer outdates."""
     asks: Callable[[Any, Path], str | None] | None = None
     """(recipe, codec of its run) -> words to try `bottega predict RUN` with."""
+    rows_are_samples: bool = True
+    """Whether a prepared row is a sample, and not, as a text is, cut into several."""
+    has_labels: bool = False
+    """Whether a sample has one label that its answer is judged by: folds are then stratified, and runs compared by it."""
+    smooths_labels: bool = False
+    """Whether its loss knows `training.label_smoothing`."""
+    loss_is_cross_entropy: bool = False
+    """Whether the loss is never below 0, and at the start no more than the logarithm of the number of answers."""
     combines: bool = True
     """Whether it can be one of several tasks of one model (`multitask`)."""
     plugin: str | None = None

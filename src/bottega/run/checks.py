@@ -31,11 +31,11 @@ from bottega.run.compose import check_metrics, list_shortened, plain_loader, tot
 from bottega.tasks import needs
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
+from bottega.tasks.registry import spec_of
 from bottega.tasks.start import start_folder
 from bottega.techniques.lesson import Lesson
 from bottega.world import World
 
-SMOOTHED = ("classify", "routing")
 """Tasks that know training.label_smoothing."""
 
 
@@ -99,7 +99,7 @@ def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
     is_distributed = recipe.distributed.enabled is not False
     requested = {
         "distributed.strategy: fsdp": is_distributed and recipe.distributed.strategy == "fsdp",
-        "training.label_smoothing": recipe.training.label_smoothing > 0 and recipe.task not in SMOOTHED,
+        "training.label_smoothing": recipe.training.label_smoothing > 0 and not spec_of(recipe).smooths_labels,
     }
     return [
         UsageError(f"{key} is understood but not built yet; leave it out")

@@ -66,8 +66,16 @@ class Session:
     """One process's part in one training."""
 
     def __init__(
-        self, recipe: Recipe, directory: RunDirectory, *, quiet: bool, resume_from: Path | None, allow: bool
+        self,
+        recipe: Recipe,
+        directory: RunDirectory,
+        *,
+        quiet: bool,
+        fresh: bool,
+        resume_from: Path | None,
+        allow: bool,
     ) -> None:
+        self.fresh = fresh
         self.recipe, self.directory, self.resume_from, self.allow = recipe, directory, resume_from, allow
         self.branch: Branch
         is_main = World.current().is_main
@@ -84,7 +92,8 @@ class Session:
         is_main = World.current().is_main  # the others might look before --fresh has set the old run aside
         changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
         self._placed = needs.placed(recipe)
-        has_begun = resume.has_begun(directory)
+        # Of a fresh run nothing is there, though another rank may look before the old one is set aside.
+        has_begun = not self.fresh and resume.has_begun(directory)
         if has_begun:
             self._placed = based(self._placed, directory.codec)
         codec = directory.codec if has_begun else None

@@ -22,8 +22,8 @@ from bottega.run.prepare import prepare_recipe
 from bottega.run.session import Run, Session
 from bottega.storage.durable import remove_leftovers, rename_aside
 from bottega.tasks import needs
-from bottega.tasks.language.config import LanguageRecipe
 from bottega.tasks.located import locate
+from bottega.tasks.registry import spec_of
 from bottega.terminal import open_console, print_notice
 from bottega.world import World
 
@@ -103,7 +103,9 @@ def _train_rank(
         for name in parts:
             part(recipe, name, quiet=quiet, allow_data_change=allow_data_change)
         is_silent = quiet or not is_main
-        return Session(recipe, directory, quiet=is_silent, resume_from=resume_from, allow=allow_data_change)
+        return Session(
+            recipe, directory, quiet=is_silent, fresh=fresh, resume_from=resume_from, allow=allow_data_change
+        )
 
     if not is_main:
         return session().run()
@@ -206,7 +208,7 @@ def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool
 def _fitted(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Recipe:
     """A part over fewer samples than its recipe was made for takes smaller batches. Its name stays, which is a hash of
     what was asked for; on the same data the same size is found again."""
-    prepared = prepare_data(recipe, quiet=quiet) if not isinstance(recipe, LanguageRecipe) else None
+    prepared = prepare_data(recipe, quiet=quiet) if spec_of(recipe).rows_are_samples else None
     if prepared is None:
         return recipe
     there = sum(prepared.tables[table]["rows"] for table in prepared.training_tables)

@@ -52,8 +52,9 @@ def join_group(device: torch.device, world: World) -> World:
     if world.data_size < world.size:
         stride = world.size // world.data_size
         if stride not in _data_groups:  # every process makes all groups, in the same order
-            made = [dist.new_group(list(range(first, world.size, stride))) for first in range(stride)]
-            _data_groups[stride] = made[world.rank % stride]
+            each = [replace(world, rank=first).data_ranks for first in range(stride)]
+            made = {ranks: dist.new_group(list(ranks)) for ranks in each}
+            _data_groups[stride] = made[world.data_ranks]
         _data_group = _data_groups[stride]
     return world
 

@@ -58,5 +58,8 @@ SPEC = TaskSpec(
     preview="bottega.tasks.classify.preview:LabelledTextPreview",
     fields=frozenset(("text", "label")),
     asks=asks,
+    has_labels=True,
+    smooths_labels=True,
+    loss_is_cross_entropy=True,
     adapt=adapt,
 )

@@ -32,5 +32,7 @@ SPEC = TaskSpec(
     preview="bottega.tasks.language.preview:TextPreview",
     files=("text", "embedded"),
     starts={"model.size": "nano", "data.train.kind": "embedded"},
+    rows_are_samples=False,
+    loss_is_cross_entropy=True,
     adapt=adapt,
 )

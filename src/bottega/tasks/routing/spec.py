@@ -22,5 +22,8 @@ SPEC = TaskSpec(
     prepare=_prepare,
     preview="bottega.data.numbers.preview:NumbersPreview",
     asks=lambda recipe, codec: recipe.data.train.path,
+    has_labels=True,
+    smooths_labels=True,
+    loss_is_cross_entropy=True,
     starts={},
 )

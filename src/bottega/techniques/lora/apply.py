@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bottega.config.groups import BACKBONE
 from bottega.config.recipe import Recipe
-from bottega.config.together import injection
+from bottega.config.together import CODERS, injection
 from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 from bottega.data.loading.loader import Loader
@@ -22,9 +22,6 @@ from bottega.techniques.lora.config import LoraOptions
 
 if TYPE_CHECKING:
     from bottega.techniques.inject import Injected
-
-CODERS = ("image_vae", "image_tokens")
-"""What others are built on is known by its whole export, and a base beside it would be a second thing to keep."""
 
 
 def apply(lesson: Lesson, options: LoraOptions, recipe: Recipe, branch: Branch) -> Lesson:
