@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
-import bottega
-import small_media
 from bottega.tasks.generation import objectives
 from bottega.tasks.generation.config import Generator
 from bottega.tasks.generation.objectives import ObjectiveName, find_objective, objective_names
 from bottega.tasks.generation.objectives.base import Objective
 from bottega.tasks.generation.paths import Path as NoisePath
+from one_more_file import run_with_file
 
 FOLDER = Path(objectives.__file__).parent
 NEW = '''
@@ -81,20 +76,7 @@ def test_no_other_name_is_one(name: str) -> None:
 
 def test_a_new_objective_is_one_file(tmp_path: Path) -> None:
     """In a package that has that file besides, it is trained, drawn from, reloaded and exported."""
-    package = Path(bottega.__file__).parent
-    copied = shutil.copytree(
-        package, tmp_path / "src" / "bottega", copy_function=os.symlink, ignore=shutil.ignore_patterns("__pycache__")
-    )
-    (copied / FOLDER.relative_to(package) / "clean.py").write_text(NEW)
-    paths = [str(tmp_path / "src"), str(Path(small_media.__file__).parent), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN, tmp_path],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [2, 8, 8, 1]
+    assert json.loads(run_with_file("tasks/generation/objectives/clean.py", NEW, TRAIN, tmp_path)) == [2, 8, 8, 1]
     scheduler = json.loads((tmp_path / "exported" / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["prediction_type"] == "sample"
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["task"]["path"]["objective"] == "clean"
