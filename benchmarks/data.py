@@ -26,8 +26,7 @@ from bottega.data.loading.loader import Loader
 from bottega.data.prepare.media import prepare_media
 from bottega.data.text.tokens import TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
-from bottega.models.generator.config import Generator
-from bottega.tasks.generation.config import ImageRecipe
+from bottega.tasks.generation.config import Generator, ImageRecipe
 from bottega.tasks.language.prepare import prepare_language
 from crops import Crops
 

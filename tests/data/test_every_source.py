@@ -30,10 +30,10 @@ from bottega.data.text.labelled import LabelledTexts
 from bottega.data.text.tokens import TokenDocuments, TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.data.video.config import VideoData
-from bottega.models.generator.config import VideoGenerator
 from bottega.tasks.classify.config import ClassifyData
 from bottega.tasks.classify.prepare import prepare_classify
 from bottega.tasks.generation import config as media
+from bottega.tasks.generation.config import VideoGenerator
 from bottega.tasks.language.prepare import prepare_language
 from bottega.tasks.routing.config import RoutingData, RoutingRecipe, VectorAugmentation
 from operations import count_operations

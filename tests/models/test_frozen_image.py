@@ -24,6 +24,7 @@ from bottega.models.pipeline import parts
 from bottega.models.pipeline.schedule import LEAST_RATIO, read_schedule
 from bottega.tasks.generation import paths, samplers
 from bottega.tasks.generation.export import scheduler_config
+from bottega.tasks.generation.objectives import noise
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "sd": tiny_pipelines.stable_diffusion,
@@ -315,7 +316,7 @@ def test_a_path_is_read_back_from_the_scheduler_it_is_exported_as(
     found = read_schedule(file)
     wanted = path if objective != "flow" else path.model_copy(update={"schedule": "cosine"})
     assert paths.Path(**found._asdict()) == wanted
-    assert LEAST_RATIO == paths.LEAST_RATIO
+    assert LEAST_RATIO == noise.LEAST_RATIO
 
 
 def changed(folder: Path, part: str, **values: Any) -> Path:

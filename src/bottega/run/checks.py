@@ -25,10 +25,10 @@ from bottega.core.saver import explain, preflight
 from bottega.core.task import Task
 from bottega.data.formats.files import check_exists
 from bottega.engines.backend import open_backend
-from bottega.models.generator.config import Generator
 from bottega.run import resume
 from bottega.run.compose import check_metrics, list_shortened, plain_loader, total_steps
 from bottega.tasks import needs
+from bottega.tasks.generation.config import Generator
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 from bottega.tasks.registry import spec_of

@@ -15,8 +15,7 @@ from bottega.data.formats import find, fingerprint, metadata
 from bottega.data.image.config import ImageData
 from bottega.data.prepare import inputs, jobs
 from bottega.data.prepare.media import prepare_media
-from bottega.models.generator.config import Generator
-from bottega.tasks.generation.config import ImageRecipe
+from bottega.tasks.generation.config import Generator, ImageRecipe
 
 
 def write_pictures(folder: Path, count: int) -> Path:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise
-from bottega.tasks.generation.paths import STEPS, Path
+from bottega.tasks.generation.paths import Path
+from bottega.tasks.generation.schedules import STEPS
 
 Schedule = Literal["cosine", "linear", "scaled_linear"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)

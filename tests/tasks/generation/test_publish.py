@@ -23,14 +23,14 @@ from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.models.autoencoder.vae import Autoencoder
 from bottega.models.build import build_models
 from bottega.models.dit import layout
-from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape, TextEncoderOptions, UNetShape
+from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape, UNetShape
 from bottega.models.generator.torch import build_generator, load_generator
 from bottega.models.unet import vector_size
-from bottega.tasks.generation.config import ImageRecipe
+from bottega.tasks.generation.config import ImageRecipe, TextEncoderOptions
 from bottega.tasks.generation.export import open_folder, pipeline_of, publish, scheduler_config
 from bottega.tasks.generation.latents import Latents
-from bottega.tasks.generation.paths import STEPS
 from bottega.tasks.generation.paths import Path as NoisePath
+from bottega.tasks.generation.schedules import STEPS
 from bottega.tasks.generation.task import Generation
 from bottega.tasks.generation.text_condition import TextCondition, TextFacts
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise
-from bottega.tasks.generation.paths import STEPS, Path
+from bottega.tasks.generation.paths import Path
 from bottega.tasks.generation.samplers import Method, Predict, sample
+from bottega.tasks.generation.schedules import STEPS
 
 MU, S = 1.5, 0.5
 FLOW, COSINE, LINEAR = Path(), Path(objective="v"), Path(objective="noise", schedule="linear")

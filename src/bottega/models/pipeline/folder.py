@@ -17,7 +17,7 @@ from bottega.models.folders.json_object import read_object
 from bottega.models.folders.untrusted import transformers_config
 from bottega.models.pipeline.component import read_config
 from bottega.models.pipeline.parts import INDEX, KEY, T5, TRANSFORMER, Parts, find_pipeline, read_parts
-from bottega.models.pipeline.schedule import Objective, Schedule, read_schedule
+from bottega.models.pipeline.schedule import Objective, Schedule, is_flow, read_schedule
 
 __all__ = ["INDEX", "T5_TOKENS", "ImageFacts", "find_pipeline", "image_facts"]
 
@@ -104,7 +104,7 @@ def _facts(parts: Parts) -> ImageFacts:
     path = read_schedule(scheduler / "scheduler_config.json")
     vae = _read_vae(parts, config)
     if parts.denoiser_class == TRANSFORMER:
-        if path.objective != "flow":
+        if not is_flow(scheduler / "scheduler_config.json"):
             raise UsageError(f"{scheduler}: {TRANSFORMER} predicts a flow, and this scheduler is of {path.objective}")
         own = _flow(parts, config, texts, vae["downsample"])
     else:

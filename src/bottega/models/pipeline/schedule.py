@@ -42,7 +42,7 @@ class Schedules(NamedTuple):
 def read_schedule(file: Path) -> Schedules:
     """Of a scheduler_config.json; refused where no path of ours is the same."""
     config = read_object(file)
-    if str(config.get("_class_name")).startswith("FlowMatch"):
+    if _is_flow(config):
         return Schedules("flow", "cosine", _shift(config, file))
     kind = config.get("prediction_type", "epsilon")
     if kind not in OBJECTIVES:
@@ -51,8 +51,17 @@ def read_schedule(file: Path) -> Schedules:
     if config.get("rescale_betas_zero_snr"):
         raise UsageError(f"{file}: rescale_betas_zero_snr is not supported; give a model that was trained without it")
     if config.get("trained_betas") is not None:
-        return Schedules(objective, _named_by_betas(config["trained_betas"], objective, file), 1.0)
+        return Schedules(objective, _named_by_betas(config["trained_betas"], kind, file), 1.0)
     return Schedules(objective, _named(config, file), 1.0)
+
+
+def is_flow(file: Path) -> bool:
+    """Whether a scheduler_config.json is of a flow."""
+    return _is_flow(read_object(file))
+
+
+def _is_flow(config: Mapping[str, Any]) -> bool:
+    return str(config.get("_class_name")).startswith("FlowMatch")
 
 
 def _shift(config: Mapping[str, Any], file: Path) -> float:
@@ -80,12 +89,12 @@ def _named(config: Mapping[str, Any], file: Path) -> Schedule:
     return ours  # type: ignore[return-value]
 
 
-def _named_by_betas(betas: Any, objective: Objective, file: Path) -> Schedule:
+def _named_by_betas(betas: Any, prediction_type: str, file: Path) -> Schedule:
     """The schedule of betas that were written out, as our exports do where the end of one is never sampled from."""
     found = np.asarray(betas, np.float64)
     for name in BETAS:
         whole = _betas(BETAS[name][0])
-        for length in {STEPS, _sampled(whole) if objective == "noise" else STEPS}:
+        for length in {STEPS, _sampled(whole) if prediction_type == "epsilon" else STEPS}:
             if found.shape == (length,) and np.allclose(found, whole[:length], rtol=1e-5, atol=0):
                 return BETAS[name][0]  # type: ignore[return-value]
     raise UsageError(

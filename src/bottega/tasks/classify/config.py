@@ -20,6 +20,7 @@ from bottega.data.text.config import TextAugmentation, Tokenizer, tokenizer_prob
 from bottega.data.video.config import VideoData
 from bottega.models.spiking.config import Coding, Reset, Surrogate
 from bottega.models.text_classifier.config import EncoderShape
+from bottega.tasks.classify.losses import LossName
 
 
 class ClassifyModel(Model):
@@ -66,7 +67,7 @@ Weight = Annotated[Number, Field(gt=0)]
 
 
 class LossOptions(Section):
-    name: Literal["cross_entropy", "focal"] = Field("cross_entropy", description="what is minimised")
+    name: LossName = Field("cross_entropy", description="what is minimised")
     gamma: Number = Field(
         2.0, ge=0, description="focal: how much less a text counts that is told well; 0 is cross-entropy"
     )
@@ -78,7 +79,7 @@ class LossOptions(Section):
     @model_validator(mode="after")
     def _gamma_has_a_use(self) -> LossOptions:
         # 2 is what the recipe of every run says, whatever its loss.
-        if self.name != "focal" and self.gamma != 2.0:
+        if self.name == "cross_entropy" and self.gamma != 2.0:
             raise ValueError(f"gamma {self.gamma:g} is of the focal loss, and name is {self.name}; set name: focal")
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -21,14 +21,13 @@ from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.units import activity, rate_costs, unit_rows, unit_scores
 from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.tasks.classify.losses import LossName, find_loss
+from bottega.tasks.classify.losses.base import ClassificationLoss
 from bottega.tasks.measures import classification
 
 DRAWN_AT_ONCE = 64
 """Draws of a text are asked for in multiples of this: on a GPU each number of them is compiled anew, and the first of
 them are the same however many there are."""
-
-SMALLEST_MISS = 1e-7
-"""Of an example that is told for certain, a power below 1 would have an infinite slope."""
 
 NETWORKS: dict[type, tuple[str, str]] = {
     ConvNetShape: ("bottega.models.convnet.torch:ConvNet", "bottega.models.convnet.torch:initialise_convnet"),
@@ -56,7 +55,7 @@ class Classification(Task):
     key: Literal["image", "mel", "video", "text"]
     shape: ConvNetShape | SpikingNetShape | TextClassifierShape
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    objective: Literal["cross_entropy", "focal"] = "cross_entropy"
+    objective: LossName = "cross_entropy"
     gamma: float = Field(2.0, ge=0)
     """Of the focal loss: by how much examples that are told already count less (Lin et al., 2017)."""
     class_weights: tuple[float, ...] | None = None
@@ -147,8 +146,11 @@ class Classification(Task):
     @property
     def is_modified(self) -> bool:
         """Whether what is minimised is another number than the cross-entropy."""
-        is_focal = self.objective == "focal" and self.gamma > 0
-        return is_focal or self.label_smoothing > 0 or self.class_weights is not None
+        return not self._rule.is_plain or self.class_weights is not None
+
+    @cached_property
+    def _rule(self) -> ClassificationLoss:
+        return find_loss(self.objective)(gamma=self.gamma, label_smoothing=self.label_smoothing)
 
     def _measured(
         self, logits: Tensor, labels: Tensor, counted: Tensor, right: Mapping[str, Tensor], total: Tensor
@@ -197,19 +199,12 @@ class Classification(Task):
 
     def _single(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[b]: of each example, with the weight of its class."""
-        each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
-        if self.objective == "focal":
-            missed = 1 - logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
-            each = each * missed.clamp(min=SMALLEST_MISS) ** self.gamma
+        each = self._rule.single(logits, labels)
         return each if self.class_weights is None else each * _weights(self.class_weights, logits.device)[labels]
 
     def _several(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[b]: of each example the mean over its K questions, by the weights of their classes."""
-        smooth = labels * (1 - self.label_smoothing) + self.label_smoothing / 2
-        each = F.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
-        if self.objective == "focal":
-            missed = torch.where(labels > 0, -logits, logits).sigmoid()
-            each = each * missed.clamp(min=SMALLEST_MISS) ** self.gamma
+        each = self._rule.several(logits, labels)
         if self.class_weights is None:
             return each.mean(1)
         weights = _weights(self.class_weights, logits.device)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from bottega.core.errors import UsageError
-from bottega.models.generator.config import Condition, Generator
+from bottega.models.generator.config import Condition
+from bottega.tasks.generation.config import Generator
 from bottega.tasks.generation.text_condition import TextCondition
 
 FLAGS = {"prompt": "text", "class": "class", "vector": "vector"}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bottega.core.errors import Diverged, UsageError
-from bottega.models.generator.config import Generator
+from bottega.tasks.generation.config import Generator
 
 STEPS = ("steps", "sampler", "guidance")
 CODES = ("temperature", "top_k", "top_p", "guidance")

@@ -34,7 +34,6 @@ from bottega.models.generator.config import UNetShape
 from bottega.models.generator.torch import OWN, WEIGHTS, Generator, load_generator
 from bottega.models.pipeline.component import CONFIG, VERSION, on_host, read_config, write_component
 from bottega.models.unet import UNet, unet_config
-from bottega.tasks.generation.paths import STEPS
 from bottega.tasks.generation.paths import Path as NoisePath
 from bottega.tasks.generation.task import Generation
 
@@ -45,12 +44,6 @@ FORMAT, FORMAT_VERSION = "bottega-generator", 1
 INDEX = "model_index.json"
 PARTS = ("unet", "transformer", "vae", "text_encoder", "tokenizer", "scheduler", "codec")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
-BETAS = {
-    "linear": ("linear", 1e-4, 0.02),
-    "scaled_linear": ("scaled_linear", 0.00085, 0.012),
-    "cosine": ("squaredcos_cap_v2", 1e-4, 0.02),
-}
-"""Our schedules in diffusers' words; the last looks at neither number."""
 
 
 def publish(branch: GenerationBranch, models: Models, folder: Path) -> dict[str, Any]:
@@ -105,7 +98,7 @@ def pipeline_of(branch: GenerationBranch, models: Models) -> str | None:
         # Its loop only asks the scheduler to step, so a flow's does too; the others first ask it to scale the input.
         return "DDPMPipeline"
     # These two scale latents and do not shift them.
-    if task.path.objective == "flow" or task.latents is None or task.latents.shift:
+    if not task.path.has_stock_pipeline or task.latents is None or task.latents.shift:
         return None
     if layout.has_diffusers_form(task.shape):
         return "DiTPipeline"
@@ -117,37 +110,8 @@ def pipeline_of(branch: GenerationBranch, models: Models) -> str | None:
 
 def scheduler_config(path: NoisePath, pipeline: str | None = None) -> dict[str, Any]:
     """A diffusers scheduler with the same path between data and noise."""
-    if path.objective == "flow":
-        return {
-            "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "_diffusers_version": VERSION,
-            "num_train_timesteps": STEPS,
-            "shift": path.shift,
-        }
-    schedule, first, last = BETAS[path.schedule]
-    config: dict[str, Any] = {
-        "_class_name": "DDPMScheduler" if pipeline == "DDPMPipeline" else "DDIMScheduler",
-        "_diffusers_version": VERSION,
-        "num_train_timesteps": STEPS,
-        "beta_schedule": schedule,
-        "beta_start": first,
-        "beta_end": last,
-        "prediction_type": "epsilon" if path.objective == "noise" else "v_prediction",
-        # Pixels end at -1 and 1, latents nowhere.
-        "clip_sample": pipeline == "DDPMPipeline",
-        # From the last trained step down, where there is nothing but noise, as our samplers go.
-        "timestep_spacing": "trailing",
-    }
-    if pipeline == "DDPMPipeline":
-        return config
-    # Trailing steps have no offset; Stable Diffusion's pipeline warns about any but 1.
-    config |= {"set_alpha_to_one": True, "steps_offset": 1}
-    steps = path.most_steps
-    if steps is not None and steps < STEPS:
-        # Where nothing is clipped, predicted noise near the end of a schedule is divided by nearly nothing; our samplers
-        # begin earlier, and so does a scheduler that knows of no later steps.
-        config |= {"num_train_timesteps": steps, "trained_betas": path.betas()[:steps].tolist()}
-    return config
+    name, config = path.scheduler(pipeline)
+    return {"_class_name": name, "_diffusers_version": VERSION, **config}
 
 
 def _clear(folder: Path) -> None:

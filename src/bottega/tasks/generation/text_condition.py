@@ -17,10 +17,10 @@ from bottega.data.prepare.prepared import Prepared
 from bottega.data.tables.cache import cached, default_cache
 from bottega.data.text.captions import CaptionTokens, first_captions, learn_tokens
 from bottega.models.folders.resolve import component_folder, resolve_model
-from bottega.models.generator.config import ConditionShape, TextEncoderOptions
+from bottega.models.generator.config import ConditionShape
 from bottega.tasks import needs
 from bottega.tasks.frozen import check_same, content_of, found_again
-from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
+from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, TextEncoderOptions, VideoRecipe
 from bottega.tasks.generation.text import FrozenText
 from bottega.tasks.kept import read_kept
 

@@ -104,17 +104,17 @@ class PersonalizeBranch(TableBranch):
 
     def _task(self) -> Personalize:
         model, image = self.recipe.model, self.teller.texts.facts
-        if model.min_snr is not None and image.objective == "flow":
+        path = NoisePath(objective=image.objective, schedule=image.schedule, shift=image.shift, min_snr=model.min_snr)
+        if model.min_snr is not None and not path.uses_schedule:
             raise UsageError(
-                f"model.min_snr: {model.min_snr:g}, and {image.folder} is a flow, which has none; leave it out"
+                f"model.min_snr: {model.min_snr:g}, and {image.folder} is a {image.objective}, which has none; "
+                "leave it out"
             )
         image.check_side(self.recipe.data.image_size)
         side = self.recipe.data.image_size // image.downsample
         return Personalize(
             shape=self.facts.shape,
-            path=NoisePath(
-                objective=image.objective, schedule=image.schedule, shift=image.shift, min_snr=model.min_snr
-            ),
+            path=path,
             language_model=self.facts.language_model.folder,
             image_model=self.facts.diffusion.folder,
             precision=precision_of(self.recipe),

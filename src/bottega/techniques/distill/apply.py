@@ -224,7 +224,7 @@ def _facts(branch: Branch) -> dict[str, Any]:
     if shape.condition.kind == "class":
         facts[CLASSES] = branch.facts.classes
     if path is not None:
-        facts |= {"objective": path.objective, "noise_schedule": path.schedule if path.objective != "flow" else None}
+        facts |= {"objective": path.objective, "noise_schedule": path.schedule if path.uses_schedule else None}
     return facts
 
 

@@ -1,0 +1,27 @@
+"""Cross-entropy: over the classes, or of each of them by itself where an example may have several."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bottega.tasks.classify.losses.base import ClassificationLoss
+
+
+@final
+class CrossEntropy(ClassificationLoss):
+    @property
+    def is_plain(self) -> bool:
+        return self.label_smoothing == 0
+
+    def single(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+
+    def several(self, logits: Tensor, labels: Tensor) -> Tensor:
+        smooth = labels * (1 - self.label_smoothing) + self.label_smoothing / 2
+        return F.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
+
+
+LOSS = CrossEntropy

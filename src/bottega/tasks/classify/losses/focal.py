@@ -1,0 +1,40 @@
+"""The focal loss (Lin et al., 2017): cross-entropy in which examples that are told already count less."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import final
+
+import torch
+from torch import Tensor
+
+from bottega.tasks.classify.losses.base import ClassificationLoss
+from bottega.tasks.classify.losses.cross_entropy import CrossEntropy
+
+SMALLEST_MISS = 1e-7
+"""Of an example that is told for certain, a power below 1 would have an infinite slope."""
+
+
+@final
+class Focal(ClassificationLoss):
+    @cached_property
+    def _cross_entropy(self) -> CrossEntropy:
+        return CrossEntropy(gamma=self.gamma, label_smoothing=self.label_smoothing)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.gamma == 0 and self._cross_entropy.is_plain
+
+    def single(self, logits: Tensor, labels: Tensor) -> Tensor:
+        missed = 1 - logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
+        return self._cross_entropy.single(logits, labels) * self._factor(missed)
+
+    def several(self, logits: Tensor, labels: Tensor) -> Tensor:
+        missed = torch.where(labels > 0, -logits, logits).sigmoid()
+        return self._cross_entropy.several(logits, labels) * self._factor(missed)
+
+    def _factor(self, missed: Tensor) -> Tensor:
+        return missed.clamp(min=SMALLEST_MISS) ** self.gamma
+
+
+LOSS = Focal

@@ -1,0 +1,34 @@
+"""Objectives of generation: every file of this folder but base.py is one, found by its name, and sets `OBJECTIVE`.
+
+To add one, add a file. Listing the names imports none of them, so that recipes are read without a framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from bottega.tasks.generation.objectives.base import Objective
+
+FIRST = ("flow", "noise", "v")
+"""The order in which they are listed to people; others follow by name."""
+
+
+def objective_names() -> tuple[str, ...]:
+    """Return the name of every objective, by the files there are."""
+    files = {file.stem for file in Path(__file__).parent.glob("*.py")} - {"__init__", "base"}
+    return (*FIRST, *sorted(files - {*FIRST}))
+
+
+def find_objective(name: str) -> type[Objective]:
+    """Import the objective of this name."""
+    found: type[Objective] = import_module(f"{__name__}.{name}").OBJECTIVE
+    return found
+
+
+if TYPE_CHECKING:
+    ObjectiveName = str
+else:
+    ObjectiveName = Literal[objective_names()]

@@ -1,0 +1,48 @@
+"""Flow matching: the velocity along the straight line between data and noise (rectified flow)."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bottega.core.noise import Noise
+from bottega.tasks.generation.objectives.base import Objective
+from bottega.tasks.generation.schedules import STEPS
+
+
+@final
+class Flow(Objective):
+    uses_schedule = False
+    has_stock_pipeline = False
+
+    def draw_times(self, rng: Noise) -> Tensor:
+        """The logit-normal looks most where the path is hardest, in its middle."""
+        if self.times == "logit_normal":
+            return self._shifted(torch.sigmoid(rng.normal("time")))
+        return self._shifted(rng.uniform("time"))
+
+    def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        return 1 - t, t
+
+    def model_time(self, t: Tensor) -> Tensor:
+        return t * STEPS
+
+    def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        return noise - clean
+
+    def split(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        return x - sigma * predicted, x + alpha * predicted
+
+    def grid(self, steps: int, device: torch.device | str) -> Tensor:
+        return self._shifted(torch.linspace(1, 0, steps + 1, dtype=torch.float64, device=device))
+
+    def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:
+        return "FlowMatchEulerDiscreteScheduler", {"num_train_timesteps": STEPS, "shift": self.shift}
+
+    def _shifted(self, t: Tensor) -> Tensor:
+        return t if self.shift == 1 else self.shift * t / (1 + (self.shift - 1) * t)
+
+
+OBJECTIVE = Flow

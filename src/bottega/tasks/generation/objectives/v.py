@@ -1,0 +1,26 @@
+"""v-prediction (Salimans and Ho, 2022)."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from bottega.tasks.generation.objectives.base import VariancePreserving
+
+
+@final
+class VPrediction(VariancePreserving):
+    prediction_type = "v_prediction"
+
+    def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
+        return alpha * noise - sigma * clean
+
+    def split(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        return alpha * x - sigma * predicted, sigma * x + alpha * predicted
+
+    def capped(self, snr: Tensor, most: float) -> Tensor:
+        return snr.clamp(max=most) / (snr + 1)
+
+
+OBJECTIVE = VPrediction

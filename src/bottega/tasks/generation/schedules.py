@@ -1,0 +1,38 @@
+"""Noise schedules: how noise grows over 1,000 steps, as in DDPM. The three are those of diffusers' DDPMScheduler."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+STEPS = 1000
+"""Steps that a schedule has; a model is told times on this scale, whatever its objective."""
+Schedule = Literal["cosine", "linear", "scaled_linear"]
+DIFFUSERS: dict[Schedule, tuple[str, float, float]] = {
+    "linear": ("linear", 1e-4, 0.02),
+    "scaled_linear": ("scaled_linear", 0.00085, 0.012),
+    "cosine": ("squaredcos_cap_v2", 1e-4, 0.02),
+}
+"""Our schedules in diffusers' words: its name, and the first and last beta. The last looks at neither number."""
+
+
+def betas(schedule: Schedule) -> Tensor:
+    """Noise added in each step, float64 [STEPS]."""
+    if schedule == "linear":
+        return torch.linspace(1e-4, 0.02, STEPS, dtype=torch.float64)
+    if schedule == "scaled_linear":
+        return torch.linspace(0.00085**0.5, 0.012**0.5, STEPS, dtype=torch.float64).square()
+    t = torch.arange(STEPS + 1, dtype=torch.float64) / STEPS
+    bar = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
+    return (1 - bar[1:] / bar[:-1]).clamp(max=0.999)
+
+
+@lru_cache(maxsize=16)
+def alpha_bar(schedule: Schedule, device: torch.device) -> Tensor:
+    """The share of variance that is still data after each step, [STEPS], where it is used: copied at every step of a
+    training, the host would wait for the device each time."""
+    return torch.cumprod(1 - betas(schedule), 0).to(device)

@@ -1,0 +1,78 @@
+"""A loss of classification is one file: every file of the folder is one, and a further file is all that a new one takes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from bottega.tasks.classify import losses
+from bottega.tasks.classify.config import LossOptions
+from bottega.tasks.classify.losses import LossName, find_loss, loss_names
+from bottega.tasks.classify.losses.base import ClassificationLoss
+from one_more_file import run_with_file
+
+NEW = '''
+import torch.nn.functional as F
+
+from bottega.tasks.classify.losses.base import ClassificationLoss
+
+
+class Brier(ClassificationLoss):
+    """The squared distance of the probabilities from the truth."""
+
+    is_plain = False
+
+    def single(self, logits, labels):
+        return (logits.softmax(1) - F.one_hot(labels, logits.shape[1])).square().sum(1)
+
+    def several(self, logits, labels):
+        return (logits.sigmoid() - labels).square()
+
+
+LOSS = Brier
+'''
+TRAIN = """
+import json, sys
+from pathlib import Path
+
+import bottega
+import small_media
+from bottega.core.rundir import read_metrics
+
+folder = Path(sys.argv[1])
+options = {key: value for key, value in small_media.image(folder).items() if not key.startswith(("model.", "samples."))}
+options |= {"model.hidden_size": 8, "data.input": "image", "training.max_steps": 2, "evaluation.every": 2}
+run = bottega.train("classify/image", {**options, "name": "new", "loss.name": "brier", "loss.gamma": 1.0})
+rows = read_metrics(Path(run.path) / "metrics.jsonl")
+print(json.dumps([row["objective"] for row in rows if row["kind"] == "eval"]))
+"""
+
+
+def test_every_file_is_a_loss_and_only_those() -> None:
+    files = {file.stem for file in Path(losses.__file__).parent.glob("*.py")} - {"__init__", "base"}
+    assert set(loss_names()) == set(get_args(LossName)) == files
+    assert loss_names()[:2] == ("cross_entropy", "focal"), "the order in which a schema lists them"
+    found = [find_loss(name) for name in loss_names()]
+    assert len(set(found)) == len(found)
+    for name, kind in zip(loss_names(), found, strict=True):
+        assert issubclass(kind, ClassificationLoss)
+        assert not inspect.isabstract(kind)
+        assert LossOptions(name=name).name == name
+
+
+@pytest.mark.parametrize("name", ["base", "__init__", "hinge"])
+def test_no_other_name_is_one(name: str) -> None:
+    with pytest.raises(ValidationError, match="'cross_entropy' or 'focal'"):
+        LossOptions(name=name)
+
+
+def test_a_new_loss_is_one_file(tmp_path: Path) -> None:
+    """In a package that has that file besides, it is trained with, and an evaluation says its value."""
+    values = json.loads(run_with_file("tasks/classify/losses/brier.py", NEW, TRAIN, tmp_path))
+    assert values
+    assert all(0 < value < 2 for value in values), "a Brier score"

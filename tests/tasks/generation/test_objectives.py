@@ -1,0 +1,82 @@
+"""An objective of generation is one file: every file of the folder is one, and a further file is all that a new one takes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from bottega.tasks.generation import objectives
+from bottega.tasks.generation.config import Generator
+from bottega.tasks.generation.objectives import ObjectiveName, find_objective, objective_names
+from bottega.tasks.generation.objectives.base import Objective
+from bottega.tasks.generation.paths import Path as NoisePath
+from one_more_file import run_with_file
+
+FOLDER = Path(objectives.__file__).parent
+NEW = '''
+from bottega.tasks.generation.objectives.base import VariancePreserving
+
+
+class CleanPrediction(VariancePreserving):
+    """The data themselves are predicted."""
+
+    prediction_type = "sample"
+
+    def target(self, clean, noise, alpha, sigma):
+        return clean
+
+    def split(self, predicted, x, alpha, sigma):
+        return predicted, (x - alpha * predicted) / sigma
+
+    def capped(self, snr, most):
+        return snr.clamp(max=most)
+
+
+OBJECTIVE = CleanPrediction
+'''
+TRAIN = """
+import json, sys
+from pathlib import Path
+
+import bottega
+import small_media
+
+folder = Path(sys.argv[1])
+options = {"training.max_steps": 2, "model.objective": "clean", "samples.every": 2, "samples.count": 2}
+run = small_media.train(folder, name="new", **options)
+bottega.load(run.path).export(folder / "exported")
+print(json.dumps(bottega.load(run.path).generate(count=2, steps=3).shape))
+"""
+
+
+def test_every_file_is_an_objective_and_only_those() -> None:
+    files = {file.stem for file in FOLDER.glob("*.py")} - {"__init__", "base"}
+    assert set(objective_names()) == set(get_args(ObjectiveName)) == files
+    assert objective_names()[:3] == ("flow", "noise", "v"), "the order in which a schema lists them"
+    found = [find_objective(name) for name in objective_names()]
+    assert len(set(found)) == len(found)
+    for name, kind in zip(objective_names(), found, strict=True):
+        assert issubclass(kind, Objective)
+        assert not inspect.isabstract(kind)
+        assert NoisePath(objective=name).scheduler(None)[0].endswith("Scheduler")
+        assert Generator(objective=name).objective == name
+
+
+@pytest.mark.parametrize("name", ["base", "__init__", "velocity", "Flow"])
+def test_no_other_name_is_one(name: str) -> None:
+    for section in (NoisePath, Generator):
+        with pytest.raises(ValidationError, match="'flow', 'noise' or 'v'"):
+            section.model_validate({"objective": name})
+
+
+def test_a_new_objective_is_one_file(tmp_path: Path) -> None:
+    """In a package that has that file besides, it is trained, drawn from, reloaded and exported."""
+    assert json.loads(run_with_file("tasks/generation/objectives/clean.py", NEW, TRAIN, tmp_path)) == [2, 8, 8, 1]
+    scheduler = json.loads((tmp_path / "exported" / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["prediction_type"] == "sample"
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["task"]["path"]["objective"] == "clean"
