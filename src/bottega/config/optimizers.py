@@ -21,6 +21,12 @@ class UpdateRule:
     """Options whose usual value is another than Adam's."""
     adds_decay_to_gradient: bool = False
     """Whether weight decay is added to the gradient, where AdamW's usual 0.1 would drown it."""
+    copies: int = 2
+    """What it keeps of a parameter, in tensors of its size."""
+    copies_need: str | None = None
+    """An option without which it keeps nothing."""
+    is_factored: bool = False
+    """Whether it keeps sums over rows and columns of a matrix in place of copies."""
     hidden_matrices_only: bool = False
     """Whether it is for maps between hidden states alone; the rest is then trained by AdamW, with its options."""
 
@@ -34,12 +40,15 @@ RULES: dict[str, UpdateRule] = {
         # An update as large as AdamW's, so that one learning rate serves both halves.
         {"adjust_lr_fn": "match_rms_adamw"},
         {"momentum": 0.95, "nesterov": True},
+        copies=1,
         hidden_matrices_only=True,
     ),
-    "sgd": UpdateRule("SGD", ("momentum", "nesterov"), FUSED, adds_decay_to_gradient=True),
-    "lion": UpdateRule("lion:Lion", ("betas",), {"weight_decay": 0.0}, {"betas": (0.9, 0.99)}),
+    "sgd": UpdateRule(
+        "SGD", ("momentum", "nesterov"), FUSED, adds_decay_to_gradient=True, copies=1, copies_need="momentum"
+    ),
+    "lion": UpdateRule("lion:Lion", ("betas",), {"weight_decay": 0.0}, {"betas": (0.9, 0.99)}, copies=1),
     # torch's reads a norm of every parameter on the host, so it waits for the device each step.
-    "adafactor": UpdateRule("Adafactor"),
+    "adafactor": UpdateRule("Adafactor", is_factored=True),
     "adam": UpdateRule("Adam", ("betas", "eps"), FUSED, adds_decay_to_gradient=True),
 }
 REST = "adamw"

@@ -31,8 +31,9 @@ class TechniqueSpec:
     """What other programs call an option -> its name here."""
     respell: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options
     """Values that other programs write otherwise."""
-    injects: bool = False
-    """Whether it puts parts into a model that stays: its runs hold those parts alone."""
+    inject: Reference | None = None
+    """(task, options, *, train, fresh, start) -> the task with parts put into its model, which stays: runs then hold those
+    parts alone. Called in training and wherever a run is opened again. None for a technique that puts nothing in."""
     is_in_turn: bool = False
     """Whether it is about sources that come one after the other."""
     needs_sources: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bottega.config.flat import PATHLESS
 from bottega.config.technique_spec import KEY, TECHNIQUES, Clash
@@ -12,6 +12,7 @@ from bottega.core.errors import UsageError
 
 if TYPE_CHECKING:
     from bottega.config.recipe import Recipe
+    from bottega.config.techniques import Technique
 
 CODERS = ("image_vae", "image_tokens")
 """Tasks whose model others are built on by its whole export."""
@@ -38,17 +39,18 @@ def clashes(recipe: Recipe) -> list[Clash]:
     return [*twice, *(clash for name in known for clash in TECHNIQUES[name].clashes(recipe, names))]
 
 
-def injection(recipe: Recipe) -> Any:
-    """The options of what is put into the model (LoRA, adapters), where something is."""
-    found: list[Any] = [one for one in recipe.techniques if TECHNIQUES[one.name].injects]
+def injection(recipe: Recipe) -> Technique | None:
+    """The technique that puts parts into the model (LoRA, adapters), where there is one."""
+    found = [one for one in recipe.techniques if TECHNIQUES[one.name].inject is not None]
     if len(found) > 1:
-        raise UsageError("techniques: lora and adapter change the same layers; keep one")
-    return found[0].options if found else None
+        names = " and ".join(one.name for one in found)
+        raise UsageError(f"techniques: {names} change the same layers; keep one")
+    return found[0] if found else None
 
 
 def injected_name(names: list[str]) -> str | None:
     """The technique that puts parts into a model, among others."""
-    return next((name for name in names if TECHNIQUES[name].injects), None)
+    return next((name for name in names if TECHNIQUES[name].inject is not None), None)
 
 
 def in_turn_name(names: list[str]) -> str | None:

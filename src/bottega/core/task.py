@@ -48,6 +48,11 @@ class Task(BaseModel, ABC):
         """Whether a parameter is this task's to train and a checkpoint's to keep; the base under an adapter is not."""
         return True
 
+    def fresh_parts(self) -> tuple[str, ...]:
+        """Parts of the model that begin at random, or at 0, though the rest comes from elsewhere: where parts are put into a
+        model that stays (LoRA), these learn in full."""
+        return ()
+
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         """What is kept beside the weights and changes without a gradient, as it is at the start."""
         return {}

@@ -228,8 +228,8 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     # Trained in fp16 on a GPU, it can still be read where there is none.
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
-    options = injection(recipe)
-    parts = injected(branch.task, options, of=branch.task) if options is not None else None
+    technique = injection(recipe)
+    parts = injected(branch.task, technique, of=branch.task) if technique is not None else None
     task = parts or branch.task
     if recipe.data.mixture == "sequence":  # measured as training measures it
         task = BySource(inner=task, names=tuple(source_names(recipe.data.sources or ())))

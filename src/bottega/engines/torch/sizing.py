@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bottega.config.optimizers import REST, RULES
 from bottega.config.training import Optimizer, Training
 from bottega.core.errors import OutOfMemory
 from bottega.core.task import Task
@@ -67,16 +68,15 @@ def check_fits(footprint: Footprint, device: torch.device) -> None:
 
 def _state_bytes(name: str, parameter: Tensor, options: Optimizer) -> int:
     """Return what an update rule keeps of one parameter."""
-    size = _bytes(parameter)
-    if options.name == "adafactor":
-        if parameter.dim() < 2:
-            return size
+    rule, size = RULES[options.name], _bytes(parameter)
+    if rule.hidden_matrices_only and not is_hidden_matrix(name, parameter):
+        rule = RULES[REST]
+    if rule.is_factored and parameter.dim() >= 2:
         rows, columns = parameter.shape[-2:]
         return size // (rows * columns) * (rows + columns) if rows * columns else 0
-    if options.name == "muon":
-        return size if is_hidden_matrix(name, parameter) else 2 * size
-    copies = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1 if options.momentum else 0}
-    return copies[options.name] * size
+    if rule.is_factored:
+        return size
+    return rule.copies * size if rule.copies_need is None or getattr(options, rule.copies_need) else 0
 
 
 def _file_sizes(task: Task) -> Iterator[int]:

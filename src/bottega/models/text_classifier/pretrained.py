@@ -107,6 +107,17 @@ def pretrained_shape(
     return PretrainedShape(config=config.to_json_string(use_diff=False))
 
 
+def lacks_pooler(name: str) -> bool:
+    """Whether the folder of an encoder has no layer between its blocks and a head."""
+    from safetensors import safe_open
+
+    for file in resolve_model(name, key="model.from").path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            if any("pooler." in name for name in tensors.keys()):  # noqa: SIM118 (it has no other way)
+                return False
+    return True
+
+
 def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | None) -> PretrainedClassifier:
     """With the weights of a folder, and our own initial ones for the head it lacks; without a folder, for all.
 

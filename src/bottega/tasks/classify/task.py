@@ -95,6 +95,13 @@ class Classification(Task):
         model = ModelSpec(network, self.shape, initial=Initial(rule), pretrained=self.pretrained, is_filled=True)
         return {"model": model}
 
+    def fresh_parts(self) -> tuple[str, ...]:
+        """The head. An encoder that was trained to fill in words has nothing before it either."""
+        from bottega.models.text_classifier.pretrained import lacks_pooler
+
+        is_bare = self.pretrained is not None and lacks_pooler(self.pretrained)
+        return ("head", "pooling", *(("backbone.pooler",) if is_bare else ()))
+
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if self.class_weights is not None and not self.multi_label:
             each = np.asarray(self.class_weights)[np.asarray(batch["label"])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from pathlib import Path as Folder
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.models.generator.config import GeneratorShape
+from bottega.models.generator.config import GeneratorShape, UNetShape
 from bottega.tasks.generation import samplers
 from bottega.tasks.generation.latents import PREPARED, Latents
 from bottega.tasks.generation.paths import Path
@@ -53,6 +54,17 @@ class Generation(Task):
         if self.text is not None:
             specs["text_encoder"] = self.text.spec()
         return specs
+
+    def fresh_parts(self) -> tuple[str, ...]:
+        """The last layers begin at 0 and would pass no gradient on; a condition that a folder lacks begins at random."""
+        from bottega.models.generator.torch import read_generator
+
+        if self.pretrained is None:
+            is_unet = isinstance(self.shape.backbone, UNetShape)
+            last = ("backbone.unet.conv_out",) if is_unet else ("backbone.out", "backbone.modulation_out")
+            return (*last, "condition")
+        has_condition = any(name.startswith("condition.") for name in read_generator(Folder(self.pretrained)))
+        return () if has_condition else ("condition",)
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if "weight" in batch:

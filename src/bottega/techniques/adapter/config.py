@@ -45,5 +45,5 @@ SPEC = TechniqueSpec(
     respell=respell,
     apply="bottega.techniques.adapter.apply:apply",
     clashes=clashes,
-    injects=True,
+    inject="bottega.techniques.adapter.apply:inject",
 )

@@ -2,71 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bottega.config.groups import BACKBONE
 from bottega.config.recipe import Recipe
-from bottega.config.together import CODERS, injection
-from bottega.core.engine import Engine
-from bottega.core.errors import UsageError
-from bottega.data.loading.loader import Loader
-from bottega.models.build import build_outline
+from bottega.core.task import Task
 from bottega.tasks.branch import Branch
-from bottega.tasks.frozen import BASE
-from bottega.techniques.adapter.config import AdapterOptions
-from bottega.techniques.injection import injected
+from bottega.techniques.injection import adapted
 from bottega.techniques.lesson import Lesson
 from bottega.techniques.lora.config import LoraOptions
 
 if TYPE_CHECKING:
-    from bottega.techniques.inject import Injected
+    from bottega.techniques.lora.torch import Lora
 
 
 def apply(lesson: Lesson, options: LoraOptions, recipe: Recipe, branch: Branch) -> Lesson:
     return adapted(lesson, options, recipe, branch, name="lora")
 
 
-def adapted(
-    lesson: Lesson, options: LoraOptions | AdapterOptions, recipe: Recipe, branch: Branch, *, name: str
-) -> Lesson:
-    """The same lesson over a base that stays. Who goes on with it, or opens it again, must find that very base."""
-    if recipe.task in CODERS:
-        raise UsageError(f"techniques: {name} is not for {recipe.task}; train it in full")
-    injection(recipe)  # refuses two at once
-    task = injected(lesson.task, options, of=branch.task)
-    outline = build_outline(task, recipe.seed)
-    notes: tuple[str, ...] = ()
-    if outline is not None:  # else the built model is looked at
-        notes = _check(task, outline, recipe)
-    if getattr(recipe.model, "from_", None) is None:
-        notes = (
-            *notes,
-            f"{name}: model.from is null, so the base is random weights of seed {recipe.seed}, and stays so",
-        )
+def inject(task: Task, options: LoraOptions, **shared: Any) -> Lora:
+    from bottega.techniques.lora.torch import Lora
 
-    def built(lesson: Lesson, engine: Engine) -> Lesson:
-        late = _check(task, engine.model, recipe) if outline is None else ()
-        frozen = {**lesson.frozen, BASE: task.base_of(engine.model)}
-        return replace(lesson, frozen=frozen, notes=(*lesson.notes, *late))
-
-    changed = replace(lesson, task=task, notes=(*lesson.notes, *notes))
-    return changed.building(built).beginning(partial(_begin, task=task))
-
-
-def _check(task: Injected, model: Any, recipe: Recipe) -> tuple[str, ...]:
-    """Refuse groups and parts that mean only what stays; return what somebody should know of the options on this model."""
-    task.check_named((group.pattern for group in recipe.training.groups), model, key="training.groups")
-    freeze = recipe.training.freeze or ()
-    if BACKBONE in freeze and not any(part == BACKBONE for part, _ in model.named_children()):
-        # By layers it would leave what was put into the last block, which is not what anybody means.
-        raise UsageError(f"training.freeze: {BACKBONE}: {task.key} keeps the base as it is already; leave it out")
-    task.check_named(freeze, model, key="training.freeze")
-    return tuple(task.notes(model))
-
-
-def _begin(engine: Engine, loader: Loader, *, resumed: bool, task: Injected) -> None:
-    """Averages follow weights from where these begin, and the engine was built before that."""
-    if not resumed and task.read_start(engine.model):
-        engine.restart_average()
+    alpha = options.alpha if options.alpha is not None else 2.0 * options.rank
+    low_rank = {"rank": options.rank, "alpha": alpha, "dropout": options.dropout}
+    return Lora(inner=task, targets=options.targets, **low_rank, **shared)

@@ -44,5 +44,5 @@ SPEC = TechniqueSpec(
     spellings=SPELLINGS,
     apply="bottega.techniques.lora.apply:apply",
     clashes=clashes,
-    injects=True,
+    inject="bottega.techniques.lora.apply:inject",
 )
