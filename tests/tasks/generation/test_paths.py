@@ -128,6 +128,16 @@ def test_min_snr_caps_what_is_nearly_clean() -> None:
     assert Path(min_snr=5.0).weight(alpha, sigma) is None, "the flow has no such weight"
 
 
+def test_a_copy_with_other_values_has_other_numbers() -> None:
+    alpha, sigma = torch.tensor([3.0]), torch.tensor([1.0])
+    path = Path(objective="noise")
+    assert path.weight(alpha, sigma) is None
+    assert path.most_steps != STEPS
+    copied = path.model_copy(update={"objective": "v", "min_snr": 5.0})
+    torch.testing.assert_close(copied.weight(alpha, sigma), torch.tensor([0.5]))
+    assert copied.most_steps == STEPS
+
+
 @pytest.mark.parametrize("steps", [1, 2, 30, 500, None])
 def test_a_grid_goes_from_noise_to_data_without_standing_still(path: Path, steps: int | None) -> None:
     """None is as many as there can be."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -155,7 +155,7 @@ class Classification(Task):
         """Whether what is minimised is another number than the cross-entropy."""
         return not self._rule.is_plain or self.class_weights is not None
 
-    @cached_property
+    @property
     def _rule(self) -> ClassificationLoss:
         return find_loss(self.objective)(gamma=self.gamma, label_smoothing=self.label_smoothing)
 

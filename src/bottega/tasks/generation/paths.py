@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,10 +31,9 @@ class Path(BaseModel):
     """flow: above 1, training and sampler look more at times with much noise. A sample that says everything many times
     over, as a film does, can be told from stronger noise (Esser et al., 2024: by the square root of how many times)."""
 
-    @cached_property
+    @property
     def _rule(self) -> Objective:
-        kind = find_objective(self.objective)
-        return kind(times=self.times, schedule=self.schedule, min_snr=self.min_snr, shift=self.shift)
+        return _objective(self.objective, self.times, self.schedule, self.min_snr, self.shift)
 
     def draw_times(self, rng: Noise) -> Tensor:
         """When training looks, [B] in (0, 1)."""
@@ -94,3 +93,9 @@ class Path(BaseModel):
     def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:
         """(class, configuration) of the diffusers scheduler with the same path, as `pipeline` needs it; None is any."""
         return self._rule.scheduler(pipeline)
+
+
+# Not cached by the path: a copy of it with another value would keep the objective of the first.
+@lru_cache(maxsize=64)
+def _objective(name: str, times: Times, schedule: Schedule, min_snr: float | None, shift: float) -> Objective:
+    return find_objective(name)(times=times, schedule=schedule, min_snr=min_snr, shift=shift)
