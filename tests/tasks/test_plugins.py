@@ -104,15 +104,19 @@ def test_a_run_knows_its_plugin_and_asks_for_it(place: Path) -> None:
     assert again.returncode == 0
     assert "has changed" not in again.stderr
     (place / "regression.py").write_text((place / "regression.py").read_text() + "\n# edited\n")
-    more = train(place, "name=a", "training.max_steps=16")
-    assert more.returncode == 0
-    assert "the plugin regression has changed since this run began" in more.stderr + more.stdout
+    for steps in (16, 20):  # also after it has gone on once
+        more = train(place, "name=a", f"training.max_steps={steps}")
+        assert more.returncode == 0
+        assert "the plugin regression has changed since this run began" in more.stderr + more.stdout
+    evaluated = bottega(["evaluate", "runs/a", *FLAG], cwd=place)
+    assert evaluated.returncode == 0
+    assert "has changed since this run began" in evaluated.stderr
 
 
 def test_rows_of_an_encoder_that_was_edited_are_made_again(place: Path) -> None:
     assert train(place, "name=a").returncode == 0
     plugin = place / "regression.py"
-    plugin.write_text(plugin.read_text().replace("float(inputs[name]) for", "2 * float(inputs[name]) for"))
+    plugin.write_text(plugin.read_text().replace("return float(record", "return 2 * float(record"))
     again = train(place, "name=a", "training.max_steps=16")
     assert again.returncode == 3
     assert "--allow-data-change" in again.stderr
@@ -204,6 +208,46 @@ def test_a_broken_installed_package_is_told_and_left_out(
     assert "language" in tasks
 
 
+def test_a_file_is_the_same_by_any_path_and_whatever_lies_beside(place: Path) -> None:
+    """A child is started as `python -m bottega`, which looks into the working directory first."""
+    (place / "there").mkdir()
+    (place / "regression.py").rename(place / "there" / "regression.py")
+    (place / "regression.py").write_text("raise RuntimeError('not this one')\n")
+    words = ["train", "houses.yaml", *SMALL, "--plugin", "there/../there/regression.py", "name=a"]
+    for cold in (False, True):
+        done = bottega(words, cwd=place, cold=cold)
+        assert done.returncode == 0, done.stderr
+
+
+def test_an_error_in_a_plugin_names_its_line(place: Path) -> None:
+    plugin = place / "regression.py"
+    plugin.write_text(plugin.read_text().replace("squares = (error /", "squares = (eror /"))
+    done = train(place)
+    assert done.returncode == 1
+    assert re.search(r"bottega: plugin regression.py, line \d+, in loss: NameError: name 'eror'", done.stderr)
+    plugin.write_text(
+        plugin.read_text().replace("(squares * counted).sum(), 1.0", "squares * counted, 1.0").replace("eror", "error")
+    )
+    assert "the plugin regression, or a bug in bottega" in train(place).stderr
+
+
+def test_samples_to_predict_need_their_columns(place: Path) -> None:
+    assert train(place, "name=a").returncode == 0
+    (place / "new.csv").write_text("area,rooms,age\n5,1,2\n1,red,3\n")
+    done = bottega(["predict", "runs/a", "new.csv", *FLAG], cwd=place)
+    assert done.returncode == 3
+    assert "new.csv, line 3: rooms is 'red', which is no number" in done.stderr
+    measured = bottega(["evaluate", "runs/a", "--data", "new.csv", *FLAG], cwd=place)
+    assert measured.returncode == 3
+    assert "no column 'price'" in measured.stderr
+
+
+def test_repeated_rows_are_counted(place: Path) -> None:
+    (place / "houses.csv").write_text("area,rooms,age,price\n" + "1,2,3,4\n" * 4 + "5,6,7,8\n")
+    done = bottega(["data", "houses.yaml", "--json", "data.validation=null", *FLAG], cwd=place)
+    assert json.loads(done.stdout)["duplicates"] == {"train": 3}
+
+
 def test_a_recipe_never_loads_code(place: Path) -> None:
     (place / "evil.py").write_text("from pathlib import Path\nPath('was-run').touch()\nTASK = None\n")
     for words in (["plugin=evil.py"], ["--config", "evil.yaml"]):
@@ -221,6 +265,13 @@ def test_a_recipe_never_loads_code(place: Path) -> None:
         ("json.py", "TASK = 1", UsageError, "there is another module json"),
         ("one_syntax.py", "def f(:\n", EnvironmentProblem, "line 1: SyntaxError"),
         ("one_raise.py", "x = 1\nraise ValueError('no luck')\n", EnvironmentProblem, "line 2: ValueError: no luck"),
+        ("one_exit.py", "import sys\nsys.exit(3)\n", EnvironmentProblem, "line 2: SystemExit: 3"),
+        (
+            "one_nameless.py",
+            "from bottega.plugin import Recipe, TaskSpec\nTASK = TaskSpec('one', Recipe, open=print, reopen=print)\n",
+            UsageError,
+            "task one: Recipe must say its name",
+        ),
         ("one_empty.py", "", UsageError, "plugin one_empty: defines no task; set TASK = TaskSpec(...)"),
         ("one_wrong.py", "TASK = 3", UsageError, "plugin one_wrong: defines no task"),
         (
@@ -241,11 +292,22 @@ def test_a_bad_plugin_is_told_in_one_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_what_a_plugin_prints_is_no_result(
+    tmp_path: Path, tasks: TaskRegistry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one_loud.py").write_text("print('hello')\n")
+    with pytest.raises(UsageError):
+        plugins.load_plugin(tmp_path / "one_loud.py")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "hello\n")
+
+
 def test_a_folder_and_a_lonely_flag_are_refused(tmp_path: Path, tasks: TaskRegistry) -> None:
     with pytest.raises(UsageError, match="is a folder"):
         plugins.load_plugin(tmp_path)
-    with pytest.raises(UsageError, match="needs a file"):
-        plugins.take_flags(["houses.yaml", "--plugin"])
+    for words in (["houses.yaml", "--plugin"], ["--plugin", "", "houses.yaml"], ["--plugin="]):
+        with pytest.raises(UsageError, match="needs a file"):
+            plugins.take_flags(words)
 
 
 def test_a_plugin_is_loaded_once_and_handed_on(place: Path, tasks: TaskRegistry) -> None:

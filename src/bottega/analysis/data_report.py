@@ -144,10 +144,10 @@ def _balance(names: Iterable[str]) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-def _duplicates(tables: dict[str, Table], column: str) -> dict[str, int]:
+def _duplicates(tables: dict[str, Table], columns: list[str]) -> dict[str, int]:
     """Rows of the same content: repeated within a table, and common to two tables."""
     found: dict[str, int] = {}
-    hashes = {name: _hashes(table, column) for name, table in tables.items()}
+    hashes = {name: _hashes(table, columns) for name, table in tables.items()}
     for name, own in hashes.items():
         found[name] = len(own) - len(np.unique(own))
     names = list(hashes)
@@ -157,12 +157,14 @@ def _duplicates(tables: dict[str, Table], column: str) -> dict[str, int]:
     return found
 
 
-def _hashes(table: Table, column: str) -> np.ndarray:
+def _hashes(table: Table, columns: list[str]) -> np.ndarray:
     def digest(number: int) -> int:
-        value = table.row(column, number)
-        value = value.encode() if isinstance(value, str) else value
-        raw = value if isinstance(value, bytes) else np.ascontiguousarray(value).view(np.uint8).data
-        return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+        found = hashlib.blake2b(digest_size=8)
+        for column in columns:
+            value = table.row(column, number)
+            value = value.encode() if isinstance(value, str) else value
+            found.update(value if isinstance(value, bytes) else np.ascontiguousarray(value).tobytes())
+        return int.from_bytes(found.digest(), "little")
 
     return np.fromiter((digest(number) for number in range(len(table))), np.uint64, len(table))
 

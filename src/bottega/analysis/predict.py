@@ -11,6 +11,7 @@ from bottega.core.rundir import RunDirectory
 from bottega.data.present import writing
 from bottega.run.saved import open_run
 from bottega.storage.durable import replacing_file
+from bottega.tasks import plugins
 from bottega.tasks.recipes import load_saved_recipe
 from bottega.tasks.registry import TASKS
 
@@ -41,7 +42,7 @@ def example(run: Path) -> str | None:
     recipe = load_saved_recipe(RunDirectory(run).must_exist().recipe)
     asks = TASKS[recipe.task].asks
     words = asks(recipe, RunDirectory(run).codec) if asks is not None else None
-    return f"bottega predict {run} {words}" if words is not None else None
+    return f"bottega predict {run} {words}{plugins.shown_flags()}" if words is not None else None
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:

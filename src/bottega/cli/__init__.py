@@ -71,12 +71,12 @@ def _answer(words: list[str]) -> int:
         print_result(f"bottega {__version__}")
         return 0
     check_launch_variables()
-    rest = [w for w in words[1:] if w != "--debug"]
-    if any(word.partition("=")[0] == "--plugin" for word in rest):
+    words = [w for w in words if w != "--debug"]
+    if any(word.partition("=")[0] == "--plugin" for word in words):
         from bottega.tasks.plugins import take_flags
 
-        rest = take_flags(rest)
-    return _dispatch(words[0], rest)
+        words = take_flags(words)
+    return _dispatch(words[0], words[1:]) if words else _answer([])
 
 
 def _dispatch(name: str, words: list[str]) -> int:
@@ -90,6 +90,8 @@ def _dispatch(name: str, words: list[str]) -> int:
     verb.arguments(parser)
     parser.set_defaults(verb=name)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    # Taken off the line before this; here for --help.
+    parser.add_argument("--plugin", metavar="FILE", help="a file with a task of your own (docs/extend.md); repeatable")
     arguments, rest = parser.parse_known_args(_joined(parser, words))
     result = verb.run(arguments, rest)
     if arguments.json and World.current().is_main:
@@ -122,6 +124,10 @@ class _Parser(argparse.ArgumentParser):
 def _explain(error: Exception) -> int:
     """One line for people, and the exit code a scheduler can act on."""
     code, text = describe_error(error)
+    if code == 1 and "bottega.tasks.plugins" in sys.modules:
+        from bottega.tasks.plugins import blame
+
+        text = blame(error) or text
     world = World.current()
     rank = f"rank {world.rank}: " if world.size != 1 else ""
     print_notice(strip_text(f"bottega: {rank}{text}"))

@@ -56,7 +56,8 @@ def commented_recipe(tasks: TaskRegistry, task: str) -> str:
     forms = {f"{name}/{input}": form for name, spec in tasks.items() for input, form in spec.inputs.items()}
     schemas = {**{name: spec.recipe for name, spec in tasks.items()}, **forms}
     if task not in schemas:
-        raise UsageError(f"task: expected one of {', '.join(schemas)}, got {task!r}")
+        hint = "; a task of a plugin needs --plugin FILE"
+        raise UsageError(f"task: expected one of {', '.join(schemas)}, got {task!r}{hint}")
     starts = {"training.max_steps": 1000, **tasks[task.partition("/")[0]].starts}
     lines = [f"# A recipe for the task {task}; every key is here with its default, and can be left out.", ""]
     return "\n".join(lines + _block(schemas[task], schemas[task].model_validate({}), "", starts)) + "\n"

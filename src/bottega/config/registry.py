@@ -42,6 +42,7 @@ class TaskRegistry(Mapping[str, TaskSpec]):
     def add(self, *specs: TaskSpec, plugin: str | None = None) -> None:
         """Add tasks; `plugin` is who brings them. A name is taken once."""
         for spec in specs:
+            _check(spec)
             other = self._specs.get(spec.name)
             if other is not None:
                 owner = f"the plugin {other.plugin}" if other.plugin is not None else "Bottega itself"
@@ -63,3 +64,13 @@ class TaskRegistry(Mapping[str, TaskSpec]):
         """The data.input with which the task has a key that it does not have in this form."""
         forms = self[task].inputs.items()
         return next((input for input, form in forms if form is not schema and has_key(key, form)), None)
+
+
+def _check(spec: TaskSpec) -> None:
+    """Refuse a task whose schemas are none, or are of another name."""
+    for schema in spec.schemas.values():
+        if not (isinstance(schema, type) and issubclass(schema, Recipe)):
+            raise UsageError(f"task {spec.name}: its recipe must be a class of bottega.plugin.Recipe, not {schema!r}")
+        if schema.model_fields["task"].default != spec.name:
+            line = f'task: Literal["{spec.name}"] = Field("{spec.name}", description="...")'
+            raise UsageError(f"task {spec.name}: {schema.__name__} must say its name: {line}")

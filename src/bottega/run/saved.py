@@ -29,7 +29,7 @@ from bottega.engines.backend import open_backend
 from bottega.models.decoder.layout import OWN, shape_from, why_own
 from bottega.models.folders.tensors import check_tensors, read_tensors
 from bottega.storage.durable import remove_leftovers, writing_folder
-from bottega.tasks import registry
+from bottega.tasks import plugins, registry
 from bottega.tasks.branch import Branch
 from bottega.tasks.evaluation_data import DataRequest, EvaluationData, choose_data
 from bottega.tasks.frozen import BASE
@@ -223,6 +223,8 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     directory = RunDirectory(path).must_exist()
     folder, manifest, progress, state = _read(directory, str(checkpoint), needs_best=needs_best)
     recipe = load_saved_recipe(directory.recipe)
+    if (changed := plugins.difference(recipe, directory.path)) is not None:
+        print_notice(f"bottega: {changed}")
     here = recipe if device == "auto" else recipe.model_copy(update={"device": device})
     branch = registry.reopen(here, directory.codec, str(manifest.fingerprint.get("data")))
     # Trained in fp16 on a GPU, it can still be read where there is none.

@@ -234,7 +234,7 @@ class Session:
         facts = environment.describe(str(engine.device), engine.world)
         if (start := local_start(self._placed)) is not None:
             facts[PLACE] = start
-        if (plugin := plugins.record(self.recipe)) is not None:
+        if (plugin := plugins.record(self.recipe, directory.path, has_begun=resume.has_begun(directory))) is not None:
             facts[plugins.RECORD] = plugin
         facts |= {STARTED_IN: os.getcwd(), UPWARDS: os.path.relpath(os.getcwd(), directory.path)}
         directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
@@ -307,7 +307,7 @@ class Session:
         verbs = [f"generate {path}{example}"] if (example := self.branch.example()) is not None else []
         verbs += [f"evaluate {path}{'' if is_held_out else ' --data PATH'}", f"export {path}"]
         for number, verb in enumerate(verbs):
-            console.say(f"{'next:' if not number else '':<7}bottega {verb}")
+            console.say(f"{'next:' if not number else '':<7}bottega {verb}{plugins.shown_flags()}")
 
 
 class _Last(Callback):

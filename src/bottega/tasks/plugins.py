@@ -6,17 +6,20 @@ keeps the name and the hash of its plugin, to ask for it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import json
+import shlex
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from bottega.config.recipe import Recipe
 from bottega.config.task_spec import TaskSpec
@@ -56,19 +59,28 @@ def take_flags(words: Sequence[str]) -> list[str]:
             return [*rest, word, *waiting]
         if word == FLAG:
             if not waiting:
-                raise UsageError(f"{FLAG}: needs a file: {FLAG} my_task.py")
-            load_plugin(waiting.pop(0))
+                _missing_file()
+            load_plugin(waiting.pop(0) or _missing_file())
         elif word.startswith(f"{FLAG}="):
-            load_plugin(word.removeprefix(f"{FLAG}="))
+            load_plugin(word.removeprefix(f"{FLAG}=") or _missing_file())
         else:
             rest.append(word)
     return rest
+
+
+def _missing_file() -> NoReturn:
+    raise UsageError(f"{FLAG}: needs a file: {FLAG} my_task.py")
 
 
 def flags() -> list[str]:
     """The flags that hand our plugins on to another `bottega`: a fold, a dependency, a trial."""
     files = dict.fromkeys(plugin.path for plugin in _LOADED.values() if plugin.path is not None)
     return [word for path in files for word in (FLAG, path)]
+
+
+def shown_flags() -> str:
+    """The same for a command that a person is to type."""
+    return "".join(f" {word}" for word in map(shlex.quote, flags()))
 
 
 def command(words: Sequence[str]) -> list[str]:
@@ -78,7 +90,7 @@ def command(words: Sequence[str]) -> list[str]:
 
 def load_plugin(file: str | Path) -> list[str]:
     """Import a file and add its tasks (`TASK`, or several in `TASKS`) to the registry; gives their names."""
-    path = Path(file).expanduser().absolute()
+    path = Path(file).expanduser().resolve()
     if path.suffix != ".py" or not path.is_file():
         what = "is a folder" if path.is_dir() else "is not there" if not path.exists() else "is not a Python file"
         raise UsageError(f"{FLAG} {file}: {what}; name a .py file that defines TASK")
@@ -103,10 +115,31 @@ def load_installed() -> None:
             print_notice(f"bottega: the installed plugin {package} is left out: {type(error).__name__}: {error}")
 
 
-def record(recipe: Recipe) -> dict[str, str] | None:
-    """What a run keeps of the plugin that its task came from; None for a bundled task."""
+def record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[str, str] | None:
+    """What a run keeps of the plugin that its task came from, as it was when the run began; None for a bundled task."""
     plugin = _LOADED.get(recipe.task)
-    return {key: value for key, value in asdict(plugin).items() if value is not None} if plugin is not None else None
+    if plugin is None:
+        return None
+    known = _recorded(run) if has_begun else {}
+    return known or {key: value for key, value in asdict(plugin).items() if value is not None}
+
+
+def blame(error: BaseException) -> str | None:
+    """Where in a plugin an error came from; None where no plugin had a part in it."""
+    files = {plugin.path: plugin.name for plugin in _LOADED.values() if plugin.path is not None}
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_filename in files:
+            place = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
+        trace = trace.tb_next
+    text = " ".join(str(error).split())
+    if place is not None:
+        return f"plugin {place}: {type(error).__name__}: {text} (--debug shows more)"
+    if files:
+        names = ", ".join(files.values())
+        return f"the plugin {names}, or a bug in bottega: {type(error).__name__}: {text} (--debug shows where)"
+    return None
 
 
 def difference(recipe: Recipe, run: Path) -> str | None:
@@ -146,31 +179,39 @@ def _import(path: Path, *, shown: str) -> ModuleType:
     name = path.stem
     if not name.isidentifier():
         raise UsageError(f"{FLAG} {shown}: {name} is not a name that Python can import; rename the file")
-    there = sys.modules.get(name)
-    file = getattr(there, "__file__", None) if there is not None else _origin(name)
-    if (there is not None or file is not None) and (file is None or Path(file).absolute() != path):
-        raise UsageError(
-            f"{FLAG} {shown}: there is another module {name} ({file or 'part of Python'}); rename the file"
-        )
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    other = _other_module(name, path)
+    if other is not None:
+        raise UsageError(f"{FLAG} {shown}: there is another module {name} ({other}); rename the file")
+    # First, as Python does with the folder of a script: a file of the same name elsewhere is not meant.
+    sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()
     try:
-        return importlib.import_module(name)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            return importlib.import_module(name)
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         sys.modules.pop(name, None)
         line = _line_of(error, path)
         raise EnvironmentProblem(f"{FLAG} {shown}{line}: {type(error).__name__}: {error}") from error
 
 
-def _origin(name: str) -> str | None:
+def _other_module(name: str, path: Path) -> str | None:
+    """Who has the name already: a module that is loaded, or one of Python or an installed package."""
+    there = sys.modules.get(name)
+    if there is not None:
+        file = getattr(there, "__file__", None)
+        return (file or "part of Python") if file is None or Path(file).resolve() != path else None
+    if name in sys.stdlib_module_names:
+        return "part of Python"
     spec = importlib.util.find_spec(name)
-    return spec.origin if spec is not None else None
+    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
+    if spec is None or spec.origin is None:
+        return None
+    return spec.origin if any(Path(spec.origin).resolve().is_relative_to(folder) for folder in installed) else None
 
 
-def _line_of(error: Exception, path: Path) -> str:
+def _line_of(error: BaseException, path: Path) -> str:
     """The last line of the file that the error passed through."""
     line, trace = (
         getattr(error, "lineno", None) if getattr(error, "filename", None) == str(path) else None,

@@ -8,7 +8,7 @@ from pathlib import Path
 from bottega.config import describe, flags, importers, load
 from bottega.config.recipe import Recipe
 from bottega.config.technique_spec import TECHNIQUES
-from bottega.core.errors import UsageError
+from bottega.core.errors import UsageError, first_line
 from bottega.tasks.registry import TASKS
 from bottega.techniques.registry import find as find_techniques
 
@@ -27,10 +27,12 @@ def load_saved_recipe(path: Path) -> Recipe:
     """The recipe.yaml of a run, whose task may have come from a plugin."""
     try:
         return load.load_saved_recipe(TASKS, path)
-    except UsageError:
+    except UsageError as error:
         from bottega.tasks import plugins
 
         asked = plugins.request(path.parent)
-        if asked is None or plugins.is_loaded(path.parent):
+        if asked is None:
             raise
+        if plugins.is_loaded(path.parent):
+            raise UsageError(f"{path} does not fit the plugin as it is now: {first_line(error)}") from None
         raise UsageError(f"{path.parent}: {asked}") from None

@@ -22,7 +22,7 @@ from bottega.data.prepare.inputs import check_medium, find_in_utf8, inputs_of
 from bottega.data.prepare.jobs import Progress
 from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
 from bottega.data.prepare.rules import Rules
-from bottega.data.records.record import Bad, Record
+from bottega.data.records.record import Bad, Record, Unreadable
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.source import Source
 from bottega.data.tables.cache import default_cache
@@ -112,7 +112,7 @@ class TableTraining(TableBranch):
     @classmethod
     def spec(cls, recipe: type[Recipe], **more: Any) -> TaskSpec:
         """The entry of the registry for a task of this class."""
-        name = recipe.model_fields["task"].default
+        name = str(recipe.model_fields["task"].default)
         asks = {"asks": lambda recipe, codec: recipe.data.train.path} if cls.predicts is not None else {}
         functions = {"open": cls.open, "reopen": cls.reopen, "prepare": cls.prepare}
         return TaskSpec(name=name, recipe=recipe, **{**functions, **asks, "combines": False, **more})
@@ -177,7 +177,10 @@ class TableTraining(TableBranch):
             raise UsageError(f"{path} is not there; name a table of rows to predict")
         encoder, rows = self.encoder(self.recipe, is_new=True), list[dict[str, Any]]()
         for record in self._records(new.paths):
-            rows += encoder.rows(record)
+            try:
+                rows += encoder.rows(record)
+            except Unreadable as error:
+                raise DataError(f"{record.where}: {error}") from None
         arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "key"} if rows else {}
         found = self.predict_rows(models, arrays, device=device) if rows else []
         return [{"row": row["key"], "predicted": one} for row, one in zip(rows, found, strict=True)]

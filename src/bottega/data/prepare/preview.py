@@ -24,10 +24,15 @@ class Preview:
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
 
-    def content_of(self, tables: dict[str, Table]) -> str:
-        """The column by which two rows are the same. Two texts may have the same ids, so it is the text where there is one."""
+    def content_of(self, tables: dict[str, Table]) -> list[str]:
+        """The columns by which two rows are the same: their content, or all but the name. Two texts may have the same ids, so
+        it is the text where there is one."""
         whole = (name for name in ("text", "record") if all(name in table.columns for table in tables.values()))
-        return next(whole, self.column or "key")
+        content = next(whole, self.column)
+        first = next(iter(tables.values()), None)
+        return (
+            [content] if content is not None else [name for name in (first.columns if first else ()) if name != "key"]
+        )
 
     @property
     def per_unit(self) -> float:
