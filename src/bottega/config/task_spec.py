@@ -44,7 +44,7 @@ class TaskSpec:
     starts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"data.train.path": "data/train"}))
     """What a new recipe must say beside the defaults, so that it loads."""
     refuses: Mapping[str, str] = field(default_factory=lambda: NOTHING)
-    """Verb -> why the task does not answer it. It answers all others."""
+    """Verb (prepare, generate, predict) -> why the task does not answer it; {input} is data.input. It answers all others."""
     adapt: Callable[[Flat, Flat], list[str]] | None = None
     """(earlier entries, a later layer) -> notes; changes earlier entries that a later layer outdates."""
     asks: Callable[[Any, Path], str | None] | None = None

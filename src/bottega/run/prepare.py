@@ -19,7 +19,7 @@ from bottega.data.prepare.preview import Preview, public_records
 from bottega.data.tables.cache import seal
 from bottega.storage.durable import writing_folder
 from bottega.tasks.recipes import check_recipe, parse_overrides
-from bottega.tasks.registry import TASKS, spec_of
+from bottega.tasks.registry import TASKS, refusal, spec_of
 from bottega.terminal import open_console
 
 Progress = Callable[[str, int, int], None]
@@ -45,7 +45,7 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
     """The recipe's data as tables, from the cache or made now."""
     spec = spec_of(recipe)
     if spec.prepare is None:
-        raise UsageError(f"task: {spec.refuses.get('prepare', f'the data of {spec.name} cannot be prepared')}")
+        raise refusal(recipe, "prepare")
     prepared: Prepared = resolve(spec.prepare)(recipe, progress)
     return prepared
 

@@ -13,6 +13,7 @@ from bottega.core.types import Models
 from bottega.data.order.orders import Order
 from bottega.data.sources.given import GivenData
 from bottega.data.sources.source import Source
+from bottega.tasks.registry import refusal
 
 if TYPE_CHECKING:
     from bottega.tasks.prediction import NewSamples
@@ -104,9 +105,9 @@ class Branch(ABC):
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Draw what the recipe asks for and write it where a person would look."""
 
-    @abstractmethod
     def generate(self, models: Models, *, device: Any, **asked: Any) -> Any:
         """What was asked for, as this medium holds it: texts, or an array."""
+        raise refusal(self.recipe, "generate")
 
     def example(self) -> str | None:
         """What a person could add to `bottega generate RUN`; None where nothing can be generated."""
@@ -117,9 +118,9 @@ class Branch(ABC):
         if path.is_dir():
             raise UsageError(f"--out {path}: is a folder; name a file in it")
 
-    @abstractmethod
     def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
         """Show or write what `generate` made; gives what --json prints."""
+        raise AssertionError("nothing was generated")
 
     @abstractmethod
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class Branch(ABC):
 
     def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
         """A dict for each sample: "predicted", and "text", "file" or "row" for which one it is."""
-        raise UsageError(f"this is a run of {self.recipe.task}, which is not a classifier")
+        raise refusal(self.recipe, "predict")
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics

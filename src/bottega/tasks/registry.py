@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bottega.config.recipe import Recipe
 from bottega.config.registry import TaskRegistry
 from bottega.config.task_spec import TaskSpec
+from bottega.core.errors import UsageError
 from bottega.core.model_spec import resolve
 
 if TYPE_CHECKING:
@@ -39,6 +40,17 @@ TASKS = TaskRegistry(_bundled(), discover=_load_installed)
 def spec_of(recipe: Recipe) -> TaskSpec:
     """The task of a recipe."""
     return TASKS[recipe.task]
+
+
+def refusal(recipe: Recipe, verb: str) -> UsageError:
+    """What to say to a verb that the task does not answer."""
+    usual = {
+        "generate": f"a run of {recipe.task} does not generate; bottega evaluate measures it",
+        "predict": f"this is a run of {recipe.task}, which is not a classifier",
+        "prepare": f"task: the data of {recipe.task} cannot be prepared",
+    }
+    said = spec_of(recipe).refuses.get(verb) or usual[verb]
+    return UsageError(said.format(input=getattr(recipe.data, "input", None)))
 
 
 def prepare(recipe: Recipe, *, say: Any, codec: Path | None = None) -> Branch:

@@ -8,7 +8,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -201,12 +201,6 @@ class TableTraining(TableBranch):
 
     def example(self) -> str | None:
         return None
-
-    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
-        raise UsageError(f"a run of {self.recipe.task} generates nothing; bottega evaluate measures it")
-
-    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
-        raise AssertionError("nothing was generated")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """config.json, which says all that decides the network, and model.safetensors."""

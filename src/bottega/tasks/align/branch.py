@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -198,17 +198,8 @@ class AlignBranch(MediaBranch):
         images = model.images(torch.from_numpy(pixels).to(device))
         return model.logits(images, model.texts(ids)).float().cpu().numpy()
 
-    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
-        raise UsageError(
-            "a CLIP does not generate; bottega train image model.condition=text model.text.from=RUN trains one that does, "
-            "and reads with it"
-        )
-
     def example(self) -> None:
         """Nothing can be generated."""
-
-    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
-        raise AssertionError("nothing was generated")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """A CLIP of transformers with its tokenizer and its image processor."""

@@ -20,4 +20,8 @@ SPEC = TaskSpec(
     open="bottega.tasks.align.branch:prepare",
     reopen="bottega.tasks.align.branch:reopen",
     prepare=_prepare,
+    refuses={
+        "generate": "a CLIP does not generate; bottega train image model.condition=text model.text.from=RUN trains one that "
+        "does, and reads with it"
+    },
 )

@@ -23,6 +23,10 @@ SPECS = (
         open="bottega.tasks.autoencode.vae:prepare",
         reopen="bottega.tasks.autoencode.vae:reopen",
         prepare=_prepare,
+        refuses={
+            "generate": "an autoencoder does not generate; bottega train {input} model.vae=RUN trains one that does, in its "
+            "latents"
+        },
     ),
     TaskSpec(
         name="image_tokens",
@@ -31,5 +35,9 @@ SPECS = (
         open="bottega.tasks.autoencode.tokens:prepare",
         reopen="bottega.tasks.autoencode.tokens:reopen",
         prepare=_prepare,
+        refuses={
+            "generate": "a tokenizer does not generate; a recipe with model.backbone tokens and this run as model.tokenizer "
+            "does"
+        },
     ),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -143,16 +143,8 @@ class TokensBranch(MediaBranch):
             # Both by Griffin-Lim: what is heard is then the codes, and not the way from a spectrogram to sound.
             write_sounds(self.mel.decode(pairs), self.mel.mel.sample_rate, folder, captions=captions)
 
-    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
-        raise UsageError(
-            "a tokenizer does not generate; a recipe with model.backbone tokens and this run as model.tokenizer does"
-        )
-
     def example(self) -> None:
         return None
-
-    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
-        raise AssertionError("nothing was generated")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """config.json, model.safetensors and for sound mel.json; `bottega.models.autoencoder.codes_folder.load_codes` opens it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NoReturn, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -152,17 +152,8 @@ class VaeBranch(MediaBranch):
         else:
             write_images(pixels, folder, captions=captions, columns=2 * PAIRS)
 
-    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
-        task = self.recipe.data.input
-        raise UsageError(
-            f"an autoencoder does not generate; bottega train {task} model.vae=RUN trains one that does, in its latents"
-        )
-
     def example(self) -> None:
         """Nothing can be generated."""
-
-    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
-        raise AssertionError("nothing was generated")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """An AutoencoderKL of images; the same layout for sound and video, which diffusers has no model for."""

@@ -57,6 +57,9 @@ SPEC = TaskSpec(
     prepare=prepare,
     preview="bottega.tasks.classify.preview:LabelledTextPreview",
     fields=frozenset(("text", "label")),
+    refuses={
+        "generate": "a classifier does not generate; bottega predict classifies new samples, bottega evaluate measures it"
+    },
     asks=asks,
     has_labels=True,
     smooths_labels=True,

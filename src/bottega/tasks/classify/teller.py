@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-from bottega.core.errors import UsageError
 from bottega.core.types import Models
 
 
@@ -16,11 +15,3 @@ class Teller:
 
     def example(self) -> None:
         return None
-
-    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
-        raise UsageError(
-            "a classifier does not generate; bottega predict classifies new samples, bottega evaluate measures it"
-        )
-
-    def present(self, made: Any, out: Any, *, run: Any, **asked: Any) -> NoReturn:
-        raise AssertionError("nothing was generated")

@@ -24,6 +24,6 @@ SPEC = TaskSpec(
     reopen="bottega.tasks.multitask.branch:reopen",
     combines=False,
     asks=_asks,
-    refuses={"prepare": "the data of multitask cannot be prepared yet"},
+    refuses={"prepare": "task: the data of multitask cannot be prepared yet"},
     starts={"data.parts": {"first": {"recipe": "first.yaml"}, "second": {"recipe": "second.yaml"}}},
 )

@@ -220,9 +220,3 @@ class RecallBranch(Branch):
 
     def example(self) -> None:
         return None
-
-    def generate(self, models: Models, *, device: Any, **asked: Any) -> NoReturn:
-        raise UsageError("a run of recall does not generate; bottega evaluate says how well it remembers")
-
-    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> NoReturn:
-        raise AssertionError("nothing was generated")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bottega.config.task_spec import TaskSpec
 from bottega.tasks.recall.config import LastingRecipe, RecallRecipe
 
-MADE_UP = "the data of recall is made up as it is needed, so there is nothing to prepare or look at"
+MADE_UP = "task: the data of recall is made up as it is needed, so there is nothing to prepare or look at"
 
 SPEC = TaskSpec(
     name="recall",
@@ -13,6 +13,9 @@ SPEC = TaskSpec(
     inputs={"streams": RecallRecipe, "facts": LastingRecipe},
     open="bottega.tasks.recall.branch:prepare",
     reopen="bottega.tasks.recall.branch:reopen",
-    refuses={"prepare": MADE_UP},
+    refuses={
+        "prepare": MADE_UP,
+        "generate": "a run of recall does not generate; bottega evaluate says how well it remembers",
+    },
     starts={},
 )

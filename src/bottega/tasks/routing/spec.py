@@ -21,6 +21,9 @@ SPEC = TaskSpec(
     reopen="bottega.tasks.routing.branch:reopen",
     prepare=_prepare,
     preview="bottega.data.numbers.preview:NumbersPreview",
+    refuses={
+        "generate": "a classifier does not generate; bottega predict classifies new samples, bottega evaluate measures it"
+    },
     asks=lambda recipe, codec: recipe.data.train.path,
     has_labels=True,
     smooths_labels=True,
