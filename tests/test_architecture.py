@@ -201,3 +201,33 @@ def test_only_one_module_renames_and_flushes() -> None:
             if called in alone or moves or (isinstance(node, ast.Constant) and str(node.value).startswith(".tmp")):
                 callers.append(relative(path))
     assert {path for path in callers if not path.startswith("storage/")} == set(), "use bottega.storage.durable"
+
+
+def imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """Which of the modules importing a file imports: not what its functions import, nor what only types need."""
+
+    def walk(node: ast.AST) -> set[str]:
+        found: set[str] = set()
+        for child in ast.iter_child_nodes(node):
+            is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            if is_for_types or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            if isinstance(child, ast.ImportFrom) and (child.module or "").startswith("bottega"):
+                named = [f"{child.module}.{alias.name}" for alias in child.names]
+                found |= {name if name in modules else str(child.module) for name in named}
+            found |= walk(child)
+        return found
+
+    return walk(tree_of(path))
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    names = {relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in FILES}
+    modules = {f"bottega.{name}": path for name, path in names.items() if name != "__init__"}
+    left = {name: (imported_modules(path, {*modules}) & {*modules}) - {name} for name, path in modules.items()}
+    while True:
+        leaves = {name for name, needs in left.items() if not needs & {*left}}
+        if not leaves:
+            break
+        left = {name: needs for name, needs in left.items() if name not in leaves}
+    assert not left, "these import each other"
