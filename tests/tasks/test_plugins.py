@@ -272,6 +272,12 @@ def test_a_recipe_never_loads_code(place: Path) -> None:
             UsageError,
             "task one: Recipe must say its name",
         ),
+        (
+            "one_schemaless.py",
+            "from bottega.plugin import TaskSpec\nTASK = TaskSpec('one', dict, open=print, reopen=print)\n",
+            UsageError,
+            "task one: its recipe must be a class of bottega.plugin.Recipe",
+        ),
         ("one_empty.py", "", UsageError, "plugin one_empty: defines no task; set TASK = TaskSpec(...)"),
         ("one_wrong.py", "TASK = 3", UsageError, "plugin one_wrong: defines no task"),
         (

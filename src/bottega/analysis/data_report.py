@@ -159,12 +159,12 @@ def _duplicates(tables: dict[str, Table], columns: list[str]) -> dict[str, int]:
 
 def _hashes(table: Table, columns: list[str]) -> np.ndarray:
     def digest(number: int) -> int:
-        found = hashlib.blake2b(digest_size=8)
+        content = hashlib.blake2b(digest_size=8)
         for column in columns:
             value = table.row(column, number)
             value = value.encode() if isinstance(value, str) else value
-            found.update(value if isinstance(value, bytes) else np.ascontiguousarray(value).tobytes())
-        return int.from_bytes(found.digest(), "little")
+            content.update(value if isinstance(value, bytes) else np.ascontiguousarray(value).tobytes())
+        return int.from_bytes(content.digest(), "little")
 
     return np.fromiter((digest(number) for number in range(len(table))), np.uint64, len(table))
 

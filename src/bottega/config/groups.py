@@ -47,20 +47,20 @@ def parameter_settings(
     learns: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, Setting]:
     """The recipe's rows and shorthands as one setting for each parameter, with durations in steps. `names` are in the order
-    of the model; what the task does not train is no concern of the table's."""
+    of the model; the table does not list what the task does not train."""
 
     def steps(duration: Cadence | None) -> int:
         return 0 if duration is None else duration.steps(total, max(1, steps_per_epoch))
 
     own = [name for name in names if learns(name)]
-    found = settings(
+    rows = settings(
         own,
         [Row(group.pattern, group.scale, group.weight_decay, steps(group.starts)) for group in training.groups],
         freeze=training.freeze or (),
         unfreeze_every=steps(training.unfreeze.layers_per) if training.unfreeze is not None else None,
         layer_decay=training.layer_decay,
     )
-    return {name: found.get(name, Setting(scale=None)) for name in names}
+    return {name: rows.get(name, Setting(scale=None)) for name in names}
 
 
 def settings(

@@ -57,8 +57,8 @@ class TaskRegistry(Mapping[str, TaskSpec]):
     def schema_of(self, task: str, flat: Flat) -> type[Recipe]:
         """The schema of a recipe of this task that says what `flat` does."""
         spec = self[task]
-        said = flat["data.input"].value if "data.input" in flat else None
-        return spec.inputs.get(str(said), spec.recipe)
+        chosen = flat["data.input"].value if "data.input" in flat else None
+        return spec.inputs.get(str(chosen), spec.recipe)
 
     def other_input(self, task: str, schema: type[Recipe], key: str) -> str | None:
         """The data.input with which the task has a key that it does not have in this form."""

@@ -28,13 +28,13 @@ class TaskSpec:
     open: Function
     """(recipe, *, say) -> what a run needs of the task: its data, read and prepared, and what is learned from it."""
     reopen: Function
-    """(recipe, codec, fingerprint) -> the same for a finished run, from what it has kept."""
+    """(recipe, codec, fingerprint) -> the same for a finished run, from what it saved."""
     remembers: bool = False
-    """Whether `open` takes `codec`: what a run has kept decides where models could answer otherwise today."""
+    """Whether `open` also takes `codec`, the folder of a run that goes on: its saved answers are used again."""
     inputs: Mapping[str, type[Recipe]] = field(default_factory=lambda: NOTHING)
     """data.input -> schema, for a task that takes several kinds of input."""
     prepare: Function | None = None
-    """(recipe, progress) -> the tables of `bottega prepare` and `bottega data`."""
+    """(recipe, *, progress) -> the tables of `bottega prepare` and `bottega data`."""
     preview: Function = "bottega.data.prepare.preview:Preview"
     """A class that shows, draws and exports the rows of those tables."""
     files: tuple[str, ...] = ()

@@ -43,4 +43,4 @@ class TechniqueSpec:
 
 
 TECHNIQUES: dict[str, TechniqueSpec] = {}
-"""Filled by bottega.tasks.recipes, which hands the loader what there is; in the order in which people are told of them."""
+"""Filled by bottega.tasks.recipes, which hands them to the loader, in the order in which they are listed."""

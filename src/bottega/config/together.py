@@ -41,11 +41,11 @@ def clashes(recipe: Recipe) -> list[Clash]:
 
 def injection(recipe: Recipe) -> Technique | None:
     """The technique that puts parts into the model (LoRA, adapters), where there is one."""
-    found = [one for one in recipe.techniques if TECHNIQUES[one.name].inject is not None]
-    if len(found) > 1:
-        names = " and ".join(one.name for one in found)
+    injecting = [one for one in recipe.techniques if TECHNIQUES[one.name].inject is not None]
+    if len(injecting) > 1:
+        names = " and ".join(one.name for one in injecting)
         raise UsageError(f"techniques: {names} change the same layers; keep one")
-    return found[0] if found else None
+    return injecting[0] if injecting else None
 
 
 def injected_name(names: list[str]) -> str | None:
@@ -65,8 +65,8 @@ def clashes_of_injected(recipe: Recipe, name: str) -> Iterator[Clash]:
     yield from _beside_routers(recipe, name)
 
 
-def clashes_of_sequences(recipe: Recipe, names: list[str], name: str) -> Iterator[Clash]:
-    """What a technique does not go with that is about sources in turn."""
+def clashes_of_sequences(recipe: Recipe, names: list[str], name: str, *, in_stream: str) -> Iterator[Clash]:
+    """What a technique does not go with that is about sources in turn; `in_stream` is why it does not suit a stream."""
     is_in_turn = recipe.data.mixture == "sequence" or recipe.data.online is not None
     if "maml" not in names and not is_in_turn and _has_data(recipe):
         yield (
@@ -75,6 +75,8 @@ def clashes_of_sequences(recipe: Recipe, names: list[str], name: str) -> Iterato
             f"{name} is about sources that come one after the other; say data.mixture: sequence, with two "
             "data.sources or more",
         )
+    if recipe.data.online is not None:
+        yield KEY, "data.online", in_stream
 
 
 def _beside_routers(recipe: Recipe, name: str) -> Iterator[Clash]:

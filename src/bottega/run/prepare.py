@@ -46,7 +46,7 @@ def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
     spec = spec_of(recipe)
     if spec.prepare is None:
         raise refusal(recipe, "prepare")
-    prepared: Prepared = resolve(spec.prepare)(recipe, progress)
+    prepared: Prepared = resolve(spec.prepare)(recipe, progress=progress)
     return prepared
 
 

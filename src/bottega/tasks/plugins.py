@@ -101,16 +101,16 @@ def load_plugin(file: str | Path) -> list[str]:
 
 
 def load_installed() -> None:
-    """Add the tasks of installed packages. One that cannot be loaded is told and left out: other tasks do not need it."""
+    """Add the tasks of installed packages. One that cannot be loaded is reported and left out: other tasks do not need it."""
     for point in importlib.metadata.entry_points(group=GROUP):
         package = point.dist.name if point.dist is not None else point.value
         try:
-            found = point.load()
+            loaded = point.load()
             module = sys.modules[point.module]
             file = getattr(module, "__file__", None)
             version = f" {point.dist.version}" if point.dist is not None else ""
             plugin = Plugin(f"{package}{version}", _hash(Path(file)) if file is not None else "")
-            _add(found, plugin)
+            _add(loaded, plugin)
         except Exception as error:
             print_notice(f"bottega: the installed plugin {package} is left out: {type(error).__name__}: {error}")
 
@@ -168,10 +168,10 @@ def is_loaded(run: Path) -> bool:
 
 def _recorded(run: Path) -> dict[str, Any]:
     try:
-        found = json.loads((run / "environment.json").read_bytes())[RECORD]
+        recorded = json.loads((run / "environment.json").read_bytes())[RECORD]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return recorded if isinstance(recorded, dict) else {}
 
 
 def _import(path: Path, *, shown: str) -> ModuleType:
@@ -224,9 +224,9 @@ def _line_of(error: BaseException, path: Path) -> str:
     return f", line {line}" if line is not None else ""
 
 
-def _add(found: Any, plugin: Plugin) -> list[str]:
-    """`found` is a module, or what an entry point names: a TaskSpec, or several."""
-    given = getattr(found, "TASKS", getattr(found, "TASK", None)) if isinstance(found, ModuleType) else found
+def _add(loaded: Any, plugin: Plugin) -> list[str]:
+    """Register the tasks of a module, or those that an entry point names: a TaskSpec, or several."""
+    given = getattr(loaded, "TASKS", getattr(loaded, "TASK", None)) if isinstance(loaded, ModuleType) else loaded
     several = list(given) if isinstance(given, list | tuple) else [given]
     specs = [spec for spec in several if isinstance(spec, TaskSpec)]
     if not specs or len(specs) < len(several):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bottega.tasks.branch import Branch
 
 FIRST = ("language", "classify", "generation", "autoencode", "align", "personalize", "routing", "recall", "multitask")
-"""The order in which people are told of them; others follow by name."""
+"""The order in which they are listed; others follow by name."""
 
 
 def _load_installed() -> None:
@@ -49,8 +49,8 @@ def refusal(recipe: Recipe, verb: str) -> UsageError:
         "predict": f"this is a run of {recipe.task}, which is not a classifier",
         "prepare": f"task: the data of {recipe.task} cannot be prepared",
     }
-    said = spec_of(recipe).refuses.get(verb) or usual[verb]
-    return UsageError(said.format(input=getattr(recipe.data, "input", None)))
+    reason = spec_of(recipe).refuses.get(verb) or usual[verb]
+    return UsageError(reason.format(input=getattr(recipe.data, "input", None)))
 
 
 def prepare(recipe: Recipe, *, say: Any, codec: Path | None = None) -> Branch:

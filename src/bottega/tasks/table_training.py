@@ -1,4 +1,4 @@
-"""Tasks over rows of a table, complete but for what a row is, what is learned from it, and what is said of a new one."""
+"""A base class for tasks over rows of a table: a subclass adds the encoder of a row, the task, and predictions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from bottega.tasks.from_tables import TableBranch
 from bottega.tasks.kept import keep_once, read_kept
 from bottega.tasks.prediction import NewSamples, is_missing
 
-FACTS = "facts.json"
+STATISTICS = "statistics.json"
 
 
 class TableRows(Source):
@@ -74,7 +74,7 @@ class TableRows(Source):
 class TableTraining(TableBranch):
     """The data of a run as tables and the task that learns from them.
 
-    A subclass says how a record becomes a row (`encoder`), what the run must know of its training rows (`learn`), and
+    A subclass says how a record becomes a row (`encoder`), what the run must know of its training rows (`fit_statistics`), and
     which task learns (`build_task`). With `predict_rows`, `bottega predict` answers. Everything else works as it does for
     the bundled tasks: sources and mixtures, splits and folds, caching, resuming, evaluating other data, exporting.
     """
@@ -83,9 +83,9 @@ class TableTraining(TableBranch):
     """Raised when the same records would give other rows, where the encoder's fields and its own lines do not show it."""
 
     def __init__(
-        self, recipe: Any, facts: Mapping[str, Any], prepared: Prepared | None = None, expected: str | None = None
+        self, recipe: Any, statistics: Mapping[str, Any], prepared: Prepared | None = None, expected: str | None = None
     ) -> None:
-        self.recipe, self.facts = recipe, facts
+        self.recipe, self.statistics = recipe, statistics
         self._prepared, self._expected = prepared, expected
         self.task: Task = self.build_task()
 
@@ -95,13 +95,13 @@ class TableTraining(TableBranch):
         """A frozen dataclass whose fields decide the rows. `is_new`: of samples to predict, whose answer is not known."""
 
     @classmethod
-    def learn(cls, recipe: Any, rows: TableRows) -> dict[str, Any]:
-        """What is read off the training rows once and kept with the run, as plain values; `self.facts` later."""
+    def fit_statistics(cls, recipe: Any, rows: TableRows) -> dict[str, Any]:
+        """Statistics of the training rows that the model needs, as plain values: computed once and saved with the run."""
         return {}
 
     @abstractmethod
     def build_task(self) -> Task:
-        """The task, from `self.recipe` and `self.facts`."""
+        """The task, from `self.recipe` and `self.statistics`."""
 
     def predict_rows(self, models: Models, rows: Mapping[str, np.ndarray], *, device: Any) -> list[Any]:
         """What is predicted for each row."""
@@ -121,12 +121,12 @@ class TableTraining(TableBranch):
     def open(cls, recipe: Recipe, *, say: Progress) -> Self:
         prepared = cls.prepare(recipe, say)
         content = f"{prepared.fingerprint} {prepared.training_tables[0]}"
-        facts = cls.learn(recipe, TableRows(prepared.table(prepared.training_tables[0]), content))
-        return cls(recipe, json.loads(json.dumps(facts)), prepared)
+        statistics = cls.fit_statistics(recipe, TableRows(prepared.table(prepared.training_tables[0]), content))
+        return cls(recipe, json.loads(json.dumps(statistics)), prepared)
 
     @classmethod
     def reopen(cls, recipe: Recipe, codec: Path, fingerprint: str) -> Self:
-        return cls(recipe, read_kept(codec / FACTS, json.loads), expected=fingerprint)
+        return cls(recipe, read_kept(codec / STATISTICS, json.loads), expected=fingerprint)
 
     @classmethod
     def prepare(cls, recipe: Recipe, progress: Progress, cache: Path | None = None) -> Prepared:
@@ -163,11 +163,11 @@ class TableTraining(TableBranch):
 
     def save_codec(self, folder: Path) -> None:
         keep_once(
-            folder / FACTS,
-            json.dumps(self.facts, indent=1) + "\n",
+            folder / STATISTICS,
+            json.dumps(self.statistics, indent=1) + "\n",
             parse=json.loads,
-            is_same=lambda known: bool(known == self.facts),
-            otherwise="the data gives other facts than this run has learnt from; use --fresh",
+            is_same=lambda known: bool(known == self.statistics),
+            otherwise="the data has other statistics than those this run was trained with; use --fresh",
         )
 
     def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
@@ -182,19 +182,19 @@ class TableTraining(TableBranch):
             except Unreadable as error:
                 raise DataError(f"{record.where}: {error}") from None
         arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "key"} if rows else {}
-        found = self.predict_rows(models, arrays, device=device) if rows else []
-        return [{"row": row["key"], "predicted": one} for row, one in zip(rows, found, strict=True)]
+        predictions = self.predict_rows(models, arrays, device=device) if rows else []
+        return [{"row": row["key"], "predicted": one} for row, one in zip(rows, predictions, strict=True)]
 
     def _records(self, paths: list[str]) -> list[Record]:
         options = self.recipe.data.train.model_dump(include={"field", "columns", "delimiter", "encoding"})
-        found = []
+        records = []
         for path in paths:
             listing = find_in_utf8(type(self.recipe.data.train)(path=path, **options))
             for record in (record for piece in listing.pieces(1 << 20) for record in listing.read(piece)):
                 if isinstance(record, Bad):
                     raise DataError(f"{record.where}: {record.reason}")
-                found.append(record)
-        return found
+                records.append(record)
+        return records
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Nothing is drawn while training, unless a subclass does."""
@@ -207,7 +207,11 @@ class TableTraining(TableBranch):
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        config = {"model_type": self.recipe.task, "model": self.recipe.model.model_dump(by_alias=True), **self.facts}
+        config = {
+            "model_type": self.recipe.task,
+            "model": self.recipe.model.model_dump(by_alias=True),
+            **self.statistics,
+        }
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -215,7 +219,7 @@ class TableTraining(TableBranch):
 
 
 def _source_hash(kind: type) -> str:
-    """Of the lines of a class: rows that an encoder made before it was edited are not found again."""
+    """Hash the source of a class, so that rows which an encoder made before it was edited are made again."""
     try:
         return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
     except (OSError, TypeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from bottega.config.technique_spec import TechniqueSpec
 
 FIRST = ("lora", "adapter", "distill", "ewc", "replay", "maml", "plasticity")
-"""The order in which they are listed to people; others follow by name."""
+"""The order in which they are listed; others follow by name."""
 
 
 def find() -> dict[str, TechniqueSpec]:

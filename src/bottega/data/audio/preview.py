@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.preview import Preview, caption_of, picture_file, rows_of, said_of, spread
+from bottega.data.prepare.preview import Preview, annotations_of, caption_of, picture_file, rows_of, spread
 from bottega.data.tables.shards import Table
 
 
@@ -28,7 +28,7 @@ class AudioPreview(Preview):
     def public(self, row: dict[str, Any]) -> dict[str, Any]:
         from bottega.data.audio.decode import encode_flac
 
-        return {"flac": encode_flac(np.asarray(row["audio"]), self.rate), **said_of(row)}
+        return {"flac": encode_flac(np.asarray(row["audio"]), self.rate), **annotations_of(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         from bottega.data.audio.picture import spectrogram_sheet

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from bottega.data.prepare.preview import Preview, caption_of, picture_file, rows_of, said_of, spread
+from bottega.data.prepare.preview import Preview, annotations_of, caption_of, picture_file, rows_of, spread
 from bottega.data.sources.samples import picture
 from bottega.data.tables.shards import Table
 
@@ -18,10 +18,10 @@ class ImagePreview(Preview):
         from PIL import Image
 
         if self.prepared.meta["encoder"]["store"] == "encoded":
-            return {_suffix(row["image"]): row["image"], **said_of(row)}
+            return {_suffix(row["image"]): row["image"], **annotations_of(row)}
         pixels, out = picture(self.prepared, row), io.BytesIO()
         Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(out, "PNG")
-        return {"png": out.getvalue(), **said_of(row)}
+        return {"png": out.getvalue(), **annotations_of(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         from bottega.data.image.sheet import sheet

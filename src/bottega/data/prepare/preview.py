@@ -86,13 +86,13 @@ def caption_of(row: dict[str, Any]) -> str:
     return next((text for text in named if text), "")
 
 
-def said_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What is said about a medium; an empty text says nothing."""
+def annotations_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The label, caption, source and condition of a row, without those that are empty."""
     named = {"label": row.get("label"), "caption": row.get("caption"), "source": row["key"]}
-    said: dict[str, Any] = {name: value for name, value in named.items() if value}
+    annotations: dict[str, Any] = {name: value for name, value in named.items() if value}
     if "condition" in row:
-        said["condition"] = np.asarray(row["condition"])
-    return said
+        annotations["condition"] = np.asarray(row["condition"])
+    return annotations
 
 
 def public_records(preview: Preview, table: str, progress: Callable[[int], None]) -> Iterator[Record]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.preview import Preview, caption_of, picture_file, rows_of, said_of, spread
+from bottega.data.prepare.preview import Preview, annotations_of, caption_of, picture_file, rows_of, spread
 from bottega.data.tables.shards import Table
 
 FRAMES = 6
@@ -18,7 +18,7 @@ class VideoPreview(Preview):
     column, unit = "video", "frames"
 
     def public(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"video": np.asarray(row["video"]), "fps": float(np.ravel(row["fps"])[0]), **said_of(row)}
+        return {"video": np.asarray(row["video"]), "fps": float(np.ravel(row["fps"])[0]), **annotations_of(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         from bottega.data.image.sheet import sheet

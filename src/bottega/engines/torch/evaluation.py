@@ -1,4 +1,4 @@
-"""One batch of an evaluation: its sums over ranks, and what was found for each example."""
+"""One batch of an evaluation: its sums over ranks, and the rows of its examples."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def evaluate(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: bool) 
         ) from error
     sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
     sums |= {name: (torch.as_tensor(v, device=device).double(), n) for name, (v, n) in out.metrics.items()}
-    found = out.rows if with_rows else {}
-    rows = {**found, INDEX: positions} if found and is_numbered else found
+    rows = dict(out.rows) if with_rows else {}
+    if rows and is_numbered:
+        rows[INDEX] = positions
     return Evaluated(reduced(sums, device), ranks.joined_rows(rows, on_device.get("weight")))

@@ -56,18 +56,18 @@ def first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None
 
 
 def _first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
-    found: list[str] = []
+    bad_places: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
         def see(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            if not found and any(not torch.isfinite(t).all() for t in floats(output)):
-                found.append(name or "the model")
+            if not bad_places and any(not torch.isfinite(t).all() for t in floats(output)):
+                bad_places.append(name or "the model")
 
         return see
 
     handles = [m.register_forward_hook(watch(name)) for name, m in engine.model.named_modules()]
     compiled = [m for m in engine.model.modules() if getattr(m, "compiled", None) is not None]
-    kept = [m.compiled for m in compiled]
+    forwards = [m.compiled for m in compiled]
     for m in compiled:
         m.compiled = None  # type: ignore[assignment]  # hooks inside a compiled block would not fire
     try:
@@ -78,18 +78,18 @@ def _first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | Non
         with engine.autocast():
             out = engine.task.loss(engine.eager_models, on_device, rng)
         sum(total for total, _ in out.terms.values()).backward()
-        if not found:
+        if not bad_places:
             bad = (
                 n for n, p in engine.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
             )
-            found += [f"the gradient of {name}" for name in [next(bad, None)] if name]
+            bad_places += [f"the gradient of {name}" for name in [next(bad, None)] if name]
     finally:
         for handle in handles:
             handle.remove()
-        for m, forward in zip(compiled, kept, strict=True):
+        for m, forward in zip(compiled, forwards, strict=True):
             m.compiled = forward
         engine.model.zero_grad(set_to_none=True)
-    return found[0] if found else None
+    return bad_places[0] if bad_places else None
 
 
 def floats(value: Any) -> list[torch.Tensor]:

@@ -72,17 +72,17 @@ def measure_steps(
 ) -> list[StepMemory]:
     """Micro-batches of 1, 2, 4, ... up to `most`, until one does not fit. The engine has learnt from them after that."""
     sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-    found: list[StepMemory] = []
+    steps: list[StepMemory] = []
     for number, size in enumerate(sizes):
         say(number, len(sizes))
         try:
-            found.append(_taken(engine, batch_of(size), size))
+            steps.append(_taken(engine, batch_of(size), size))
         except OutOfMemory:
             if engine.device.type == "cuda":
                 torch.cuda.empty_cache()
             break
     say(len(sizes), len(sizes))
-    return found
+    return steps
 
 
 def _taken(engine: TorchEngine, batch: Batch, size: int) -> StepMemory:

@@ -14,7 +14,7 @@ def thaw(model: nn.Module, settings: Mapping[str, Setting], step: int, *, compil
     """Let parameters learn whose time has come, and tell whether any was changed.
 
     The others get no gradient: their moments stay 0 too, and their backward costs nothing. A compiled graph leaves their
-    gradients out, and torch 2.11 does not notice that they are wanted from now on; so it is told to compile anew.
+    gradients out, and torch 2.11 does not notice that they are wanted from now on; so it compiles anew.
     """
     changed = False
     for name, parameter in model.named_parameters():

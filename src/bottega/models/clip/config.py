@@ -23,8 +23,8 @@ class ClipShape(BaseModel):
 
     @property
     def values(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.config)
-        return found
+        values: dict[str, Any] = json.loads(self.config)
+        return values
 
     @property
     def image_size(self) -> int:

@@ -1,1 +1,1 @@
-"""Networks that recall what they were told: over segments of a stream, or across steps."""
+"""Networks that recall facts from their input: over segments of a stream, or across steps."""

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bottega.config.task_spec import TaskSpec
 from bottega.tasks.autoencode.config import AudioVaeRecipe, ImageVaeRecipe, VideoVaeRecipe
 from bottega.tasks.autoencode.tokens_config import AudioTokensRecipe, ImageTokensRecipe
-
-
-def _prepare(recipe: Any, progress: Any) -> Any:
-    from bottega.data.prepare.media import prepare_media
-
-    return prepare_media(recipe, progress=progress)
-
 
 SPECS = (
     TaskSpec(
@@ -22,7 +13,7 @@ SPECS = (
         inputs={"image": ImageVaeRecipe, "audio": AudioVaeRecipe, "video": VideoVaeRecipe},
         open="bottega.tasks.autoencode.vae:prepare",
         reopen="bottega.tasks.autoencode.vae:reopen",
-        prepare=_prepare,
+        prepare="bottega.data.prepare.media:prepare_media",
         refuses={
             "generate": "an autoencoder does not generate; bottega train {input} model.vae=RUN trains one that does, in its "
             "latents"
@@ -34,7 +25,7 @@ SPECS = (
         inputs={"image": ImageTokensRecipe, "audio": AudioTokensRecipe},
         open="bottega.tasks.autoencode.tokens:prepare",
         reopen="bottega.tasks.autoencode.tokens:reopen",
-        prepare=_prepare,
+        prepare="bottega.data.prepare.media:prepare_media",
         refuses={
             "generate": "a tokenizer does not generate; a recipe with model.backbone tokens and this run as model.tokenizer "
             "does"

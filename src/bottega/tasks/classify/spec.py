@@ -34,9 +34,9 @@ def adapt(base: Flat, layer: Flat) -> list[str]:
     return []
 
 
-def _is_encoder(said: Mapping[str, Any]) -> bool:
-    is_text = said.get("task") == "classify" and said.get("data.input", "text") == "text"
-    return is_text and said.get("model.kind", "transformer") != "cnn"
+def _is_encoder(values: Mapping[str, Any]) -> bool:
+    is_text = values.get("task") == "classify" and values.get("data.input", "text") == "text"
+    return is_text and values.get("model.kind", "transformer") != "cnn"
 
 
 def asks(recipe: Any, codec: Path) -> str | None:

@@ -97,20 +97,20 @@ class GeneratorRecipe(MediaRecipe):
     model: Generator = Field(default_factory=Generator, description="the model")
 
     def sides(self) -> list[tuple[str, int | None, str]]:
-        """(key of a side of a sample, the side, key of what must divide it), as far as the recipe says them."""
+        """(key of a side of a sample, the side, key of what must divide it), as far as the recipe gives them."""
         return []
 
     def contradictions(self) -> list[tuple[str, str, str]]:
-        found, model = super().contradictions(), self.model
+        problems, model = super().contradictions(), self.model
         if model.backbone != "dit" or model.vae is not None:
-            return found
+            return problems
         for name, side, patch in self.sides():
             part = getattr(model, patch)
             if side is not None and side % part:
                 fits = ", ".join(str(n) for n in range(1, side + 1) if side % n == 0)
-                said = f"patches of {part} do not divide a side of {side} ({name}); {fits} do"
-                found.append((f"model.{patch}", name, said))
-        return found
+                message = f"patches of {part} do not divide a side of {side} ({name}); {fits} do"
+                problems.append((f"model.{patch}", name, message))
+        return problems
 
 
 class ImageRecipe(GeneratorRecipe):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 STEPS = 1000
-"""Steps that a schedule has; a model is told times on this scale, whatever its objective."""
+"""Steps that a schedule has; times are given to a model on this scale, whatever its objective."""
 Schedule = Literal["cosine", "linear", "scaled_linear"]
 DIFFUSERS: dict[Schedule, tuple[str, float, float]] = {
     "linear": ("linear", 1e-4, 0.02),

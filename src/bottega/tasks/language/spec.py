@@ -19,7 +19,7 @@ def prepare(recipe: LanguageRecipe, progress: Any) -> Any:
 
 
 def adapt(base: Flat, layer: Flat) -> list[str]:
-    drop_dimensions(base, layer, lambda said: said.get("task") == "language")
+    drop_dimensions(base, layer, lambda values: values.get("task") == "language")
     return adapt_kv_heads(base, layer)
 
 

@@ -38,8 +38,8 @@ def _follow(engine: Engine, loader: Loader, *, resumed: bool, options: EwcOption
         numbers = order.examples(firsts[step] - 1, options.samples)
         mine = range(engine.data_rank, len(numbers), engine.data_size)
         examples = ((i, loader.source.rows(numbers[i : i + 1], np.zeros(1, np.int64))) for i in mine)
-        found = engine.squared_gradients(examples, count=len(numbers), names=names)
+        fisher = engine.squared_gradients(examples, count=len(numbers), names=names)
         parameters = dict(engine.model.named_parameters())
-        engine.write_task_state(consolidated(engine.task_state(), parameters, found, decay=options.decay))
+        engine.write_task_state(consolidated(engine.task_state(), parameters, fisher, decay=options.decay))
 
     engine.add_hook(before)

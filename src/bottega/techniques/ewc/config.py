@@ -8,7 +8,7 @@ from pydantic import Field
 
 from bottega.config.recipe import Recipe
 from bottega.config.section import Number, Positive, Probability, Section
-from bottega.config.technique_spec import KEY, Clash, TechniqueSpec
+from bottega.config.technique_spec import Clash, TechniqueSpec
 from bottega.config.together import clashes_of_sequences
 
 
@@ -21,12 +21,10 @@ class EwcOptions(Section):
 
 
 def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
-    yield from clashes_of_sequences(recipe, names, "ewc")
-    if recipe.data.online is not None:
-        said = (
-            "ewc holds weights at the end of each source, and a stream (data.online) has no end of one; leave one out"
-        )
-        yield KEY, "data.online", said
+    in_stream = (
+        "ewc holds weights at the end of each source, and a stream (data.online) has no end of one; leave one out"
+    )
+    return clashes_of_sequences(recipe, names, "ewc", in_stream=in_stream)
 
 
 SPEC = TechniqueSpec(

@@ -32,8 +32,8 @@ class MamlOptions(Section):
 def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
     other = in_turn_name(names)
     if recipe.data.online is not None:
-        said = "maml draws episodes, and a stream (data.online) takes samples as they come; leave one out"
-        yield KEY, "data.online", said
+        message = "maml draws episodes, and a stream (data.online) takes samples as they come; leave one out"
+        yield KEY, "data.online", message
     if other is not None:
         yield KEY, KEY, f"{other} goes through its sources in order, and maml draws episodes; keep one"
     elif names[-1] != "maml":

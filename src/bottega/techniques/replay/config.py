@@ -8,7 +8,7 @@ from pydantic import Field
 
 from bottega.config.recipe import Recipe
 from bottega.config.section import Positive, Probability, Section
-from bottega.config.technique_spec import KEY, Clash, TechniqueSpec
+from bottega.config.technique_spec import Clash, TechniqueSpec
 from bottega.config.together import clashes_of_sequences
 
 
@@ -20,10 +20,8 @@ class ReplayOptions(Section):
 
 
 def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
-    yield from clashes_of_sequences(recipe, names, "replay")
-    if recipe.data.online is not None:
-        said = "replay is of a sequence of sources; in a stream (data.online) say data.online.replay: 0.2"
-        yield KEY, "data.online", said
+    in_stream = "replay is of a sequence of sources; in a stream (data.online) say data.online.replay: 0.2"
+    return clashes_of_sequences(recipe, names, "replay", in_stream=in_stream)
 
 
 SPEC = TechniqueSpec(

@@ -1,4 +1,4 @@
-"""Losses of classification: every file of this folder but base.py is one, found by its name, and sets `LOSS`.
+"""Losses of classification: every file of this folder but base.py is one, named like its file, and sets `LOSS`.
 
 To add one, add a file. Listing the names imports none of them, so that recipes are read without a framework.
 """
@@ -24,8 +24,8 @@ def loss_names() -> tuple[str, ...]:
 
 def find_loss(name: str) -> type[ClassificationLoss]:
     """Import the loss of this name."""
-    found: type[ClassificationLoss] = import_module(f"{__name__}.{name}").LOSS
-    return found
+    kind: type[ClassificationLoss] = import_module(f"{__name__}.{name}").LOSS
+    return kind
 
 
 if TYPE_CHECKING:

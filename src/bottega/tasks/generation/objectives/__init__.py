@@ -1,4 +1,4 @@
-"""Objectives of generation: every file of this folder but base.py is one, found by its name, and sets `OBJECTIVE`.
+"""Objectives of generation: every file of this folder but base.py is one, named like its file, and sets `OBJECTIVE`.
 
 To add one, add a file. Listing the names imports none of them, so that recipes are read without a framework.
 """
@@ -24,8 +24,8 @@ def objective_names() -> tuple[str, ...]:
 
 def find_objective(name: str) -> type[Objective]:
     """Import the objective of this name."""
-    found: type[Objective] = import_module(f"{__name__}.{name}").OBJECTIVE
-    return found
+    kind: type[Objective] = import_module(f"{__name__}.{name}").OBJECTIVE
+    return kind
 
 
 if TYPE_CHECKING:

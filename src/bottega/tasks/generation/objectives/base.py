@@ -43,7 +43,7 @@ class Objective(ABC):
 
     @abstractmethod
     def model_time(self, t: Tensor) -> Tensor:
-        """t as a model is told it, from 0 to 1,000."""
+        """t on the scale of the model's input, from 0 to 1,000."""
 
     @abstractmethod
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ class VariancePreserving(Objective):
         return torch.floor(rng.uniform("time") * STEPS) / STEPS
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        kept = alpha_bar(self.schedule, t.device)[_step(t)]
-        return kept.sqrt(), (1 - kept).sqrt()
+        signal = alpha_bar(self.schedule, t.device)[_step(t)]
+        return signal.sqrt(), (1 - signal).sqrt()
 
     def model_time(self, t: Tensor) -> Tensor:
         return _step(t).float()

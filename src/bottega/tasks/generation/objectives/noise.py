@@ -35,8 +35,8 @@ class NoisePrediction(VariancePreserving):
         Predicted noise is divided by alpha, which the cosine lets fall to 5e-5: digits of deviation 1,700 came out of a
         model of 600 steps, 1.8 from a ratio of 0.006 on, and 0.76 from this one on, where the data have 0.75.
         """
-        kept = alpha_bar(self.schedule, torch.device("cpu"))
-        alpha, sigma = kept.sqrt(), (1 - kept).sqrt()
+        signal = alpha_bar(self.schedule, torch.device("cpu"))
+        alpha, sigma = signal.sqrt(), (1 - signal).sqrt()
         return int(torch.nonzero(alpha >= LEAST_RATIO * sigma).max())
 
 
