@@ -147,6 +147,13 @@ def test_two_ranks_learn_what_one_does(place: Path) -> None:
     assert all(np.allclose(one[name], two[name], atol=1e-4) for name in one)
 
 
+def test_micro_batches_give_the_same_mean(place: Path) -> None:
+    assert train(place, "name=whole").returncode == 0
+    assert train(place, "name=split", "training.micro_batch_size=3").returncode == 0
+    whole, split = weights(place / "runs" / "whole"), weights(place / "runs" / "split")
+    assert all(np.allclose(whole[name], split[name], atol=1e-4) for name in whole)
+
+
 @pytest.mark.slow
 def test_a_dependency_is_trained_with_the_plugin(place: Path) -> None:
     """Under a launcher a dependency is a process of its own, which only has the plugin if it is handed on."""
