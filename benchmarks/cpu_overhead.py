@@ -20,9 +20,9 @@ from common import GPT, MLP, Cfg, Clock
 
 from bottega.config.training import Optimizer, Training
 from bottega.core.callback import Callback, Progress
-from bottega.core.loop import Every, Fit
 from bottega.core.model_spec import ModelSpec
 from bottega.core.task import Task
+from bottega.core.trainer import Cadences, Trainer
 from bottega.core.types import Loss
 from bottega.data.loading.loader import Loader
 from bottega.data.sources.source import ArraySource
@@ -88,7 +88,7 @@ def main() -> None:
     engine.clock = clock = Clock(warmup, window)
     loader = Loader(data(name, warmup + steps), BATCH, seed=0)
     progress = Progress(total=warmup + steps)
-    Fit(engine=engine, batches=loader, progress=progress, every=Every(log=window), callbacks=[Tick()]).run()
+    Trainer(engine=engine, batches=loader, progress=progress, cadences=Cadences(log=window), callbacks=[Tick()]).run()
     print(
         json.dumps(
             {

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.image.decode import decode
+from bottega.data.image.decode import decode_image
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
 
@@ -24,7 +24,7 @@ class Crops(Source):
         images = np.empty((len(index), 224, 224, 3), np.float32)
         for place, number in enumerate(index.tolist()):
             stored = self.table.row("image", number)
-            pixels = decode(stored, channels=3) if isinstance(stored, bytes) else stored
+            pixels = decode_image(stored, channels=3) if isinstance(stored, bytes) else stored
             # One picture after the other, while it is in the processor's cache.
             np.subtract(pixels[16:240, 16:240], np.float32(127.5), out=images[place])
             images[place] /= np.float32(64)

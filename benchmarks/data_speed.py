@@ -24,9 +24,9 @@ from bottega.data.formats.reader import Piece
 from bottega.data.loading.loader import Loader
 from bottega.data.order.permutation import permute
 from bottega.data.sources.source import ArraySource
-from bottega.data.tables.splits import SplitTable, assign
-from bottega.data.text.clean import clean
-from bottega.data.text.duplicates import signature
+from bottega.data.tables.splits import SplitTable, assign_splits
+from bottega.data.text.clean import clean_text
+from bottega.data.text.duplicates import minhash_signature
 from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 
 Work = Callable[[], object]
@@ -96,13 +96,15 @@ def main() -> None:
         options = Splitting(by=rule, field="user" if rule == "group" else None)
         compare(
             f"split: a million rows by {rule} beside sorting them",
-            lambda options=options: assign(rows, options, 0.05, 0.05),
+            lambda options=options: assign_splits(rows, options, 0.05, 0.05),
             lambda: np.argsort(keys, kind="stable"),
         )
 
     raw = TEXT.encode()
-    compare("clean: 2 MB of clean text beside its CRC", lambda: clean(TEXT, Cleaning()), lambda: zlib.crc32(raw))
-    compare("duplicates: the signature of 2 MB beside its CRC", lambda: signature(TEXT), lambda: zlib.crc32(raw))
+    compare("clean: 2 MB of clean text beside its CRC", lambda: clean_text(TEXT, Cleaning()), lambda: zlib.crc32(raw))
+    compare(
+        "duplicates: the signature of 2 MB beside its CRC", lambda: minhash_signature(TEXT), lambda: zlib.crc32(raw)
+    )
     for kind in ("bytes", "characters"):
         tokenizer = build_tokenizer(TokenizerSpec(kind=kind), [TEXT])
         tokenizer.encode(TEXT)

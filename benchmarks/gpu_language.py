@@ -22,7 +22,7 @@ STARTED = time.perf_counter()  # as for the peers: the import of torch is before
 
 from bottega.config.training import Optimizer, Training
 from bottega.core.callback import Progress
-from bottega.core.loop import Every, Fit
+from bottega.core.trainer import Cadences, Trainer
 from bottega.data.loading.loader import Loader
 from bottega.data.sources.source import Source
 from bottega.engines.torch.engine import TorchEngine
@@ -94,7 +94,7 @@ def main() -> None:
     engine.warmup, engine.window, engine.marks = ask["WARMUP"], ask["WINDOW"], []
     loader = Loader(Windows(os.environ["BENCH_TOKENS"], ask["T"]), ask["BATCH"], seed=0, prefetch=2)
     progress = Progress(total=ask["WARMUP"] + ask["STEPS"])
-    Fit(engine=engine, batches=loader, progress=progress, every=Every(log=ask["WINDOW"])).run()
+    Trainer(engine=engine, batches=loader, progress=progress, cadences=Cadences(log=ask["WINDOW"])).run()
     step = median(b - a for a, b in zip(engine.marks, engine.marks[1:], strict=False)) / ask["WINDOW"]
     print(
         json.dumps(

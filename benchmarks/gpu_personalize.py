@@ -23,16 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bottega.analysis.memory import report, show
+from bottega.analysis.memory import format_report, measure_memory
 from bottega.config.training import Training
 from bottega.core.model_spec import ModelSpec
 from bottega.engines.torch.engine import TorchEngine
 from bottega.models.frozen.config import SoftPromptShape
-from bottega.models.frozen.image import FrozenImage, ImageFacts
-from bottega.models.frozen.language import FrozenLanguage
-from bottega.models.frozen.prefix_attention import register
+from bottega.models.frozen.image import FrozenImageModel, PipelineMetadata
+from bottega.models.frozen.language import FrozenLanguageModel
+from bottega.models.frozen.prefix_attention import register_prefix_attention
 from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
-from bottega.tasks.generation.paths import Path
+from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.personalize.task import Personalize
 
 SIZES: dict[str, Any] = {
@@ -67,8 +67,8 @@ class Unpretrained(Personalize):
             unet.enable_gradient_checkpointing()
         models = {
             "model": build_soft_prompts(self.shape, 0),
-            "language_model": FrozenLanguage(language, takes_prefixes=True, checkpointing=self.checkpointing),
-            "image_model": FrozenImage(facts(self.sizes), denoiser=unet, encoders=[text], vae=vae),
+            "language_model": FrozenLanguageModel(language, takes_prefixes=True, checkpointing=self.checkpointing),
+            "image_model": FrozenImageModel(facts(self.sizes), denoiser=unet, encoders=[text], vae=vae),
         }
         return {name: ModelSpec.of(model) for name, model in models.items()}
 
@@ -77,7 +77,7 @@ def language_model(sizes: dict[str, Any], device: str, *, attention: str | None 
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**sizes["language"], vocab_size=sizes["vocab"], max_position_embeddings=4096)
-    config._attn_implementation = attention or register()
+    config._attn_implementation = attention or register_prefix_attention()
     return made(lambda: LlamaForCausalLM(config), device)
 
 
@@ -120,8 +120,8 @@ def made(build: Callable[[], Any], device: str) -> Any:
         torch.set_default_dtype(usual)
 
 
-def facts(sizes: dict[str, Any]) -> ImageFacts:
-    return ImageFacts(
+def facts(sizes: dict[str, Any]) -> PipelineMetadata:
+    return PipelineMetadata(
         kind="sd",
         folder="random",
         denoiser="random",
@@ -165,7 +165,7 @@ def engine_of(sizes: dict[str, Any], device: str, *, checkpointing: bool, compil
     side = sizes["image"] // DOWNSAMPLE
     task = Unpretrained(
         shape=soft_shape(sizes),
-        path=Path(objective="noise", schedule="scaled_linear"),
+        path=NoisePath(objective="noise", schedule="scaled_linear"),
         language_model="random",
         image_model="random",
         checkpointing=checkpointing,
@@ -290,11 +290,15 @@ def main() -> None:
     found: dict[str, Any] = {"prompt": arguments.prompt}
     for checkpointing in (False, True):
         engine = engine_of(sizes, device, checkpointing=checkpointing)
-        measured = report(
-            engine, lambda size: batch_of(sizes, size, arguments.prompt), batch=24, most=arguments.most, notes=[]
+        measured = measure_memory(
+            engine,
+            lambda size: batch_of(sizes, size, arguments.prompt),
+            batch=24,
+            max_micro_batch=arguments.most,
+            notes=[],
         )
         found["checkpointing" if checkpointing else "plain"] = measured
-        print(f"\ngradient checkpointing: {checkpointing}\n{show(measured)}", flush=True)
+        print(f"\ngradient checkpointing: {checkpointing}\n{format_report(measured)}", flush=True)
         engine.close()
         del engine
         if device == "cuda":

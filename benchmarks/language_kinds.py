@@ -20,7 +20,7 @@ from typing import Any
 
 import bottega
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.decoder.kinds import shape_fields
+from bottega.models.decoder.kinds import resolve_shape_fields
 
 WIDTH, VOCABULARY = 128, 65
 ATTENTION = {"num_heads": 4, "num_kv_heads": 4, "head_size": 32}
@@ -43,7 +43,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
 
 def shape_of(name: str, budget: dict[str, Any]) -> TransformerShape:
     said = {"hidden_size": WIDTH, **{key: value for key, value in KINDS[name].items() if key != "kind"}}
-    fields = shape_fields(KINDS[name]["kind"], None, said)
+    fields = resolve_shape_fields(KINDS[name]["kind"], None, said)
     return TransformerShape(vocab_size=VOCABULARY, context=budget["model.context"], **fields)
 
 
@@ -121,8 +121,8 @@ def main() -> None:
             "loss": statistics.mean(losses),
             "deviation": statistics.stdev(losses) if len(losses) > 1 else 0.0,
             "rate": rate,
-            "parameters": shape.parameters(),
-            "active": shape.active_parameters(),
+            "parameters": shape.num_parameters(),
+            "active": shape.num_active_parameters(),
             "tokens_per_second": statistics.median(run["tokens_per_second"] for run in runs),
             "load_entropy": statistics.mean(run.get("load_entropy", float("nan")) for run in runs),
             "losses": losses,

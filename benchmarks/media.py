@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import bottega
-from bottega.analysis.scores import Judge, Reference, collected
+from bottega.analysis.generation_scores import JudgeModel, Reference, collect_samples
 from bottega.tasks.recipes import load_recipe, parse_overrides
 
 RECIPES = {
@@ -51,19 +51,24 @@ def blurred(images: np.ndarray, sigma: float) -> np.ndarray:
 def blur_distances(run: Path, split: str) -> dict[str, float]:
     """The judge-Frechet distance of real held-out pictures, blurred: what a given softness costs."""
     saved = bottega.load(run)
-    judge = Judge.of(saved, saved.branch, quiet=True)
+    judge = JudgeModel.open_judge(saved, saved.workload, quiet=True)
     assert judge is not None
-    held_out = collected(saved.branch, [saved.branch.raw(split)])
-    training = collected(saved.branch, [saved.branch.raw(table) for table in saved.branch.prepared.training_tables])
-    reference = Reference(saved.branch, judge, held_out, training)
-    return {f"blur {sigma}": reference.distance(blurred(held_out.samples, sigma)) for sigma in (0.4, 0.5, 0.6)}
+    held_out = collect_samples(saved.workload, [saved.workload.raw(split)])
+    training = collect_samples(
+        saved.workload, [saved.workload.raw(table) for table in saved.workload.prepared.training_tables]
+    )
+    reference = Reference(saved.workload, judge, held_out, training)
+    return {
+        f"blur {sigma}": reference.frechet_distance_to_training(blurred(held_out.samples, sigma))
+        for sigma in (0.4, 0.5, 0.6)
+    }
 
 
 def measured(name: str, settings: list[str], output: str) -> dict[str, Any]:
     sources, overrides = parse_overrides([RECIPES[name], *settings])
     recipe = load_recipe(sources, [*overrides, ("output_dir", output, "benchmark")]).recipe
     began = time.perf_counter()
-    run = bottega.train(recipe.plain(), quiet=False)
+    run = bottega.train(recipe.to_plain_dict(), quiet=False)
     trained = time.perf_counter() - began
     split = HELD_OUT.get(name, "validation")
     result = bottega.evaluate(run.path, split=split, count=COUNTS.get(name))

@@ -23,12 +23,12 @@ import yaml
 
 import bottega
 from bottega.analysis import statistics as st
-from bottega.analysis.evaluate import show
-from bottega.analysis.personal_truth import fields_of
+from bottega.analysis.evaluate import format_report
+from bottega.analysis.personalize_truth import find_truth_fields
 from bottega.config.recipe import Recipe
-from bottega.data.present import finite
-from bottega.run.train import part
-from bottega.tasks import needs
+from bottega.data.output_files import replace_non_finite
+from bottega.run.train import ensure_dependency
+from bottega.tasks import dependencies
 from bottega.tasks.recipes import load_recipe
 
 MINUTES_TRAINING, MINUTES_EVALUATION, PEOPLE = 20, 10, 40
@@ -61,9 +61,9 @@ def all_parts(recipe: Recipe) -> Iterator[tuple[Recipe, str]]:
     """Parts of parts first, each once."""
     seen: set[str] = set()
     for name in recipe.needs:
-        inner = needs.part_recipe(recipe, name)
+        inner = dependencies.dependency_recipe(recipe, name)
         for owner, one in (*all_parts(inner), (recipe, name)):
-            run = str(needs.part_run(owner, one))
+            run = str(dependencies.dependency_run(owner, one))
             if run not in seen:
                 seen.add(run)
                 yield owner, one
@@ -74,7 +74,7 @@ def trained(out: Path, words: list[str], clock: Clock) -> Path:
     settings = {**given, "output_dir": str(out), "name": "personal"}
     recipe = load_recipe(["personalize", settings]).recipe
     for owner, name in all_parts(recipe):
-        clock.run(name, partial(part, owner, name, quiet=False))
+        clock.run(name, partial(ensure_dependency, owner, name, quiet=False))
     clock.run("personalize", lambda: bottega.train("personalize", settings))
     return out / "personal"
 
@@ -88,12 +88,12 @@ def evaluated(run: Path, split: str, clock: Clock) -> dict[str, Any]:
 
 def keywords(run: Path, split: str, found: dict[str, Any]) -> dict[str, Any]:
     """Share of people whose keywords name the favourite pair, by learnt and by random weights, with intervals."""
-    branch: Any = bottega.load(run, device="cpu").branch
-    tables = {name: branch.people(name) for name in branch.prepared.tables}
+    workload: Any = bottega.load(run, device="cpu").workload
+    tables = {name: workload.people(name) for name in workload.prepared.tables}
     records = {name: [table.record(i) for i in range(len(table))] for name, table in tables.items()}
-    fields = fields_of(records[split], [record for several in records.values() for record in several])
+    fields = find_truth_fields(records[split], [record for several in records.values() for record in several])
     assert fields is not None
-    words: dict[str, Any] = {"chance": fields.chance["preference"]}
+    words: dict[str, Any] = {"chance": fields.chance_accuracy["preference"]}
     for name, shares in found["keywords"].items():
         count = found["counts"]["records"]
         interval = st.wilson_interval(round(shares["preference"] * count), count)
@@ -159,7 +159,7 @@ def main() -> int:
     for split in ("validation", "test"):
         result = evaluated(run, split, clock)
         words = keywords(run, split, result)
-        print(f"\n{split}\n{show(result)}\n")
+        print(f"\n{split}\n{format_report(result)}\n")
         checks += bars(split, result, words, clock)
         means = {arm: {name: v["mean"] for name, v in values.items()} for arm, values in result["arms"].items()}
         found[split] = {"arms": means, "keywords": words}
@@ -168,7 +168,7 @@ def main() -> int:
     print(
         "\n" + "\n".join(f"{'pass' if passed else 'FAIL'}  {name:<{width}}  {value}" for name, value, passed in checks)
     )
-    print(json.dumps(finite({**found, "bars": [list(check) for check in checks]})))
+    print(json.dumps(replace_non_finite({**found, "bars": [list(check) for check in checks]})))
     return 0 if all(passed for _, _, passed in checks) else 1
 
 

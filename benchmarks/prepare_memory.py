@@ -19,11 +19,11 @@ from pathlib import Path
 
 import psutil
 
-from bottega.data.formats.embedded import listed
+from bottega.data.formats.embedded import list_standard_library
 
 
 def write_text(path: Path, size: float) -> None:
-    lines = [line for file in listed().files for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [line for file in list_standard_library().files for line in file.read_text(encoding="utf-8").splitlines()]
     shuffle = random.Random(0)
     written = 0
     with path.open("w", encoding="utf-8") as out:

@@ -24,8 +24,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 
 import bottega
-from bottega.analysis.compare import compare, show
-from bottega.data.present import finite
+from bottega.analysis.compare import compare, format_report
+from bottega.data.output_files import replace_non_finite
 from bottega.tasks.recipes import load_recipe
 
 HARD, LARGE = "routing/synthetic-hard", "routing/large"
@@ -69,7 +69,7 @@ def hard(out: Path, *, seeds: int, steps: int | None) -> dict[str, Any]:
         found = [runs[name, seed].metrics for seed in range(seeds)]
         row = {
             "rate": names[name][RATE],
-            "flops": saved.branch.known.shape.flops_per_sample(),
+            "flops": saved.workload.known.shape.flops_per_sample(),
             "parameters": sum(p.numel() for p in saved.model.parameters()),
             **{key: mean(one.get(key, math.nan) for one in found) for key in ("accuracy", *SAID)},
             "bayes_accuracy": found[0]["bayes_accuracy"],
@@ -80,7 +80,7 @@ def hard(out: Path, *, seeds: int, steps: int | None) -> dict[str, Any]:
     if seeds == 1:
         return {"table": table}
     report = compare([str(out / f"{name}-s*") for name in names])
-    print("\n" + show(report))
+    print("\n" + format_report(report))
     kept = ("first", "second", "difference", "interval", "p_adjusted", "outcome")
     return {"table": table, "pairs": [{key: pair[key] for key in kept} for pair in report["pairs"]]}
 
@@ -108,7 +108,7 @@ def main() -> None:
     parts = {"hard": hard, "large": large}
     chosen = parts if options.part == "all" else {options.part: parts[options.part]}
     found = {name: part(options.out, seeds=options.seeds, steps=options.steps) for name, part in chosen.items()}
-    print(json.dumps(finite(found)))
+    print(json.dumps(replace_non_finite(found)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import bottega
-from bottega.analysis.compare import compare, show
+from bottega.analysis.compare import compare, format_report
 
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "kim": ("classify/sst2", {}),
@@ -84,7 +84,7 @@ def main() -> None:
         }
     if len(asked.only) > 1:
         groups = [str(asked.output / f"{name}-s*") for name in asked.only]
-        print(show(compare(groups, metric="accuracy", split="test")))
+        print(format_report(compare(groups, metric="accuracy", split="test")))
     print(json.dumps(result))
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from bottega.models.decoder.torch import Transformer
-from bottega.tasks.language.sampling import generate
+from bottega.tasks.language.sampling import generate_tokens
 
 
 def texts(model: Transformer, prompts: list[list[int]], **settings: Any) -> list[list[int | None]]:
-    return [list(row) for row in zip(*generate(model, prompts, **settings), strict=True)]
+    return [list(row) for row in zip(*generate_tokens(model, prompts, **settings), strict=True)]
 
 
 def greedy_by_reading_again(model: Transformer, prompt: list[int], count: int) -> list[int]:

@@ -116,7 +116,7 @@ def describe_run(run: Path) -> dict[str, Any]:
 
     result: dict[str, Any] = {}
     for name in ("last", "best"):
-        link = checkpoint.follow(run / "checkpoints", name)
+        link = checkpoint.read_link(run / "checkpoints", name)
         manifest = checkpoint.verify(link) if link is not None else None
         result[name] = [manifest.step, manifest.files] if manifest is not None else None
     rows = read_metrics(run / "metrics.jsonl")

@@ -97,7 +97,7 @@ def bottega(
 
 def tensors(run: Path, which: str = "last") -> dict[str, np.ndarray]:
     """Every tensor of a checkpoint, verified, as `file/name`."""
-    folder = checkpoint.follow(run / "checkpoints", which)
+    folder = checkpoint.read_link(run / "checkpoints", which)
     assert folder is not None, f"{run} has no {which} checkpoint"
     manifest = checkpoint.verify(folder)
     files = [name for name in manifest.files if name.endswith(".safetensors")]

@@ -44,7 +44,7 @@ from bottega import cli
 from bottega.config.recipe import Recipe
 from bottega.core import errors
 from bottega.core.errors import BottegaError
-from bottega.models.decoder.config import DECLARED, sized
+from bottega.models.decoder.config import DOCUMENTED_PARAMETERS, shape_for_size
 from bottega.tasks.plugins import load_plugin
 from bottega.tasks.recipes import check_recipe, parse_overrides
 
@@ -328,7 +328,7 @@ def anchors_of(path: Path) -> set[str]:
 def test_a_verb_has_a_page_with_all_its_options(name: str) -> None:
     text = (ROOT / "docs" / "verbs" / f"{name}.md").read_text(encoding="utf-8")
     parser = argparse.ArgumentParser()
-    cli.VERBS[name].arguments(parser)
+    cli.VERBS[name].add_arguments(parser)
     options = [action.option_strings for action in parser._actions if action.option_strings and action.dest != "help"]
     missing = [names[0] for names in options if not any(f"`{name}" in text for name in names)]
     assert not missing, f"docs/verbs/{name}.md does not mention {', '.join(missing)}"
@@ -342,10 +342,10 @@ def test_every_exit_code_is_in_the_table() -> None:
         assert f"\n| {code} |" in text, f"docs/resume.md lacks exit code {code}"
 
 
-@pytest.mark.parametrize("size", DECLARED)
+@pytest.mark.parametrize("size", DOCUMENTED_PARAMETERS)
 def test_the_table_of_sizes_is_counted(size: str) -> None:
-    shape = sized(size, vocab_size=DECLARED[size][0])
+    shape = shape_for_size(size, vocab_size=DOCUMENTED_PARAMETERS[size][0])
     numbers = (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_size)
-    numbers += (shape.intermediate_size, shape.context, shape.vocab_size, shape.parameters())
+    numbers += (shape.intermediate_size, shape.context, shape.vocab_size, shape.num_parameters())
     row = f"| `{size}` | " + " | ".join(f"{number:,}" for number in numbers) + " |"
     assert row in (ROOT / "docs" / "language.md").read_text(encoding="utf-8"), row

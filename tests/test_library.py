@@ -14,7 +14,7 @@ import bottega
 import small_run
 from bottega.cli import main
 from bottega.cli.train_help import KEYS, describe_keys
-from bottega.config.aliases import spell
+from bottega.config.aliases import resolve_alias
 from bottega.core.errors import UsageError
 from bottega.tasks.recipes import load_recipe
 
@@ -103,7 +103,7 @@ def test_the_help_of_train_names_the_keys_that_are_set_most(capsys: pytest.Captu
         assert key in shown
         assert short in shown
         if short:
-            assert set(spell(short.removeprefix("--"), 1)) == {key}
+            assert set(resolve_alias(short.removeprefix("--"), 1)) == {key}
     assert describe_keys().splitlines()[0] in shown
     (line,) = (line for line in shown.splitlines() if "training.batch_size" in line)
     assert line.endswith(f"[{type(plain.training).model_fields['batch_size'].default}]")

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import bottega
-from bottega.config import bundled
+from bottega.config import bundled_recipes
 from bottega.config.load import to_yaml
-from bottega.core.model_spec import resolve
+from bottega.core.model_spec import resolve_reference
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 from bottega.tasks.registry import TASKS
 from small_recipes import settings, task_of, write_data
 
-NAMES = bundled.names()
+NAMES = bundled_recipes.list_recipe_names()
 GENERATED = ("image", "audio", "video")
 
 
@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def header_of(name: str) -> str:
     """The comment lines a recipe file begins with."""
-    lines = (bundled.FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    lines = (bundled_recipes.RECIPE_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     return "\n".join(line.lstrip("#").strip() for line in lines[:end])
 
@@ -84,5 +84,5 @@ def test_the_small_form_trains_three_steps(name: str, data: dict[str, Path], tmp
 def test_every_function_that_a_task_names_is_there(task: str) -> None:
     spec = TASKS[task]
     functions = [spec.open, spec.reopen, spec.preview, *([spec.prepare] if spec.prepare is not None else [])]
-    assert all(callable(resolve(function)) for function in functions)
+    assert all(callable(resolve_reference(function)) for function in functions)
     assert {schema.model_fields["task"].default for schema in spec.schemas.values()} == {task}

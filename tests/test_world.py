@@ -18,39 +18,46 @@ from bottega.core.noise import Noise
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.sources.source import ArraySource
 from bottega.engines.torch import ranks
-from bottega.run.compose import build_loader, validation_batches
+from bottega.run.compose import build_loader, make_validation_batches
 from bottega.tasks.recipes import load_recipe
-from bottega.world import GROUP, World, environment_alone, is_launched, missing_variables, rank_of
+from bottega.world import (
+    LAUNCH_VARIABLES,
+    World,
+    get_standalone_environment,
+    is_launched,
+    list_missing_variables,
+    read_rank,
+)
 from toy_task import Toy, engine, loader, source, training
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in GROUP:
+    for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
-    assert World.current() == World(rank=0, size=1, local_rank=0, local_size=1)
-    assert World.current().is_main
+    assert World.from_environment() == World(rank=0, size=1, local_rank=0, local_size=1)
+    assert World.from_environment().is_main
     assert not is_launched()
-    assert missing_variables() == ["RANK", "MASTER_ADDR", "MASTER_PORT"]
+    assert list_missing_variables() == ["RANK", "MASTER_ADDR", "MASTER_PORT"]
 
 
 def test_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    world = World.current()
+    world = World.from_environment()
     assert world == World(rank=5, size=8, local_rank=1, local_size=4)
     assert not world.is_main
     assert is_launched()
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert World.current().local_size == 8, "one machine, unless it says otherwise"
+    assert World.from_environment().local_size == 8, "one machine, unless it says otherwise"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("KEPT", "y")
-    ours = environment_alone()
-    assert not [name for name in ours if name in GROUP or name.startswith("TORCHELASTIC")]
+    ours = get_standalone_environment()
+    assert not [name for name in ours if name in LAUNCH_VARIABLES or name.startswith("TORCHELASTIC")]
     assert ours["KEPT"] == "y"
 
 
@@ -58,9 +65,9 @@ def test_what_a_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_number_waits_for_the_check_of_the_command(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", text)
     monkeypatch.setenv("RANK", text)
-    assert World.current() == World()
-    assert rank_of({"RANK": "3"}) == 3
-    assert rank_of({}) is None
+    assert World.from_environment() == World()
+    assert read_rank({"RANK": "3"}) == 3
+    assert read_rank({}) is None
 
 
 def test_nobody_else_reads_the_variables() -> None:
@@ -104,7 +111,7 @@ def test_tensor_ranks_share_a_data_coordinate(sizes: tuple[int, int, int]) -> No
 def test_the_mesh_is_handed_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    world = World.current({"tensor": 2, "replicate": 4})
+    world = World.from_environment({"tensor": 2, "replicate": 4})
     assert list(world.mesh.items()) == [("replicate", 4), ("tensor", 2)]
     assert (world.data_rank, world.data_size, world.data_ranks) == (2, 4, (1, 3, 5, 7))
 
@@ -119,7 +126,7 @@ class Watched(Toy):
     """Tells where in the global batch each example of a micro-batch stands. Nobody wraps a model that is rebound, so the
     ranks of a large world can be looked at one after the other."""
 
-    rebinds: ClassVar[bool] = True
+    needs_unwrapped_model: ClassVar[bool] = True
     drawn: ClassVar[list[tuple[list[int], torch.Tensor, torch.Tensor]]] = []
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
@@ -169,5 +176,5 @@ def test_a_run_takes_its_share_by_the_data_coordinate() -> None:
     found = build_loader(recipe, samples, third)
     assert (found.data_rank, found.data_size) == (1, 2)
     assert len(found.batch(0)["x"]) == 4
-    first = next(iter(validation_batches(recipe, samples, found)()))
+    first = next(iter(make_validation_batches(recipe, samples, found)()))
     assert first["index"].tolist() == [4, 5, 6, 7]

@@ -29,7 +29,7 @@ class Shifted(Net):
 
 
 class Remembering(Toy):
-    learns_from_rows: ClassVar[tuple[str, ...]] = ("mean",)
+    update_inputs: ClassVar[tuple[str, ...]] = ("mean",)
 
     def specs(self) -> dict[str, ModelSpec]:
         return {"model": replace(super().specs()["model"], architecture=Shifted)}

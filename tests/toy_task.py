@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bottega.config.training import Training
 from bottega.core import checkpoint
 from bottega.core.model_spec import Initial, ModelSpec
-from bottega.core.noise import Noise, generator
+from bottega.core.noise import Noise, numpy_generator
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.loading.loader import Loader
@@ -42,7 +42,7 @@ class Net(nn.Module):
 def initialise(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
-            drawn = generator(seed, name).standard_normal(p.shape, dtype=np.float32)
+            drawn = numpy_generator(seed, name).standard_normal(p.shape, dtype=np.float32)
             p.copy_(torch.from_numpy(0.3 * drawn + float("norm.weight" in name)))
 
 

@@ -23,10 +23,10 @@ from bottega import cli
 from bottega.callbacks.jsonl import JsonLines
 from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
-from bottega.core.loop import Every, Fit, evaluate, evaluated
 from bottega.core.saver import Saver
-from bottega.data.loading.loader import evaluate_batches
-from bottega.engines.nonfinite import Recovery
+from bottega.core.trainer import Cadences, Trainer, evaluate, evaluate_with_rows
+from bottega.data.loading.loader import iter_eval_batches
+from bottega.engines.nonfinite import NonfiniteRecovery
 from bottega.world import World
 from small_run import words
 from toy_state import Remembering
@@ -55,14 +55,16 @@ def splits(folder: Path) -> None:
 def tensor(folder: Path) -> None:
     """Both ranks share the work on the same samples, so each is what one process is."""
     for name, task in {"tensor": Dropped(), "tensor-bare": Whole(), "tensor-state": Remembering()}.items():
-        one = engine(training(optimizer={"name": "sgd"}), task=task, micro=3, world=World.current({"tensor": 2}))
+        one = engine(
+            training(optimizer={"name": "sgd"}), task=task, micro=3, world=World.from_environment({"tensor": 2})
+        )
         assert (one.rank, one.world, one.data_rank, one.data_size) == (RANK, 2, 0, 1)
         reports = advance(one, loader(of=one), 0, 3)
         keep(folder, name, state(one))
         (folder / f"{name}.{RANK}.json").write_text(json.dumps([r["loss"] for r in reports]))
-    assert one.agree(RANK == 1), "what one rank asks for, all do, whatever samples they see"
-    batches = evaluate_batches(source(samples=37), 8, data_rank=one.data_rank, data_size=one.data_size)
-    _, found = evaluated(engine(task=Named(), world=World.current({"tensor": 2})), batches)
+    assert one.any_rank(RANK == 1), "what one rank asks for, all do, whatever samples they see"
+    batches = iter_eval_batches(source(samples=37), 8, data_rank=one.data_rank, data_size=one.data_size)
+    _, found = evaluate_with_rows(engine(task=Named(), world=World.from_environment({"tensor": 2})), batches)
     keep(folder, "tensor-rows", found)
 
 
@@ -71,7 +73,7 @@ class Dropped(Toy):
 
 
 class Whole(Toy):
-    rebinds: ClassVar[bool] = True
+    needs_unwrapped_model: ClassVar[bool] = True
 
 
 THAWING = [{"pattern": "(second|head).*"}, {"pattern": ".*", "starts": 2}]
@@ -80,7 +82,7 @@ THAWING = [{"pattern": "(second|head).*"}, {"pattern": ".*", "starts": 2}]
 def thawing(folder: Path) -> None:
     """Some parameters join in at the third step, when their gradients have to be waited for."""
     one = engine(training(optimizer={"name": "sgd"}, groups=THAWING))
-    one.plan(one.rate, total=8, steps_per_epoch=5)
+    one.set_schedule(one.rate, total=8, steps_per_epoch=5)
     advance(one, loader(of=one), 0, 4)
     keep(folder, "thawing", state(one))
 
@@ -101,7 +103,9 @@ class Named(Toy):
 
 def rows(folder: Path) -> None:
     """37 samples in batches of 8, the last of which the ranks cannot share equally."""
-    _, found = evaluated(engine(task=Named()), evaluate_batches(source(samples=37), 8, data_rank=RANK, data_size=2))
+    _, found = evaluate_with_rows(
+        engine(task=Named()), iter_eval_batches(source(samples=37), 8, data_rank=RANK, data_size=2)
+    )
     keep(folder, "rows", found)
 
 
@@ -115,11 +119,11 @@ class Cramped(Toy):
 
 
 class Bare(Cramped):
-    rebinds: ClassVar[bool] = True
+    needs_unwrapped_model: ClassVar[bool] = True
 
 
 class Apart(Cramped):
-    keeps_apart: ClassVar[bool] = True
+    gradient_surgery: ClassVar[bool] = True
 
 
 CRAMPED = {"memory": Cramped, "memory-bare": Bare, "memory-apart": Apart}
@@ -137,7 +141,7 @@ def memory(folder: Path) -> None:
 def evaluation(folder: Path) -> None:
     """37 samples in batches of 8: the last batch cannot be shared equally."""
     one = engine(task=Weighted(noise=0.0))
-    means = evaluate(one, evaluate_batches(source(samples=37), 8, data_rank=one.data_rank, data_size=one.data_size))
+    means = evaluate(one, iter_eval_batches(source(samples=37), 8, data_rank=one.data_rank, data_size=one.data_size))
     (folder / f"evaluation.{RANK}.json").write_text(json.dumps(means))
 
 
@@ -193,16 +197,16 @@ def rollback(folder: Path) -> None:
     quick = one.snapshot
     one.snapshot = lambda: Slow(quick())  # type: ignore[method-assign,assignment]
     saver = Saver(folder / "rollback", keep=2, fingerprint={}, announce=lambda p, path: None, warn=lambda text: None)
-    recover = Recovery(
+    recover = NonfiniteRecovery(
         engine=one, loader=batches, saver=saver, policy="rollback", folder=folder / "evidence", warn=lambda text: None
     )
     progress = Progress(total=6)
     rows = [JsonLines(folder / "rollback.jsonl", print)] if RANK == 0 else []
-    Fit(
+    Trainer(
         engine=one,
         batches=batches,
         progress=progress,
-        every=Every(log=1, save=1),
+        cadences=Cadences(log=1, save=1),
         saver=saver,
         recover=recover,
         callbacks=rows,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bottega.data.text.duplicates import content_key, keep_exact, keep_near, signature
+from bottega.data.text.duplicates import find_exact_unique, find_near_unique, hash_content, minhash_signature
 
 PACKAGES = (
     *("asyncio", "email", "http", "idlelib", "importlib", "logging"),
@@ -77,15 +77,15 @@ def _texts(node: ast.AST) -> Iterator[str]:
 def chosen(root: Path) -> list[Doc]:
     """No two alike, in no package too many, in the order of a hash."""
     found = [doc for package in PACKAGES for doc in docs(root, package)]
-    found = [doc for doc, stays in zip(found, keep_exact(_keys(found)), strict=True) if stays]
-    signatures = np.stack([signature(doc.text) for doc in found])
-    found = [doc for doc, stays in zip(found, keep_near(signatures, SIMILAR), strict=True) if stays]
+    found = [doc for doc, stays in zip(found, find_exact_unique(_keys(found)), strict=True) if stays]
+    signatures = np.stack([minhash_signature(doc.text) for doc in found])
+    found = [doc for doc, stays in zip(found, find_near_unique(signatures, SIMILAR), strict=True) if stays]
     found.sort(key=lambda doc: hashlib.sha256(doc.text.encode()).digest())
     return [doc for package in PACKAGES for doc in [doc for doc in found if doc.label == package][:MOST]]
 
 
 def _keys(found: list[Doc]) -> np.ndarray:
-    return np.array([content_key(doc.text) for doc in found], np.uint64)
+    return np.array([hash_content(doc.text) for doc in found], np.uint64)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ def digits(saved: Any) -> np.ndarray:
     source = saved.branch.raw("validation")
     index = np.arange(len(source))
     rows = source.rows(index, np.zeros_like(index))
-    pixels = saved.branch.medium_of(rows["image"])
+    pixels = saved.branch.to_medium(rows["image"])
     real = [pixels[rows["label"] == label][number] for number in range(2) for label in range(10)]
     return tiled([*drawn[0::2], *drawn[1::2], *real], columns=10, times=6)
 
@@ -55,11 +55,11 @@ def tiled(pictures: list[np.ndarray], *, columns: int, times: int) -> np.ndarray
 def tones(saved: Any, path: Path) -> None:
     from PIL import Image
 
-    from bottega.data.audio.write import write_sounds
+    from bottega.data.audio.write import write_audio_files
 
     sounds = saved.generate(**{"class": list(NOTES)}, count=1)
     with tempfile.TemporaryDirectory() as folder:
-        write_sounds(sounds, saved.branch.sample_rate, Path(folder) / "notes", captions=NOTES)
+        write_audio_files(sounds, saved.branch.sample_rate, Path(folder) / "notes", captions=NOTES)
         picture = Image.open(Path(folder) / "notes" / "spectrograms.png").convert("RGB")
         picture.reduce(3).quantize(48).save(path, optimize=True)
 

@@ -2,14 +2,14 @@
 
 import sys
 
-from bottega.signals import EarlySignals, StopRequested
+from bottega.signals import CommandSignals, StopRequested
 from bottega.terminal import print_notice
 
 
 def main() -> int:
     """Run the command line, and return its exit code."""
     try:
-        with EarlySignals():
+        with CommandSignals():
             from bottega.cli import main as run_command
 
             return run_command()

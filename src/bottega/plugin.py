@@ -21,14 +21,13 @@ from bottega.data.prepare.preview import Preview
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import BYTES, TEXT, Column
-from bottega.tasks.branch import Branch
 from bottega.tasks.table_training import TableRows, TableTraining
+from bottega.tasks.workload import Workload
 
 __all__ = [
     "BYTES",
     "TEXT",
     "Batch",
-    "Branch",
     "Column",
     "Data",
     "DataError",
@@ -56,4 +55,5 @@ __all__ = [
     "Unreadable",
     "UsageError",
     "Whole",
+    "Workload",
 ]

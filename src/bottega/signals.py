@@ -11,13 +11,13 @@ from typing import ClassVar, NoReturn
 
 from bottega.world import World
 
-ECHO = 5.0
+ECHO_SECONDS = 5.0
 """Seconds within which a second signal is the first one again, where there are several ranks."""
 
-REQUEUE = 85
+REQUEUE_EXIT_CODE = 85
 """Exit code for "saved, start me again": what a scheduler that pre-empts wants to see."""
 
-PATIENCE = 5.0
+HANDLER_TIMEOUT = 5.0
 """Seconds that a library may keep the main thread before a signal is obeyed without it."""
 
 
@@ -26,32 +26,32 @@ class StopRequested(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}; the same command goes on from what is saved")
-        self.code = exit_code(number)
+        self.code = get_exit_code(number)
 
 
-class StoppedWaiting(Exception):
+class WaitInterrupted(Exception):
     """A signal asks for a stop, and what is waited for may not come for long."""
 
 
-def stop_waiting() -> None:
+def raise_if_stopping() -> None:
     """Raise StoppedWaiting where the loop was asked to stop and this is its thread.
 
     Not where there are several ranks: they stop after the same step, and the others may be in the middle of it.
     """
-    if threading.current_thread() is threading.main_thread() and World.current().size == 1:
+    if threading.current_thread() is threading.main_thread() and World.from_environment().size == 1:
         current = StopSignals.current
         if current is not None and current.received is not None:
-            raise StopRequested(current.received) if isinstance(current, EarlySignals) else StoppedWaiting
+            raise StopRequested(current.received) if isinstance(current, CommandSignals) else WaitInterrupted
 
 
-def exit_code(number: int | None) -> int:
-    return 130 if number == signal.SIGINT else REQUEUE
+def get_exit_code(number: int | None) -> int:
+    return 130 if number == signal.SIGINT else REQUEUE_EXIT_CODE
 
 
 class StopSignals:
     """A context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C set `received` in place of ending the process."""
 
-    KINDS = tuple(  # Windows has two of them
+    HANDLED_SIGNALS = tuple(  # Windows has two of them
         getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name)
     )
     current: ClassVar[StopSignals | None] = None
@@ -72,7 +72,7 @@ class StopSignals:
         self._outer, StopSignals.current = StopSignals.current, self
         if self._outer is not None:  # somebody may have swallowed the exception of an outer one
             self.received, self._first = self._outer.received, self._outer._first
-        for kind in self.KINDS:
+        for kind in self.HANDLED_SIGNALS:
             if kind == signal.SIGHUP and signal.getsignal(kind) == signal.SIG_IGN:
                 continue  # nohup: the run is to outlive its terminal
             self._before[kind] = signal.signal(kind, self._catch)
@@ -91,14 +91,14 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        return exit_code(self.received)
+        return get_exit_code(self.received)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is not None and _is_echo(now - self._first):
             return
         if self.received is not None:
-            leave_at_once(
+            exit_immediately(
                 "second signal, stopping now; the last checkpoint stands", 130 if number == signal.SIGINT else 143
             )
         self.received, self._first = signal.Signals(number), now
@@ -108,14 +108,14 @@ class StopSignals:
         """Nothing here: whoever opened the context reads `received`."""
 
 
-class EarlySignals(StopSignals):
+class CommandSignals(StopSignals):
     """The context around a whole command: a signal raises StopRequested wherever the main thread is.
 
     A library may keep that thread for minutes without running any Python, and Python runs handlers there only. The
     system writes each signal to a socket as well; a thread reads it and leaves where nobody else does.
     """
 
-    def __enter__(self) -> EarlySignals:
+    def __enter__(self) -> CommandSignals:
         super().__enter__()
         if self._before:
             self._ours, theirs = os.pipe()
@@ -143,14 +143,14 @@ class EarlySignals(StopSignals):
                 number = sent[0]
                 if number not in self._before or StopSignals.current is not self:
                     continue  # the loop has taken over, and stops between two steps
-                until = time.monotonic() + PATIENCE
+                until = time.monotonic() + HANDLER_TIMEOUT
                 while time.monotonic() < until and self.received is None:
                     time.sleep(0.05)
                 if self.received is None and StopSignals.current is self:
-                    leave_at_once(str(StopRequested(number)), exit_code(number))
+                    exit_immediately(str(StopRequested(number)), get_exit_code(number))
 
 
-def leave_at_once(reason: str | None, code: int) -> NoReturn:
+def exit_immediately(reason: str | None, code: int) -> NoReturn:
     """End the process without waiting for any of its threads, after a line for people."""
     line = f"bottega: {reason}\n" if reason is not None else ""
     try:
@@ -162,4 +162,4 @@ def leave_at_once(reason: str | None, code: int) -> NoReturn:
 
 def _is_echo(seconds: float) -> bool:
     """A scheduler or a terminal signals all processes and a launcher passes it on: ranks hear the same request twice."""
-    return seconds < ECHO and World.current().size > 1
+    return seconds < ECHO_SECONDS and World.from_environment().size > 1

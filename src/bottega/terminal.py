@@ -23,7 +23,7 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-class ReaderGone(Exception):
+class OutputClosed(Exception):
     """Whoever read our standard output has closed it, as `| head` does."""
 
 
@@ -38,7 +38,7 @@ def print_result(text: str, *, end: str = "\n") -> None:
         sys.stdout.write(escape_controls(text) + end)
         sys.stdout.flush()
     except BrokenPipeError:
-        raise ReaderGone from None
+        raise OutputClosed from None
     except OSError as error:
         raise OSError(error.errno, error.strerror, "standard output") from None
 

@@ -13,10 +13,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 """The variables by which a launcher makes processes a group; TORCHELASTIC_... come beside them."""
 
-LONGEST = 10
+MAX_DIGITS = 10
 """Digits of a number that could count processes; Python refuses to read thousands of them."""
 
 
@@ -46,7 +46,7 @@ class World:
         object.__setattr__(self, "mesh", mesh)
 
     @classmethod
-    def current(cls, mesh: Mapping[str, int] | None = None) -> World:
+    def from_environment(cls, mesh: Mapping[str, int] | None = None) -> World:
         """The world that the launcher describes; one process without a launcher."""
         size = max(1, _number("WORLD_SIZE", 1))
         here = max(1, _number("LOCAL_WORLD_SIZE", size))
@@ -77,7 +77,7 @@ class World:
 def _number(name: str, default: int) -> int:
     """A variable as a number. What is none is refused by config/launch.py, which every command asks first."""
     text = os.environ.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < LONGEST else default
+    return int(text) if text.isascii() and text.isdigit() and len(text) < MAX_DIGITS else default
 
 
 def is_launched() -> bool:
@@ -85,17 +85,21 @@ def is_launched() -> bool:
     return "RANK" in os.environ
 
 
-def missing_variables() -> list[str]:
+def list_missing_variables() -> list[str]:
     """The variables that a process needs to join its group, and that nobody has set."""
     return [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
 
 
-def rank_of(environment: Mapping[str, str]) -> int | None:
+def read_rank(environment: Mapping[str, str]) -> int | None:
     """The rank of a process by its environment; None where it has none."""
     text = environment.get("RANK", "")
     return int(text) if text.isdigit() else None
 
 
-def environment_alone() -> dict[str, str]:
+def get_standalone_environment() -> dict[str, str]:
     """The environment for a process of our own that is not one of the group."""
-    return {key: value for key, value in os.environ.items() if key not in GROUP and not key.startswith("TORCHELASTIC")}
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in LAUNCH_VARIABLES and not key.startswith("TORCHELASTIC")
+    }

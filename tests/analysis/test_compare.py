@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from bottega.analysis.compare import compare, draw, show
+from bottega.analysis.compare import compare, format_report, plot_comparison
 from bottega.core import checkpoint
 from bottega.core.errors import DataError, UsageError
 
@@ -552,7 +552,7 @@ def test_names_that_lead_nowhere(make: Make, seeds: Callable[..., str]) -> None:
 
 
 def test_the_table_never_judges_without_test_n_and_p(seeds: Callable[..., str]) -> None:
-    text = show(compare([seeds("a", GOOD), seeds("b", BETTER), seeds("c", GOOD[::-1])]))
+    text = format_report(compare([seeds("a", GOOD), seeds("b", BETTER), seeds("c", GOOD[::-1])]))
     assert "significant" not in text
     rows = [line for line in text.splitlines() if line.startswith(("B - A ", "C - A ", "C - B "))]
     assert len(rows) == 3
@@ -567,7 +567,7 @@ def test_the_table_never_judges_without_test_n_and_p(seeds: Callable[..., str]) 
 def test_the_picture_shows_every_run(seeds: Callable[..., str], tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
     report = compare([seeds("a", (0.8, 0.8, 0.8, 0.7)), seeds("b", BETTER[:4])])
-    draw(report, tmp_path / "deep" / "p.png")
+    plot_comparison(report, tmp_path / "deep" / "p.png")
     with image.open(tmp_path / "deep" / "p.png") as picture:
         pixels = np.asarray(picture.convert("RGB")).astype(int)
     from bottega.analysis.compare import COLOURS
@@ -592,8 +592,8 @@ def test_an_interval_ends_where_the_metric_does() -> None:
         "notes": [],
         "groups": [{**group, "interval": {"low": 0.31, "high": 1.14}}],
     }
-    assert "0.31000 to *1.00000" in show(report)
-    assert "* the interval goes beyond what the metric can be" in show(report)
-    lost = show({**report, "metric": "loss"})
+    assert "0.31000 to *1.00000" in format_report(report)
+    assert "* the interval goes beyond what the metric can be" in format_report(report)
+    lost = format_report({**report, "metric": "loss"})
     assert "0.31000 to 1.14000" in lost
     assert "*" not in lost

@@ -14,14 +14,14 @@ import scipy.stats
 
 import bottega
 from bottega.analysis.compare import compare
-from bottega.analysis.fold_plan import is_trained, plan_folds, splitting
-from bottega.analysis.fold_runs import Work, places, train_all
-from bottega.analysis.fold_table import pooled, show, summary
+from bottega.analysis.crossval_folds import is_trained, plan_folds, resolve_splitting
+from bottega.analysis.crossval_jobs import FoldJob, plan_job_environments, train_folds
+from bottega.analysis.crossval_table import format_report, pool_predictions, summarise_folds
 from bottega.config.load import to_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.run.dependencies import PartFailed
+from bottega.run.dependencies import DependencyFailed
 from bottega.run.prepare import prepare_recipe
 from bottega.tasks.recipes import load_recipe
 from small_texts import rows as texts
@@ -90,14 +90,14 @@ def test_nothing_of_a_fold_comes_from_what_it_holds_out(report: dict[str, Any], 
     root, table = Path(report["folder"]), [json.loads(line) for line in data(folder).read_text().splitlines()]
     for fold in range(FOLDS):
         held = {int(row["key"].rpartition(":")[2]) - 1 for row in answers(root) if row["fold"] == fold}
-        codec = root / f"fold-{fold}" / "codec"
-        vocabulary = json.loads((codec / "tokenizer.json").read_text())["model"]["vocab"]
+        processor = root / f"fold-{fold}" / "processor"
+        vocabulary = json.loads((processor / "tokenizer.json").read_text())["model"]["vocab"]
         own = {table[row]["text"].split()[-1]: row in held for row in range(len(table))}
         assert {word for word, is_held in own.items() if not is_held} <= vocabulary.keys()
         assert not {word for word, is_held in own.items() if is_held} & vocabulary.keys()
-        names = json.loads((codec / "classes.json").read_text())
+        names = json.loads((processor / "classes.json").read_text())
         learnt = Counter(row["label"] for number, row in enumerate(table) if number not in held)
-        weights = np.array(json.loads((codec / "weights.json").read_text()))
+        weights = np.array(json.loads((processor / "weights.json").read_text()))
         assert weights * [learnt[name] for name in names] == pytest.approx(
             [weights[0] * learnt[names[0]]] * len(names), rel=1e-6
         )
@@ -107,7 +107,7 @@ def test_nothing_of_a_fold_comes_from_what_it_holds_out(report: dict[str, Any], 
 def test_other_ways_to_cut(folder: Path, by: str) -> None:
     """Each row in one held-out part, and with groups all rows of a user in the same one."""
     recipe = recipe_of(tiny(folder))
-    split, _ = splitting(recipe, folds=3, by=by, field="user" if by == "group" else None)
+    split, _ = resolve_splitting(recipe, folds=3, by=by, field="user" if by == "group" else None)
     user = [json.loads(line)["user"] for line in data(folder).read_text().splitlines()]
     held: list[int] = []
     folds_of = defaultdict(set)
@@ -124,7 +124,7 @@ def test_other_ways_to_cut(folder: Path, by: str) -> None:
 
 def test_repeats_are_other_splits_of_the_same_seed(folder: Path) -> None:
     recipe = recipe_of(tiny(folder, **{"data.split.seed": 7}))
-    split, _ = splitting(recipe, folds=2, by=None, field=None)
+    split, _ = resolve_splitting(recipe, folds=2, by=None, field=None)
     found = [(fold.recipe.data.split, fold.recipe.seed) for fold in plan_folds(recipe, split, repeats=2, out=None)]
     assert [(one.seed, one.fold) for one, _ in found] == [(7, 0), (7, 1), (8, 0), (8, 1)]
     assert {seed for _, seed in found} == {recipe.seed}
@@ -132,7 +132,7 @@ def test_repeats_are_other_splits_of_the_same_seed(folder: Path) -> None:
 
 def test_how_rows_are_shared_out_unless_one_says(folder: Path) -> None:
     def by(values: dict[str, Any], source: str = "classify", **asked: Any) -> tuple[str, str | None, int | None]:
-        found, _ = splitting(recipe_of(values, source), **{"folds": None, "by": None, "field": None, **asked})
+        found, _ = resolve_splitting(recipe_of(values, source), **{"folds": None, "by": None, "field": None, **asked})
         return found.by, found.field, found.folds
 
     values = tiny(folder)
@@ -147,7 +147,7 @@ def test_how_rows_are_shared_out_unless_one_says(folder: Path) -> None:
 def test_held_out_data_of_its_own_is_left_aside_and_said(folder: Path) -> None:
     own = {"data.validation": {"path": "dev.jsonl"}, "data.test": {"path": "test.jsonl"}}
     recipe = recipe_of({**tiny(folder), "data.validation.split": None, **own})
-    split, notes = splitting(recipe, folds=2, by=None, field=None)
+    split, notes = resolve_splitting(recipe, folds=2, by=None, field=None)
     (fold, _) = plan_folds(recipe, split, repeats=1, out=None)
     assert "data.validation (dev.jsonl) is not used" in notes[0]
     assert fold.recipe.data.validation is None
@@ -159,12 +159,14 @@ def test_held_out_data_of_its_own_is_left_aside_and_said(folder: Path) -> None:
 
 def test_the_interval_by_hand() -> None:
     """Deviation 0.0005^(1/2); times (1/5 + 1/4)^(1/2) that is 0.015, times (1/5)^(1/2) it is 0.01; t of 4 is 2.776445."""
-    found = summary([0.80, 0.82, 0.78, 0.84, 0.81], folds=5)
+    found = summarise_folds([0.80, 0.82, 0.78, 0.84, 0.81], folds=5)
     assert (found["mean"], found["deviation"]) == pytest.approx((0.81, 0.0005**0.5))
     assert found["interval"]["low"] == pytest.approx(0.81 - 2.776445 * 0.015, abs=1e-7)
     assert found["interval"]["high"] == pytest.approx(0.81 + 2.776445 * 0.015, abs=1e-7)
     assert found["uncorrected"]["high"] == pytest.approx(0.81 + 2.776445 * 0.01, abs=1e-7)
-    again = summary([0.80, 0.82, 0.78, 0.84, 0.81] * 2, folds=5)  # two repeats: n grows, the share of a fold does not
+    again = summarise_folds(
+        [0.80, 0.82, 0.78, 0.84, 0.81] * 2, folds=5
+    )  # two repeats: n grows, the share of a fold does not
     half = scipy.stats.t.ppf(0.975, 9) * again["deviation"] * np.sqrt(1 / 10 + 1 / 4)
     assert again["interval"]["high"] == pytest.approx(0.81 + half)
 
@@ -183,7 +185,7 @@ def test_the_report_holds_the_numbers_of_the_folds(report: dict[str, Any]) -> No
     )
     for name in ("picture", "confusion"):
         assert Path(report["files"][name]).read_bytes().startswith(b"\x89PNG")
-    text = show(report)
+    text = format_report(report)
     assert (
         f"mean{'':21}{np.mean(values):>8.4f}".split() == next(r for r in text.splitlines() if "mean" in r).split()[:2]
     )
@@ -201,8 +203,8 @@ def test_without_pictures_the_numbers_are_there(
         raise error
 
     (Path(report["folder"]) / "crossval.json").unlink()
-    monkeypatch.setattr("bottega.analysis.compare.draw", fail)
-    monkeypatch.setattr("bottega.analysis.answer_pictures.draw_confusion", fail)
+    monkeypatch.setattr("bottega.analysis.compare.plot_comparison", fail)
+    monkeypatch.setattr("bottega.analysis.answer_pictures.plot_confusion_matrix", fail)
     found = bottega.crossval("classify", tiny(folder), folds=FOLDS)
     assert found["metrics"] == report["metrics"]
     assert list(found["files"]) == ["predictions"]
@@ -221,7 +223,7 @@ def test_pictures_of_a_fold_that_cannot_be_drawn_are_a_note(
     results = Path(report["folder"]) / "fold-1" / "results"
     shutil.copytree(results, folder / "before")
     shutil.rmtree(results)
-    monkeypatch.setattr("bottega.analysis.answers.draw_calibration", fail)
+    monkeypatch.setattr("bottega.analysis.classifier_predictions.plot_calibration", fail)
     found = bottega.crossval("classify", tiny(folder), folds=FOLDS)
     assert found["metrics"] == report["metrics"]
     assert found["pooled"] == report["pooled"]
@@ -235,9 +237,9 @@ def test_pictures_of_a_fold_that_cannot_be_drawn_are_a_note(
 
 def test_an_interval_is_shown_as_far_as_its_metric_goes(report: dict[str, Any]) -> None:
     metrics = {"accuracy": [0.9, 1.0, 1.0], "ece": [0.01, 0.1, 0.02], "loss": [0.1, 0.6, 0.1], "psnr": [1, 9, 2]}
-    own = {name: summary(values, folds=FOLDS) for name, values in metrics.items()}
+    own = {name: summarise_folds(values, folds=FOLDS) for name, values in metrics.items()}
     runs = [{**run, "metrics": {k: v[i] for k, v in metrics.items()}} for i, run in enumerate(report["runs"])]
-    text = show({**report, "metrics": own, "runs": runs, "pooled": {}})
+    text = format_report({**report, "metrics": own, "runs": runs, "pooled": {}})
     low, high = (
         next(r for r in text.splitlines() if r.startswith(f"95 % {end}")).split()[3:] for end in ("from", "to")
     )
@@ -245,7 +247,7 @@ def test_an_interval_is_shown_as_far_as_its_metric_goes(report: dict[str, Any]) 
     assert (low[0], low[3]) == tuple(f"{own[name]['interval']['low']:.4f}" for name in ("accuracy", "psnr"))
     assert "note: * the interval goes beyond what the metric can be" in text
     assert own["accuracy"]["interval"]["high"] > 1
-    assert "note: *" not in show({**report, "metrics": {"psnr": own["psnr"]}, "runs": runs})
+    assert "note: *" not in format_report({**report, "metrics": {"psnr": own["psnr"]}, "runs": runs})
 
 
 def test_answers_of_several_classes_are_pooled() -> None:
@@ -254,7 +256,7 @@ def test_answers_of_several_classes_are_pooled() -> None:
         {"label": [], "predicted": ["b"]},
         {"label": ["a"], "predicted": []},
     ]
-    found, matrix = pooled(rows, ("a", "b"))
+    found, matrix = pool_predictions(rows, ("a", "b"))
     assert found["exact_match"] == pytest.approx(1 / 3)
     assert found["label_accuracy"] == pytest.approx(4 / 6)
     assert found["macro_f1"] == pytest.approx(2 / 3)  # a: one right, one missed; b: one right, one wrong
@@ -299,7 +301,7 @@ def test_what_python_is_told_has_no_dashes(folder: Path, tmp_path: Path) -> None
 )
 def test_a_fold_is_trained_when_its_run_has_ended(tmp_path: Path, progress: dict[str, Any], expected: bool) -> None:
     recipe = recipe_of(tiny(tmp_path, **{"training.early_stopping.patience": 2}))
-    split, _ = splitting(recipe, folds=2, by=None, field=None)
+    split, _ = resolve_splitting(recipe, folds=2, by=None, field=None)
     fold = plan_folds(recipe, split, repeats=1, out=tmp_path / "cv")[0]
     checkpoint.write(
         fold.run.checkpoints, step=progress["step"], files={}, progress=progress, fingerprint={"data": "d"}
@@ -316,18 +318,18 @@ def test_a_fold_is_trained_when_its_run_has_ended(tmp_path: Path, progress: dict
 def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert places("cpu", 2, wanted=5) == [{}, {}]  # what somebody has set is left alone
+    assert plan_job_environments("cpu", 2, num_folds=5) == [{}, {}]  # what somebody has set is left alone
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert places("cpu", 2, wanted=5) == [{"OMP_NUM_THREADS": "4"}] * 2
-    assert len(places("cpu", 7, wanted=5)) == 5
-    monkeypatch.setattr("bottega.analysis.fold_runs.ROOM", 1)
-    assert len(places("cpu", "auto", wanted=9)) == 4
-    monkeypatch.setattr("bottega.analysis.fold_runs.ROOM", 1 << 60)
-    assert len(places("cpu", "auto", wanted=9)) == 1
+    assert plan_job_environments("cpu", 2, num_folds=5) == [{"OMP_NUM_THREADS": "4"}] * 2
+    assert len(plan_job_environments("cpu", 7, num_folds=5)) == 5
+    monkeypatch.setattr("bottega.analysis.crossval_jobs.JOB_MEMORY", 1)
+    assert len(plan_job_environments("cpu", "auto", num_folds=9)) == 4
+    monkeypatch.setattr("bottega.analysis.crossval_jobs.JOB_MEMORY", 1 << 60)
+    assert len(plan_job_environments("cpu", "auto", num_folds=9)) == 1
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in places("cuda", "auto", wanted=9)] == ["4", "6"]
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in places("auto", 3, wanted=9)] == ["4", "6", "4"]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in plan_job_environments("cuda", "auto", num_folds=9)] == ["4", "6"]
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in plan_job_environments("auto", 3, num_folds=9)] == ["4", "6", "4"]
 
 
 class Ended:
@@ -335,7 +337,7 @@ class Ended:
 
     code = 0
 
-    def __init__(self, work: Work, place: dict[str, str]) -> None:
+    def __init__(self, work: FoldJob, place: dict[str, str]) -> None:
         self.work, self.place = work, place
 
     def follow(self, say: Any, bar: Any) -> bool:
@@ -345,8 +347,8 @@ class Ended:
         return "no"
 
 
-def works(folder: Path, number: int) -> list[Work]:
-    found = [Work(RunDirectory(folder / f"fold-{n}"), folder / f"fold-{n}.yaml") for n in range(number)]
+def works(folder: Path, number: int) -> list[FoldJob]:
+    found = [FoldJob(RunDirectory(folder / f"fold-{n}"), folder / f"fold-{n}.yaml") for n in range(number)]
     for work in found:
         work.run.create()
     return found
@@ -369,11 +371,11 @@ def test_who_lives_on_counts_as_a_job(tmp_path: Path, monkeypatch: pytest.Monkey
             assert [text for text in said if text.endswith(": training")] == ["fold-0: training", "fold-2: training"]
             locks[1].__exit__(None, None, None)
 
-    monkeypatch.setattr("bottega.analysis.fold_runs._Child", Ended)
-    monkeypatch.setattr("bottega.analysis.fold_runs.time.sleep", sleep)
+    monkeypatch.setattr("bottega.analysis.crossval_jobs._Child", Ended)
+    monkeypatch.setattr("bottega.analysis.crossval_jobs.time.sleep", sleep)
     for lock in locks:
         lock.__enter__()
-    train_all(held, [{}, {}], say=said.append, bar=lambda *_: None)
+    train_folds(held, [{}, {}], log=said.append, report_progress=lambda *_: None)
     assert said[-1] == "fold-1: training"
 
 
@@ -381,13 +383,13 @@ def test_what_is_said_of_folds_that_fail_and_that_go_on(tmp_path: Path, monkeypa
     class Failed(Ended):
         code = 3
 
-    monkeypatch.setattr("bottega.analysis.fold_runs._Child", Failed)
+    monkeypatch.setattr("bottega.analysis.crossval_jobs._Child", Failed)
     two = works(tmp_path, 2)
     checkpoint.write(two[1].run.checkpoints, step=6, files={}, progress={"step": 6, "total": 8}, fingerprint={})
     said: list[str] = []
     for trained, end in ((0, r"\(and 1 more\)$"), (1, r"\(and 1 more\); the other folds are kept$")):
-        with pytest.raises(PartFailed, match=end):
-            train_all(two, [{}, {}], trained=trained, say=said.append, bar=lambda *_: None)
+        with pytest.raises(DependencyFailed, match=end):
+            train_folds(two, [{}, {}], num_trained=trained, log=said.append, report_progress=lambda *_: None)
     assert said[:2] == ["fold-0: training", "fold-1: resumed at step 6"]
 
 
@@ -419,7 +421,7 @@ def test_language_and_pictures(tmp_path: Path) -> None:
     assert text["by"] == "fraction"
     assert {"loss", "bits_per_byte"} <= text["metrics"].keys()
     assert set(text["test"]["loss"]) == {"mean", "deviation"}
-    assert "test, the same samples for all folds" in show(text)
+    assert "test, the same samples for all folds" in format_report(text)
     drawn = {**image(tmp_path), "training.max_steps": 2, "name": "drawn"}
     found = bottega.crossval("image", drawn, folds=2, jobs=2)
     assert [run["held_out"] for run in found["runs"]] == [18, 18]

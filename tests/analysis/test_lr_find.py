@@ -23,15 +23,22 @@ import small_media
 import small_run
 import small_texts
 from bottega import cli
-from bottega.analysis.lr_find import find
+from bottega.analysis.lr_find import lr_find_command
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.sources.source import ArraySource
-from bottega.engines.rate_range import HIGH, LOW, STEPS, Swept, found_in, sweep
-from bottega.run import compose, range_test
+from bottega.engines.lr_range_test import (
+    HIGHEST_RATE,
+    LOWEST_RATE,
+    NUM_STEPS,
+    RateSweep,
+    analyse_sweep,
+    sweep_learning_rates,
+)
+from bottega.run import auto_learning_rate, compose
 from bottega.run.range_picture import below
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
@@ -64,24 +71,24 @@ def test_the_rate_follows_the_curvature() -> None:
     for curvature in (0.5, 5.0, 500.0):
         options = training(optimizer={"name": "sgd", "momentum": 0.0}, weight_decay=0.0, max_grad_norm=None)
         one = engine(options, task=Bowl(curvature=curvature))
-        swept = sweep(one, loader(ArraySource({"x": np.zeros(8)}), of=one))
+        swept = sweep_learning_rates(one, loader(ArraySource({"x": np.zeros(8)}), of=one))
         assert swept.diverged == (curvature > 0.5)
-        rate = found_in(swept, low=LOW, high=HIGH, steps=STEPS).suggestion
+        rate = analyse_sweep(swept, low=LOWEST_RATE, high=HIGHEST_RATE, steps=NUM_STEPS).suggestion
         assert 0.01 < rate * curvature < 1.0
         found.append(rate * curvature)
     assert max(found) < 1.3 * min(found), "it is one point of the curve, whatever the scale"
 
 
-def curve(heights: np.ndarray, *, noise: float = 0.0, seed: int = 0) -> Swept:
-    rates = np.geomspace(LOW, HIGH, STEPS)
-    jitter = noise * np.random.default_rng(seed).standard_normal(STEPS + 1)
-    return Swept(rates, np.r_[heights[0], heights] + jitter, diverged=False)
+def curve(heights: np.ndarray, *, noise: float = 0.0, seed: int = 0) -> RateSweep:
+    rates = np.geomspace(LOWEST_RATE, HIGHEST_RATE, NUM_STEPS)
+    jitter = noise * np.random.default_rng(seed).standard_normal(NUM_STEPS + 1)
+    return RateSweep(rates, np.r_[heights[0], heights] + jitter, diverged=False)
 
 
 def test_the_steepest_place_of_a_curve_that_is_known() -> None:
-    exponents = np.linspace(np.log10(LOW), np.log10(HIGH), STEPS)
+    exponents = np.linspace(np.log10(LOWEST_RATE), np.log10(HIGHEST_RATE), NUM_STEPS)
     swept = curve(3 - 2 / (1 + np.exp(-3 * (exponents + 3))), noise=0.02)
-    found = found_in(swept, low=LOW, high=HIGH, steps=STEPS)
+    found = analyse_sweep(swept, low=LOWEST_RATE, high=HIGHEST_RATE, steps=NUM_STEPS)
     assert found.steepest == pytest.approx(1e-3, rel=0.5)
     assert found.suggestion < found.steepest
     assert found.start_loss == pytest.approx(3, abs=0.03)
@@ -91,28 +98,28 @@ FLAT = r"the loss never falls between the rates|falls from .* too little to tell
 
 
 def test_what_is_said_of_a_loss_that_does_not_fall_enough() -> None:
-    rising = 2 + np.linspace(0, 1, STEPS) ** 2
+    rising = 2 + np.linspace(0, 1, NUM_STEPS) ** 2
     with pytest.raises(UsageError, match=r"^the loss never falls between the rates 1e-07 and 10, .*\(--min, --max\)"):
-        found_in(curve(rising), low=LOW, high=HIGH, steps=STEPS)
-    little = 2 - 0.03 * np.linspace(0, 1, STEPS)
+        analyse_sweep(curve(rising), low=LOWEST_RATE, high=HIGHEST_RATE, steps=NUM_STEPS)
+    little = 2 - 0.03 * np.linspace(0, 1, NUM_STEPS)
     with pytest.raises(UsageError, match=r"falls from 2\.\d+ to 1\.9\d+ at best, too little to tell") as caught:
-        found_in(curve(little, noise=0.1, seed=1), low=LOW, high=HIGH, steps=STEPS)
+        analyse_sweep(curve(little, noise=0.1, seed=1), low=LOWEST_RATE, high=HIGHEST_RATE, steps=NUM_STEPS)
     assert "never falls" not in str(caught.value)
 
 
 def test_it_diverges_where_it_is_above_its_start_again() -> None:
     """Not where the test ends, which is some steps after."""
-    exponents = np.linspace(np.log10(LOW), np.log10(HIGH), STEPS)
+    exponents = np.linspace(np.log10(LOWEST_RATE), np.log10(HIGHEST_RATE), NUM_STEPS)
     heights = 3 - 2 / (1 + np.exp(-3 * (exponents + 3))) + np.where(exponents > -0.5, 40 * (exponents + 0.5), 0)
     swept = curve(heights)
-    assert found_in(swept, low=LOW, high=HIGH, steps=STEPS).diverges is None
-    ended = Swept(swept.rates, swept.losses, diverged=True)
-    found = found_in(ended, low=LOW, high=HIGH, steps=STEPS)
-    assert found.diverges is not None
-    assert found.minimum < found.diverges
-    assert found.diverges == pytest.approx(10**-0.45, rel=0.5)
-    sudden = Swept(swept.rates[:60], swept.losses[:61], diverged=True)  # from one step to the next, to no number
-    assert found_in(sudden, low=LOW, high=HIGH, steps=STEPS).diverges == swept.rates[59]
+    assert analyse_sweep(swept, low=LOWEST_RATE, high=HIGHEST_RATE, steps=NUM_STEPS).diverges_at is None
+    ended = RateSweep(swept.rates, swept.losses, diverged=True)
+    found = analyse_sweep(ended, low=LOWEST_RATE, high=HIGHEST_RATE, steps=NUM_STEPS)
+    assert found.diverges_at is not None
+    assert found.minimum < found.diverges_at
+    assert found.diverges_at == pytest.approx(10**-0.45, rel=0.5)
+    sudden = RateSweep(swept.rates[:60], swept.losses[:61], diverged=True)  # from one step to the next, to no number
+    assert analyse_sweep(sudden, low=LOWEST_RATE, high=HIGHEST_RATE, steps=NUM_STEPS).diverges_at == swept.rates[59]
 
 
 def test_a_line_is_cut_off_at_the_top_of_the_picture() -> None:
@@ -127,11 +134,11 @@ def test_a_line_is_cut_off_at_the_top_of_the_picture() -> None:
 
 
 def test_a_loss_that_never_falls_is_refused() -> None:
-    rising = 2 + np.linspace(0, 1, STEPS) ** 2
+    rising = 2 + np.linspace(0, 1, NUM_STEPS) ** 2
     for seed in range(40):
-        for heights in (np.full(STEPS, 2.0), rising):
+        for heights in (np.full(NUM_STEPS, 2.0), rising):
             with pytest.raises(UsageError, match=FLAT):
-                found_in(curve(heights, noise=0.3, seed=seed), low=LOW, high=HIGH, steps=STEPS)
+                analyse_sweep(curve(heights, noise=0.3, seed=seed), low=LOWEST_RATE, high=HIGHEST_RATE, steps=NUM_STEPS)
 
 
 # Recipes
@@ -158,7 +165,9 @@ def as_words(values: dict[str, Any]) -> list[str]:
 
 
 def run_find(what: str, words: list[str], out: Path, **options: Any) -> dict[str, Any]:
-    return find(what, words, out=out, quiet=True, **{"low": LOW, "high": HIGH, "steps": STEPS, **options})
+    return lr_find_command(
+        what, words, out=out, quiet=True, **{"low": LOWEST_RATE, "high": HIGHEST_RATE, "steps": NUM_STEPS, **options}
+    )
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
@@ -271,7 +280,7 @@ def test_auto_is_the_number_that_is_found(medium: Any, tmp_path: Path, monkeypat
     assert not different(tensors(auto.path), tensors(said.path))
     shutil.copytree(auto.path, tmp_path / "again", symlinks=True)
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-00000008")
-    monkeypatch.setattr(range_test, "measured", None)
+    monkeypatch.setattr(auto_learning_rate, "run_range_test", None)
     again = bottega.train(name, {**values, **AUTO, "name": "again"})
     assert again.step == 8
     assert not different(tensors(auto.path), tensors(again.path))
@@ -297,13 +306,13 @@ def test_nothing_of_the_test_outlives_it(tmp_path: Path, monkeypatch: pytest.Mon
         made.append(weakref.ref(one))
         return one
 
-    monkeypatch.setattr(range_test, "build_engine", build)
+    monkeypatch.setattr(auto_learning_rate, "build_engine", build)
     name, values = ewc(tmp_path)
     recipe = load_recipe([name, values]).recipe
-    branch = registry.prepare(recipe, say=lambda stage, done, total: None)
+    workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
     gc.disable()
     try:
-        range_test.measured(recipe, branch, steps=20)
+        auto_learning_rate.run_range_test(recipe, workload, steps=20)
         assert [one() for one in made] == [None]
     finally:
         gc.enable()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bottega.analysis.memory import GIB, cards, plan_memory, show
+from bottega.analysis.memory import GIB, fit_gpus, format_report, plan_memory
 from bottega.core.engine import StepMemory
 from bottega.core.errors import UsageError
 from bottega.engines.torch.saved_tensors import SavedTensorMeter
@@ -33,7 +33,7 @@ def test_weights_are_counted_to_the_byte_and_activations_grow_with_the_micro_bat
     # A line: what does not depend on the examples is small.
     assert rows[8] - rows[4] == pytest.approx(4 * (rows[2] - rows[1]), rel=0.05)
     assert not report["cards"], "no GPU was measured"
-    assert "8" in show(report)
+    assert "8" in format_report(report)
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3])])
@@ -72,7 +72,7 @@ def test_a_card_takes_the_largest_micro_batch_that_leaves_room_for_the_context()
         StepMemory(size, peak=0, reserved=int(gib * GIB), samples_per_second=1.0)
         for size, gib in ((1, 14.0), (2, 22.9), (4, 39.5))
     ]
-    found = {card["gib"]: (card["micro_batch"], card["passes"]) for card in cards(rows, 24)}
+    found = {card["gib"]: (card["micro_batch"], card["passes"]) for card in fit_gpus(rows, 24)}
     assert found[16] == (1, 24)
     assert found[24] == (2, 12)
     assert found[40] == (2, 12), "39.5 GiB and the context are more than 40"
@@ -81,7 +81,7 @@ def test_a_card_takes_the_largest_micro_batch_that_leaves_room_for_the_context()
 
 def test_every_card_is_named_also_where_nothing_fits() -> None:
     (row,) = [StepMemory(1, peak=0, reserved=100 * GIB, samples_per_second=1.0)]
-    assert [card["micro_batch"] for card in cards([row], 8)] == [None] * 5 + [1]
+    assert [card["micro_batch"] for card in fit_gpus([row], 8)] == [None] * 5 + [1]
 
 
 def test_it_is_one_process_that_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +91,14 @@ def test_it_is_one_process_that_measures(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_plan_says_what_could_be_computed_beforehand() -> None:
-    from bottega.analysis.plan import beforehand
+    from bottega.analysis.plan import precompute_notes
 
     def said(prefixes: int) -> str:
         folders = {"model.diffusion": "sd", "model.language_model": "lm", "data.train.path": "x.json"}
         recipe = load_recipe(
             [{"task": "personalize", "training.max_steps": 1, "model.num_prefix_tokens": prefixes, **folders}]
         ).recipe
-        (line,) = beforehand(recipe)
+        (line,) = precompute_notes(recipe)
         return line
 
     assert "none can be computed beforehand" in said(2)

@@ -13,7 +13,7 @@ import pytest
 
 import bottega
 import small_run
-from bottega.analysis.runs import is_locked, show
+from bottega.analysis.runs import format_runs, is_locked
 from bottega.cli import main
 from bottega.core import checkpoint
 from bottega.core.errors import UsageError
@@ -137,7 +137,7 @@ def test_a_best_is_shown_with_its_metric_and_step_alone(progress: dict[str, obje
     run.mkdir()
     (run / "recipe.yaml").write_text("task: language\n")
     checkpoint.write(run / "checkpoints", step=4, files={}, progress={"step": 4, **progress}, fingerprint={})
-    table = show(tmp_path, bottega.runs(tmp_path))
+    table = format_runs(tmp_path, bottega.runs(tmp_path))
     assert "None" not in table
     assert ("loss 0.5000 at 4" in table) == (progress.get("best_step") == 4)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bottega.callbacks.tensorboard import MOST, TensorBoard, media
+from bottega.callbacks.tensorboard import MAX_MEDIA_FILES, TensorBoard, find_media
 from bottega.callbacks.wandb import WandB
 from bottega.core.callback import Progress
 
@@ -54,11 +54,13 @@ def shown(events: Path, folder: Path) -> Any:
 def test_a_sheet_is_shown_in_place_of_single_files(tmp_path: Path) -> None:
     files = {f"{number:02d}{suffix}": b"" for number in range(20) for suffix in (".png", ".wav")}
     folder = filled(tmp_path / "a", {**files, ".tmp-1-a.png": b""})
-    assert [path.name for path in media(folder, ".png")] == [f"{number:02d}.png" for number in range(MOST)]
-    assert len(media(folder, ".wav")) == MOST
+    assert [path.name for path in find_media(folder, ".png")] == [
+        f"{number:02d}.png" for number in range(MAX_MEDIA_FILES)
+    ]
+    assert len(find_media(folder, ".wav")) == MAX_MEDIA_FILES
     (folder / "spectrograms.png").touch()
-    assert [path.name for path in media(folder, ".png")] == ["spectrograms.png"]
-    assert media(tmp_path / "nothing", ".png") == []
+    assert [path.name for path in find_media(folder, ".png")] == ["spectrograms.png"]
+    assert find_media(tmp_path / "nothing", ".png") == []
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console as RichConsole
 
-from bottega.callbacks.console import Console, clock, short
+from bottega.callbacks.console import Console, format_count, format_duration
 from bottega.callbacks.jsonl import JsonLines
 from bottega.callbacks.log_file import LogFile
 from bottega.callbacks.resources import Resources
@@ -60,7 +60,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: P
     assert str(tmp_path) in said[0]
     console = Console(unit="tokens", log=tmp_path, quiet=True)
     console.after_step(Progress(total=5), ROW)
-    console.say("still here")
+    console.info("still here")
 
 
 def test_lines_that_could_not_be_written_follow_later(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def speak(*, terminal: bool) -> tuple[Console, io.StringIO]:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_console_shows_what_a_person_watches(tmp_path: Path, terminal: bool) -> None:
     console, out = speak(terminal=terminal)
-    console.log = LogFile(tmp_path / "log.txt")
+    console.log_file = LogFile(tmp_path / "log.txt")
     progress = Progress(step=10, total=100, best_step=10)
     console.start(progress)
     console.after_step(progress, ROW)
@@ -105,10 +105,10 @@ def test_the_console_shows_what_a_person_watches(tmp_path: Path, terminal: bool)
     console.after_save(progress, tmp_path / "step-00000010")
     console.after_sample(progress, tmp_path / "samples")
     console.finish(progress, None)
-    for text in (out.getvalue(), console.log.path.read_text()):
+    for text in (out.getvalue(), console.log_file.path.read_text()):
         for shown in ("10/100", "loss 1.5000", "lr 1.00e-03", "123.5k tokens/s", "wait 2%", "eta 0:45", "best so far"):
             assert shown in text, shown
-    assert f"saved {tmp_path / 'step-00000010'}" in console.log.path.read_text()
+    assert f"saved {tmp_path / 'step-00000010'}" in console.log_file.path.read_text()
     assert ("\x1b[?25h" in out.getvalue()) == terminal, "the cursor is given back"
 
 
@@ -131,15 +131,15 @@ def test_a_headline_leaves_the_rest_to_files() -> None:
     console, _ = speak(terminal=False)
     console.headline = ("loss", "accuracy")
     found = {"loss": 1.0, "ece": 0.1, "accuracy": 0.5, "online/accuracy": 0.4, "accuracy_before": 0.2, "load/0": 1.0}
-    assert list(console.chosen(found)) == ["loss", "accuracy", "online/accuracy", "accuracy_before"]
+    assert list(console.headline_metrics(found)) == ["loss", "accuracy", "online/accuracy", "accuracy_before"]
     console.headline = None
-    assert console.chosen(found) == found
+    assert console.headline_metrics(found) == found
 
 
 def test_quiet_says_nothing_and_still_keeps_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(unit="tokens", log=tmp_path / "log.txt", quiet=True)
     console.start(Progress())
-    console.say("hello")
+    console.info("hello")
     console.warn("careful")
     assert capsys.readouterr() == ("", "")
     log = (tmp_path / "log.txt").read_text()
@@ -147,8 +147,15 @@ def test_quiet_says_nothing_and_still_keeps_the_log(tmp_path: Path, capsys: pyte
 
 
 def test_numbers_as_people_read_them() -> None:
-    assert [short(n) for n in (0, 999, 1000, 12_345, 3.2e6, 4e9)] == ["0", "999", "1.0k", "12.3k", "3.2M", "4.0G"]
-    assert [clock(s) for s in (0, 59.6, 61, 3600, 90_061)] == ["0:00", "1:00", "1:01", "1:00:00", "25:01:01"]
+    assert [format_count(n) for n in (0, 999, 1000, 12_345, 3.2e6, 4e9)] == [
+        "0",
+        "999",
+        "1.0k",
+        "12.3k",
+        "3.2M",
+        "4.0G",
+    ]
+    assert [format_duration(s) for s in (0, 59.6, 61, 3600, 90_061)] == ["0:00", "1:00", "1:01", "1:00:00", "25:01:01"]
 
 
 def test_resources_are_added_to_the_row(tmp_path: Path) -> None:
@@ -270,7 +277,7 @@ def tracker(monkeypatch: pytest.MonkeyPatch, fake: Fake, said: list[str]) -> Wan
 def test_wandb_goes_on_with_the_same_run_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, said = Fake(), []
     first = tracker(monkeypatch, fake, said)
-    first.recall({})
+    first.load_state_dict({})
     first.start(Progress())
     assert (fake.asked["id"], fake.asked["resume"], fake.asked["mode"]) == (None, None, "offline")
     first.after_step(Progress(step=3), {"loss": 1.0})
@@ -279,7 +286,7 @@ def test_wandb_goes_on_with_the_same_run_after_a_resume(monkeypatch: pytest.Monk
     assert fake.rows == [(3, {"train/loss": 1.0}), (3, {"validation/loss": 2.0})]
     assert fake.ended == [1]
     second = tracker(monkeypatch, fake, said)
-    second.recall(first.note())
+    second.load_state_dict(first.state_dict())
     second.start(Progress(step=3))
     assert (fake.asked["id"], fake.asked["resume"]) == ("abc123", "allow")
     assert said == []

@@ -217,7 +217,7 @@ def test_a_model_that_does_not_fit_in_memory(train: Any) -> None:
 def test_a_run_that_is_not_there(say: Any, finished_run: Path) -> None:
     for verb in ("evaluate", "generate", "export"):
         say(verb, finished_run.parent / "finishd").refused(2, "no run at", "did you mean", str(finished_run))
-    say("evaluate", "--model_path", finished_run / "codec").refused(2, "no run at")
+    say("evaluate", "--model_path", finished_run / "processor").refused(2, "no run at")
     say("evaluate", finished_run, "--checkpoint", "5").refused(2, "no checkpoint at step 5", "4, 8")
     say("evaluate", finished_run, "--checkpoint", "newest").refused(2, "newest", "best, last or a step")
 
@@ -251,7 +251,7 @@ def test_a_pickle_is_refused_wherever_it_is_offered(
         shutil.copy(bomb, folder / "model.safetensors")
     say("evaluate", run).refused(4, "model.safetensors")
     train(f"--resume_from={run}", name="y").refused(4, "model.safetensors")
-    shutil.copy(bomb, run / "codec" / "tokenizer.json")
+    shutil.copy(bomb, run / "processor" / "tokenizer.json")
     assert say("generate", finished_run).code == 0
     assert not (tmp_path / "boom").exists()
 

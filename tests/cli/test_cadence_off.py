@@ -20,7 +20,7 @@ def test_zero_is_null(key: str, value: Any) -> None:
     recipe = load_recipe(["language", {key: value}]).recipe
     block, _, name = key.partition(".")
     assert getattr(getattr(recipe, block), name) is None
-    assert load_recipe([recipe.plain()]).recipe == recipe
+    assert load_recipe([recipe.to_plain_dict()]).recipe == recipe
 
 
 def test_other_spellings_of_zero() -> None:

@@ -67,10 +67,10 @@ def kill_at(moment: str, arguments: list[str], hooks: Path, rng: random.Random) 
 def nothing_announced_is_lost(run: Path) -> None:
     log = (run / "log.txt").read_text() if (run / "log.txt").exists() else ""
     announced = [int(step) for step in re.findall(r" saved \S+/step-(\d+)$", log, flags=re.MULTILINE)]
-    for path, _ in checkpoint.candidates(run / "checkpoints"):
+    for path, _ in checkpoint.list_checkpoints(run / "checkpoints"):
         checkpoint.verify(path)  # nothing is half there
     if announced:
-        good = checkpoint.newest_good(run / "checkpoints", pytest.fail)
+        good = checkpoint.find_newest_valid(run / "checkpoints", pytest.fail)
         assert good is not None
         assert good[1].step >= announced[-1]
 

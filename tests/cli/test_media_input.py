@@ -396,7 +396,7 @@ def test_a_codec_that_was_damaged_is_named_and_written_again(
 ) -> None:
     data, run = folder(tmp_path, task, 8), tmp_path / "runs" / "x"
     assert train(task, data).code == 0
-    path = run / "codec" / file
+    path = run / "processor" / file
     whole = path.read_bytes()
     for content in (b"{", b"", b"[]", b"\x80\x04."):
         path.write_bytes(content)

@@ -15,7 +15,7 @@ import small_media
 import small_texts
 from bottega import cli
 from bottega.core.errors import DataError, UsageError
-from bottega.data.audio.write import write_wav
+from bottega.data.audio.write import write_audio
 
 LEARNS = {"training.max_steps": 60, "training.learning_rate": 1e-2, "evaluation.every": 60, "checkpoint.every": 60}
 
@@ -97,7 +97,7 @@ def test_sound_and_video(tmp_path: Path) -> None:
     turns = 200 * np.arange(800) / 8000
     for number, name in enumerate(small_media.NAMES):
         sound = 0.3 * np.sin(2 * np.pi * turns * 2**number).astype(np.float32)
-        write_wav(sound, 8000, tmp_path / f"{number}-{name}.wav")
+        write_audio(sound, 8000, tmp_path / f"{number}-{name}.wav")
     rows = bottega.predict(audio, [str(path) for path in sorted(tmp_path.glob("*.wav"))])
     assert [row["predicted"] for row in rows] == list(small_media.NAMES)
     video = train(tmp_path / "v", "video")
@@ -136,7 +136,7 @@ def test_colour_of_video_is_read_off_the_data(tmp_path: Path) -> None:
         np.savez(tmp_path / f"{name}.npz", video=draw.integers(0, 255, shape).astype(np.uint8), label=label, fps=fps)
     for recipe in ("video", "classify/video"):
         found = {name: bottega.prepare(recipe, {"data": str(tmp_path / f"{name}.npz")}) for name in ("grey", "colour")}
-        assert {name: one.meta["channels"] for name, one in found.items()} == {"grey": 1, "colour": 3}, recipe
+        assert {name: one.metadata["channels"] for name, one in found.items()} == {"grey": 1, "colour": 3}, recipe
 
 
 def test_a_run_that_is_no_classifier_says_so(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, text_fi
     run, ranks = start(tmp_path, text_file)
     ranks[rank].send_signal(signal.SIGTERM)
     _, err = run.end()
-    last = checkpoint.follow(tmp_path / "x" / "checkpoints", "last")
+    last = checkpoint.read_link(tmp_path / "x" / "checkpoints", "last")
     assert last is not None
     step = checkpoint.verify(last).step
     assert f"bottega: rank {rank}: stopped by SIGTERM at step {step}; saved" in err
@@ -60,7 +60,7 @@ def test_the_loss_of_a_rank_ends_the_others_and_loses_nothing(tmp_path: Path, te
         rf"bottega: rank {1 - rank}: {re.escape(name)} (was killed by SIGKILL|has ended); start the", err
     ), err
     assert f"exitcode  : 8 (pid: {ranks[1 - rank].pid})" in err
-    good = checkpoint.newest_good(tmp_path / "x" / "checkpoints", pytest.fail)
+    good = checkpoint.find_newest_valid(tmp_path / "x" / "checkpoints", pytest.fail)
     assert good is not None, err
     assert good[1].step >= 5
 
@@ -109,7 +109,7 @@ def test_ctrl_c_in_a_terminal_saves(tmp_path: Path, text_file: Path) -> None:
     for process in (*ranks.values(), psutil.Process(run.process.pid)):
         process.send_signal(signal.SIGINT)
     _, err = run.end()
-    last = checkpoint.follow(tmp_path / "x" / "checkpoints", "last")
+    last = checkpoint.read_link(tmp_path / "x" / "checkpoints", "last")
     assert last is not None
     assert f"stopped by SIGINT at step {checkpoint.verify(last).step}; saved" in err
     assert "second signal" not in err

@@ -48,9 +48,9 @@ def test_a_folder_that_is_not_a_run_is_refused(
     tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str], fresh: bool
 ) -> None:
     folder = tmp_path / "mine"
-    (folder / "codec").mkdir(parents=True)
+    (folder / "processor").mkdir(parents=True)
     (folder / "recipe.yaml").write_text("bread: flour\n")
-    (folder / "codec" / "notes.txt").write_text("mine\n")
+    (folder / "processor" / "notes.txt").write_text("mine\n")
     before = list_files(folder)
     code, err = answer(capsys, *words(tmp_path, text_file, *(["--fresh"] if fresh else []), name="mine"))
     assert (code, err.count("\n")) == (2, 1), err
@@ -68,7 +68,8 @@ def test_an_empty_folder_and_a_run_without_its_lock_file_are_ours(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "name", ["LOCK", "log.txt", "metrics.jsonl", "samples", "final", "checkpoints", "codec", "recipe.yaml", "events"]
+    "name",
+    ["LOCK", "log.txt", "metrics.jsonl", "samples", "final", "checkpoints", "processor", "recipe.yaml", "events"],
 )
 def test_a_link_in_a_run_is_refused_and_not_written_through(
     tmp_path: Path, text_file: Path, run: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -212,7 +213,7 @@ def test_leftovers_of_killed_processes_are_swept(tmp_path: Path, text_file: Path
         (run / name / "half.json").write_text("{")
     for name in (".tmp-recipe.yaml-0123abcd", ".probe-0123abcd"):
         (run / name).write_text("half")
-    shutil.copytree(run / "codec", run / ".old-final-0123abcd")  # killed where two names cannot be exchanged
+    shutil.copytree(run / "processor", run / ".old-final-0123abcd")  # killed where two names cannot be exchanged
     with durable.writing_folder(run / "export"):  # of another process that is still at it
         train(tmp_path, text_file, name="run")
         assert [name for name in os.listdir(run) if name.startswith(".tmp-export-")]
@@ -292,13 +293,13 @@ def test_a_checkpoints_folder_that_cannot_be_listed_is_not_an_empty_one(
 
 def test_links_are_put_right_at_every_start(tmp_path: Path, text_file: Path, run: Path) -> None:
     folder = run / "checkpoints"
-    expected = [checkpoint.follow(folder, name) for name in ("last", "best")]
-    checkpoint.point(folder, "last", folder / "step-00000004")
+    expected = [checkpoint.read_link(folder, name) for name in ("last", "best")]
+    checkpoint.write_link(folder, "last", folder / "step-00000004")
     (folder / "best").unlink()
     assert bottega.load(run).checkpoint == expected[1], "nobody who reads trusts a link"
     assert bottega.load(run, checkpoint="last").checkpoint == expected[0]
     train(tmp_path, text_file, name="run")
-    assert [checkpoint.follow(folder, name) for name in ("last", "best")] == expected
+    assert [checkpoint.read_link(folder, name) for name in ("last", "best")] == expected
 
 
 @pytest.fixture
@@ -306,7 +307,7 @@ def two(tmp_path: Path, text_file: Path) -> Path:
     """A run whose best checkpoint, step 4, is not its last one, step 8."""
     run: Path = train(tmp_path, text_file, name="two", **{"evaluation.every": 4}).path
     for step in (4, 8):
-        rewrite(run / "checkpoints" / checkpoint.step_name(step), lambda progress: progress.update(best_step=4))
+        rewrite(run / "checkpoints" / checkpoint.step_folder_name(step), lambda progress: progress.update(best_step=4))
     assert bottega.load(run).checkpoint.name == "step-00000004"
     return run
 
@@ -345,7 +346,7 @@ def test_the_newest_good_checkpoint_stands_in_for_the_best(
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_weights_that_are_not_finite_are_refused(run: Path, capsys: pytest.CaptureFixture[str], value: float) -> None:
-    best = checkpoint.follow(run / "checkpoints", "best")
+    best = checkpoint.read_link(run / "checkpoints", "best")
     assert best is not None
     weights = load_file(best / "model.safetensors")
     name = sorted(weights)[0]

@@ -55,7 +55,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[s
 def test_the_first_signal_saves_and_leaves(stopped: dict[str, tuple[int, str, Path]], name: str, code: int) -> None:
     returned, err, run = stopped[name]
     assert returned == code, err
-    last = checkpoint.follow(run / "checkpoints", "last")
+    last = checkpoint.read_link(run / "checkpoints", "last")
     assert last is not None
     step = checkpoint.verify(last).step
     assert err == f"bottega: stopped by {name} at step {step}; saved, and the same command goes on\n"
@@ -82,7 +82,7 @@ def test_the_second_signal_ends_it_at_once(stopped: dict[str, tuple[int, str, Pa
     returned, err, run = stopped[name]
     assert returned == code, err
     assert "second signal" in err
-    assert checkpoint.candidates(run / "checkpoints") == [], "there was no time to save"
+    assert checkpoint.list_checkpoints(run / "checkpoints") == [], "there was no time to save"
 
 
 AT_IMPORT = """

@@ -39,7 +39,7 @@ def test_what_answers_at_once_imports_little(arguments: list[str], allowed: tupl
         "bottega.config.load",
         "bottega.data.prepare",
         "bottega.data.loading.worker",
-        "bottega.core.loop",
+        "bottega.core.trainer",
     ],
 )
 def test_importing_loads_no_framework(module: str) -> None:
@@ -53,7 +53,7 @@ def test_help_names_every_verb_and_every_verb_explains_itself(capsys: pytest.Cap
     shown = capsys.readouterr().out
     for name, verb in cli.VERBS.items():
         assert f"\n  {name} " in shown
-        assert verb.says in shown
+        assert verb.summary in shown
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])
         assert ended.value.code == 0

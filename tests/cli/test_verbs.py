@@ -40,7 +40,7 @@ def test_the_same_command_resumes_and_a_finished_run_is_left_alone(
 
 def test_what_a_run_leaves(finished_run: Path) -> None:
     names = {path.name for path in finished_run.iterdir()}
-    assert names == {"recipe.yaml", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "codec", "LOCK"}
+    assert names == {"recipe.yaml", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "processor", "LOCK"}
     assert {path.name for path in (finished_run / "checkpoints").iterdir()} == {
         "step-00000004",
         "step-00000008",
@@ -92,7 +92,7 @@ def test_export_is_for_the_ecosystem(answer: Any, finished_run: Path, tmp_path: 
 def test_averaged_weights_are_the_ones_that_are_used(tmp_path: Path, text_file: Path) -> None:
     run = train(tmp_path, text_file, name="ema", **{"training.ema": 0.5}).path
     saved = bottega.load(run, checkpoint="last")
-    folder = checkpoint.follow(run / "checkpoints", "last")
+    folder = checkpoint.read_link(run / "checkpoints", "last")
     assert folder is not None
     average = load_file(folder / "ema.safetensors")
     for name, p in saved.model.named_parameters():
@@ -104,7 +104,7 @@ def test_averaged_weights_are_the_ones_that_are_used(tmp_path: Path, text_file: 
 def test_weights_that_merely_lie_in_a_checkpoint_are_not_read(tmp_path: Path, text_file: Path) -> None:
     run = train(tmp_path, text_file, name="plain").path
     before = bottega.load(run).evaluate()
-    best = checkpoint.follow(run / "checkpoints", "best")
+    best = checkpoint.read_link(run / "checkpoints", "best")
     assert best is not None
     weights = {name: array * 0 for name, array in load_file(best / "model.safetensors").items()}
     checkpoint.write_safetensors(best / "ema.safetensors", weights)
@@ -135,4 +135,4 @@ def test_as_a_library(tmp_path: Path, text_file: Path) -> None:
     assert run.metrics["loss"] == history[-1]["loss"]
     saved = bottega.load(run.path)
     assert saved.generate("alpha", max_tokens=4)[0].startswith("alpha")
-    assert saved.task is saved.branch.task
+    assert saved.task is saved.workload.task

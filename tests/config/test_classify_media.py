@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bottega.config.fields import keys_of
 from bottega.config.flags import Override
 from bottega.config.load import to_yaml
+from bottega.config.schema_keys import collect_schema_keys
 from bottega.core.errors import UsageError
 from bottega.tasks.recipes import check_recipe, commented_recipe, json_schema, load_recipe, parse_overrides
 from bottega.tasks.registry import TASKS
@@ -75,7 +75,7 @@ def test_training_needs_a_source() -> None:
 
 @pytest.mark.parametrize("medium", MEDIA)
 def test_every_key_is_described_is_a_flag_and_stands_in_the_commented_recipe(medium: str, tmp_path: Path) -> None:
-    keys = keys_of(TASKS["classify"].inputs[medium])
+    keys = collect_schema_keys(TASKS["classify"].inputs[medium])
     assert [key for key, info in keys.items() if not info.description] == []
     plain = [key for key in keys if "*" not in key]
     _, overrides = parse_overrides([word for key in plain for word in (f"--{key}", "1")])
@@ -89,7 +89,7 @@ def test_every_key_is_described_is_a_flag_and_stands_in_the_commented_recipe(med
     ).recipe.model_copy(update={"training": None, "data": None})
 
 
-def test_the_schema_for_editors_has_all_forms_in_one_branch() -> None:
+def test_the_schema_for_editors_has_all_forms_in_one_workload() -> None:
     schema = json_schema()
     forms = {f"#/$defs/{form.__name__}" for form in TASKS["classify"].inputs.values()}
     assert schema["discriminator"]["mapping"]["classify"] == "#/$defs/classify"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bottega.config.metrics import bounds, natural_direction
-from bottega.config.recipe import changed_keys
+from bottega.config.metrics import get_metric_bounds, infer_metric_mode
+from bottega.config.recipe import diff_recipes
 from bottega.core.errors import UsageError
 from bottega.tasks.recipes import load_recipe
 
@@ -28,7 +28,7 @@ from bottega.tasks.recipes import load_recipe
     ],
 )
 def test_a_name_says_which_way_is_better(metric: str, direction: str | None) -> None:
-    assert natural_direction(metric) == direction
+    assert infer_metric_mode(metric) == direction
     for key in ("evaluation", "training.early_stopping"):
         recipe: Any = load_recipe(["classify", {f"{key}.metric": metric}]).recipe
         block = recipe.evaluation if key == "evaluation" else recipe.training.early_stopping
@@ -42,12 +42,12 @@ def test_a_name_says_which_way_is_better(metric: str, direction: str | None) -> 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_of_an_unknown_metric_the_recipe_says_it(mode: str) -> None:
     recipe = load_recipe(["classify", {"evaluation.metric": "something", "evaluation.mode": mode}]).recipe
-    assert recipe.evaluation.maximise == (mode == "max")
+    assert recipe.evaluation.is_maximised == (mode == "max")
 
 
 def test_said_or_not_it_is_the_same_run() -> None:
     unsaid, said = (load_recipe(["classify", more]).recipe for more in ({}, {"evaluation.mode": "max"}))
-    assert changed_keys(unsaid, said) == []
+    assert diff_recipes(unsaid, said) == []
     assert unsaid.run_name() == said.run_name()
 
 
@@ -75,4 +75,4 @@ def test_said_or_not_it_is_the_same_run() -> None:
     ],
 )
 def test_what_a_metric_can_be(metric: str, expected: tuple[float, float]) -> None:
-    assert bounds(metric) == expected
+    assert get_metric_bounds(metric) == expected

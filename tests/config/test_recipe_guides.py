@@ -22,9 +22,9 @@ from guide_blocks import (
     TEXT_AUGMENTATION,
 )
 
-from bottega.config.load import global_batch, to_yaml
+from bottega.config.load import get_global_batch_size, to_yaml
 from bottega.config.recipe import Recipe
-from bottega.config.yamlfile import parse_yaml
+from bottega.config.yaml_io import parse_yaml
 from bottega.tasks.language.config import LanguageRecipe
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
@@ -67,7 +67,7 @@ def test_classifier_keys_mean_what_the_guide_says(tmp_path: Path) -> None:
     recipe = checked(CLASSIFIER_BASIC, tmp_path)
     training = recipe.training
     assert (training.learning_rate, training.batch_size, training.num_epochs) == (2e-5, 16, 10)
-    assert training.scheduler.warmup_steps.steps(1000, 10) == 500
+    assert training.scheduler.warmup_steps.to_steps(1000, 10) == 500
     assert training.mixed_precision == "fp16"
     assert (recipe.logging.every.amount, recipe.evaluation.every) == (100, type(recipe.logging.every)(500))
     recipe = checked(CLASSIFIER_ADVANCED, tmp_path)
@@ -75,7 +75,7 @@ def test_classifier_keys_mean_what_the_guide_says(tmp_path: Path) -> None:
     assert recipe.training.scheduler.name == "linear"
     assert recipe.training.early_stopping is not None
     assert (recipe.training.early_stopping.patience, recipe.training.early_stopping.threshold) == (3, 0.01)
-    assert (recipe.checkpoint.every.plain(), recipe.checkpoint.keep) == (1000, 3)  # type: ignore[union-attr]
+    assert (recipe.checkpoint.every.to_recipe_value(), recipe.checkpoint.keep) == (1000, 3)  # type: ignore[union-attr]
 
 
 def test_three_files_make_one_classifier(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_personalize_block(tmp_path: Path) -> None:
     assert recipe.data.validation is not None
     assert recipe.data.validation.path == "./datasets/FLICKR/processed_dataset/val.json"
     assert recipe.model.language_model == "meta-llama/Llama-2-7b-chat-hf"
-    assert global_batch(recipe, 1) == 24
-    assert not load_recipe([parse_yaml(PERSONALIZE, "block").value]).recipe.missing()
+    assert get_global_batch_size(recipe, 1) == 24
+    assert not load_recipe([parse_yaml(PERSONALIZE, "block").value]).recipe.find_missing_keys()
 
 
 def test_routing_blocks(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_routing_blocks(tmp_path: Path) -> None:
     assert str(quick.evaluation.every) == "1 epoch"
     assert str(quick.checkpoint.every) == "5 epochs"
     assert quick.training.mixed_precision == "auto"
-    assert not quick.logging.wandb.active
+    assert not quick.logging.wandb.is_active
     assert (quick.model.hidden_size, quick.model.expert_capacity, quick.model.plasticity) == (512, 100, True)
     advanced = checked(ROUTING_ADVANCED, tmp_path)
     assert isinstance(advanced, RoutingRecipe)
@@ -145,5 +145,5 @@ def test_language_flags() -> None:
     assert (recipe.model.size, recipe.data.train.path, recipe.data.train.kind) == ("verse", "/path/to/dataset", "jsonl")
     assert recipe.data.sequence_length == 2048
     assert recipe.training.learning_rate == 3e-5
-    assert global_batch(recipe, 4) == 128
+    assert get_global_batch_size(recipe, 4) == 128
     assert any("16 per process x accumulation 2 = 32 global" in note for note in resolved.notes)

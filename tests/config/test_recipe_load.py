@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bottega.config.fields import keys_of
 from bottega.config.flags import Override
-from bottega.config.load import global_batch, to_yaml
-from bottega.config.recipe import changed_keys
+from bottega.config.load import get_global_batch_size, to_yaml
+from bottega.config.recipe import diff_recipes
+from bottega.config.schema_keys import collect_schema_keys
 from bottega.core.errors import UsageError
 from bottega.tasks.recipes import (
     bundled_recipes,
@@ -31,7 +31,7 @@ BUNDLED = [name for name, _, _ in bundled_recipes()]
 
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_recipes_load_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
-    lacks_data = any(key.startswith("data.") for key, _ in check_recipe([name]).recipe.missing())
+    lacks_data = any(key.startswith("data.") for key, _ in check_recipe([name]).recipe.find_missing_keys())
     recipe = load_recipe([name], DATA if lacks_data else ()).recipe
     path = tmp_path / "recipe.yaml"
     path.write_text(to_yaml(recipe))
@@ -77,7 +77,7 @@ def test_the_default_name_follows_what_changes_results() -> None:
     for key, text in NEUTRAL.items():
         other = load_recipe(["language"], [Override(key, text)]).recipe
         assert other != base
-        assert (key, other.run_name(), changed_keys(base, other)) == (key, base.run_name(), [])
+        assert (key, other.run_name(), diff_recipes(base, other)) == (key, base.run_name(), [])
     names = {load_recipe(["language"], [Override(*item)]).recipe.run_name() for item in CHANGING.items()}
     assert len(names | {base.run_name()}) == len(CHANGING) + 1
     assert load_recipe(["language"], [Override("name", "mine")]).recipe.run_name() == "mine"
@@ -86,7 +86,7 @@ def test_the_default_name_follows_what_changes_results() -> None:
 def test_changed_keys_have_both_values() -> None:
     old = load_recipe(["language"]).recipe
     new = load_recipe(["language"], [Override("lr", "1e-5"), Override("ema", "0.9"), Override("max_grad_norm", "null")])
-    assert changed_keys(old, new.recipe) == [
+    assert diff_recipes(old, new.recipe) == [
         ("training.learning_rate", old.training.learning_rate, 1e-5),
         ("training.max_grad_norm", 1.0, None),
         ("training.ema", None, 0.9),
@@ -95,11 +95,11 @@ def test_changed_keys_have_both_values() -> None:
 
 def test_global_batch() -> None:
     recipe = check_recipe([{"training": {"batch_size": 12}}]).recipe
-    assert [global_batch(recipe, world) for world in (1, 3, 4)] == [12, 12, 12]
+    assert [get_global_batch_size(recipe, world) for world in (1, 3, 4)] == [12, 12, 12]
     with pytest.raises(UsageError, match=r"cannot be shared evenly by 5 processes; .*: 1, 2, 3, 4, 6, 12$"):
-        global_batch(recipe, 5)
+        get_global_batch_size(recipe, 5)
     accumulated = check_recipe([{"training": {"batch_size": 12, "gradient_accumulation_steps": 2}}]).recipe
-    assert global_batch(accumulated, 5) == 120
+    assert get_global_batch_size(accumulated, 5) == 120
 
 
 @pytest.mark.parametrize(
@@ -196,18 +196,18 @@ def test_two_flags_for_one_key_must_agree_and_the_same_flag_again_replaces() -> 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_key_is_described_and_the_commented_recipe_loads(task: str, tmp_path: Path) -> None:
-    keys = keys_of(TASKS[task].recipe)
+    keys = collect_schema_keys(TASKS[task].recipe)
     assert [key for key, info in keys.items() if not info.description] == []
     path = tmp_path / "new.yaml"
     path.write_text(commented_recipe(task))
     resolved = load_recipe([str(path)])
     assert resolved.recipe.task == task
-    unsaid = {key.split(".")[0] for key in keys} - {key.split(".")[0] for key in resolved.said} - {"task"}
+    unsaid = {key.split(".")[0] for key in keys} - {key.split(".")[0] for key in resolved.key_locations} - {"task"}
     assert unsaid == set()
     assert all("#" in line for line in path.read_text().splitlines() if line.strip())
 
 
-def test_json_schema_has_a_branch_for_each_task() -> None:
+def test_json_schema_has_a_workload_for_each_task() -> None:
     schema = json_schema()
     assert set(schema["discriminator"]["mapping"]) == set(TASKS)
     assert len(schema["oneOf"]) == len(TASKS)
@@ -222,7 +222,7 @@ def test_recipes_are_frozen_and_hold_no_secrets() -> None:
     recipe = load_recipe(["language"]).recipe
     with pytest.raises(ValueError, match="frozen"):
         recipe.training.batch_size = 5  # type: ignore[misc]
-    names = {key.rpartition(".")[2] for spec in TASKS.values() for key in keys_of(spec.recipe)}
+    names = {key.rpartition(".")[2] for spec in TASKS.values() for key in collect_schema_keys(spec.recipe)}
     assert not names & {"api_key", "token", "password", "secret", "key"}
 
 

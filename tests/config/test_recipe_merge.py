@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bottega.config.flags import Override
-from bottega.config.flat import flatten, merge, nest
-from bottega.config.yamlfile import scalar
+from bottega.config.layers import flatten_layer, merge_layers, nest_entries
+from bottega.config.yaml_io import parse_scalar
 from bottega.core.errors import UsageError
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 
@@ -22,7 +22,7 @@ trees = st.dictionaries(
 
 
 def flat(tree: dict[str, Any]) -> Any:
-    return flatten(tree, file="f", lines={}).entries
+    return flatten_layer(tree, file="f", lines={}).entries
 
 
 def updated(base: Any, over: Any) -> Any:
@@ -35,7 +35,7 @@ def updated(base: Any, over: Any) -> Any:
 @settings(deadline=None)
 @given(trees, trees, trees)
 def test_flat_merge_equals_nested_merge(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> None:
-    assert nest(merge(merge(flat(a), flat(b)), flat(c))) == updated(updated(a, b), c)
+    assert nest_entries(merge_layers(merge_layers(flat(a), flat(b)), flat(c))) == updated(updated(a, b), c)
 
 
 def test_later_sources_win_and_overrides_win_over_all(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_later_sources_win_and_overrides_win_over_all(tmp_path: Path) -> None:
     recipe = check_recipe([str(first), str(second), {"training.weight_decay": 0.5}], [Override("seed", "3")]).recipe
     assert (recipe.seed, recipe.training.batch_size) == (3, 8)
     assert (recipe.training.learning_rate, recipe.training.weight_decay) == (1e-3, 0.5)
-    said = check_recipe([str(first), str(second)]).said
+    said = check_recipe([str(first), str(second)]).key_locations
     assert said["training.batch_size"] == f"{second}:1"
     assert said["training.learning_rate"] == f"{first}:2"
 
@@ -82,9 +82,9 @@ def test_a_scalar_over_a_block_and_a_block_over_a_scalar() -> None:
 )
 def test_a_later_layer_takes_back_the_other_way_to_say_it(base: str, over: str, gone: str) -> None:
     (below_key, below), (key, text) = base.split("="), over.split("=")
-    layer = {below_key: scalar(below)}
-    assert gone in check_recipe([layer]).said
-    assert gone not in check_recipe([layer], [Override(key, text)]).said
+    layer = {below_key: parse_scalar(below)}
+    assert gone in check_recipe([layer]).key_locations
+    assert gone not in check_recipe([layer], [Override(key, text)]).key_locations
 
 
 def test_a_named_kind_or_split_stays_with_a_new_path() -> None:
@@ -172,13 +172,13 @@ def test_patches_that_do_not_fit_are_found_without_data(words: list[str], said: 
 
 def test_other_query_heads_alone_change_the_key_value_heads() -> None:
     """Of a size, and of a file that names both; a number that divides stays."""
-    from bottega.models.decoder.kinds import shape_fields
+    from bottega.models.decoder.kinds import resolve_shape_fields
 
     for recipe in ("language", "language/shakespeare", "language/stanza"):
         for heads in (1, 2, 3, 6, 8):
             resolved = check_recipe([recipe, {"model.num_heads": heads}])
             model: Any = resolved.recipe.model
-            fields = shape_fields(model.kind, model.size, model.said())
+            fields = resolve_shape_fields(model.kind, model.size, model.said())
             assert fields["num_heads"] == heads
             assert heads % fields["num_kv_heads"] == 0
     resolved = check_recipe(["language/shakespeare", {"model.num_heads": 2}])

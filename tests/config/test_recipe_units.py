@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from bottega.config.units import Cadence, Duration, Every, EveryOrTime
+from bottega.config.units import Duration, Interval, StepCadence, StepOrTimeCadence
 
 
 @pytest.mark.parametrize(
@@ -17,28 +17,28 @@ from bottega.config.units import Cadence, Duration, Every, EveryOrTime
     [(7, 7), ("7", 7), ("7 steps", 7), ("1 epoch", 50), ("2 epochs", 100), ("0.5 epoch", 25), ("5%", 10), ("0.01%", 1)],
 )
 def test_in_steps(value: Any, steps: int) -> None:
-    assert Cadence.parse(value).steps(total_steps=200, steps_per_epoch=50) == steps
+    assert Interval.parse(value).to_steps(total_steps=200, steps_per_epoch=50) == steps
 
 
 @pytest.mark.parametrize("value", ["10 min", "90 s", "2 h"])
 def test_time_is_for_checkpoints_only(value: str) -> None:
-    assert TypeAdapter(EveryOrTime).validate_python(value).seconds in (600, 90, 7200)
-    for kind in (Every, Duration):
+    assert TypeAdapter(StepOrTimeCadence).validate_python(value).seconds in (600, 90, 7200)
+    for kind in (StepCadence, Duration):
         with pytest.raises(ValidationError, match='expected a number of steps, "1 epoch" or "5%"'):
             TypeAdapter(kind).validate_python(value)
     with pytest.raises(ValueError, match="is a time"):
-        Cadence.parse(value, time=True).steps(10, 10)
+        Interval.parse(value, time=True).to_steps(10, 10)
 
 
 @pytest.mark.parametrize("value", [True, None, [1], -1, "-5", "often", "1.5", 1.5, "5 blah", "200%", "1e400 steps", ""])
 def test_bad_text_is_refused(value: Any) -> None:
     with pytest.raises(ValueError):
-        Cadence.parse(value, time=True)
+        Interval.parse(value, time=True)
 
 
 def test_zero_is_a_stretch_of_nothing_and_a_cadence_that_is_off() -> None:
-    assert TypeAdapter(Duration).validate_python(0).steps(10, 10) == 0
-    assert TypeAdapter(Every).validate_python(0) is None
+    assert TypeAdapter(Duration).validate_python(0).to_steps(10, 10) == 0
+    assert TypeAdapter(StepCadence).validate_python(0) is None
 
 
 amounts = st.one_of(st.integers(1, 10**6).map(float), st.floats(0.001, 100).map(lambda x: round(x, 3)))
@@ -51,7 +51,7 @@ def test_text_is_read_back(amount: float, unit: Any) -> None:
         amount = float(int(amount) + 1)
     if unit == "percent":
         amount = min(amount, 100.0)
-    cadence = Cadence(amount, unit)
-    assert Cadence.parse(cadence.plain(), time=True) == cadence
+    cadence = Interval(amount, unit)
+    assert Interval.parse(cadence.to_recipe_value(), time=True) == cadence
     if unit != "seconds":
-        assert cadence.steps(1000, 100) >= 1
+        assert cadence.to_steps(1000, 100) >= 1

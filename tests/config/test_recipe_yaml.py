@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bottega.config import yamlfile
-from bottega.config.yamlfile import parse_value, parse_yaml, read_yaml, scalar, write_yaml
+from bottega.config import yaml_io as yamlfile
+from bottega.config.yaml_io import dump_yaml, parse_scalar, parse_value, parse_yaml, read_yaml
 from bottega.core.errors import UsageError
 
 
@@ -48,7 +48,7 @@ def test_scalars_follow_yaml_1_2() -> None:
         "2024-01-01",
     ]
     assert parse_yaml("[~, null, true, False, '']", "r").value == [None, None, True, False, ""]
-    assert isinstance(scalar("1e5"), int)
+    assert isinstance(parse_scalar("1e5"), int)
 
 
 def test_every_key_has_its_line() -> None:
@@ -155,6 +155,6 @@ leaves = st.one_of(texts, tricky, st.integers(-(10**12), 10**12), st.floats(allo
 @settings(deadline=None)
 @given(st.dictionaries(tricky | texts, leaves | st.lists(leaves, max_size=3), max_size=4))
 def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
-    for text in (write_yaml({"a": value}), write_yaml({"a": value}, flow=True)):
+    for text in (dump_yaml({"a": value}), dump_yaml({"a": value}, flow=True)):
         if "<<" not in value:
             assert parse_yaml(text, "r").value == {"a": value}

@@ -23,11 +23,11 @@ from bottega.data.loading.loader import Loader
 from bottega.models.autoencoder.codes import CodeAutoencoder
 from bottega.models.autoencoder.codes_folder import write_codes
 from bottega.models.autoencoder.config import AutoencoderShape, CodesShape
-from bottega.run.compose import build_engine, build_loader, plan_rates
-from bottega.run.lesson import applied
+from bottega.run.compose import build_engine, build_loader, set_learning_rate_schedule
+from bottega.run.training_plan import build_training_plan
 from bottega.tasks import registry
-from bottega.tasks.branch import Branch
 from bottega.tasks.recipes import load_recipe
+from bottega.tasks.workload import Workload
 from small_media import audio, image, video
 from small_run import settings, write_text
 
@@ -151,7 +151,7 @@ CASES = [
 class Subject:
     """One process of a run, without the loop around it."""
 
-    branch: Branch
+    workload: Workload
     engine: Any
     loader: Loader
 
@@ -175,9 +175,9 @@ def build(case: Case, folder: Path, **changes: Any) -> Subject:
     values = {key: value for key, value in values.items() if key not in case.lacks}
     recipe = load_recipe([case.recipe, values]).recipe
     assert recipe.task == case.task
-    branch = registry.prepare(recipe, say=lambda stage, done, total: None)
-    lesson = applied(recipe, branch)
-    engine = build_engine(recipe, lesson.task)
-    loader = build_loader(recipe, lesson.training, engine, lesson.order)
-    plan_rates(recipe, engine, total=8, steps_per_epoch=round(loader.steps_per_epoch))
-    return Subject(branch, engine, loader)
+    workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
+    plan = build_training_plan(recipe, workload)
+    engine = build_engine(recipe, plan.task)
+    loader = build_loader(recipe, plan.training, engine, plan.order)
+    set_learning_rate_schedule(recipe, engine, total=8, steps_per_epoch=round(loader.steps_per_epoch))
+    return Subject(workload, engine, loader)

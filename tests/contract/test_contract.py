@@ -15,10 +15,10 @@ from cases import CASES, Case, build
 import small_media
 import two_ranks as script
 from bottega.core import checkpoint
-from bottega.core.loop import evaluate
 from bottega.core.rundir import read_metrics
-from bottega.data.loading.loader import evaluate_batches
-from bottega.engines.nonfinite import flat
+from bottega.core.trainer import evaluate
+from bottega.data.loading.loader import iter_eval_batches
+from bottega.engines.nonfinite import flatten_batch
 from small_run import different, steps_logged, tensors, train
 
 EVERYTHING: dict[str, Any] = {
@@ -77,12 +77,12 @@ def test_the_mean_is_exact_under_any_split(case: Case, tmp_path: Path) -> None:
 def test_the_order_of_samples_is_free_of_the_world_size(case: Case, tmp_path: Path) -> None:
     loader = build(case, tmp_path).loader
     for world, step in itertools.product((2, 4), (0, 1, 17, 1000)):
-        ranks = [flat(replace(loader, data_rank=rank, data_size=world).batch(step)) for rank in range(world)]
-        for name, whole in flat(loader.batch(step)).items():
+        ranks = [flatten_batch(replace(loader, data_rank=rank, data_size=world).batch(step)) for rank in range(world)]
+        for name, whole in flatten_batch(loader.batch(step)).items():
             parts = [batch[name] for batch in ranks]
-            if name in loader.source.filling:  # those of a rank are as long as its own longest
+            if name in loader.source.padding_values:  # those of a rank are as long as its own longest
                 free = [whole.shape[1] - part.shape[1] for part in parts]
-                fill = loader.source.filling[name]
+                fill = loader.source.padding_values[name]
                 parts = [np.pad(p, ((0, 0), (0, n)), constant_values=fill) for p, n in zip(parts, free, strict=True)]
             # What is one number for all, such as the frames of a second, is the same number on every rank.
             together = np.concatenate(parts) if np.ndim(whole) else np.unique(parts).squeeze()
@@ -91,22 +91,22 @@ def test_the_order_of_samples_is_free_of_the_world_size(case: Case, tmp_path: Pa
 
 def test_an_evaluation_is_free_of_the_batch_size(case: Case, tmp_path: Path) -> None:
     subject = build(case, tmp_path)
-    source = subject.branch.validation()
+    source = subject.workload.validation()
     assert source is not None
-    usual = evaluate(subject.engine, evaluate_batches(source, 4))
+    usual = evaluate(subject.engine, iter_eval_batches(source, 4))
     for size in (1, 3, 64):
-        assert evaluate(subject.engine, evaluate_batches(source, size)) == pytest.approx(usual, rel=1e-6)
+        assert evaluate(subject.engine, iter_eval_batches(source, size)) == pytest.approx(usual, rel=1e-6)
 
 
 def test_a_run_is_the_same_twice_whatever_is_looked_at_in_its_middle(case: Case, tmp_path: Path) -> None:
     """Neither a snapshot nor an evaluation changes anything."""
     quiet, watched = build(case, tmp_path, **EVERYTHING), build(case, tmp_path, **EVERYTHING)
-    source = watched.branch.validation()
+    source = watched.workload.validation()
     assert source is not None
     reports = quiet.advance(0, 4)
     first = watched.advance(0, 2)
     watched.save(tmp_path / "middle", 2)
-    evaluate(watched.engine, evaluate_batches(source, 4))
+    evaluate(watched.engine, iter_eval_batches(source, 4))
     assert first + watched.advance(2, 4) == reports
     assert different(quiet.state(), watched.state()) == []
 
@@ -149,9 +149,9 @@ def test_the_average_is_what_is_evaluated(case: Case, tmp_path: Path) -> None:
     weights = averaged.engine.state()["ema.safetensors"]
     # What learns without a gradient is not averaged, and is evaluated as it is by then.
     plain.engine.model.load_state_dict({**averaged.engine.model.state_dict(), **weights})
-    source = averaged.branch.validation()
+    source = averaged.workload.validation()
     assert source is not None
-    a, b = (evaluate(one.engine, evaluate_batches(source, 4)) for one in (averaged, plain))
+    a, b = (evaluate(one.engine, iter_eval_batches(source, 4)) for one in (averaged, plain))
     assert a == b
 
 

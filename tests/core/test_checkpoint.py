@@ -34,7 +34,7 @@ def write(folder: Path, step: int, *, value: float = 0.0) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return [path.name for path, _ in checkpoint.candidates(folder)]
+    return [path.name for path, _ in checkpoint.list_checkpoints(folder)]
 
 
 def test_what_is_written_comes_back_and_safetensors_itself_can_read_it(tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ def test_the_newest_is_the_last_written_whatever_clocks_and_numbers_say(tmp_path
     for step in (20, 30, 10):  # 10 was reached after a fallback
         os.utime(write(tmp_path, step), (step, 10_000 - step))
     assert names(tmp_path) == ["step-00000010", "step-00000030", "step-00000020"]
-    found = checkpoint.newest_good(tmp_path, pytest.fail)
+    found = checkpoint.find_newest_valid(tmp_path, pytest.fail)
     assert found is not None
     assert found[0].name == "step-00000010"
-    assert checkpoint.newest_good(tmp_path / "nowhere", pytest.fail) is None
+    assert checkpoint.find_newest_valid(tmp_path / "nowhere", pytest.fail) is None
 
 
 def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 def test_retain_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
     paths = {step: write(tmp_path, step) for step in range(1, 7)}
-    checkpoint.retain(tmp_path, keep=2, protect=[paths[3]])
+    checkpoint.delete_old_checkpoints(tmp_path, keep=2, protect=[paths[3]])
     assert names(tmp_path) == ["step-00000006", "step-00000005", "step-00000003"]
     assert not list(tmp_path.glob(".trash-*"))
-    checkpoint.retain(tmp_path, keep=9, protect=[])
+    checkpoint.delete_old_checkpoints(tmp_path, keep=9, protect=[])
     assert len(names(tmp_path)) == 3
 
 
@@ -100,7 +100,7 @@ def test_retain_deletes_nothing_while_the_newest_is_not_good(tmp_path: Path) -> 
         write(tmp_path, step)
     (tmp_path / "step-00000003" / "ema.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="step-00000003 damaged"):
-        checkpoint.retain(tmp_path, keep=1, protect=[])
+        checkpoint.delete_old_checkpoints(tmp_path, keep=1, protect=[])
     assert len(names(tmp_path)) == 3
 
 
@@ -108,14 +108,14 @@ def test_links_follow_a_checkpoint_and_survive_a_move(tmp_path: Path) -> None:
     folder = tmp_path / "here"
     write(folder, 1)
     path = write(folder, 2)
-    assert checkpoint.follow(folder, "last") == path
-    assert checkpoint.follow(folder, "best") is None
-    checkpoint.point(folder, "best", folder / "step-00000001")
+    assert checkpoint.read_link(folder, "last") == path
+    assert checkpoint.read_link(folder, "best") is None
+    checkpoint.write_link(folder, "best", folder / "step-00000001")
     moved = tmp_path / "there"
     folder.rename(moved)
-    assert checkpoint.follow(moved, "best") == moved / "step-00000001"
-    checkpoint.discard(moved / "step-00000001")
-    assert checkpoint.follow(moved, "best") is None, "a link to what is gone points nowhere"
+    assert checkpoint.read_link(moved, "best") == moved / "step-00000001"
+    checkpoint.delete_folder(moved / "step-00000001")
+    assert checkpoint.read_link(moved, "best") is None, "a link to what is gone points nowhere"
 
 
 def test_where_there_are_no_links_a_text_file_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ def test_where_there_are_no_links_a_text_file_points(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "symlink", refuse)
     path = write(tmp_path, 3)
     assert not (tmp_path / "last").is_symlink()
-    assert checkpoint.follow(tmp_path, "last") == path
-    assert checkpoint.follow(tmp_path, "last") == write(tmp_path, 3)
+    assert checkpoint.read_link(tmp_path, "last") == path
+    assert checkpoint.read_link(tmp_path, "last") == write(tmp_path, 3)
 
 
 def test_a_moved_or_renamed_checkpoint_still_verifies(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_sweep_removes_leftovers_and_finishes_a_replacement(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     (tmp_path / ".tmp-last-0123abcd").symlink_to("step-00000001")
-    checkpoint.sweep(tmp_path)
+    checkpoint.remove_partial_checkpoints(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["last", "step-00000001", "step-00000002"]
     assert checkpoint.verify(tmp_path / "step-00000001").step == 1
 
@@ -185,7 +185,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, content: byte
     with pytest.raises(CheckpointError, match="step-00000001"):
         checkpoint.verify(path)
     said: list[str] = []
-    assert checkpoint.newest_good(tmp_path, said.append) is None
+    assert checkpoint.find_newest_valid(tmp_path, said.append) is None
     assert len(said) == 1
     assert "step-00000001 damaged" in said[0]
 

@@ -58,13 +58,13 @@ def campaign(folder: Path, rounds: int) -> None:
         with pytest.raises(CheckpointError, match="step-00000002"):
             checkpoint.verify(newer)
         said: list[str] = []
-        found = checkpoint.newest_good(folder, said.append)
+        found = checkpoint.find_newest_valid(folder, said.append)
         assert found is not None, what
         assert found[0] == older, what
         assert len(said) == 1, "the rejected one is named"
         assert "step-00000002 damaged" in said[0]
         (newer / name).write_bytes(whole[name])
-    assert checkpoint.newest_good(folder, pytest.fail) == (newer, checkpoint.verify(newer))
+    assert checkpoint.find_newest_valid(folder, pytest.fail) == (newer, checkpoint.verify(newer))
 
 
 def test_any_flip_or_cut_is_refused_and_the_older_one_is_used(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def life(folder: Path, announced: dict[int, float], *, value: float) -> None:
     for step in (2, 3):
         write(folder, step, value=value)
         announced[step] = value
-        checkpoint.retain(folder, keep=2, protect=[])
+        checkpoint.delete_old_checkpoints(folder, keep=2, protect=[])
         for gone in set(announced) - {3, 2} if step == 3 else set(announced) - {2, 1}:
             del announced[gone]
 
@@ -167,7 +167,7 @@ def test_death_at_any_system_call_loses_nothing_announced(
             except Death:
                 pass
         if not exchanges:
-            checkpoint.sweep(folder)  # as every start does
+            checkpoint.remove_partial_checkpoints(folder)  # as every start does
         check(folder, announced, f"call {number}")
         if count[0] < number:
             break  # it lived to the end
@@ -175,7 +175,7 @@ def test_death_at_any_system_call_loses_nothing_announced(
 
 
 def check(folder: Path, announced: dict[int, float], when: str) -> None:
-    candidates = checkpoint.candidates(folder)
+    candidates = checkpoint.list_checkpoints(folder)
     for path, _ in candidates:
         checkpoint.verify(path)  # nothing half-written or half-deleted is ever a candidate
     steps = [manifest.step for _, manifest in candidates]
@@ -183,10 +183,10 @@ def check(folder: Path, announced: dict[int, float], when: str) -> None:
     newest = sorted(announced)[-1]
     assert newest in steps, f"{when}: {steps}"
     assert len(set(steps)) >= 2, f"{when}: {steps}"
-    checkpoint.sweep(folder)
+    checkpoint.remove_partial_checkpoints(folder)
     left = {p.name for p in folder.iterdir()} - {"last"}
     assert all(name.startswith("step-") for name in left), f"{when}: {left}"
-    found = checkpoint.newest_good(folder, pytest.fail)
+    found = checkpoint.find_newest_valid(folder, pytest.fail)
     assert found is not None
     assert found[1].step >= newest, when
     value = load_file(found[0] / "ema.safetensors")["w"][0, 0]
@@ -216,6 +216,6 @@ def test_an_error_at_any_call_cleans_up_and_loses_nothing(
                 write(folder, 1, value=2.0)
             except OSError:
                 assert not list(folder.glob(".tmp-*")), "the half-written one is gone"
-        good = checkpoint.newest_good(folder, pytest.fail)
+        good = checkpoint.find_newest_valid(folder, pytest.fail)
         assert good is not None
         assert good[1].step == 1

@@ -15,7 +15,7 @@ from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
 from bottega.core.errors import CheckpointError, EnvironmentProblem
-from bottega.core.saver import PATIENCE, TRIES, Saver, explain, preflight
+from bottega.core.saver import MAX_FAILED_SAVES, TRIES, Saver, check_disk_space, explain_os_error
 from bottega.core.types import Tensors
 
 
@@ -48,7 +48,7 @@ class Story:
 
 
 def steps(folder: Path) -> list[int]:
-    return [manifest.step for _, manifest in checkpoint.candidates(folder)]
+    return [manifest.step for _, manifest in checkpoint.list_checkpoints(folder)]
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_keeps_the_newest_the_best_and_the_one_resumed_from(tmp_path: Path) -> N
         story.save(step, best=0.5, best_step=3)
     story.saver.wait()
     assert steps(tmp_path) == [7, 6, 3, 1]
-    assert checkpoint.follow(tmp_path, "best") == tmp_path / "step-00000003"
-    assert checkpoint.follow(tmp_path, "last") == tmp_path / "step-00000007"
+    assert checkpoint.read_link(tmp_path, "best") == tmp_path / "step-00000003"
+    assert checkpoint.read_link(tmp_path, "last") == tmp_path / "step-00000007"
 
 
 def full(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
@@ -128,14 +128,14 @@ def test_a_disk_that_stays_full_ends_the_run_with_code_5(tmp_path: Path, monkeyp
     story.save(1)
     story.saver.wait()
     full(monkeypatch, times=99)
-    for step in range(2, PATIENCE + 1):
+    for step in range(2, MAX_FAILED_SAVES + 1):
         story.save(step)
         story.saver.wait()
-    story.save(PATIENCE + 1)
+    story.save(MAX_FAILED_SAVES + 1)
     with pytest.raises(EnvironmentProblem, match="the disk is full") as caught:
         story.saver.wait()
     assert caught.value.code == 5
-    assert len(story.warned) == PATIENCE - 1
+    assert len(story.warned) == MAX_FAILED_SAVES - 1
     assert checkpoint.verify(tmp_path / "step-00000001").step == 1
 
 
@@ -143,7 +143,7 @@ def test_success_in_between_starts_the_patience_anew(tmp_path: Path, monkeypatch
     story = Story(tmp_path)
     for step in range(1, 9):
         with pytest.MonkeyPatch.context() as patch:
-            if step % PATIENCE:
+            if step % MAX_FAILED_SAVES:
                 full(patch, times=1)
             story.save(step)
             story.saver.wait()
@@ -179,13 +179,13 @@ def test_the_end_of_a_failed_run_waits_and_hides_nothing(tmp_path: Path, monkeyp
     story, go = Story(tmp_path), threading.Event()
     story.saver.save(Fixed(1.0, go=go), Progress(step=1))
     threading.Timer(0.05, go.set).start()
-    story.saver.settle()
+    story.saver.wait_after_failure()
     assert story.saved == [1]
     full(monkeypatch, times=99)
-    for step in range(2, 2 + PATIENCE):
+    for step in range(2, 2 + MAX_FAILED_SAVES):
         story.save(step)
-        story.saver.settle()
-    assert len(story.warned) == PATIENCE, "the last of them would have ended the run"
+        story.saver.wait_after_failure()
+    assert len(story.warned) == MAX_FAILED_SAVES, "the last of them would have ended the run"
 
 
 def test_a_best_checkpoint_whose_save_failed_does_not_cost_the_one_before(
@@ -202,7 +202,7 @@ def test_a_best_checkpoint_whose_save_failed_does_not_cost_the_one_before(
     story.save(4, best=0.8, best_step=2)
     story.saver.wait()
     assert steps(tmp_path) == [4, 1]
-    assert checkpoint.follow(tmp_path, "best") == tmp_path / "step-00000001"
+    assert checkpoint.read_link(tmp_path, "best") == tmp_path / "step-00000001"
 
 
 @pytest.mark.parametrize("name", ["mkdir", "rename", "replace", "symlink", "fsync"])
@@ -214,7 +214,7 @@ def test_one_failed_operation_changes_nothing(tmp_path: Path, name: str) -> None
         for step, best in ((1, 1), (2, 2), (3, 2), (4, 2)):
             story.save(step, best=0.5, best_step=best)
             story.saver.wait()
-        links = [checkpoint.follow(folder, link) for link in ("last", "best")]
+        links = [checkpoint.read_link(folder, link) for link in ("last", "best")]
         return story.saved, steps(folder), *(link and link.name for link in links)
 
     expected = save_all(tmp_path / "undisturbed")
@@ -244,12 +244,12 @@ def test_rotation_asks_progress_and_not_the_link(tmp_path: Path) -> None:
     story.save(1, best=0.9, best_step=1)
     story.save(2, best=0.8, best_step=2)
     story.saver.wait()
-    checkpoint.point(tmp_path, "best", tmp_path / "step-00000001")
+    checkpoint.write_link(tmp_path, "best", tmp_path / "step-00000001")
     for step in (3, 4):
         story.save(step, best=0.8, best_step=2)
         story.saver.wait()
     assert steps(tmp_path) == [4, 2]
-    assert checkpoint.follow(tmp_path, "best") == tmp_path / "step-00000002"
+    assert checkpoint.read_link(tmp_path, "best") == tmp_path / "step-00000002"
 
 
 def test_preflight_refuses_what_cannot_fit_and_warns_of_what_will_not(
@@ -260,25 +260,25 @@ def test_preflight_refuses_what_cannot_fit_and_warns_of_what_will_not(
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
     with pytest.raises(EnvironmentProblem, match="1,000 bytes free"):
-        preflight(tmp_path, size=501, keep=1)
-    preflight(tmp_path, size=300, keep=3)
+        check_disk_space(tmp_path, size=501, keep=1)
+    check_disk_space(tmp_path, size=300, keep=3)
     assert "lower checkpoint.keep" in capsys.readouterr().err
-    preflight(tmp_path, size=100, keep=3)
+    check_disk_space(tmp_path, size=100, keep=3)
     assert capsys.readouterr().err == ""
     # What an earlier start left there makes room, but not for the first save.
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "model.safetensors").write_bytes(b"x" * 900)
-    preflight(tmp_path, size=900, keep=1)
+    check_disk_space(tmp_path, size=900, keep=1)
     assert capsys.readouterr().err == ""
     with pytest.raises(EnvironmentProblem):
-        preflight(tmp_path, size=1001, keep=1)
+        check_disk_space(tmp_path, size=1001, keep=1)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO])
 def test_system_errors_are_explained_in_one_line(tmp_path: Path, number: int) -> None:
     import os
 
-    problem = explain(OSError(number, os.strerror(number)), tmp_path / "not" / "there", 4096)
+    problem = explain_os_error(OSError(number, os.strerror(number)), tmp_path / "not" / "there", 4096)
     assert problem.code == 5
     assert "\n" not in str(problem)
     assert str(tmp_path) in str(problem)

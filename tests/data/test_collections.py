@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.prepare.prepared import PreparedData
 from bottega.tasks.personalize.config import PersonalizeData
-from bottega.tasks.personalize.data.collections import collected
-from bottega.tasks.personalize.data.item_captions import described
+from bottega.tasks.personalize.data.collections import read_collection
+from bottega.tasks.personalize.data.item_captions import caption_images
 from bottega.tasks.personalize.data.records import PersonalRows, Record
 from bottega.tasks.personalize.data.tables import prepare_personal
 from small_collections import captioning_model, flickr, picture, pog, ser
@@ -26,12 +26,12 @@ def data_of(folder: Path, collection: str, **options: Any) -> PersonalizeData:
 
 
 def found(folder: Path, collection: str, **options: Any) -> list[Record]:
-    records = [record for _, record in collected(folder, data_of(folder, collection, **options)).records]
+    records = [record for _, record in read_collection(folder, data_of(folder, collection, **options)).records]
     assert all(isinstance(record, Record) for record in records)
     return records  # type: ignore[return-value]
 
 
-def prepared(folder: Path, collection: str, **options: Any) -> Prepared:
+def prepared(folder: Path, collection: str, **options: Any) -> PreparedData:
     return prepare_personal(data_of(folder, collection, **options))
 
 
@@ -62,7 +62,7 @@ def test_every_record_of_every_collection(everything: tuple[Path, str, dict[str,
             assert len(set(ids)) == len(ids)
             assert 1 <= len(ids) <= 3
             assert all(item.caption for item in record.items)
-            assert rows.picture(record.target).shape == (8, 8, 3)
+            assert rows.image(record.target).shape == (8, 8, 3)
     assert sum(map(len, users.values())) == len(users["train"] | users["validation"] | users["test"])
     assert sum(counts["rows"] for counts in whole.tables.values()) == len(found(folder, collection, **captions))
 
@@ -84,7 +84,7 @@ def test_what_a_worker_liked(flickr_folder: Path) -> None:
         worker: len(names) for worker, names in targets.items()
     }
     assert "ALAZY" not in targets
-    [(reason, count)] = collected(flickr_folder, data_of(flickr_folder, "flickr")).left_out.items()
+    [(reason, count)] = read_collection(flickr_folder, data_of(flickr_folder, "flickr")).left_out.items()
     assert "workers who liked 3 pictures or fewer" in reason
     assert count == sum(len(names) for names in liked.values() if len(names) <= 3)
     assert len(found(flickr_folder, "flickr", min_score=2)) > len(records)
@@ -138,7 +138,7 @@ def test_a_rating_that_cannot_be_read(flickr_folder: Path, row: str, message: st
     with pytest.raises(DataError, match=message):
         prepared(flickr_folder, "flickr", **captions)
     skipped = prepared(flickr_folder, "flickr", **captions, bad_records="skip", max_bad=0.1)
-    assert skipped.meta["bad"] == 1
+    assert skipped.metadata["bad"] == 1
     assert message in skipped.notes()[-1]
 
 
@@ -159,7 +159,7 @@ def test_clothes_that_were_clicked_on(tmp_path: Path) -> None:
         for line in (folder / "outfit_data.txt").read_text().splitlines()
     }
     lines = [line.split(",") for line in (folder / "user_data.txt").read_text().splitlines()]
-    whole = collected(folder, data_of(folder, "pog"))
+    whole = read_collection(folder, data_of(folder, "pog"))
     for key, record in whole.records:
         assert isinstance(record, Record)
         user, clicked, outfit = lines[int(key.rpartition(" ")[2]) - 1]
@@ -173,7 +173,7 @@ def test_clothes_that_were_clicked_on(tmp_path: Path) -> None:
         assert all((item.image is not None) == (int(item.id[1:]) % 2 == 0) for item in record.items)
     assert whole.left_out["the same as an earlier line"] == 1
     assert len(whole.records) + sum(whole.left_out.values()) == len(lines)
-    assert len(collected(folder, data_of(folder, "pog"), limit=4).records) == 4
+    assert len(read_collection(folder, data_of(folder, "pog"), limit=4).records) == 4
 
 
 def test_what_pog_lacks_is_said(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_sticker_is_of_the_pack_of_its_history(tmp_path: Path) -> None:
     # Every sticker of a pack that is large enough is a target once.
     assert len({record.target.id for record in records}) == len(records) == 4 + 5 + 6 + 7
     assert sum(record.style is None for record in records) == 1, "one has no annotation"
-    assert collected(folder, data_of(folder, "ser")).left_out == {"in 2 packs of 3 stickers or fewer": 5}
+    assert read_collection(folder, data_of(folder, "ser")).left_out == {"in 2 packs of 3 stickers or fewer": 5}
 
 
 def test_stickers_without_annotations(tmp_path: Path) -> None:
@@ -280,6 +280,6 @@ def test_a_model_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "model.safetensors").write_bytes(b"")
     path = picture(tmp_path / "a.png", 1)
     with pytest.raises(DataError, match=r"says nothing about .*a.png"):
-        described(
+        caption_images(
             {"x": path}, tmp_path, lambda folder: lambda pictures: [" " for _ in pictures], progress=lambda *of: None
         )

@@ -14,17 +14,17 @@ import pytest
 
 from bottega.config.data import Curriculum, Data, Stage, TextData
 from bottega.config.data import Source as Options
-from bottega.config.units import Cadence
+from bottega.config.units import Interval
 from bottega.data.audio.config import AudioAugmentation, AudioData
 from bottega.data.audio.decode import encode_wav
 from bottega.data.image.config import ImageAugmentation, ImageData
 from bottega.data.loading.loader import Loader
-from bottega.data.order import difficulty
-from bottega.data.order.orders import Order, Staged
+from bottega.data.order import curriculum as difficulty
+from bottega.data.order.bucketed import Bucketed
+from bottega.data.order.orders import CurriculumOrder, Order
 from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.sources import combine
-from bottega.data.sources.bucketed import Bucketed
-from bottega.data.sources.samples import media_samples
+from bottega.data.sources.samples import open_media_source
 from bottega.data.sources.source import Source
 from bottega.data.text.labelled import LabelledTexts
 from bottega.data.text.tokens import TokenDocuments, TokenWindows
@@ -98,7 +98,7 @@ def language(folder: Path, *, padding: bool = False, table: str = "train") -> So
 def classify(folder: Path) -> Built:
     data = ClassifyData(train=Options(path=str(rows_file(folder))), validation=None)
     ready = prepare_classify(data, BYTES, seed=0, progress=quiet, cache=folder / "cache")
-    labels = ready.labels("train")
+    labels = ready.class_ids("train")
     assert labels is not None
     return LabelledTexts(ready.folder, "train", labels=labels), None
 
@@ -107,7 +107,7 @@ def recipe_samples(recipe: Any, folder: Path) -> Source:
     prepare = prepare_vectors if isinstance(recipe, RoutingRecipe) else prepare_media
     of = recipe.data if isinstance(recipe, RoutingRecipe) else recipe
     ready = prepare(of, progress=quiet, cache=folder / "cache")  # type: ignore[operator]
-    return media_samples(recipe, ready, "train", is_training=True)
+    return open_media_source(recipe, ready, "train", is_training=True)
 
 
 def image(folder: Path, **options: Any) -> Source:
@@ -141,21 +141,27 @@ def vectors(folder: Path) -> Built:
     return recipe_samples(RoutingRecipe(data=data), folder), None
 
 
-FIRST = Stage(share=0.4, steps=Cadence(3))
+FIRST = Stage(share=0.4, steps=Interval(3))
 
 
 def mixed(folder: Path) -> Built:
     a, b = language(folder), language(folder)
     options = (Options(path="a", weight=3.0), Options(path="b", weight=1.0))
-    return combine.build([(a, options[0]), (b, options[1])], Data(sources=options, mixture="weighted"), seed=1)
+    return combine.combine_sources(
+        [(a, options[0]), (b, options[1])], Data(sources=options, mixture="weighted"), seed=1
+    )
 
 
 def curriculum(folder: Path) -> Built:
     source = language(folder, padding=True)
-    stages = (FIRST, Stage(share=0.7, steps=Cadence(4), batch_size=2 * BATCH, replay=0.25), Stage(steps=Cadence(9)))
+    stages = (
+        FIRST,
+        Stage(share=0.7, steps=Interval(4), batch_size=2 * BATCH, replay_fraction=0.25),
+        Stage(steps=Interval(9)),
+    )
     plan = Curriculum(by="score", stages=stages)
-    concrete = difficulty.stages(plan, size=len(source), total_steps=100, steps_per_epoch=5, batch_size=BATCH)
-    return source, Staged(difficulty.ranking(source, "score"), concrete, seed=1)
+    concrete = difficulty.plan_stages(plan, size=len(source), total_steps=100, steps_per_epoch=5, batch_size=BATCH)
+    return source, CurriculumOrder(difficulty.rank_samples(source, "score"), concrete, seed=1)
 
 
 SOURCES: dict[str, Callable[[Path], Built]] = {
@@ -228,7 +234,7 @@ def test_no_sample_comes_twice_in_an_epoch(built: Built) -> None:
     for step in range(60):
         for index, epoch in zip(*whole.indices(step), strict=True):
             seen.setdefault(int(epoch), []).append(int(index))
-    if isinstance(order, Staged):
+    if isinstance(order, CurriculumOrder):
         return  # a stage sees its own share; test_orders.py has its properties
     assert all(len(set(numbers)) == len(numbers) for numbers in seen.values())
     if order is None:

@@ -22,9 +22,9 @@ import pytest
 from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.formats import arrays, idx, tar, tfrecord
-from bottega.data.formats.crc32c import crc32c, masked
+from bottega.data.formats.crc32c import crc32c, mask_crc
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.records.record import Bad, Record
+from bottega.data.records.record import BadRecord, Record
 
 PNG = b"\x89PNG\r\n\x1a\n"
 # What one of these may take: a megabyte at a time is read, and a few copies of it are made.
@@ -70,13 +70,13 @@ GOOD = member("before.png", PNG)
 LAST = member("later.png", PNG) + bytes(1024)
 
 
-def read(format: Format, name: str, data: bytes, **options: Any) -> list[Record | Bad]:
+def read(format: Format, name: str, data: bytes, **options: Any) -> list[Record | BadRecord]:
     file = Path(name).absolute()
     file.write_bytes(data)
     source = Source(**options)
     tracemalloc.start()
     try:
-        pieces = format.pieces(file, file.name, source, 1 << 12)
+        pieces = format.list_pieces(file, file.name, source, 1 << 12)
         return [record for piece in pieces for record in format.read(piece, source)]
     finally:
         peak = tracemalloc.get_traced_memory()[1]
@@ -119,7 +119,7 @@ def read(format: Format, name: str, data: bytes, **options: Any) -> list[Record 
 def test_members_that_are_refused(hostile: bytes, name: str, reason: str, packed: bool) -> None:
     archive = GOOD + hostile + LAST
     first, bad, last = read(tar.FORMAT, "a.tar", gzip.compress(archive) if packed else archive)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.reason.startswith(f"member {name!r}: ")
     assert reason in bad.reason
     assert "\n" not in str(bad)
@@ -127,14 +127,14 @@ def test_members_that_are_refused(hostile: bytes, name: str, reason: str, packed
     assert isinstance(first, Record)
     assert isinstance(last, Record)
     if not packed:
-        assert [sample.key for sample in tar.index(Path("a.tar")) if not sample.problem][:1] == ["before"]
+        assert [sample.key for sample in tar.index_archive(Path("a.tar")) if not sample.problem][:1] == ["before"]
 
 
 def test_a_refused_member_takes_its_sample_with_it() -> None:
     sample = member("x.png", PNG) + member("x.pkl", pickle.dumps(Trap())) + member("x.txt", b"hello")
     found = read(tar.FORMAT, "a.tar", GOOD + sample + LAST)
-    assert [type(record) for record in found] == [Record, Bad, Record]
-    listed = tar.index(Path("a.tar"))
+    assert [type(record) for record in found] == [Record, BadRecord, Record]
+    listed = tar.index_archive(Path("a.tar"))
     assert [(bool(sample.fields), sample.problem is None) for sample in listed] == [
         (True, True),
         (False, False),
@@ -156,7 +156,7 @@ def test_a_refused_member_takes_its_sample_with_it() -> None:
 def test_the_second_member_of_a_name_is_not_used(second: bytes) -> None:
     """First checked, last used: a trick that has worked on others."""
     found = read(tar.FORMAT, "a.tar", member("x.png", PNG) + second + bytes(1024))
-    bad = [record for record in found if isinstance(record, Bad)]
+    bad = [record for record in found if isinstance(record, BadRecord)]
     assert [record.key for record in bad] == ["a.tar:x"]
     assert not [r for r in found if isinstance(r, Record) and b"other" in r.fields.values()]
 
@@ -187,7 +187,7 @@ def long_name(name: bytes) -> bytes:
 )
 def test_names_that_readers_understand_differently(archive: bytes, reason: str) -> None:
     _, bad, last = read(tar.FORMAT, "a.tar", GOOD + archive + LAST)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert reason in bad.reason
     assert isinstance(last, Record)
 
@@ -262,8 +262,8 @@ def test_a_compression_bomb() -> None:
 
 def record(length: int, data: bytes, *, right: bool = True) -> bytes:
     head = struct.pack("<Q", length)
-    checksum = masked(crc32c(head)) ^ (not right)
-    return head + struct.pack("<I", checksum) + data + struct.pack("<I", masked(crc32c(data)))
+    checksum = mask_crc(crc32c(head)) ^ (not right)
+    return head + struct.pack("<I", checksum) + data + struct.pack("<I", mask_crc(crc32c(data)))
 
 
 @pytest.mark.parametrize("length", [2**62, 2**64 - 1, (1 << 30) + 1, 1 << 30, 2**31])
@@ -273,7 +273,7 @@ def test_records_that_say_they_are_huge(length: int, right: bool, packed: bool) 
     data = record(0, b"") + record(length, b"x" * 5000, right=right) + record(0, b"")
     first, bad = read(tfrecord.FORMAT, "a.tfrecord", gzip.compress(data) if packed else data)
     assert isinstance(first, Record)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.where.endswith("record 2 at byte 16")
     assert "cut off" in bad.reason or "cannot be found" in bad.reason
 
@@ -299,7 +299,7 @@ def test_records_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_protocol_buffers_that_lie(data: bytes) -> None:
     (bad,) = read(tfrecord.FORMAT, "a.tfrecord", record(len(data), data))
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert "no tf.train.Example" in bad.reason
 
 
@@ -378,7 +378,7 @@ def test_zip_archives_that_are_refused(data: bytes, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         read(arrays.FORMAT, "a.npz", data)
     (bad,) = read(tar.FORMAT, "a.tar", member("x.npz", data) + bytes(1024))
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert reason in bad.reason
 
 

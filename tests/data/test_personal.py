@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.image.decode import decode
-from bottega.data.image.resize import resize
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.image.decode import decode_image
+from bottega.data.image.resize import resize_image
+from bottega.data.prepare.prepared import PreparedData
 from bottega.tasks.personalize.config import PersonalizeData
-from bottega.tasks.personalize.data import pictures as pictures_module
+from bottega.tasks.personalize.data import image_files as pictures_module
 from bottega.tasks.personalize.data.records import Item, PersonalRows, Record
 from bottega.tasks.personalize.data.tables import prepare_personal
 from small_collections import item, people, picture, record, records
@@ -24,7 +24,7 @@ from small_collections import item, people, picture, record, records
 SIZE = 8
 
 
-def prepared(path: Path, **options: Any) -> Prepared:
+def prepared(path: Path, **options: Any) -> PreparedData:
     data = {"train": {"path": str(path)}, "image_size": SIZE, **options}
     return prepare_personal(PersonalizeData.model_validate(data))
 
@@ -56,9 +56,9 @@ def test_samples_show_the_target(tmp_path: Path) -> None:
     assert batch["person"].dtype == np.int64
     for pixels, number in zip(batch["image"], index.tolist(), strict=True):
         target = rows.record(number).target
-        whole = decode(tmp_path / str(target.image), channels=3)
-        wanted = resize(whole, (SIZE, SIZE), mode="crop")
-        assert (rows.picture(target) == wanted).all()
+        whole = decode_image(tmp_path / str(target.image), channels=3)
+        wanted = resize_image(whole, (SIZE, SIZE), mode="crop")
+        assert (rows.image(target) == wanted).all()
         assert np.abs(pixels - (wanted / 127.5 - 1)).max() < 1e-6
     assert "thing" in rows.describe(0, 0)
 
@@ -72,7 +72,7 @@ def test_large_collections_stay_encoded(tmp_path: Path, monkeypatch: pytest.Monk
     assert (decoded.encoder.store, encoded.encoder.store) == ("decoded", "encoded")
     index, epoch = np.arange(20), np.zeros(20, np.int64)
     assert (decoded.rows(index, epoch)["image"] == encoded.rows(index, epoch)["image"]).all()
-    assert (decoded.picture(decoded.record(4).history[1]) == encoded.picture(encoded.record(4).history[1])).all()
+    assert (decoded.image(decoded.record(4).history[1]) == encoded.image(encoded.record(4).history[1])).all()
 
 
 def test_every_picture_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +97,14 @@ def test_many_processes_write_what_one_does(tmp_path: Path, monkeypatch: pytest.
     path = people(tmp_path)
     one = PersonalRows(prepared(path), "train")
     monkeypatch.setattr("bottega.tasks.personalize.data.tables.VERSION", "several")
-    monkeypatch.setattr("bottega.tasks.personalize.data.pictures.JOB_BYTES", 2000)
+    monkeypatch.setattr("bottega.tasks.personalize.data.image_files.JOB_BYTES", 2000)
     monkeypatch.setattr("bottega.data.prepare.jobs.WORTH_PROCESSES", 1)
     stages: dict[str, tuple[int, int]] = {}
     data = PersonalizeData.model_validate({"train": {"path": str(path)}, "image_size": SIZE})
     several = PersonalRows(
         prepare_personal(data, progress=lambda stage, done, total: stages.update({stage: (done, total)})), "train"
     )
-    assert (one.pictures.values("image") == several.pictures.values("image")).all()
+    assert (one.images.values("image") == several.images.values("image")).all()
     assert {stage: done == total for stage, (done, total) in stages.items()} == {"hash": True, "decode": True}
 
 
@@ -117,7 +117,7 @@ def test_the_name_is_of_content(tmp_path: Path) -> None:
     bad = [*records(), record(99, [], 3)]
     skipped = [people(tmp_path / name, bad, "bad.jsonl") for name in ("a", "b")]
     one, other = (prepared(path, bad_records="skip", max_bad=0.1) for path in skipped)
-    assert one.meta["bad"] == 1
+    assert one.metadata["bad"] == 1
     assert one.fingerprint == other.fingerprint, "of what is left out neither"
     picture(tmp_path / "b/pictures/3.png", 99)
     assert prepared(b).fingerprint != first.fingerprint, "another picture under the same name is other data"
@@ -179,7 +179,8 @@ def test_held_out_files_of_their_own(tmp_path: Path) -> None:
         for one in rows.record(number).items:
             name = str(one.image).partition("#")[0]
             assert (
-                rows.picture(one) == resize(decode(tmp_path / "b" / name, channels=3), (SIZE, SIZE), mode="crop")
+                rows.image(one)
+                == resize_image(decode_image(tmp_path / "b" / name, channels=3), (SIZE, SIZE), mode="crop")
             ).all()
 
 
@@ -217,7 +218,7 @@ def test_a_history_may_be_words_alone(tmp_path: Path) -> None:
     rows = PersonalRows(prepared(people(tmp_path, [row])), "train")
     assert rows.table.row("history", 0).tolist()[0] == -1
     with pytest.raises(DataError, match="has no picture"):
-        rows.picture(rows.record(0).history[0])
+        rows.image(rows.record(0).history[0])
 
 
 def test_pictures_of_another_folder(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_captions_from_a_file(tmp_path: Path) -> None:
 
 def test_a_record_asks_for_its_wish() -> None:
     made = Record(user="1", history=(Item(id="a", caption="x"),), target=Item(id="b", caption="y"))
-    assert made.asked == "y"
-    assert made.model_copy(update={"wish": "a star"}).asked == "a star"
+    assert made.wish_or_caption == "y"
+    assert made.model_copy(update={"wish": "a star"}).wish_or_caption == "a star"
     assert Record.model_validate({**record(1, [1], 2), "user": 17}).user == "17"
     assert item(1)["id"] == Record.model_validate(record(1, [1], 2)).history[0].id

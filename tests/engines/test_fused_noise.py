@@ -7,7 +7,7 @@ import torch
 
 from bottega.core.noise import Noise
 from bottega.engines.torch import noise
-from bottega.engines.torch.noise import FusedNoise, draw
+from bottega.engines.torch.noise import FusedNoise, make_noise
 
 
 @pytest.fixture(autouse=True)
@@ -44,5 +44,5 @@ def test_each_form_has_code_of_its_own(uncompiled: list[str]) -> None:
 
 
 def test_only_where_it_pays() -> None:
-    assert type(draw(0, 0, torch.arange(2), fused=False)) is Noise
-    assert type(draw(0, 0, torch.arange(2), fused=True)) is FusedNoise
+    assert type(make_noise(0, 0, torch.arange(2), fused=False)) is Noise
+    assert type(make_noise(0, 0, torch.arange(2), fused=True)) is FusedNoise

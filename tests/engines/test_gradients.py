@@ -10,20 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.core.noise import Noise, generator
+from bottega.core.noise import Noise, numpy_generator
 from bottega.core.types import Batch, Loss, Models
-from bottega.engines.torch.gradients import Apart, add_penalty
+from bottega.engines.torch.gradients import PCGrad, add_penalty
 from toy_task import Toy, engine, loader
 
 
 def settled(rows: list[list[float]], *, seed: int = 0, step: int = 0, micro: int = 1) -> tuple[np.ndarray, float]:
     """The gradient that terms with these gradients come to, over two parameters of unlike shape, and the worst cosine."""
     first, second = nn.Parameter(torch.zeros(1, dtype=torch.float64)), nn.Parameter(torch.zeros(2, 1).double())
-    apart = Apart([first, second])
+    apart = PCGrad([first, second])
     for _ in range(micro):
         weights = [torch.tensor(row, dtype=torch.float64) / micro for row in rows]
         apart.backward({str(i): torch.cat((first, second.flatten())) @ w for i, w in enumerate(weights)})
-    worst = apart.settle(seed=seed, step=step)
+    worst = apart.combine(seed=seed, step=step)
     assert first.grad is not None
     assert second.grad is not None
     return np.concatenate([first.grad.numpy(), second.grad.flatten().numpy()]), float(worst)
@@ -44,7 +44,7 @@ def by_the_paper(rows: list[list[float]], order: list[list[int]]) -> np.ndarray:
 
 
 def orders(count: int, *, seed: int, step: int) -> list[list[int]]:
-    rng = generator(seed, "gradient order", step)
+    rng = numpy_generator(seed, "gradient order", step)
     return [list(rng.permutation([j for j in range(count) if j != i])) for i in range(count)]
 
 
@@ -101,9 +101,9 @@ def test_micro_batches_are_one_gradient_before_they_are_compared() -> None:
 
 def test_a_parameter_that_a_term_has_no_use_for() -> None:
     used, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    apart = Apart([used, other])
+    apart = PCGrad([used, other])
     apart.backward({"a": (used * torch.tensor([1.0, 2.0])).sum(), "b": (other * 3).sum()})
-    apart.settle(seed=0, step=0)
+    apart.combine(seed=0, step=0)
     assert used.grad is not None
     assert other.grad is not None
     assert used.grad.tolist() == [1.0, 2.0]
@@ -128,7 +128,7 @@ def test_a_penalty_of_what_is_frozen_changes_nothing() -> None:
 class Halves(Toy):
     """The terms of one task are on one side: they are added up before anybody is asked to give way."""
 
-    keeps_apart: ClassVar[bool] = True
+    gradient_surgery: ClassVar[bool] = True
     named: tuple[str, str] = ("a/error", "a/mean")
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
@@ -149,4 +149,4 @@ def test_only_tasks_are_reconciled_and_not_the_terms_of_one() -> None:
 
 
 class Plainly(Halves):
-    keeps_apart: ClassVar[bool] = False
+    gradient_surgery: ClassVar[bool] = False

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from bottega.callbacks.early_stop import EarlyStop
+from bottega.callbacks.early_stopping import EarlyStopping
 from bottega.callbacks.jsonl import JsonLines
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
 from bottega.core.errors import Diverged
-from bottega.core.loop import Every, Fit, Goal
 from bottega.core.rundir import read_metrics
 from bottega.core.saver import Saver
-from bottega.data.loading.loader import evaluate_batches
-from bottega.engines.nonfinite import MOST_SKIPS, Recovery
+from bottega.core.trainer import BestMetric, Cadences, Trainer
+from bottega.data.loading.loader import iter_eval_batches
+from bottega.engines.nonfinite import MAX_SKIPS, NonfiniteRecovery
 from bottega.engines.torch import optimizers
 from bottega.techniques.ewc.torch import Ewc
 from small_run import different
@@ -49,7 +49,7 @@ class Trial:
         self.saver = Saver(
             folder / "checkpoints", keep=3, fingerprint={}, announce=lambda p, path: None, warn=self.warned.append
         )
-        self.recovery = Recovery(
+        self.recovery = NonfiniteRecovery(
             engine=self.engine,
             loader=self.loader,
             saver=self.saver,
@@ -58,14 +58,14 @@ class Trial:
             warn=self.warned.append,
         )
         self.progress = Progress(total=total)
-        self.every = Every(log=log, save=save)
+        self.every = Cadences(log=log, save=save)
 
     def run(self, *callbacks: Callback, **more: Any) -> Progress:
-        return Fit(
+        return Trainer(
             engine=self.engine,
             batches=self.loader,
             progress=self.progress,
-            every=self.every,
+            cadences=self.every,
             saver=self.saver,
             callbacks=callbacks,
             recover=self.recovery,
@@ -85,7 +85,9 @@ def test_halt_leaves_the_weights_as_the_bad_step_met_them(tmp_path: Path, name: 
         trial.run()
     assert caught.value.code == 6
     assert different(state(before.engine), state(trial.engine)) == []
-    assert checkpoint.candidates(tmp_path / "checkpoints") == [], "a checkpoint after the accident is never written"
+    assert checkpoint.list_checkpoints(tmp_path / "checkpoints") == [], (
+        "a checkpoint after the accident is never written"
+    )
 
 
 def test_the_evidence_names_step_samples_and_module_and_keeps_the_batch(tmp_path: Path) -> None:
@@ -163,7 +165,7 @@ def test_techniques_that_can_make_a_loss_grow_are_named(tmp_path: Path) -> None:
 
 
 def test_too_many_skips_are_a_divergence(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, "skip", total=MOST_SKIPS + 10, log=10, save=0, learning_rate=1e30, max_grad_norm=None)
+    trial = Trial(tmp_path, "skip", total=MAX_SKIPS + 10, log=10, save=0, learning_rate=1e30, max_grad_norm=None)
     with pytest.raises(Diverged, match=r"has diverged, lower training\.learning_rate$"):
         trial.run()
 
@@ -189,32 +191,32 @@ def test_rollback_goes_back_and_passes_over_the_batch(tmp_path: Path, log: int) 
 def test_what_rollback_skips_travels_in_the_checkpoint(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "rollback")
     trial.run()
-    last = checkpoint.follow(tmp_path / "checkpoints", "last")
+    last = checkpoint.read_link(tmp_path / "checkpoints", "last")
     assert last is not None
     assert Progress.from_json(checkpoint.read_progress(last)).skip_steps == trial.progress.skip_steps
 
 
 def test_rollback_gives_callbacks_their_memory_back(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "rollback", total=6)
-    stop = EarlyStop(metric="error", maximise=False, patience=50, threshold=0.0)
+    stop = EarlyStopping(metric="error", maximise=False, patience=50, threshold=0.0)
     seen: list[tuple[int, int]] = []
 
     class Watch(Callback):
         name = "watch"
 
         def rewind(self, progress: Progress) -> None:
-            seen.append((progress.step, stop.rule.waited))
+            seen.append((progress.step, stop.counter.waited))
 
-    trial.every = Every(log=1, save=2, evaluate=1)
+    trial.every = Cadences(log=1, save=2, evaluate=1)
     step = bad_step()
     # Evaluations that never improve: the patience counts them, one for each step.
-    stop.rule.best = -1.0
+    stop.counter.best = -1.0
     trial.progress.notes = {"early_stop": {"best": -1.0, "waited": 0}}
     trial.progress.best = 1e9  # and none is worth a checkpoint of its own
-    trial.run(stop, Watch(), validation=lambda: evaluate_batches(source(), 8), goal=Goal("error", maximise=True))
+    trial.run(stop, Watch(), validation=lambda: iter_eval_batches(source(), 8), goal=BestMetric("error", maximise=True))
     back = step // 2 * 2
     assert seen == [(back, back)]
-    assert stop.rule.waited == 6
+    assert stop.counter.waited == 6
 
 
 def test_rollback_without_a_checkpoint_is_a_divergence(tmp_path: Path) -> None:
@@ -239,11 +241,11 @@ def test_an_update_is_held_back_by_the_flag_alone(name: str) -> None:
     before = state(one)
     for p in one._params:
         p.grad = torch.ones_like(p)
-    optimizers.apply(one.optimizers, divisor=torch.tensor(2.0), hold=torch.tensor(1.0))
+    optimizers.step_optimizers(one.optimizers, divisor=torch.tensor(2.0), skip_update=torch.tensor(1.0))
     assert different(before, state(one)) == []
     for p in one._params:
         p.grad = torch.ones_like(p)
-    optimizers.apply(one.optimizers, divisor=torch.tensor(2.0), hold=torch.tensor(0.0))
+    optimizers.step_optimizers(one.optimizers, divisor=torch.tensor(2.0), skip_update=torch.tensor(0.0))
     assert {name for name in different(before, state(one)) if name.startswith("model")} == {
         f"model.safetensors/{name}" for name, _ in one.model.named_parameters()
     }

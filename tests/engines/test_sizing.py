@@ -12,10 +12,10 @@ import small_texts
 from bottega import cli
 from bottega.core.errors import OutOfMemory
 from bottega.engines import host_memory
-from bottega.engines.backend import Footprint
-from bottega.engines.torch import fitting, sizing
-from bottega.engines.torch.memory import optimizer_bytes, weights_of
-from bottega.engines.torch.sizing import check_fits, estimate
+from bottega.engines.backend import MemoryEstimate
+from bottega.engines.torch import micro_batches, sizing
+from bottega.engines.torch.memory import measure_weights, optimizer_bytes
+from bottega.engines.torch.sizing import check_memory, estimate_memory
 from bottega.run.compose import build_engine
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
@@ -38,11 +38,11 @@ SMALL: dict[str, Any] = {
 def test_the_estimate_is_what_an_engine_takes(name: str, optimizer: str, tmp_path: Path) -> None:
     values = {**SMALL[name](tmp_path), "training.optimizer.name": optimizer, "device": "cpu"}
     recipe = load_recipe([name, values]).recipe
-    branch = registry.prepare(recipe, say=lambda stage, done, total: None)
-    found = estimate(branch.task, recipe.training, seed=0)
-    one = build_engine(recipe, branch.task)
+    workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
+    found = estimate_memory(workload.task, recipe.training, seed=0)
+    one = build_engine(recipe, workload.task)
     one._ensure_state()
-    assert found.weights == sum(model.bytes for model in weights_of(one))
+    assert found.weights == sum(model.bytes for model in measure_weights(one))
     assert found.parameters == sum(p.numel() for p in one.model.parameters())
     assert found.gradients == sum(p.numel() * 4 for p in one.model.parameters() if p.requires_grad)
     counters = 8 * sum(len(optimizer.state) for optimizer in one.optimizers)  # how often each parameter was updated
@@ -69,11 +69,11 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_built(
 
 def test_processes_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "available_memory", lambda: 100 << 30)
-    model = Footprint(1, weights=20 << 30, gradients=20 << 30)
-    check_fits(model, torch.device("cpu"))
+    model = MemoryEstimate(1, weights=20 << 30, gradients=20 << 30)
+    check_memory(model, torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(OutOfMemory, match=r"weights 20\.0 \+ gradients 20\.0 GiB .* 25\.0 GiB .* each of 4 processes"):
-        check_fits(model, torch.device("cpu"))
+        check_memory(model, torch.device("cpu"))
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,19 +138,19 @@ def test_auto_measures_before_the_kernel_ends_the_process(monkeypatch: pytest.Mo
     """What one example keeps for backward tells how many fit in what is free, and the result is the same."""
     options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
 
-    class Counted(fitting.SavedTensorMeter):
+    class Counted(micro_batches.SavedTensorMeter):
         def __init__(self, models: Any) -> None:
             super().__init__(models)
             counts.append(self)
 
     counts: list[Any] = []
-    monkeypatch.setattr(fitting, "SavedTensorMeter", Counted)
+    monkeypatch.setattr(micro_batches, "SavedTensorMeter", Counted)
     plenty = engine(options)
     advance(plenty, loader(of=plenty), 0, 3)
     assert len(counts) == 1, "only before the first step"
     peak = counts[0].peak
     assert peak > 0
-    monkeypatch.setattr(fitting, "available_memory", lambda: int(peak * 2.9 * fitting.OVERHEAD))
+    monkeypatch.setattr(micro_batches, "available_memory", lambda: int(peak * 2.9 * micro_batches.OVERHEAD))
     scarce = engine(options)
     advance(scarce, loader(of=scarce), 0, 3)
     assert (plenty.micro_batch_size, scarce.micro_batch_size) == (8, 2)

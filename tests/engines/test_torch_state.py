@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bottega.config.optimizers import RULES
+from bottega.config.optimizers import OPTIMIZER_SPECS
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError
 from bottega.engines.torch.engine import TorchEngine
 from small_run import different
 from toy_task import Toy, advance, engine, loader, save, state, training
 
-OPTIMIZERS = list(RULES)
+OPTIMIZERS = list(OPTIMIZER_SPECS)
 
 
 def everything(**changes: Any) -> TorchEngine:

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from bottega.core.errors import OutOfMemory, UsageError
-from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
+from bottega.core.trainer import evaluate
 from bottega.core.types import Batch, Loss, Models
-from bottega.data.loading.loader import evaluate_batches
+from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.torch import ranks
-from bottega.engines.torch.devices import put
+from bottega.engines.torch.devices import move_batch
 from bottega.engines.torch.sums import sum_terms
 from bottega.models.build import build_models
 from toy_task import F, Toy, advance, engine, loader, save, source, state, training
@@ -42,7 +42,7 @@ def test_gradients_are_those_of_the_whole_batch_under_any_split(micro: int) -> N
     counts = whole.task.counts(batch)
     losses = []
     for one in (whole, split):
-        loss, metrics = one.backward(3, put(batch, one.device), counts, 8)
+        loss, metrics = one.backward(3, move_batch(batch, one.device), counts, 8)
         losses.append((loss.item(), one.fetch(metrics)["absolute"]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     for (name, a), b in zip(whole.model.named_parameters(), split.model.parameters(), strict=True):
@@ -105,7 +105,7 @@ def test_clipping_and_adamw_are_torchs_own() -> None:
         batch = batches.batch(step)
         report = ours.fetch(ours.train_step(step, batch))
         rng = Noise(0, step, torch.arange(8), torch)
-        out = Toy().loss({"model": theirs}, put(batch, torch.device("cpu")), rng)
+        out = Toy().loss({"model": theirs}, move_batch(batch, torch.device("cpu")), rng)
         adamw.zero_grad()
         sum_terms(out.terms, Toy().counts(batch)).backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
@@ -165,9 +165,9 @@ def test_evaluation_and_samples_see_the_averaged_weights_and_give_the_others_bac
 def test_an_evaluation_draws_its_noise_for_the_sample_and_not_for_its_place() -> None:
     """And never what training draws: the noise of step 0 would be known already."""
     one = engine()
-    usual = evaluate(one, evaluate_batches(source(), 8))
+    usual = evaluate(one, iter_eval_batches(source(), 8))
     for size in (1, 7, 40):
-        assert evaluate(one, evaluate_batches(source(), size)) == pytest.approx(usual, rel=1e-6)
+        assert evaluate(one, iter_eval_batches(source(), size)) == pytest.approx(usual, rel=1e-6)
     batch = source().rows(np.arange(8), np.zeros(8, np.int64))
     trained = one.fetch(engine().train_step(0, batch))
     sums = one.eval_step(batch).sums
@@ -195,7 +195,7 @@ def test_a_row_that_starts_later_stands_still_until_then_and_goes_on_exactly(nam
 
     def built() -> Any:
         one = engine(options)
-        one.plan(one.rate, total=8, steps_per_epoch=5)
+        one.set_schedule(one.rate, total=8, steps_per_epoch=5)
         return one
 
     one = built()
@@ -333,7 +333,7 @@ def test_out_of_memory_in_an_evaluation_too() -> None:
 
 def test_rows_that_nobody_looks_at_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[int] = []
-    monkeypatch.setattr(ranks, "joined_rows", lambda rows, weight: gathered.append(len(rows)) or dict(rows))
+    monkeypatch.setattr(ranks, "gather_rows", lambda rows, weight: gathered.append(len(rows)) or dict(rows))
 
     class Telling(Toy):
         def loss(self, models: Any, batch: Any, rng: Noise) -> Any:
@@ -395,7 +395,7 @@ def test_averages_begin_where_weights_were_written() -> None:
     with torch.no_grad():
         one.model.head.weight.fill_(3.0)
     assert not torch.equal(one.state()["ema.safetensors"]["head.weight"], one.model.head.weight)
-    one.restart_average()
+    one.reset_weight_average()
     assert torch.equal(one.state()["ema.safetensors"]["head.weight"], one.model.head.weight)
 
 
@@ -404,8 +404,8 @@ def test_parameters_tell_shape_and_whether_they_ever_learn() -> None:
     found = one.parameters()
     assert list(found) == [name for name, _ in one.model.named_parameters()]
     assert (found["first.weight"].shape, found["first.weight"].size) == ((8, F), 8 * F)
-    assert {name for name, p in found.items() if not p.learns} == {"first.weight", "first.bias"}
-    assert one.num_active() == sum(p.size for p in found.values())
+    assert {name for name, p in found.items() if not p.is_trainable} == {"first.weight", "first.bias"}
+    assert one.num_active_parameters() == sum(p.size for p in found.values())
 
 
 def test_the_order_of_samples_is_seen_by_the_step_number_alone() -> None:
@@ -425,7 +425,7 @@ def test_a_compiled_model_trains_what_is_unfrozen_later(monkeypatch: pytest.Monk
     ends = []
     for compiled in (True, False):
         one = engine(training(groups=table, compile=compiled, optimizer={"name": "sgd"}))
-        one.plan(one.rate, total=8, steps_per_epoch=5)
+        one.set_schedule(one.rate, total=8, steps_per_epoch=5)
         advance(one, loader(of=one), 0, 4)
         ends.append(weights(one))
     torch.compiler.reset()

@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import two_ranks as script
-from bottega.core.loop import evaluate
 from bottega.core.rundir import read_metrics
-from bottega.data.loading.loader import evaluate_batches
+from bottega.core.trainer import evaluate
+from bottega.data.loading.loader import iter_eval_batches
 from toy_task import Toy, advance, engine, loader, source, state, training
 
 
@@ -38,7 +38,7 @@ def test_weights_and_losses_are_those_of_one_process(two_ranks: Path, micro: int
 
 def test_parameters_that_begin_later_are_those_of_one_process(two_ranks: Path) -> None:
     one = engine(training(optimizer={"name": "sgd"}, groups=script.THAWING))
-    one.plan(one.rate, total=8, steps_per_epoch=5)
+    one.set_schedule(one.rate, total=8, steps_per_epoch=5)
     advance(one, loader(of=one), 0, 4)
     together = left(two_ranks, "thawing")
     for name, array in state(one).items():
@@ -85,7 +85,7 @@ def test_ranks_stay_equal_bit_for_bit(two_ranks: Path) -> None:
 
 
 def test_an_evaluation_counts_every_sample_once(two_ranks: Path) -> None:
-    alone = evaluate(engine(task=script.Weighted(noise=0.0)), evaluate_batches(source(samples=37), 8))
+    alone = evaluate(engine(task=script.Weighted(noise=0.0)), iter_eval_batches(source(samples=37), 8))
     for rank in (0, 1):
         together = json.loads((two_ranks / f"evaluation.{rank}.json").read_text())
         assert together == pytest.approx(alone, rel=1e-6)

@@ -14,7 +14,7 @@ from torch import nn
 from bottega.core.errors import UsageError
 from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.types import Models
-from bottega.models.build import build_model, build_models, build_outline, build_without_memory, resolve
+from bottega.models.build import build_meta_model, build_meta_models, build_model, build_models, resolve_reference
 from toy_task import Toy
 
 
@@ -92,9 +92,9 @@ def test_without_a_rule_the_seed_alone_decides_and_nothing_outside_is_drawn_from
 
 
 def test_names_mean_functions_classes_and_methods() -> None:
-    assert resolve("bottega.models.build:resolve") is resolve
-    assert resolve("torch.nn:Linear.forward") is nn.Linear.forward
-    assert resolve(ones) is ones
+    assert resolve_reference("bottega.models.build:resolve") is resolve_reference
+    assert resolve_reference("torch.nn:Linear.forward") is nn.Linear.forward
+    assert resolve_reference(ones) is ones
 
 
 def test_changes_come_last_in_their_order_and_see_all_models() -> None:
@@ -125,7 +125,7 @@ def test_parts_are_built_and_changed_first() -> None:
 
 
 def test_an_outline_has_names_and_shapes_and_reads_no_folder() -> None:
-    model = build_outline(Task(given={"model": replace(OWN, pretrained="not/here")}), 0)
+    model = build_meta_model(Task(given={"model": replace(OWN, pretrained="not/here")}), 0)
     assert model is not None
     assert {name: (tuple(p.shape), p.is_meta) for name, p in model.named_parameters()} == {
         "layer.weight": ((3, 3), True)
@@ -140,9 +140,9 @@ def test_an_outline_refuses_what_a_change_refuses_and_is_none_where_only_files_t
         raise OSError("cannot be read without memory")
 
     with pytest.raises(UsageError, match="no such layer"):
-        build_outline(Task(given={"model": OWN.changed(refuse)}), 0)
-    assert build_outline(Task(given={"model": ModelSpec(fail)}), 0) is None
-    assert build_without_memory(Task(given={"model": ModelSpec(fail)}), 0) is None
+        build_meta_model(Task(given={"model": OWN.changed(refuse)}), 0)
+    assert build_meta_model(Task(given={"model": ModelSpec(fail)}), 0) is None
+    assert build_meta_models(Task(given={"model": ModelSpec(fail)}), 0) is None
 
 
 def test_a_model_that_is_there_is_the_model() -> None:

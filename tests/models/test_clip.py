@@ -93,9 +93,9 @@ def test_an_export_gives_the_same_numbers_in_transformers(clip: Clip, exported: 
 
 
 def test_its_reading_half_is_a_text_encoder_for_generators(clip: Clip, exported: Path) -> None:
-    from bottega.models.text_encoder import load_text_encoder, read_text_facts
+    from bottega.models.text_encoder import load_text_encoder, read_text_encoder_metadata
 
-    ids, facts = torch.tensor([row([1, 2, 3])]), read_text_facts(exported)
+    ids, facts = torch.tensor([row([1, 2, 3])]), read_text_encoder_metadata(exported)
     assert (facts.width, facts.positions, facts.vocab_size, facts.is_clip) == (16, 10, 20, True)
     with torch.no_grad():
         ours = clip.network.text_model(input_ids=ids).last_hidden_state

@@ -9,9 +9,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from bottega.models.decoder.config import DECLARED, SIZES, TransformerShape
-from bottega.models.decoder.kinds import kind_of, mixers, shape_fields, words_of
-from bottega.models.decoder.torch import Block, Cache, Transformer
+from bottega.models.decoder.config import DOCUMENTED_PARAMETERS, SIZES, TransformerShape
+from bottega.models.decoder.kinds import decoder_kind, layer_mixers, resolve_shape_fields, shape_to_recipe_keys
+from bottega.models.decoder.torch import Block, DecoderCache, Transformer
 from bottega.models.experts.config import ExpertsShape
 from bottega.models.initial import initialise
 from decoders import compile_and_count
@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def small_shape(name: str, **changes: Any) -> TransformerShape:
     kind: Any = name.partition("-")[0]
     said = {"num_layers": 4, "hidden_size": 32, **KINDS[name], **changes}
-    return TransformerShape(**{"vocab_size": V, "context": 32, **shape_fields(kind, None, said)})
+    return TransformerShape(**{"vocab_size": V, "context": 32, **resolve_shape_fields(kind, None, said)})
 
 
 def small_model(name: str, *, seed: int = 0, **changes: Any) -> Transformer:
@@ -56,24 +56,24 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["transformer", "ssm", "moe", "hybrid"])
 def test_a_size_is_the_same_size_in_every_kind(kind: Any, size: str) -> None:
-    vocab_size, declared = DECLARED[size]
-    shape = TransformerShape(vocab_size=vocab_size, **shape_fields(kind, size, {}))
-    assert kind_of(shape) == kind
+    vocab_size, declared = DOCUMENTED_PARAMETERS[size]
+    shape = TransformerShape(vocab_size=vocab_size, **resolve_shape_fields(kind, size, {}))
+    assert decoder_kind(shape) == kind
     with torch.device("meta"):
         counted = sum(p.numel() for p in Transformer(shape).parameters())
-    assert shape.parameters() == counted
-    assert abs(shape.active_parameters() / declared - 1) < 0.02
-    assert (shape.parameters() > 2 * declared) == (kind == "moe"), "all experts together are more"
+    assert shape.num_parameters() == counted
+    assert abs(shape.num_active_parameters() / declared - 1) < 0.02
+    assert (shape.num_parameters() > 2 * declared) == (kind == "moe"), "all experts together are more"
 
 
 def test_parameters_are_counted_in_closed_form(name: str) -> None:
     model = small_model(name)
-    assert model.shape.parameters() == sum(p.numel() for p in model.parameters())
+    assert model.shape.num_parameters() == sum(p.numel() for p in model.parameters())
     unused = 0
     if (experts := model.shape.experts) is not None:
         one = 3 * experts.hidden_size * experts.expert_size
         unused = len(model.shape.expert_layers) * (experts.num_experts - experts.top_k) * one
-    assert model.shape.parameters() - model.shape.active_parameters() == unused
+    assert model.shape.num_parameters() - model.shape.num_active_parameters() == unused
 
 
 def test_work_per_token_counts_what_a_token_meets() -> None:
@@ -86,18 +86,18 @@ def test_work_per_token_counts_what_a_token_meets() -> None:
 
 def test_words_say_a_shape_again(name: str) -> None:
     shape = small_shape(name)
-    words = words_of(shape)
+    words = shape_to_recipe_keys(shape)
     kind: Any = words.pop("kind")
     useless = {key for key, value in words.items() if value is None or value == 0}
-    fields = shape_fields(kind, None, {key: value for key, value in words.items() if key not in useless})
+    fields = resolve_shape_fields(kind, None, {key: value for key, value in words.items() if key not in useless})
     assert TransformerShape(**fields) == shape
 
 
 def test_attention_stands_in_the_last_of_so_many_layers() -> None:
-    assert mixers(5, attention_every=2) == ("ssm", "attention", "ssm", "attention", "ssm")
-    assert mixers(2, attention_every=4) == ("ssm", "ssm")
-    assert mixers(2, attention_every=1) == ("attention", "attention")
-    assert mixers(2, attention_every=None) == ("ssm", "ssm")
+    assert layer_mixers(5, attention_every=2) == ("ssm", "attention", "ssm", "attention", "ssm")
+    assert layer_mixers(2, attention_every=4) == ("ssm", "ssm")
+    assert layer_mixers(2, attention_every=1) == ("attention", "attention")
+    assert layer_mixers(2, attention_every=None) == ("ssm", "ssm")
 
 
 def test_impossible_shapes_name_the_remedy() -> None:
@@ -162,7 +162,7 @@ def test_reading_with_a_cache_equals_reading_at_once(name: str) -> None:
     model, tokens = small_model(name).eval(), some_tokens()
     with torch.no_grad():
         expected = model(tokens)
-        cache = Cache.empty(model.shape, batch=2)
+        cache = DecoderCache.empty(model.shape, batch=2)
         pieces, position = [], 0
         for length in (7, 1, 1, 5, 1, 9):
             pieces.append(model(tokens[:, position : position + length], cache=cache, position=position))
@@ -176,7 +176,7 @@ def test_what_fills_up_a_row_enters_no_state(name: str) -> None:
     with torch.no_grad():
         expected = model(tokens)
         for filling in (0, 7):
-            cache = Cache.empty(model.shape, batch=2)
+            cache = DecoderCache.empty(model.shape, batch=2)
             filled = tokens[:, :12].clone()
             filled[1, 5:] = filling
             model.hidden(filled, cache=cache, lengths=[12, 5])
@@ -187,14 +187,14 @@ def test_what_fills_up_a_row_enters_no_state(name: str) -> None:
 
 
 def test_what_a_state_space_keeps_does_not_grow() -> None:
-    short, long = (Cache.empty(small_shape("ssm"), batch=2, length=n) for n in (8, 8000))
+    short, long = (DecoderCache.empty(small_shape("ssm"), batch=2, length=n) for n in (8, 8000))
     assert [t.shape for layer in short.layers for t in layer] == [t.shape for layer in long.layers for t in layer]
 
 
 def test_a_state_space_reads_beyond_its_context() -> None:
     model, tokens = small_model("ssm").eval(), some_tokens(1, 100)
     with torch.no_grad():
-        cache = Cache.empty(model.shape, batch=1)
+        cache = DecoderCache.empty(model.shape, batch=1)
         model(tokens[:, :99], cache=cache)
         stepped = model(tokens[:, 99:], cache=cache, position=99)
         torch.testing.assert_close(stepped[:, 0], model(tokens)[:, 99], atol=1e-5, rtol=0)

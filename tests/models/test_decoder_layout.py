@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.decoder.kinds import shape_fields
-from bottega.models.decoder.layout import OWN, layout_for
+from bottega.models.decoder.kinds import resolve_shape_fields
+from bottega.models.decoder.layout import OWN_MODEL_TYPE, select_layout
 from bottega.models.decoder.torch import Transformer
-from bottega.models.folders.pretrained import export_transformers, load_weights, read_shape
+from bottega.models.folders.pretrained import export_transformers, load_weights, read_decoder_shape
 from bottega.models.initial import initialise
 
 TOKENS = torch.arange(20).reshape(2, 10) * 3
@@ -27,20 +27,20 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen-some": ("moe", "qwen3_moe", {**ROUTED, "experts_every": 2}),
     "mixtral": ("moe", "mixtral", {**ROUTED, "qk_norm": False}),
     "mamba": ("ssm", "mamba2", SCANNED),
-    "sigmoid": ("moe", OWN, {**ROUTED, "gate": "sigmoid"}),
-    "shared": ("moe", OWN, {**ROUTED, "shared_experts": 1}),
-    "spiking": ("moe", OWN, {**ROUTED, "router": "spiking"}),
-    "llama-single": ("moe", OWN, {**ROUTED, "qk_norm": False, "experts_per_token": 1}),
-    "biased": ("moe", OWN, {**ROUTED, "balance": "bias"}),
-    "hybrid": ("hybrid", OWN, {**SCANNED, "attention_every": 2}),
-    "ssm-experts": ("ssm", OWN, {**SCANNED, "num_experts": 3}),
+    "sigmoid": ("moe", OWN_MODEL_TYPE, {**ROUTED, "gate": "sigmoid"}),
+    "shared": ("moe", OWN_MODEL_TYPE, {**ROUTED, "shared_experts": 1}),
+    "spiking": ("moe", OWN_MODEL_TYPE, {**ROUTED, "router": "spiking"}),
+    "llama-single": ("moe", OWN_MODEL_TYPE, {**ROUTED, "qk_norm": False, "experts_per_token": 1}),
+    "biased": ("moe", OWN_MODEL_TYPE, {**ROUTED, "balance": "bias"}),
+    "hybrid": ("hybrid", OWN_MODEL_TYPE, {**SCANNED, "attention_every": 2}),
+    "ssm-experts": ("ssm", OWN_MODEL_TYPE, {**SCANNED, "num_experts": 3}),
 }
 
 
 def our_model(case: str, *, tied: bool = True) -> Transformer:
     kind, _, said = CASES[case]
     words = {"num_layers": 2, "hidden_size": 32, "tie_embeddings": tied, **said}
-    fields = shape_fields(kind, None, words)  # type: ignore[arg-type]
+    fields = resolve_shape_fields(kind, None, words)  # type: ignore[arg-type]
     model = Transformer(TransformerShape(vocab_size=64, context=32, **fields))
     initialise(model, 0, std=0.2, residual_layers=2)
     if case == "biased":
@@ -51,7 +51,7 @@ def our_model(case: str, *, tied: bool = True) -> Transformer:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("case", [case for case, (_, layout, _) in CASES.items() if layout != OWN])
+@pytest.mark.parametrize("case", [case for case, (_, layout, _) in CASES.items() if layout != OWN_MODEL_TYPE])
 def test_our_export_opens_in_transformers(tmp_path: Path, case: str, tied: bool) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -68,9 +68,9 @@ def test_our_export_opens_in_transformers(tmp_path: Path, case: str, tied: bool)
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_is_read_back(tmp_path: Path, case: str) -> None:
     model = our_model(case)
-    assert layout_for(model.shape, model.state_dict()) == CASES[case][1]
+    assert select_layout(model.shape, model.state_dict()) == CASES[case][1]
     export_transformers(model.state_dict(), model.shape, tmp_path)
-    shape = read_shape(tmp_path)
+    shape = read_decoder_shape(tmp_path)
     # Whether gates are made to sum to 1 is said there, and may have been left to the number of experts here.
     assert shape.model_copy(update={"experts": None}) == model.shape.model_copy(update={"experts": None})
     again = Transformer(shape).eval()
@@ -114,7 +114,7 @@ def peer(kind: str) -> Any:
 def test_a_model_of_transformers_opens_here(tmp_path: Path, kind: str) -> None:
     theirs = peer(kind)
     theirs.save_pretrained(tmp_path, max_shard_size="40KB")
-    model = Transformer(read_shape(tmp_path)).eval()
+    model = Transformer(read_decoder_shape(tmp_path)).eval()
     load_weights(model, tmp_path)
     with torch.no_grad():
         expected = theirs(TOKENS).logits
@@ -142,7 +142,7 @@ def test_what_would_compute_something_else_is_refused(
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     with pytest.raises(UsageError, match=message):
-        read_shape(tmp_path)
+        read_decoder_shape(tmp_path)
 
 
 def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
@@ -152,15 +152,15 @@ def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
     said = json.loads(config.read_text())
     config.write_text(json.dumps({key: value for key, value in said.items() if key != "moe_intermediate_size"}))
     with pytest.raises(CheckpointError, match="moe_intermediate_size is missing"):
-        read_shape(tmp_path)
+        read_decoder_shape(tmp_path)
     config.write_text(json.dumps(said | {"num_experts_per_tok": 9}))
     with pytest.raises(CheckpointError, match="describes no model"):
-        read_shape(tmp_path)
+        read_decoder_shape(tmp_path)
     config.write_text(json.dumps(said))
     tensors = load_file(weights)
     save_file({name: t for name, t in tensors.items() if "experts.3.up_proj" not in name}, weights)
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\.experts\.3\.up_proj"):
-        load_weights(Transformer(read_shape(tmp_path)), tmp_path)
+        load_weights(Transformer(read_decoder_shape(tmp_path)), tmp_path)
 
 
 def test_what_routers_know_travels_in_our_layout_alone(tmp_path: Path) -> None:
@@ -168,6 +168,6 @@ def test_what_routers_know_travels_in_our_layout_alone(tmp_path: Path) -> None:
     export_transformers(model.state_dict(), model.shape, tmp_path)
     kept = [name for name in load_file(tmp_path / "model.safetensors") if ".router." in name]
     assert sorted({name.rpartition(".")[2] for name in kept}) == ["bias", "load", "weight"]
-    again = Transformer(read_shape(tmp_path))
+    again = Transformer(read_decoder_shape(tmp_path))
     load_weights(again, tmp_path)
     assert torch.equal(again.model.layers[0].mlp.router.bias, torch.tensor([0.5, 0.0, -0.5, 0.0]))  # type: ignore[union-attr]

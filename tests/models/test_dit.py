@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bottega.core.noise import Noise, generator
-from bottega.models.dit.torch import DiT, positions, time_frequencies
+from bottega.core.noise import Noise, numpy_generator
+from bottega.models.dit.torch import DiT, sinusoidal_positions, time_frequencies
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.models.generator.torch import ClassCondition, Generator, build_generator
 
@@ -32,7 +32,7 @@ def awake(model: torch.nn.Module) -> Any:
     """What begins at nothing would hide everything, so every parameter gets a value."""
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.from_numpy(0.2 * generator(7, name).standard_normal(p.shape, dtype=np.float32)))
+            p.copy_(torch.from_numpy(0.2 * numpy_generator(7, name).standard_normal(p.shape, dtype=np.float32)))
     return model
 
 
@@ -153,13 +153,13 @@ def test_places_are_the_published_sines() -> None:
     """For the patch in row 1, column 2 of a width of 8: column first, then row, sines before cosines."""
     rates = [1.0, 1 / 10000**0.5]
     by_hand = [f(p * r) for p in (2, 1) for f in (math.sin, math.cos) for r in rates]
-    assert positions((3, 4), 8)[1 * 4 + 2].tolist() == pytest.approx(by_hand, abs=1e-6)
+    assert sinusoidal_positions((3, 4), 8)[1 * 4 + 2].tolist() == pytest.approx(by_hand, abs=1e-6)
     for counts in ((7,), (3, 4), (2, 3, 2)):
         for width in (12, 16):
-            found = positions(counts, width)
+            found = sinusoidal_positions(counts, width)
             assert found.shape == (math.prod(counts), width)
             assert len({tuple(row) for row in found.tolist()}) == len(found), "no two patches are alike"
-    assert (positions((2, 3, 2), 16)[:, 12:] == 0).all(), "three directions take four numbers each"
+    assert (sinusoidal_positions((2, 3, 2), 16)[:, 12:] == 0).all(), "three directions take four numbers each"
 
 
 def test_times_are_the_published_frequencies() -> None:
@@ -176,7 +176,7 @@ def test_tensors_and_numbers_are_those_of_diffusers(patch: int) -> None:
     embeddings = pytest.importorskip("diffusers.models.embeddings")
     side = 8 // patch
     theirs = embeddings.get_2d_sincos_pos_embed(24, side, base_size=side, output_type="pt")
-    torch.testing.assert_close(positions((side, side), 24), theirs.float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(sinusoidal_positions((side, side), 24), theirs.float(), rtol=0, atol=1e-6)
     times = torch.tensor([0.0, 1.0, 37.5, 999.0])
     their_times = embeddings.Timesteps(num_channels=256, flip_sin_to_cos=True, downscale_freq_shift=1)(times)
     torch.testing.assert_close(time_frequencies(times), their_times, rtol=0, atol=1e-6)

@@ -17,7 +17,14 @@ from torch import Tensor
 import bottega.models.experts.dispatch as dispatch
 from bottega.core.noise import Noise
 from bottega.models.experts.config import ExpertsShape
-from bottega.models.experts.torch import Experts, Routing, evenness, leave_out, renewed, stats
+from bottega.models.experts.torch import (
+    Experts,
+    Routing,
+    drop_initial_experts,
+    load_entropy,
+    routing_stats,
+    update_router_state,
+)
 from bottega.models.initial import initialise
 from bottega.models.several import shared_layers
 from bottega.models.spiking.config import SpikingShape
@@ -98,10 +105,10 @@ def test_the_two_forms_agree(k: int) -> None:
     def short(run: Callable[..., Tensor]) -> list[Tensor]:
         small = tuple(stack.detach().bfloat16().requires_grad_() for stack in stacks)
         rows = x.bfloat16().requires_grad_()
-        out = dispatch.in_order(rows, chosen, gates, small, run=run)
+        out = dispatch.dispatch_sorted(rows, chosen, gates, small, run=run)
         return [out, *torch.autograd.grad(out.float().square().sum(), [rows, *small])]
 
-    for got, wanted in zip(short(dispatch.grouped), short(dispatch.looped), strict=True):
+    for got, wanted in zip(short(dispatch.run_grouped), short(dispatch.looped), strict=True):
         assert float((got - wanted).detach().abs().max()) < 0.02 * float(wanted.detach().abs().max())
 
 
@@ -144,7 +151,7 @@ def full_by_hand(chosen: Tensor, room: int) -> list[list[bool]]:
 )
 def test_beyond_the_room_choices_are_dropped_and_counted(changes: dict[str, Any], room: int) -> None:
     model, x = layer(top_k=2, num_shared=1, **changes), inputs(3, 10)
-    assert model.shape.room(10) == room
+    assert model.shape.capacity_for(10) == room
     out, routing = model(x)
     dropped = 0
     for row, answer, chosen in zip(x, out, routing.chosen, strict=True):
@@ -227,8 +234,8 @@ def update(model: Experts, routing: Routing, step: int = 0, *, seed: int = 0) ->
     """What an engine does after a step."""
     tensors = {f"layer.{name}": value for name, value in model.state_dict().items()}
     with torch.no_grad():
-        for name, value in renewed(
-            tensors, stats(routing, "layer"), name="layer", shape=model.shape, rng=Noise(seed, step, ())
+        for name, value in update_router_state(
+            tensors, routing_stats(routing, "layer"), name="layer", shape=model.shape, rng=Noise(seed, step, ())
         ).items():
             tensors[name].copy_(value)
 
@@ -267,10 +274,10 @@ def test_the_update_is_that_of_the_paper_and_of_a_running_mean() -> None:
     form = shape(balance="bias", bias_rate=0.25, load_decay=0.75)
     load, bias = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.0, 1.0, 0.0, 0.0])
     tensors, seen = {"m.router.load": load, "m.router.bias": bias}, {"m.load": torch.tensor([6.0, 2.0, 0.0, 0.0])}
-    new = renewed(tensors, seen, name="m", shape=form)
+    new = update_router_state(tensors, seen, name="m", shape=form)
     torch.testing.assert_close(new["m.router.load"], 0.75 * load + 0.25 * torch.tensor([0.75, 0.25, 0.0, 0.0]))
     assert new["m.router.bias"].tolist() == [-0.25, 1.0, 0.25, 0.25]
-    nothing = renewed(tensors, {"m.load": torch.zeros(E)}, name="m", shape=form)
+    nothing = update_router_state(tensors, {"m.load": torch.zeros(E)}, name="m", shape=form)
     assert torch.equal(nothing["m.router.load"], load)
     assert torch.equal(nothing["m.router.bias"], bias)
     assert load.tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1])  # pure
@@ -311,7 +318,7 @@ def test_another_seed_leaves_out_others_from_the_first_step_on() -> None:
     def left_out(seed: int) -> list[list[float]]:
         model = torch.nn.Module()
         model.add_module("layer", layer(top_k=2, expert_dropout=0.6))
-        leave_out(model, seed)
+        drop_initial_experts(model, seed)
         absent, found = model.layer.router.get_buffer("absent"), []
         for step in range(20):
             found.append(absent.tolist())
@@ -323,7 +330,7 @@ def test_another_seed_leaves_out_others_from_the_first_step_on() -> None:
     assert any(any(left_out(seed)[0]) for seed in range(3)), "also the first step does without some"
     own, twin = (torch.nn.ModuleDict({name: layer(expert_dropout=0.6, num_experts=16)}) for name in ("a", "b"))
     for model in (own, twin):
-        leave_out(model, 0)
+        drop_initial_experts(model, 0)
     assert not torch.equal(own["a"].router.get_buffer("absent"), twin["b"].router.get_buffer("absent"))
 
 
@@ -338,9 +345,9 @@ def test_of_experts_that_are_even_the_lower_number_is_asked(count: int) -> None:
 
 
 def test_a_load_is_even_or_not() -> None:
-    assert float(evenness(torch.tensor([[4.0, 4, 4, 4], [16, 0, 0, 0]]))) == pytest.approx(0.5)
-    assert float(evenness(torch.tensor([5.0, 5, 0, 0]))) == pytest.approx(0.5)
-    assert float(evenness(torch.zeros(4))) == 0
+    assert float(load_entropy(torch.tensor([[4.0, 4, 4, 4], [16, 0, 0, 0]]))) == pytest.approx(0.5)
+    assert float(load_entropy(torch.tensor([5.0, 5, 0, 0]))) == pytest.approx(0.5)
+    assert float(load_entropy(torch.zeros(4))) == 0
 
 
 def test_who_was_left_out_keeps_its_bias() -> None:
@@ -348,7 +355,9 @@ def test_who_was_left_out_keeps_its_bias() -> None:
     names = ("load", "bias", "absent")
     values = (torch.full((E,), 0.25), torch.zeros(E), torch.tensor([1.0, 0.0, 0.0, 0.0]))
     tensors = {f"m.router.{name}": value for name, value in zip(names, values, strict=True)}
-    new = renewed(tensors, {"m.load": torch.tensor([0.0, 4.0, 4.0, 4.0])}, name="m", shape=form, rng=Noise(0, 0, ()))
+    new = update_router_state(
+        tensors, {"m.load": torch.tensor([0.0, 4.0, 4.0, 4.0])}, name="m", shape=form, rng=Noise(0, 0, ())
+    )
     assert new["m.router.bias"].tolist() == [0, 0, 0, 0]
     torch.testing.assert_close(new["m.router.load"], torch.full((E,), 0.25))
 
@@ -420,9 +429,9 @@ def test_initial_weights_keep_the_size_of_a_signal() -> None:
 def test_parameters_are_counted_exactly(changes: dict[str, Any]) -> None:
     form = shape(**changes)
     model = Experts(form)
-    assert form.parameters() == sum(p.numel() for p in model.parameters())
+    assert form.num_parameters() == sum(p.numel() for p in model.parameters())
     idle = (form.num_experts - form.top_k) * sum(p[0].numel() for p in model.experts.parameters())
-    assert form.active_parameters() == form.parameters() - idle
+    assert form.num_active_parameters() == form.num_parameters() - idle
 
 
 def test_a_spiking_router_learns_and_says_how_often_it_fired() -> None:
@@ -454,7 +463,7 @@ def test_it_compiles_as_a_whole_or_leaves_the_graph_and_never_runs_what_nobody_c
     multiplied: list[int] = []
     looped = dispatch.looped
     monkeypatch.setattr(dispatch, "looped", lambda x, *rest: multiplied.append(len(x)) or looped(x, *rest))
-    assert model.experts.fits_a_graph(x) is forced
+    assert model.experts.can_capture_graph(x) is forced
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=forced, dynamic=False, backend="aot_eager")
 
@@ -503,6 +512,6 @@ def test_what_cannot_route_is_refused_by_name(changes: dict[str, Any], said: str
 
 def test_what_is_whole_but_for_rounding_is_whole() -> None:
     assert 1.1 * 2 * 100 / E > 55
-    assert shape(capacity_factor=1.1, top_k=2).room(100) == 55
-    assert shape(capacity_factor=1.1, top_k=2).room(101) == 56
-    assert shape(capacity_factor=1e-3).room(1) == 1
+    assert shape(capacity_factor=1.1, top_k=2).capacity_for(100) == 55
+    assert shape(capacity_factor=1.1, top_k=2).capacity_for(101) == 56
+    assert shape(capacity_factor=1e-3).capacity_for(1) == 1

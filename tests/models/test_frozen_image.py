@@ -16,12 +16,18 @@ import torch
 
 import tiny_pipelines
 from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
-from bottega.models.folders.encoder import silent
+from bottega.models.folders.transformers_loader import quiet_logging
 from bottega.models.frozen import precision as frozen_precision
-from bottega.models.frozen.image import Encoded, FrozenImage, image_facts, load_image_model, tokenize
-from bottega.models.frozen.precision import frozen_dtype, quantization
-from bottega.models.pipeline import parts
-from bottega.models.pipeline.schedule import LEAST_RATIO, read_schedule
+from bottega.models.frozen.image import (
+    FrozenImageModel,
+    TextEmbeddings,
+    load_image_model,
+    read_pipeline_metadata,
+    tokenize,
+)
+from bottega.models.frozen.precision import build_quantization_config, frozen_dtype
+from bottega.models.pipeline import model_index
+from bottega.models.pipeline.schedule import MIN_SIGNAL_TO_NOISE, read_schedule
 from bottega.tasks.generation import paths, samplers
 from bottega.tasks.generation.export import scheduler_config
 from bottega.tasks.generation.objectives import noise
@@ -46,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def models(folders: dict[str, Path]) -> dict[str, FrozenImage]:
+def models(folders: dict[str, Path]) -> dict[str, FrozenImageModel]:
     return {name: load_image_model(folder, precision="fp32", device="cpu") for name, folder in folders.items()}
 
 
@@ -57,7 +63,7 @@ def pipelines(folders: dict[str, Path]) -> dict[str, Any]:
     import transformers
 
     found = {}
-    with silent(transformers), silent(diffusers):
+    with quiet_logging(transformers), quiet_logging(diffusers):
         for name, folder in folders.items():
             absent = {"text_encoder_3": None, "tokenizer_3": None} if name == "flow_without_t5" else {}
             found[name] = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, **absent)
@@ -74,29 +80,31 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def encoded(model: FrozenImage, texts: list[str]) -> Encoded:
-    return model.encode_text([torch.from_numpy(rows) for rows in tokenize(model.facts, texts)])
+def encoded(model: FrozenImageModel, texts: list[str]) -> TextEmbeddings:
+    return model.encode_text([torch.from_numpy(rows) for rows in tokenize(model.metadata, texts)])
 
 
-def asked_there(pipe: Any, texts: list[str], model: FrozenImage) -> tuple[torch.Tensor, torch.Tensor | None]:
+def asked_there(pipe: Any, texts: list[str], model: FrozenImageModel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the pipeline's own encode_prompt makes of texts."""
     with torch.no_grad():
-        if model.facts.kind == "sd":
+        if model.metadata.kind == "sd":
             return pipe.encode_prompt(texts, "cpu", 1, False)[0], None
-        if model.facts.kind == "sdxl":
+        if model.metadata.kind == "sdxl":
             found = pipe.encode_prompt(texts, texts, do_classifier_free_guidance=False)
         else:
-            length = model.facts.num_tokens - model.facts.lengths[0]
+            length = model.metadata.num_tokens - model.metadata.lengths[0]
             found = pipe.encode_prompt(
                 texts, texts, texts, do_classifier_free_guidance=False, max_sequence_length=length
             )
     return found[0], found[2]
 
 
-def guided(model: FrozenImage, text: Encoded, none: Encoded) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def guided(
+    model: FrozenImageModel, text: TextEmbeddings, none: TextEmbeddings
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Classifier-free guidance, as the pipelines have it."""
-    if model.facts.zero_unconditional:
-        none = Encoded(*(None if one is None else torch.zeros_like(one) for one in text))  # type: ignore[arg-type]
+    if model.metadata.zero_unconditional:
+        none = TextEmbeddings(*(None if one is None else torch.zeros_like(one) for one in text))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def predict(x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
@@ -110,31 +118,31 @@ def guided(model: FrozenImage, text: Encoded, none: Encoded) -> Callable[[torch.
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_have_the_tokens_and_encodings_of_the_pipeline(
-    name: str, models: dict[str, FrozenImage], pipelines: dict[str, Any]
+    name: str, models: dict[str, FrozenImageModel], pipelines: dict[str, Any]
 ) -> None:
     model, pipe = models[name], pipelines[name]
-    rows = tokenize(model.facts, TEXTS)
+    rows = tokenize(model.metadata, TEXTS)
     words = [pipe.tokenizer, getattr(pipe, "tokenizer_2", None), getattr(pipe, "tokenizer_3", None)]
-    for found, one, length in zip(rows, words, model.facts.lengths, strict=False):
+    for found, one, length in zip(rows, words, model.metadata.lengths, strict=False):
         there = one(TEXTS, padding="max_length", max_length=length, truncation=True)["input_ids"]
         np.testing.assert_array_equal(found, there)
         assert found.dtype == np.int64
     tokens, pooled = asked_there(pipe, TEXTS, model)
     here = encoded(model, TEXTS)
-    assert here.tokens.shape == (3, model.facts.num_tokens, model.facts.text_size)
+    assert here.tokens.shape == (3, model.metadata.num_tokens, model.metadata.text_size)
     torch.testing.assert_close(here.tokens, tokens, atol=1e-5, rtol=0)
-    if model.facts.pooled_size is None:
+    if model.metadata.pooled_size is None:
         assert here.pooled is None
     else:
         assert here.pooled is not None
-        assert here.pooled.shape == (3, model.facts.pooled_size)
+        assert here.pooled.shape == (3, model.metadata.pooled_size)
         torch.testing.assert_close(here.pooled, pooled, atol=1e-5, rtol=0)
 
 
 @EULER
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_diffusers_steps_our_predictions_draw_what_its_pipeline_draws(
-    name: str, models: dict[str, FrozenImage], pipelines: dict[str, Any]
+    name: str, models: dict[str, FrozenImageModel], pipelines: dict[str, Any]
 ) -> None:
     model, pipe, texts = models[name], pipelines[name], TEXTS[:2]
     noise = drawn(2, 4, 4, 4)
@@ -160,7 +168,7 @@ def test_with_diffusers_steps_our_predictions_draw_what_its_pipeline_draws(
 @pytest.mark.filterwarnings("ignore::UserWarning")  # what the compiler says to itself
 @pytest.mark.parametrize("name", ["sd", "flow"])
 def test_compiled_in_training_it_says_the_same(
-    name: str, models: dict[str, FrozenImage], copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, models: dict[str, FrozenImageModel], copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: list[Any] = []
 
@@ -186,7 +194,9 @@ def test_compiled_in_training_it_says_the_same(
 
 
 @EULER
-def test_sdxl_is_told_the_height_before_the_width(models: dict[str, FrozenImage], pipelines: dict[str, Any]) -> None:
+def test_sdxl_is_told_the_height_before_the_width(
+    models: dict[str, FrozenImageModel], pipelines: dict[str, Any]
+) -> None:
     model, pipe = models["sdxl"], pipelines["sdxl"]
     text, noise = encoded(model, TEXTS[:1]), drawn(1, 4, 4, 8)
     run = {"num_inference_steps": 1, "guidance_scale": 1.0, "height": SIDE, "width": 2 * SIDE, "latents": noise}
@@ -200,11 +210,11 @@ def test_sdxl_is_told_the_height_before_the_width(models: dict[str, FrozenImage]
 
 
 def test_our_euler_walks_a_flow_as_its_own_scheduler_does(
-    models: dict[str, FrozenImage], pipelines: dict[str, Any]
+    models: dict[str, FrozenImageModel], pipelines: dict[str, Any]
 ) -> None:
     model, scheduler = models["flow"], pipelines["flow"].scheduler
-    facts = model.facts
-    path = paths.Path(objective=facts.objective, schedule=facts.schedule, shift=facts.shift)
+    facts = model.metadata
+    path = paths.NoisePath(objective=facts.objective, schedule=facts.schedule, shift=facts.shift)
     assert path.shift == 3
     predict, noise = guided(model, encoded(model, TEXTS[:1]), encoded(model, [""])), drawn(1, 4, 4, 4)
     ours = samplers.sample(predict, noise, path, steps=4, method="euler")
@@ -217,7 +227,7 @@ def test_our_euler_walks_a_flow_as_its_own_scheduler_does(
 
 @pytest.mark.parametrize("name", ["sd", "sdxl", "flow"])
 def test_the_autoencoder_goes_to_scaled_latents_and_back(
-    name: str, models: dict[str, FrozenImage], pipelines: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, models: dict[str, FrozenImageModel], pipelines: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, vae = models[name], pipelines[name].vae
     pixels, noise = drawn(5, SIDE, SIDE, 3).clamp(-1, 1), drawn(5, 4, 4, 4, seed=1)
@@ -234,10 +244,10 @@ def test_the_autoencoder_goes_to_scaled_latents_and_back(
 
 
 @pytest.mark.parametrize("name", ["sd", "sdxl", "flow"])
-def test_gradients_reach_the_condition_and_no_weight(name: str, models: dict[str, FrozenImage]) -> None:
+def test_gradients_reach_the_condition_and_no_weight(name: str, models: dict[str, FrozenImageModel]) -> None:
     model = models[name]
     text = encoded(model, TEXTS[:2])
-    soft = drawn(2, 3, model.facts.text_size, seed=2).requires_grad_()
+    soft = drawn(2, 3, model.metadata.text_size, seed=2).requires_grad_()
     context = torch.cat((soft, text.tokens), dim=1)
     pooled = None if text.pooled is None else text.pooled.clone().requires_grad_()
     assert not text.tokens.requires_grad
@@ -256,14 +266,14 @@ def test_gradients_reach_the_condition_and_no_weight(name: str, models: dict[str
 
 @pytest.mark.parametrize("name", ["sd", "sdxl", "flow"])
 def test_checkpointing_keeps_less_and_computes_the_same(
-    name: str, folders: dict[str, Path], models: dict[str, FrozenImage]
+    name: str, folders: dict[str, Path], models: dict[str, FrozenImageModel]
 ) -> None:
     """While nothing in it learns and dropout is off, which is how an engine hands frozen models over."""
     saver = load_image_model(folders[name], precision="fp32", checkpointing=True, device="cpu")
     saver = saver.to("cpu").eval().requires_grad_(False)
     text = encoded(saver, TEXTS[:1])
 
-    def measured(model: FrozenImage) -> tuple[int, torch.Tensor]:
+    def measured(model: FrozenImageModel) -> tuple[int, torch.Tensor]:
         kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,8 +295,8 @@ def test_checkpointing_keeps_less_and_computes_the_same(
     torch.testing.assert_close(again, plain, atol=1e-6, rtol=1e-5)
 
 
-def test_facts_are_those_of_the_configurations(models: dict[str, FrozenImage], folders: dict[str, Path]) -> None:
-    found = {name: model.facts for name, model in models.items()}
+def test_facts_are_those_of_the_configurations(models: dict[str, FrozenImageModel], folders: dict[str, Path]) -> None:
+    found = {name: model.metadata for name, model in models.items()}
     assert [found[name].kind for name in FAMILIES] == ["sd", "sd", "sdxl", "flow", "flow"]
     assert [found[name].objective for name in FAMILIES] == ["noise", "v", "noise", "flow", "flow"]
     assert [found[name].text_size for name in FAMILIES] == [16, 16, 40, 48, 48]
@@ -310,13 +320,13 @@ def test_facts_are_those_of_the_configurations(models: dict[str, FrozenImage], f
 def test_a_path_is_read_back_from_the_scheduler_it_is_exported_as(
     objective: Any, schedule: Any, tmp_path: Path
 ) -> None:
-    path = paths.Path(objective=objective, schedule=schedule, shift=2.0 if objective == "flow" else 1.0)
+    path = paths.NoisePath(objective=objective, schedule=schedule, shift=2.0 if objective == "flow" else 1.0)
     file = tmp_path / "scheduler_config.json"
     file.write_text(json.dumps(scheduler_config(path, "StableDiffusionPipeline")))
     found = read_schedule(file)
     wanted = path if objective != "flow" else path.model_copy(update={"schedule": "cosine"})
-    assert paths.Path(**found._asdict()) == wanted
-    assert LEAST_RATIO == noise.LEAST_RATIO
+    assert paths.NoisePath(**found._asdict()) == wanted
+    assert MIN_SIGNAL_TO_NOISE == noise.LEAST_RATIO
 
 
 def changed(folder: Path, part: str, **values: Any) -> Path:
@@ -370,24 +380,24 @@ def test_what_does_not_fit_is_refused_in_a_line(case: str, copy: Callable[[str],
     name, part, values, line = REFUSED[case]
     folder = changed(copy(name), part, **values)
     with pytest.raises(UsageError, match=line) as caught:
-        image_facts(folder)
+        read_pipeline_metadata(folder)
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
 
 
 def test_a_folder_without_what_a_pipeline_needs_is_refused(copy: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no model_index\.json"):
-        image_facts(tmp_path)
+        read_pipeline_metadata(tmp_path)
     folder = copy("sd")
     (folder / "vae/diffusion_pytorch_model.safetensors").rename(folder / "vae/diffusion_pytorch_model.bin")
     with pytest.raises(UsageError, match="is a pickle, which can run code and is never opened"):
-        image_facts(folder)
+        read_pipeline_metadata(folder)
     (folder / "vae/diffusion_pytorch_model.bin").unlink()
     with pytest.raises(UsageError, match=r"vae has no \*.safetensors"):
-        image_facts(folder)
+        read_pipeline_metadata(folder)
     shutil.rmtree(folder / "vae")
     with pytest.raises(UsageError, match="has no folder vae"):
-        image_facts(folder)
+        read_pipeline_metadata(folder)
 
 
 @pytest.mark.parametrize("part", ["unet", "text_encoder", "vae"])
@@ -411,7 +421,7 @@ def test_missing_and_damaged_weights_are_errors(part: str, copy: Callable[[str],
 
 
 def test_files_of_half_precision_are_read_where_there_are_no_others(
-    copy: Callable[[str], Path], models: dict[str, FrozenImage]
+    copy: Callable[[str], Path], models: dict[str, FrozenImageModel]
 ) -> None:
     folder = copy("sd")
     for part, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
@@ -421,7 +431,7 @@ def test_files_of_half_precision_are_read_where_there_are_no_others(
 
 
 def test_older_tokenizer_files_give_the_same_tokens(
-    copy: Callable[[str], Path], models: dict[str, FrozenImage]
+    copy: Callable[[str], Path], models: dict[str, FrozenImageModel]
 ) -> None:
     folder = copy("sd")
     core = json.loads((folder / "tokenizer/tokenizer.json").read_text())
@@ -429,19 +439,19 @@ def test_older_tokenizer_files_give_the_same_tokens(
     lines = [" ".join(pair) for pair in core["model"]["merges"]]
     (folder / "tokenizer/merges.txt").write_text("#version: 0.2\n" + "\n".join(lines) + "\n")
     (folder / "tokenizer/tokenizer.json").unlink()
-    found, wanted = tokenize(image_facts(folder), TEXTS), tokenize(models["sd"].facts, TEXTS)
+    found, wanted = tokenize(read_pipeline_metadata(folder), TEXTS), tokenize(models["sd"].metadata, TEXTS)
     np.testing.assert_array_equal(found[0], wanted[0])
 
 
-def test_a_text_that_spells_a_mark_is_text(models: dict[str, FrozenImage]) -> None:
-    facts = models["sd"].facts
+def test_a_text_that_spells_a_mark_is_text(models: dict[str, FrozenImageModel]) -> None:
+    facts = models["sd"].metadata
     (rows,) = tokenize(facts, ["<|endoftext|>", ""])
     assert (rows[0] != rows[1]).any()
 
 
 def test_tokens_that_an_encoder_does_not_know_are_refused(copy: Callable[[str], Path]) -> None:
     folder = copy("sd")
-    facts = image_facts(folder).model_copy(update={"vocab_sizes": (300,)})
+    facts = read_pipeline_metadata(folder).model_copy(update={"vocab_sizes": (300,)})
     with pytest.raises(UsageError, match="knows 300; they do not belong together"):
         tokenize(facts, TEXTS)
 
@@ -455,7 +465,7 @@ def test_precision_is_by_name_or_by_device() -> None:
         torch.bfloat16,
         torch.float16,
     ]  # fmt: skip
-    assert quantization("bf16") is None
+    assert build_quantization_config("bf16") is None
 
 
 @pytest.mark.parametrize("precision", ["8bit", "4bit"])
@@ -467,7 +477,7 @@ def test_fewer_bits_need_a_package(precision: Any, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["sd", "sdxl", "flow"])
 def test_in_bf16_it_says_nearly_the_same_and_answers_in_float32(
-    name: str, folders: dict[str, Path], models: dict[str, FrozenImage]
+    name: str, folders: dict[str, Path], models: dict[str, FrozenImageModel]
 ) -> None:
     low, high = load_image_model(folders[name], precision="bf16", device="cpu"), models[name]
     assert low.denoiser.dtype is low.encoders[0].dtype is torch.bfloat16
@@ -518,7 +528,7 @@ def test_of_a_hub_repository_only_what_is_needed_is_fetched(
         return str(kept)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert parts.find_pipeline("someone/something").path == kept
+    assert model_index.resolve_pipeline("someone/something").path == kept
     assert asked[0] == [
         "model_index.json",
         "unet/config.json",
@@ -546,7 +556,7 @@ def test_a_gated_or_absent_model_is_said_in_a_line(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
         with pytest.raises(BottegaError, match=f"model.diffusion: someone/something .*{line}"):
-            parts.find_pipeline("someone/something")
+            model_index.resolve_pipeline("someone/something")
     with pytest.raises(UsageError, match="is not a folder here"):
-        parts.find_pipeline(str(tmp_path / "absent"))
-    assert parts.find_pipeline(str(tmp_path)).path == tmp_path
+        model_index.resolve_pipeline(str(tmp_path / "absent"))
+    assert model_index.resolve_pipeline(str(tmp_path)).path == tmp_path

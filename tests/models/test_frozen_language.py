@@ -19,7 +19,7 @@ from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.frozen import prefix_attention
 from bottega.models.frozen.allowed_words import AllowedWords
 from bottega.models.frozen.config import SoftPromptShape
-from bottega.models.frozen.language import FrozenLanguage, language_facts, load_language_model
+from bottega.models.frozen.language import FrozenLanguageModel, load_language_model, read_language_model_metadata
 from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
 from tiny_pipelines import llama, llama_tokenizer, t5_tokenizer
 
@@ -78,12 +78,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return made
 
 
-def _load(place: Path, *, checkpointing: bool = False) -> FrozenLanguage:
+def _load(place: Path, *, checkpointing: bool = False) -> FrozenLanguageModel:
     return load_language_model(place, precision="fp32", checkpointing=checkpointing)
 
 
 def _soft(place: Path, prefixes: int, **more: Any) -> SoftPrompts:
-    facts = language_facts(place)
+    facts = read_language_model_metadata(place)
     shape = SoftPromptShape(
         hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
@@ -110,7 +110,7 @@ def _prompts(lengths: tuple[int, ...] = LENGTHS, *, seed: int = 0) -> tuple[Tens
     return ids, mask
 
 
-def _plain(lm: FrozenLanguage, ids: Tensor, soft: SoftPrompts) -> Tensor:
+def _plain(lm: FrozenLanguageModel, ids: Tensor, soft: SoftPrompts) -> Tensor:
     """One unpadded row as transformers does it, prefixes in its cache."""
     from transformers import DynamicCache
 
@@ -202,7 +202,7 @@ def test_any_model_can_be_read_without_prefixes(folder: Callable[[str], Path], k
         _same(found[row : row + 1], _plain(lm, ids[row : row + 1, :length], soft))
     assert _gradients(soft, found)["image_tokens"].abs().min() > 0
     with pytest.raises(UsageError, match=r"model\.num_prefix_tokens: .*; set it to 0"):
-        language_facts(folder(kind)).require_prefixes(1)
+        read_language_model_metadata(folder(kind)).require_prefixes(1)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, is_causal: bool, *, scale: float) -> list[Tensor]:
@@ -220,7 +220,9 @@ def test_a_causal_kernel_is_the_mask_that_it_stands_for(monkeypatch: pytest.Monk
     mask = torch.ones(5, 8, dtype=torch.bool).tril(3)
     several = (one.repeat_interleave(2, 1) for one in (key, value))
     wanted = torch.nn.functional.scaled_dot_product_attention(query, *several, attn_mask=mask, scale=0.3)
-    assert torch.allclose(prefix_attention.causal(query, key, value, scale=0.3), wanted.transpose(1, 2), atol=1e-6)
+    assert torch.allclose(
+        prefix_attention.causal_flash_attention(query, key, value, scale=0.3), wanted.transpose(1, 2), atol=1e-6
+    )
 
 
 def test_a_model_that_loses_the_prefixes_on_the_way_is_refused(
@@ -325,7 +327,7 @@ def test_gradients_are_those_of_the_cached_way(
 
 
 class _Calls:
-    def __init__(self, lm: FrozenLanguage) -> None:
+    def __init__(self, lm: FrozenLanguageModel) -> None:
         self.count = 0
         block = lm.model.base_model.h[0] if hasattr(lm.model.base_model, "h") else lm.model.base_model.layers[0]
         block.mlp.register_forward_pre_hook(lambda *_: setattr(self, "count", self.count + 1))
@@ -359,7 +361,7 @@ def test_two_forwards_before_one_backward_keep_their_prefixes_apart(folder: Call
     one, other = _soft(place, 2), _soft(place, 3)
     first, second = _prompts(seed=1), _prompts((5, 9), seed=2)
 
-    def both(lm: FrozenLanguage) -> list[Tensor]:
+    def both(lm: FrozenLanguageModel) -> list[Tensor]:
         for soft in (one, other):
             soft.zero_grad()
         (lm.states(*first, one).sum() + lm.states(*second, other).square().sum()).backward()
@@ -390,10 +392,10 @@ def test_it_runs_in_the_precision_of_an_engine(folder: Callable[[str], Path], pr
 
 
 def test_facts_are_read_without_weights(folder: Callable[[str], Path]) -> None:
-    facts = language_facts(folder("qwen3"))
+    facts = read_language_model_metadata(folder("qwen3"))
     assert facts[:] == (32, 2, 2, 16, WORDS, 64, "qwen3", True)
-    assert language_facts(folder("gpt2"))[:4] == (32, 2, 4, 8)
-    assert language_facts(folder("mamba")).max_positions is None
+    assert read_language_model_metadata(folder("gpt2"))[:4] == (32, 2, 4, 8)
+    assert read_language_model_metadata(folder("mamba")).max_positions is None
 
 
 def _copy(place: Path, target: Path) -> Path:
@@ -467,7 +469,7 @@ def test_what_a_folder_says_of_sampling_changes_no_answer(folder: Callable[[str]
     said = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 9.0, "eos_token_id": [2, 3]}
     (place / "generation_config.json").write_text(json.dumps(said))
     lm, batch = _load(place), _prompts()
-    assert lm.ends == (2, 3)
+    assert lm.end_tokens == (2, 3)
     assert lm.decode(*batch, max_tokens=8) == _load(folder("llama")).decode(*batch, max_tokens=8)
 
 
@@ -491,10 +493,10 @@ def test_every_walk_says_allowed_words_once_each(which: str) -> None:
         allowed = AllowedWords(LIST, _encode(tokens), count=count)
         said: list[int] = []
         while True:
-            following, may_end = allowed.after(said)
+            following, may_end = allowed.allowed_next(said)
             assert following or may_end
             if may_end:
-                whole = allowed.read(said)
+                whole = allowed.decode_words(said)
                 assert 1 <= len(whole) <= min(count, len(LIST))
                 assert len(set(whole)) == len(whole)
                 text = tokens.decode(said)
@@ -503,7 +505,7 @@ def test_every_walk_says_allowed_words_once_each(which: str) -> None:
                     break
             else:
                 # Cut in the middle of a word: only the whole ones count.
-                assert set(allowed.read(said)) <= set(LIST)
+                assert set(allowed.decode_words(said)) <= set(LIST)
             said.append(draw.choice(following))
         lengths.add(len(whole))
         heard |= set(whole)
@@ -520,10 +522,10 @@ def test_every_list_of_allowed_words_can_be_said() -> None:
         for text in (" " + ", ".join(wanted), ", ".join(wanted)):
             said: list[int] = []
             for token in _encode(tokens)(text):
-                assert token in allowed.after(said)[0]
+                assert token in allowed.allowed_next(said)[0]
                 said.append(token)
-            assert allowed.after(said)[1]
-            assert list(allowed.read(said)) == wanted
+            assert allowed.allowed_next(said)[1]
+            assert list(allowed.decode_words(said)) == wanted
 
 
 @pytest.mark.parametrize("word", ["red, blue", "", "  ", "a\nb"])
@@ -537,7 +539,7 @@ def test_words_that_a_tokenizer_cannot_tell_apart_are_refused() -> None:
         AllowedWords(["é", "è"], lambda text: [ord(c) if ord(c) < 128 else 0 for c in text], count=2)
 
 
-def _likes(lm: FrozenLanguage, follows: dict[int, int]) -> None:
+def _likes(lm: FrozenLanguageModel, follows: dict[int, int]) -> None:
     """From now on it wants to say one token after another, whatever its weights are."""
 
     def wants(_: Any, given: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
@@ -562,9 +564,9 @@ def test_a_random_model_says_allowed_words_only(tmp_path: Path, seed: int) -> No
         for row, answer in enumerate(said):
             text = [word.strip() for word in tokens.decode(answer).split(",")]
             if most == 60:
-                assert text == list(allowed.read(answer))
-            assert len(allowed.read(answer)) <= 3
-            assert set(allowed.read(answer)) <= set(LIST)
+                assert text == list(allowed.decode_words(answer))
+            assert len(allowed.decode_words(answer)) <= 3
+            assert set(allowed.decode_words(answer)) <= set(LIST)
             assert (
                 answer
                 == lm.decode(
@@ -585,7 +587,7 @@ def test_what_a_model_wants_to_say_is_said(tmp_path: Path) -> None:
     # A comma is followed by whatever follows last, so two words and one comma are one way only.
     _likes(lm, dict(zip([int(prompt[0, -1]), *answer], answer, strict=False)))
     said = lm.decode(prompt, torch.ones_like(prompt), max_tokens=20, allowed=allowed)
-    assert allowed.read(said[0]) == ("moon", "red")
+    assert allowed.decode_words(said[0]) == ("moon", "red")
 
 
 def test_an_answer_that_ends_early_waits_for_the_others(tmp_path: Path) -> None:
@@ -599,7 +601,7 @@ def test_an_answer_that_ends_early_waits_for_the_others(tmp_path: Path) -> None:
     ids = torch.tensor([row + [0] * (width - len(row)) for row in (first, second)])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in (first, second)])
     said = lm.decode(ids, mask, max_tokens=20, allowed=allowed)
-    assert [allowed.read(row) for row in said] == [("moon",), ("red", "blue")]
+    assert [allowed.decode_words(row) for row in said] == [("moon",), ("red", "blue")]
 
 
 def test_what_is_not_allowed_is_not_said_even_if_wanted(tmp_path: Path) -> None:
@@ -610,6 +612,6 @@ def test_what_is_not_allowed_is_not_said_even_if_wanted(tmp_path: Path) -> None:
     colon, comma = int(prompt[0, -1]), encode(",")[0]
     (moon,), (red,) = encode(" moon"), encode(" red")
     _likes(lm, {colon: moon, red: comma, comma: red})
-    said = allowed.read(lm.decode(prompt, torch.ones_like(prompt), max_tokens=20, allowed=allowed)[0])
+    said = allowed.decode_words(lm.decode(prompt, torch.ones_like(prompt), max_tokens=20, allowed=allowed)[0])
     assert set(said) <= {"red", "blue"}
     assert len(set(said)) == len(said)

@@ -17,10 +17,10 @@ from bottega.models.autoencoder.vae import load_autoencoder
 from bottega.models.clip.torch import load_clip
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
-from bottega.models.folders.pretrained import export_transformers, read_shape
+from bottega.models.folders.pretrained import export_transformers, read_decoder_shape
 from bottega.models.frozen.language import load_language_model
-from bottega.models.text_classifier.pretrained import build_pretrained, pretrained_shape
-from bottega.models.text_encoder import load_text_encoder, read_text_facts
+from bottega.models.text_classifier.pretrained import build_pretrained, read_pretrained_shape
+from bottega.models.text_encoder import load_text_encoder, read_text_encoder_metadata
 
 transformers = pytest.importorskip("transformers")
 VALUES: tuple[Any, ...] = ("text", {"a": 1}, [1, "x"], -3, 0, True)
@@ -42,11 +42,11 @@ def decoder(folder: Path) -> Path:
 
 
 def read_classifier(folder: Path) -> Any:
-    return build_pretrained(pretrained_shape(folder, ("a", "b")), 0, folder=folder)
+    return build_pretrained(read_pretrained_shape(folder, ("a", "b")), 0, folder=folder)
 
 
 def read_decoder(folder: Path) -> Any:
-    return Transformer(read_shape(folder))
+    return Transformer(read_decoder_shape(folder))
 
 
 def bert(folder: Path) -> Path:
@@ -64,7 +64,7 @@ def autoencoder(folder: Path) -> Path:
 
 
 def both_of_text(folder: Path) -> Any:
-    return read_text_facts(folder), load_text_encoder(folder)
+    return read_text_encoder_metadata(folder), load_text_encoder(folder)
 
 
 CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {

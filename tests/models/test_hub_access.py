@@ -12,7 +12,7 @@ import pytest
 from bottega.config.data import Source
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.formats import hub
-from bottega.data.text.vocabulary import pretrained_tokenizer
+from bottega.data.text.vocabulary import load_pretrained_tokenizer
 from bottega.models.folders import hub_access
 from bottega.models.folders.resolve import resolve_model
 
@@ -63,8 +63,8 @@ def test_every_kind_of_name_gives_up_after_one_question(silent: Silent, monkeypa
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     for ask in (
         lambda: resolve_model("owner/name", key="model.from").path,
-        lambda: pretrained_tokenizer("owner/name"),
-        lambda: hub.total_bytes(Source(path="owner/name", kind="huggingface")),
+        lambda: load_pretrained_tokenizer("owner/name"),
+        lambda: hub.count_bytes(Source(path="owner/name", kind="huggingface")),
     ):
         with pytest.raises(EnvironmentProblem, match=r"http://127\.0\.0\.1:\d+ did not answer within 0\.3 s") as caught:
             ask()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bottega.models.attention import attend, document_mask
+from bottega.models.attention import attend, build_document_mask
 from bottega.models.experts import dispatch
 from bottega.models.frozen import prefix_attention
 from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
@@ -46,11 +46,11 @@ def test_one_product_for_all_experts_and_one_after_the_other(k: int) -> None:
         for i, size in enumerate(((inner, width), (inner, width), (width, inner)))
     ]
     found = []
-    for run in (dispatch.grouped, dispatch.looped):
+    for run in (dispatch.run_grouped, dispatch.looped):
         x = normal(tokens, width, seed=7, dtype=torch.bfloat16).requires_grad_()
         leaves = [stack.clone().requires_grad_() for stack in stacks]
         weights = normal(tokens, k, seed=8, dtype=torch.bfloat16)
-        y = dispatch.in_order(x, chosen, weights, tuple(leaves), run=run)
+        y = dispatch.dispatch_sorted(x, chosen, weights, tuple(leaves), run=run)
         found.append((y, *torch.autograd.grad(y.float().square().sum(), (x, *leaves))))
     for one, other in zip(*found, strict=True):
         assert (one - other).float().abs().max() <= 2e-2 * other.float().abs().max()
@@ -65,7 +65,7 @@ def test_documents_by_flex_attention_and_by_a_mask(heads: int) -> None:
     found = []
     for flex in (True, False):
         q, k, v = (normal(2, n, 256, 32, seed=i).requires_grad_() for i, n in enumerate((4, heads, heads)))
-        y = attend(q, k, v, mask=document_mask(documents, flex=flex), causal=True, dropout=0.0)
+        y = attend(q, k, v, mask=build_document_mask(documents, flex=flex), causal=True, dropout=0.0)
         found.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
     for one, other in zip(*found, strict=True):
         assert (one - other).abs().max() <= 5e-3 * other.abs().max()
@@ -75,7 +75,7 @@ def test_a_prefix_through_the_causal_kernel_and_through_a_mask() -> None:
     q, k, v = (
         normal(2, n, size, 32, seed=i, dtype=torch.bfloat16) for i, (n, size) in enumerate(((4, 9), (2, 14), (2, 14)))
     )
-    found = prefix_attention.causal(q, k, v, scale=None)
+    found = prefix_attention.causal_flash_attention(q, k, v, scale=None)
     mask = torch.ones(9, 14, dtype=torch.bool, device="cuda").tril(14 - 9)
     right = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     assert (found - right).float().abs().max() <= 2e-2 * right.float().abs().max()

@@ -16,7 +16,7 @@ from bottega.models.memory import semantic as memory_semantic
 from bottega.models.memory import torch as memories
 from bottega.models.memory import working as memory_working
 from bottega.models.memory.config import MemoryShape
-from bottega.models.memory.search import nearest, nearest_by_faiss
+from bottega.models.memory.search import search_exact, search_faiss
 from bottega.models.memory.torch import HierarchicalMemory
 
 K, V = 8, 3
@@ -53,20 +53,20 @@ def holds(found: Tensor, values: Tensor) -> bool:
 
 
 def working(slots: int = 4) -> Any:
-    return memory_working.empty(slots=slots, key_size=K, value_size=V)
+    return memory_working.empty_working(slots=slots, key_size=K, value_size=V)
 
 
 def test_strength_fades_by_the_tick_and_what_is_faint_is_forgotten() -> None:
     memory = memory_working.store(working(), apart(2), draw(2, V), torch.tensor([1.0, 0.3]), 7, **FADING)
     assert memory.strength.tolist() == pytest.approx([1.0, 0.3, 0, 0])
-    later = memory_working.tick(memory, 8, **FADING)
+    later = memory_working.decay_working(memory, 8, **FADING)
     assert later.strength.tolist() == pytest.approx([0.5, 0.15, 0, 0])
-    later = memory_working.tick(later, 9, **FADING)
+    later = memory_working.decay_working(later, 9, **FADING)
     assert later.strength.tolist() == pytest.approx([0.25, 0, 0, 0]), "0.075 is less than 0.1"
     assert later.values[1].tolist() == [0, 0, 0], "and nothing of it is left"
-    at_once = memory_working.tick(memory, 9, **FADING)
+    at_once = memory_working.decay_working(memory, 9, **FADING)
     assert torch.allclose(at_once.strength, later.strength), "two ticks are two times one"
-    back = memory_working.tick(memory, 3, **FADING)
+    back = memory_working.decay_working(memory, 3, **FADING)
     assert torch.equal(back.strength, memory.strength), "time does not go back"
 
 
@@ -103,7 +103,7 @@ def test_what_does_not_matter_is_not_stored() -> None:
 
 def test_examples_of_a_batch_do_not_see_each_other() -> None:
     keys, values, importance = draw(5, 6, K), draw(5, 6, V, seed=1), draw(5, 6, seed=2).sigmoid()
-    together = memory_working.empty(5, slots=4, key_size=K, value_size=V)
+    together = memory_working.empty_working(5, slots=4, key_size=K, value_size=V)
     together = memory_working.store(together, keys, values, importance, 2, **FADING, same=0.9)
     for row in range(5):
         alone = memory_working.store(working(), keys[row], values[row], importance[row], 2, **FADING, same=0.9)
@@ -115,7 +115,7 @@ def test_examples_of_a_batch_do_not_see_each_other() -> None:
 
 
 def episodic(slots: int = 3) -> Any:
-    return memory_episodic.empty(slots=slots, key_size=K, value_size=V)
+    return memory_episodic.empty_episodic(slots=slots, key_size=K, value_size=V)
 
 
 def kept(memory: Any) -> list[int]:
@@ -162,7 +162,7 @@ def test_importance_weighs_against_age_by_the_clock() -> None:
 def test_what_was_of_use_stays() -> None:
     memory = said(said(said(episodic(), 0, 0), 1, 1), 2, 2)
     where = memory.keys.argmax(-1).tolist().index(0)
-    memory = memory_episodic.use(memory, torch.tensor([where]), 3)
+    memory = memory_episodic.record_use(memory, torch.tensor([where]), 3)
     assert (memory.uses[where], memory.used[where]) == (1, 3)
     memory = said(memory, 3, 4)
     assert kept(memory) == [0, 2, 3]
@@ -173,7 +173,7 @@ def test_the_same_again_is_reinforced_and_another_value_begins_anew() -> None:
     slot = int(memory.valid.nonzero())
     assert (memory.said[slot], memory.written[slot]) == (2, 5)
     assert memory.importance[slot] == pytest.approx(0.8)
-    memory = said(memory_episodic.use(memory, torch.tensor([slot]), 6), 0, 7, value=torch.full((1, V), 9.0))
+    memory = said(memory_episodic.record_use(memory, torch.tensor([slot]), 6), 0, 7, value=torch.full((1, V), 9.0))
     slot = int(memory.valid.nonzero())
     assert (memory.said[slot], memory.uses[slot]) == (1, 0)
     assert memory.values[slot].tolist() == [9, 9, 9]
@@ -218,7 +218,7 @@ def test_many_at_once_are_one_after_the_other_also_where_keys_come_again(many: i
     """300 sequences of few keys and values: said again, contradicted, and said as before. There is room for all."""
     for case in range(50 * many, 50 * many + 50):
         choose = torch.Generator().manual_seed(case)
-        at_once = one_by_one = memories.empty(ROOMY)
+        at_once = one_by_one = memories.empty_memory(ROOMY)
         for clock in range(2):
             which = torch.randint(0, 3, (5,), generator=choose)
             keys = near(apart(3)[which], case + clock)
@@ -230,18 +230,23 @@ def test_many_at_once_are_one_after_the_other_also_where_keys_come_again(many: i
                 one_by_one = memories.store(one_by_one, keys[one], values[one], importance[one], clock, shape=ROOMY)
             assert same_memory(at_once, one_by_one), (case, clock)
             found = memories.search(at_once, keys[:2], 1, same=ROOMY.same)
-            at_once = memories.consolidate(memories.use(at_once, found, clock, same=0.95), clock, shape=ROOMY)
-            one_by_one = memories.consolidate(memories.use(one_by_one, found, clock, same=0.95), clock, shape=ROOMY)
+            at_once = memories.consolidate(memories.record_use(at_once, found, clock, same=0.95), clock, shape=ROOMY)
+            one_by_one = memories.consolidate(
+                memories.record_use(one_by_one, found, clock, same=0.95), clock, shape=ROOMY
+            )
 
 
-def same_memory(a: memories.Memory, b: memories.Memory) -> bool:
-    return all(torch.allclose(x, y) for x, y in zip(memories.flat(a).values(), memories.flat(b).values(), strict=True))
+def same_memory(a: memories.MemoryState, b: memories.MemoryState) -> bool:
+    return all(
+        torch.allclose(x, y)
+        for x, y in zip(memories.flatten_memory(a).values(), memories.flatten_memory(b).values(), strict=True)
+    )
 
 
 def test_only_what_was_said_since_the_last_contradiction_counts() -> None:
     one, two = torch.ones(1, V), -torch.ones(1, V)
     before = said(episodic(), 0, 0, value=one)
-    before = memory_episodic.use(before, torch.tensor([0]), 1)
+    before = memory_episodic.record_use(before, torch.tensor([0]), 1)
     values = torch.cat((one, two, one))
     memory = memory_episodic.store(before, apart(1).expand(3, K), values, torch.ones(3), 2, decay=0.9, same=0.95)
     assert memory.said.tolist() == [1, 0, 0]
@@ -258,8 +263,10 @@ def test_what_is_too_faint_is_not_stored_and_yet_replaces() -> None:
 
 
 def test_nothing_can_be_stored() -> None:
-    memory = memories.store(memories.empty(SHAPE), torch.zeros(0, K), torch.zeros(0, V), torch.zeros(0), 0, shape=SHAPE)
-    assert not memories.visible(memory, same=0.95).any()
+    memory = memories.store(
+        memories.empty_memory(SHAPE), torch.zeros(0, K), torch.zeros(0, V), torch.zeros(0), 0, shape=SHAPE
+    )
+    assert not memories.visible_slots(memory, same=0.95).any()
 
 
 # Semantic memory
@@ -270,7 +277,7 @@ def test_what_is_said_and_used_often_enough_becomes_a_prototype() -> None:
     where = memory.keys.argmax(-1).tolist().index(1)
     rest, found = memory_semantic.consolidate(memory, semantic(), promote_after=3, same=0.95)
     assert not found.valid.any()
-    memory = memory_episodic.use(memory, torch.tensor([where]), 2)
+    memory = memory_episodic.record_use(memory, torch.tensor([where]), 2)
     rest, found = memory_semantic.consolidate(memory, semantic(), promote_after=3, same=0.95)
     assert kept(rest) == [0]
     assert kept(found) == [1]
@@ -278,12 +285,12 @@ def test_what_is_said_and_used_often_enough_becomes_a_prototype() -> None:
 
 
 def semantic(slots: int = 2) -> Any:
-    return memory_semantic.empty(slots=slots, key_size=K, value_size=V)
+    return memory_semantic.empty_semantic(slots=slots, key_size=K, value_size=V)
 
 
 def episode(keys: Tensor, values: Tensor, times: Tensor) -> Any:
     """Episodes that were said so often."""
-    memory = memory_episodic.empty(slots=len(keys), key_size=K, value_size=V)
+    memory = memory_episodic.empty_episodic(slots=len(keys), key_size=K, value_size=V)
     stored = memory_episodic.store(memory, keys, values, torch.ones(len(keys)), 0, decay=1.0, same=1.0)
     order = torch.cdist(stored.values, values).argmin(1)
     return stored._replace(said=times[order])
@@ -363,7 +370,7 @@ def test_search_is_what_a_look_at_each_slot_finds() -> None:
     assert {memory.level_of(w) for w in memory.search(draw(40, K), 3).where.unique().tolist()} > {"semantic"}
     queries = draw(7, K, seed=5)
     found = memory.search(queries, 4)
-    seen = memories.visible(memory.memory, same=SHAPE.same)
+    seen = memories.visible_slots(memory.memory, same=SHAPE.same)
     for number, query in enumerate(queries):
         scores = {
             slot: float(torch.dot(query, key) / query.norm())
@@ -440,7 +447,7 @@ def test_a_read_has_the_gradient_of_finite_differences() -> None:
     valid = torch.tensor([True, True, False, True])
 
     def told(keys: Tensor, values: Tensor, queries: Tensor, temperature: Tensor, bias: Tensor) -> Tensor:
-        return memories.read(keys, values, valid, queries, temperature, bias=bias)
+        return memories.read_memory(keys, values, valid, queries, temperature, bias=bias)
 
     inputs = [draw(4, K), draw(4, V, seed=1), draw(2, K, seed=2), torch.tensor(0.3), draw(4, seed=3)]
     assert torch.autograd.gradcheck(told, [one.double().requires_grad_() for one in inputs])
@@ -448,7 +455,7 @@ def test_a_read_has_the_gradient_of_finite_differences() -> None:
 
 def test_a_read_is_the_mean_by_softmax_of_what_is_there() -> None:
     memory = filled()
-    seen = memories.visible(memory.memory, same=SHAPE.same)
+    seen = memories.visible_slots(memory.memory, same=SHAPE.same)
     queries = draw(3, K, seed=9)
     weights = torch.softmax(torch.nn.functional.normalize(queries, dim=-1) @ memory.memory.keys[seen].T / 0.2, dim=-1)
     assert torch.allclose(memory.read(queries, 0.2), weights @ memory.memory.values[seen], atol=1e-6)
@@ -457,14 +464,14 @@ def test_a_read_is_the_mean_by_softmax_of_what_is_there() -> None:
 def test_nothing_is_changed_in_place() -> None:
     """Each function is called with tensors that are compared afterwards."""
     memory = filled().memory
-    before = {name: tensor.clone() for name, tensor in memories.flat(memory).items()}
+    before = {name: tensor.clone() for name, tensor in memories.flatten_memory(memory).items()}
     keys, values = draw(4, K, seed=7), draw(4, V, seed=8)
     one = memories.store(memory, keys, values, torch.ones(4), 11, shape=SHAPE)
     found = memories.search(one, keys, 2, same=SHAPE.same)
-    two = memories.consolidate(memories.use(one, found, 12, same=SHAPE.same), 13, shape=SHAPE)
-    after = memories.flat(memory)
+    two = memories.consolidate(memories.record_use(one, found, 12, same=SHAPE.same), 13, shape=SHAPE)
+    after = memories.flatten_memory(memory)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in memories.flat(two).items())
+    assert any(not torch.equal(before[name], tensor) for name, tensor in memories.flatten_memory(two).items())
 
 
 def test_the_same_calls_give_the_same_bits() -> None:
@@ -493,7 +500,7 @@ def test_a_memory_larger_than_its_bounds_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read as a memory"):
         HierarchicalMemory(SHAPE).load(path)
     with pytest.raises(CheckpointError, match="clock is missing"):
-        HierarchicalMemory(SHAPE).load_state_dict(memories.flat(memories.empty(SHAPE)))
+        HierarchicalMemory(SHAPE).load_state_dict(memories.flatten_memory(memories.empty_memory(SHAPE)))
 
 
 @pytest.mark.parametrize("slots", ["working_slots", "episodic_slots", "semantic_slots"])
@@ -513,11 +520,11 @@ def test_faiss_finds_what_the_exact_search_finds() -> None:
     pytest.importorskip("faiss", reason="faiss is not installed; pip install 'bottega[faiss]'")
     keys = torch.nn.functional.normalize(draw(5000, 32), dim=-1)
     values, queries, valid = draw(5000, 4, seed=1), draw(20, 32, seed=2), draw(5000, seed=3) > 0
-    exact, fast = nearest(keys, values, valid, queries, 7), nearest_by_faiss(keys, values, valid, queries, 7)
+    exact, fast = search_exact(keys, values, valid, queries, 7), search_faiss(keys, values, valid, queries, 7)
     assert torch.equal(exact.where, fast.where)
     assert torch.allclose(exact.scores, fast.scores, atol=1e-6)
     assert torch.equal(exact.values, fast.values)
     few = valid & (torch.arange(5000) < 10)
     assert torch.equal(
-        nearest(keys, values, few, queries, 9).where, nearest_by_faiss(keys, values, few, queries, 9).where
+        search_exact(keys, values, few, queries, 9).where, search_faiss(keys, values, few, queries, 9).where
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tiny_pipelines
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.models.clip.torch import Clip, load_clip
 from bottega.models.metric_networks.perceptual import CHANNELS, ClipPerceptual, Lpips, load_lpips
 from bottega.tasks.measures.perceptual import perceptual_distances
@@ -41,11 +41,11 @@ def random_state() -> dict[str, Tensor]:
     shapes = {f"features.{name}": tuple(p.shape) for name, p in alexnet().named_parameters()}
     state = {}
     for name, shape in shapes.items():
-        drawn = torch.from_numpy(generator(0, name).standard_normal(shape, dtype="float32"))
+        drawn = torch.from_numpy(numpy_generator(0, name).standard_normal(shape, dtype="float32"))
         state[name] = drawn * (2 / drawn[0].numel()) ** 0.5 if drawn.ndim > 1 else 0.1 * drawn
     for number, channels in enumerate(CHANNELS):
         name = f"lin{number}.model.1.weight"
-        state[name] = torch.from_numpy(generator(0, name).random((1, channels, 1, 1), dtype="float32"))
+        state[name] = torch.from_numpy(numpy_generator(0, name).random((1, channels, 1, 1), dtype="float32"))
     return state
 
 
@@ -57,7 +57,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pictures(seed: int, size: tuple[int, ...] = (2, 40, 33, 3)) -> Tensor:
-    return torch.from_numpy(generator(seed, "pictures").uniform(-1, 1, size).astype("float32"))
+    return torch.from_numpy(numpy_generator(seed, "pictures").uniform(-1, 1, size).astype("float32"))
 
 
 def published(a: Tensor, b: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def test_it_is_a_distance(weights: Path) -> None:
 
 def test_bytes_are_read_in_parts(weights: Path) -> None:
     model = load_lpips(weights)
-    a, b = (generator(seed, "bytes").integers(0, 256, (5, 32, 32, 3), dtype=np.uint8) for seed in (0, 1))
+    a, b = (numpy_generator(seed, "bytes").integers(0, 256, (5, 32, 32, 3), dtype=np.uint8) for seed in (0, 1))
     found = perceptual_distances(model, a, b, device="cpu", chunk=2)
     whole = model(*(torch.from_numpy(x.astype(np.float32)) / 127.5 - 1 for x in (a, b)))
     assert found == pytest.approx(whole.numpy(), abs=1e-6)

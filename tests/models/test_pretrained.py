@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
-from bottega.models.folders.pretrained import export_transformers, load_weights, read_shape
+from bottega.models.folders.pretrained import export_transformers, load_weights, read_decoder_shape
 from bottega.models.initial import initialise
 
 TOKENS = torch.arange(20).reshape(2, 10) * 3
@@ -71,7 +71,7 @@ def our_model(shape: TransformerShape) -> Transformer:
 def test_a_model_of_transformers_opens_here(tmp_path: Path, kind: str, tied: bool) -> None:
     theirs = peer(kind, tied=tied)
     theirs.save_pretrained(tmp_path)
-    model = Transformer(read_shape(tmp_path)).eval()
+    model = Transformer(read_decoder_shape(tmp_path)).eval()
     load_weights(model, tmp_path)
     with torch.no_grad():
         expected = theirs(TOKENS).logits
@@ -92,7 +92,7 @@ def test_our_export_opens_in_transformers(tmp_path: Path, qk_norm: bool, tied: b
     assert theirs.config.model_type == ("qwen3" if qk_norm else "llama")
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, model(TOKENS), atol=1e-4, rtol=0)
-    assert read_shape(tmp_path) == shape
+    assert read_decoder_shape(tmp_path) == shape
 
 
 def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
     theirs.save_pretrained(folder, max_shard_size="20KB")
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 1
-    model = Transformer(read_shape(folder)).eval()
+    model = Transformer(read_decoder_shape(folder)).eval()
     load_weights(model, folder)
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, atol=1e-4, rtol=0)
@@ -143,7 +143,7 @@ def test_what_would_compute_something_else_is_refused(tmp_path: Path, changes: d
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(UsageError, match=message):
-        read_shape(tmp_path)
+        read_decoder_shape(tmp_path)
 
 
 def test_another_models_weights_are_refused_by_name(tmp_path: Path) -> None:
@@ -166,4 +166,4 @@ def test_pickles_and_damage_are_never_opened(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is damaged"):
         load_weights(model, tmp_path)
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
-        read_shape(tmp_path)
+        read_decoder_shape(tmp_path)

@@ -16,7 +16,7 @@ from bottega.models.text_classifier.pretrained import (
     PretrainedClassifier,
     build_pretrained,
     export_pretrained,
-    pretrained_shape,
+    read_pretrained_shape,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -80,7 +80,7 @@ def texts(kind: str, *, filled_with: int | None = None) -> tuple[torch.Tensor, t
 
 
 def build(folder: Path, seed: int = 0) -> PretrainedClassifier:
-    return build_pretrained(pretrained_shape(folder, NAMES), seed, folder=folder)
+    return build_pretrained(read_pretrained_shape(folder, NAMES), seed, folder=folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,7 +150,9 @@ def test_an_exported_folder_is_started_from_head_and_all(tmp_path: Path) -> None
     again = build(tmp_path / "out", 9).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
     # For other classes the last layer is new, and only that.
-    two = build_pretrained(pretrained_shape(tmp_path / "out", ("no", "yes")), 9, folder=tmp_path / "out").state_dict()
+    two = build_pretrained(
+        read_pretrained_shape(tmp_path / "out", ("no", "yes")), 9, folder=tmp_path / "out"
+    ).state_dict()
     assert two["head.weight"].shape == (2, 16)
     assert all(torch.equal(two[name], again[name]) for name in again if not name.startswith("head."))
 

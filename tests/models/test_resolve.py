@@ -14,15 +14,15 @@ from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.models.folders import resolve
 from bottega.models.folders.resolve import (
     ModelFolder,
-    component_folder,
-    is_path,
-    kind_of,
-    own_adapter,
+    find_component_folder,
+    find_own_adapter,
+    folder_kind,
+    is_local_path,
     require_config,
     resolve_model,
     resolve_tokenizer,
 )
-from bottega.tasks import needs
+from bottega.tasks import dependencies
 from bottega.tasks.recipes import load_recipe
 
 KEY = "model.from"
@@ -53,7 +53,7 @@ def folder(path: Path, *files: str) -> Path:
     ],
 )
 def test_a_folder_is_told_by_its_files(tmp_path: Path, files: list[str], kind: str) -> None:
-    assert kind_of(folder(tmp_path / "x", *files)) == kind
+    assert folder_kind(folder(tmp_path / "x", *files)) == kind
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,41 +74,43 @@ def test_of_a_run_its_export_is_taken(tmp_path: Path) -> None:
         UsageError, match=rf"^model\.from: {run} is a run that was not exported; say bottega export {run} "
     ):
         resolve_model(run, key=KEY)
-    assert resolve_model(run, key=KEY, holds=None) == ModelFolder(run / "final", "unknown", "run")
+    assert resolve_model(run, key=KEY, required_file=None) == ModelFolder(run / "final", "unknown", "run")
     folder(run, "final/config.json")
     assert resolve_model(run, key=KEY) == ModelFolder(run / "final", "model", "run")
     with pytest.raises(UsageError, match="was not exported"):
-        resolve_model(run, key=KEY, holds="model_index.json")
+        resolve_model(run, key=KEY, required_file="model_index.json")
 
 
 def test_a_part_of_the_recipe_is_its_run(tmp_path: Path) -> None:
     recipe = load_recipe(
         ["image", {"output_dir": str(tmp_path), "needs": {"vae": {"recipe": "image_vae/digits"}}}]
     ).recipe
-    run = needs.part_run(recipe, "vae")
+    run = dependencies.dependency_run(recipe, "vae")
     with pytest.raises(UsageError, match=r"^model\.vae: needs\.vae is not trained yet"):
-        needs.resolve_named(recipe, "needs.vae", key="model.vae")
+        dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae")
     folder(run, "recipe.yaml")
     with pytest.raises(UsageError, match=rf"^model\.vae: {run} is a run that was not exported"):
-        needs.resolve_named(recipe, "needs.vae", key="model.vae")
+        dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae")
     folder(run, "final/config.json")
     (run / "recipe.yaml").unlink()  # only what it exported was copied
-    assert needs.resolve_named(recipe, "needs.vae", key="model.vae") == ModelFolder(run / "final", "model", "part")
+    assert dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae") == ModelFolder(
+        run / "final", "model", "part"
+    )
     moved = folder(tmp_path / "elsewhere" / "parts" / run.name, "recipe.yaml", "final/config.json")
-    found = needs.resolve_named(recipe, "needs.vae", key="model.vae", beside=tmp_path / "elsewhere")
+    found = dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae", beside=tmp_path / "elsewhere")
     assert found.path == moved / "final"
 
 
 @pytest.mark.parametrize("name", ["./no", "/no/where", "~/no", "runs/no", "a/b/c", "../no"])
 def test_what_reads_as_a_path_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "_download", lambda *args, **options: pytest.fail("the network was asked"))
-    assert is_path(name)
+    assert is_local_path(name)
     with pytest.raises(UsageError, match=rf"^model\.from: {name} is not a folder here; correct the path"):
         resolve_model(name, key=KEY)
     with pytest.raises(UsageError, match=r"^model\.from: owner/model is not a folder here"):
-        resolve_model("owner/model", key=KEY, is_local=True)
+        resolve_model("owner/model", key=KEY, local_only=True)
     with pytest.raises(UsageError, match=r"^model\.vae: owner/model is no folder; name a run$"):
-        resolve_model("owner/model", key="model.vae", missing="is no folder; name a run")
+        resolve_model("owner/model", key="model.vae", missing_message="is no folder; name a run")
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
@@ -162,14 +164,14 @@ def test_a_tokenizer_may_be_a_file(tmp_path: Path) -> None:
 
 def test_a_component_is_in_a_pipeline_or_is_the_folder(tmp_path: Path) -> None:
     pipeline = folder(tmp_path / "pipeline", "model_index.json", "vae/config.json")
-    assert component_folder(pipeline, "vae") == pipeline / "vae"
-    assert component_folder(pipeline / "vae", "vae") == pipeline / "vae"
+    assert find_component_folder(pipeline, "vae") == pipeline / "vae"
+    assert find_component_folder(pipeline / "vae", "vae") == pipeline / "vae"
     with pytest.raises(
         UsageError, match=rf"^model\.clip: {pipeline} has no config\.json; give the folder of a saved CLIP"
     ):
         require_config(pipeline, key="model.clip", what="CLIP")
-    assert own_adapter(pipeline) is None
-    assert own_adapter(folder(tmp_path / "export", "adapter/bottega.json")) == tmp_path / "export" / "adapter"
+    assert find_own_adapter(pipeline) is None
+    assert find_own_adapter(folder(tmp_path / "export", "adapter/bottega.json")) == tmp_path / "export" / "adapter"
 
 
 def test_resolving_loads_no_framework() -> None:

@@ -34,14 +34,14 @@ def _counted(shape: SoftPromptShape) -> int:
 
 
 def test_llama_7b_has_as_many_as_the_method_trains() -> None:
-    assert _counted(LLAMA_7B) == LLAMA_7B.parameters == 3_678_976
+    assert _counted(LLAMA_7B) == LLAMA_7B.num_parameters == 3_678_976
 
 
 @pytest.mark.parametrize("prefixes", [0, 1, 3])
 @pytest.mark.parametrize("projection", [None, 12])
 def test_the_count_is_the_declared_one(prefixes: int, projection: int | None) -> None:
     shape = TINY.model_copy(update={"num_prefix_tokens": prefixes, "projection": projection})
-    assert _counted(shape) == shape.parameters
+    assert _counted(shape) == shape.num_parameters
     assert len(build_soft_prompts(shape, 0).prefixes()) == (shape.num_layers if prefixes else 0)
 
 

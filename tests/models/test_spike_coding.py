@@ -15,7 +15,7 @@ from bottega.models.spiking.coding import (
     even_thresholds,
     latency_code,
     rate_code,
-    rate_code_of,
+    rate_code_from_draws,
 )
 
 
@@ -53,7 +53,7 @@ def test_a_split_of_the_batch_draws_the_same(size: int) -> None:
     whole = rate_code(x, 6, noise(0, 8))
     parts = [rate_code(x[at : at + size], 6, noise(at, min(at + size, 8))) for at in range(0, 8, size)]
     assert torch.equal(torch.cat(parts, dim=1), whole)
-    assert torch.equal(rate_code_of(x, noise(0, 8).uniform("rate_code", (6, 4, 3))), whole)
+    assert torch.equal(rate_code_from_draws(x, noise(0, 8).uniform("rate_code", (6, 4, 3))), whole)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 8, 25])

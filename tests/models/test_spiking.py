@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from bottega.models.spiking import units
 from bottega.models.spiking.config import SpikingShape, Surrogate
-from bottega.models.spiking.surrogate import slope, smooth_spike, spike
+from bottega.models.spiking.surrogate import smooth_spike, spike, surrogate_gradient
 from bottega.models.spiking.units import (
     LIF,
-    LOUDEST,
+    MAX_LOGIT,
     SpikingGate,
     SpikingLayer,
-    activity,
-    rate_cost,
-    unit_rows,
-    unit_scores,
+    activity_sums,
+    firing_rate_penalty,
+    unit_activity,
+    unit_activity_metrics,
 )
 
 KINDS = get_args(Surrogate)
@@ -81,7 +81,7 @@ def test_a_spike_is_exactly_0_or_1_and_its_slope_is_that_of_the_smooth_step(kind
 def test_the_smooth_step_goes_from_0_to_1_and_is_half_at_the_threshold(kind: Surrogate) -> None:
     ends = smooth_spike(torch.tensor([-1e6, 0.0, 1e6], dtype=torch.float64), kind, 2.0)
     torch.testing.assert_close(ends, torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64), rtol=0, atol=1e-5)
-    top = slope(torch.zeros(1), kind, 2.0).item()
+    top = surrogate_gradient(torch.zeros(1), kind, 2.0).item()
     assert top == pytest.approx(0.5 if kind == "sigmoid" else 1.0)
 
 
@@ -90,7 +90,7 @@ def test_a_gradient_of_the_gradient_is_the_slope_of_the_slope(kind: Surrogate) -
     charge = draw(50).requires_grad_()
     (first,) = torch.autograd.grad(spike(charge, kind, 2.0).sum(), charge, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), charge)
-    up, down = (slope(charge.detach() + side, kind, 2.0) for side in (EPS, -EPS))
+    up, down = (surrogate_gradient(charge.detach() + side, kind, 2.0) for side in (EPS, -EPS))
     torch.testing.assert_close(second, (up - down) / (2 * EPS), rtol=1e-4, atol=1e-6)
 
 
@@ -282,7 +282,7 @@ def test_a_gate_says_of_each_expert_how_often_its_group_fires() -> None:
     logits, rates = router(x)
     assert rates.shape == (2, 5, 12)
     groups = rates.unflatten(-1, (4, 3)).mean(-1)
-    torch.testing.assert_close(logits, LOUDEST * groups)
+    torch.testing.assert_close(logits, MAX_LOGIT * groups)
     assert ((rates >= 0) & (rates <= 1)).all()
     one_by_one = torch.stack([router(row)[0] for row in x.reshape(-1, 10)]).view(2, 5, 4)
     torch.testing.assert_close(one_by_one, logits)
@@ -321,21 +321,21 @@ def constructed() -> Tensor:
 
 def test_dead_is_who_never_fired_at_all_and_saturated_who_always_did() -> None:
     spikes = constructed()
-    assert unit_scores(unit_rows(spikes).numpy()) == {"dead": 0.25, "saturated": 0.25}
+    assert unit_activity_metrics(unit_activity(spikes).numpy()) == {"dead": 0.25, "saturated": 0.25}
     first = spikes[:, :1]
-    assert unit_scores(unit_rows(first).numpy()) == {"dead": 0.75, "saturated": 0.25}
-    split = [unit_rows(part).numpy() for part in spikes.split(1, dim=1)]
-    assert unit_scores(np.concatenate(split)) == {"dead": 0.25, "saturated": 0.25}
-    assert unit_rows(spikes).dtype == torch.uint8
-    assert unit_scores(np.zeros((0, 4), np.uint8)) == {}
+    assert unit_activity_metrics(unit_activity(first).numpy()) == {"dead": 0.75, "saturated": 0.25}
+    split = [unit_activity(part).numpy() for part in spikes.split(1, dim=1)]
+    assert unit_activity_metrics(np.concatenate(split)) == {"dead": 0.25, "saturated": 0.25}
+    assert unit_activity(spikes).dtype == torch.uint8
+    assert unit_activity_metrics(np.zeros((0, 4), np.uint8)) == {}
 
 
 def test_the_rates_of_a_train_say_the_same_as_the_train() -> None:
     spikes = constructed()
-    rates = units.rate(spikes)[None]
-    assert torch.equal(unit_rows(rates), unit_rows(spikes))
-    assert activity(rates) == activity(spikes)
-    torch.testing.assert_close(rate_cost(rates, 0.3), rate_cost(spikes, 0.3))
+    rates = units.spike_rate(spikes)[None]
+    assert torch.equal(unit_activity(rates), unit_activity(spikes))
+    assert activity_sums(rates) == activity_sums(spikes)
+    torch.testing.assert_close(firing_rate_penalty(rates, 0.3), firing_rate_penalty(spikes, 0.3))
 
 
 def test_a_unit_that_fires_whenever_it_can_is_saturated_though_it_rests() -> None:
@@ -343,27 +343,27 @@ def test_a_unit_that_fires_whenever_it_can_is_saturated_though_it_rests() -> Non
     spikes = LIF(shape)(torch.full((7, 2, 1), 9.0))
     assert spikes.flatten(1).mean(1).tolist() == [1, 0, 0, 1, 0, 0, 1]
     assert shape.highest_rate == pytest.approx(spikes.mean().item())
-    assert unit_scores(unit_rows(spikes, shape.highest_rate).numpy())["saturated"] == 1.0
-    assert unit_scores(unit_rows(spikes).numpy())["saturated"] == 0.0
+    assert unit_activity_metrics(unit_activity(spikes, shape.highest_rate).numpy())["saturated"] == 1.0
+    assert unit_activity_metrics(unit_activity(spikes).numpy())["saturated"] == 0.0
 
 
 def test_activity_is_a_sum_over_examples_that_count() -> None:
     spikes = constructed()
-    total, number = activity(spikes)["firing_rate"]
+    total, number = activity_sums(spikes)["firing_rate"]
     assert (total.item(), number.item()) == (pytest.approx(0.25 + 0.5 + 0.5625), 3)
-    total, number = activity(spikes, torch.tensor([1, 0, 1]))["firing_rate"]
+    total, number = activity_sums(spikes, torch.tensor([1, 0, 1]))["firing_rate"]
     assert (total.item(), number.item()) == (pytest.approx(0.25 + 0.5625), 2)
-    assert activity(spikes)["silent"][0].item() == pytest.approx(0.75 + 0.5 + 0.25)
+    assert activity_sums(spikes)["silent"][0].item() == pytest.approx(0.75 + 0.5 + 0.25)
 
 
 def test_the_rate_cost_is_a_sum_over_examples_and_falls_towards_the_target() -> None:
     spikes = constructed()
-    each = [rate_cost(spikes[:, i : i + 1], 0.3) for i in range(3)]
-    torch.testing.assert_close(rate_cost(spikes, 0.3), torch.stack(each).sum())
-    assert rate_cost(spikes[:, :1], 0.25) == 0
+    each = [firing_rate_penalty(spikes[:, i : i + 1], 0.3) for i in range(3)]
+    torch.testing.assert_close(firing_rate_penalty(spikes, 0.3), torch.stack(each).sum())
+    assert firing_rate_penalty(spikes[:, :1], 0.25) == 0
     current = draw(8, 6, 20, scale=2.0).requires_grad_()
     neuron = LIF(SpikingShape())
-    rate_cost(neuron(current), 0.0).backward()
+    firing_rate_penalty(neuron(current), 0.0).backward()
     assert current.grad is not None
     lower = current.detach() - 20 * current.grad
-    assert rate_cost(neuron(lower), 0.0) < rate_cost(neuron(current), 0.0)
+    assert firing_rate_penalty(neuron(lower), 0.0) < firing_rate_penalty(neuron(current), 0.0)

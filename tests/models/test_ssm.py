@@ -18,7 +18,7 @@ from bottega.models.initial import initialise
 from bottega.models.several import shared_layers
 from bottega.models.ssm import scan
 from bottega.models.ssm.config import SSMShape
-from bottega.models.ssm.scan import chunked, recurrent, step
+from bottega.models.ssm.scan import scan_chunked, scan_recurrent, scan_step
 from bottega.models.ssm.torch import SSMState, StateSpace
 
 D, T = 24, 37
@@ -107,7 +107,7 @@ def test_matrix_products_are_the_recurrence(
         named: dict[str, Any] = {"state": some_state(given[0], given[3])} if stated else {}
         if cut:
             named["resets"] = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < 0.15
-        fast, slow = chunked(*given, chunk=chunk, **named), recurrent(*given, **named)
+        fast, slow = scan_chunked(*given, chunk=chunk, **named), scan_recurrent(*given, **named)
         assert far(fast[0], slow[0]) < bound
         assert far(fast[1], slow[1]) < bound
 
@@ -116,7 +116,7 @@ def test_matrix_products_are_the_recurrence(
 def test_every_length_around_a_chunk(length: int) -> None:
     for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         given = inputs(length=length, dtype=dtype, longest=0.1)
-        fast, slow = chunked(*given, chunk=64), recurrent(*given)
+        fast, slow = scan_chunked(*given, chunk=64), scan_recurrent(*given)
         assert fast[0].shape == slow[0].shape
         assert far(fast[0], slow[0]) < bound
         assert far(fast[1], slow[1]) < bound
@@ -126,7 +126,7 @@ def test_what_was_forgotten_leaves_no_trace_in_the_digits() -> None:
     """Sums in float32 lost 1e-3 here: a decay from one token to the next is the difference of two sums near -10,000."""
     x, dt, A, B, C = inputs(length=64, dtype=torch.float32, longest=0.01)
     dt[:, 5] = 1000.0
-    assert far(chunked(x, dt, A, B, C, chunk=64)[0][:, 6:], recurrent(x, dt, A, B, C)[0][:, 6:]) < 1e-5
+    assert far(scan_chunked(x, dt, A, B, C, chunk=64)[0][:, 6:], scan_recurrent(x, dt, A, B, C)[0][:, 6:]) < 1e-5
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -137,7 +137,7 @@ def test_states_pass_through_groups_of_groups(cut: bool, stated: bool, monkeypat
     named: dict[str, Any] = {"state": some_state(given[0], given[3])} if stated else {}
     if cut:
         named["resets"] = torch.rand(2, 85, generator=torch.Generator().manual_seed(0)) < 0.02
-    fast, slow = chunked(*given, chunk=2, **named), recurrent(*given, **named)
+    fast, slow = scan_chunked(*given, chunk=2, **named), scan_recurrent(*given, **named)
     assert far(fast[0], slow[0]) < 1e-10
     assert far(fast[1], slow[1]) < 1e-10
 
@@ -149,7 +149,7 @@ def test_gradients_are_those_of_the_recurrence() -> None:
         given = inputs(dtype=dtype)
         state = some_state(given[0], given[3])
         found = []
-        for form in (lambda *a, **k: chunked(*a, chunk=8, **k), recurrent):
+        for form in (lambda *a, **k: scan_chunked(*a, chunk=8, **k), scan_recurrent):
             leaves = [t.clone().requires_grad_() for t in (*given, state)]
             y, last = form(*leaves[:5], state=leaves[5], resets=resets)
             found.append(torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves))
@@ -161,7 +161,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
     given = inputs(rows=1, length=7, heads=2, size=2, groups=1, states=2)
     leaves = [t.requires_grad_() for t in (*given, some_state(given[0], given[3]))]
     resets = torch.tensor([[False, False, True, False, False, False, False]])
-    assert torch.autograd.gradcheck(lambda *a: chunked(*a[:5], chunk=3, state=a[5], resets=resets), leaves)
+    assert torch.autograd.gradcheck(lambda *a: scan_chunked(*a[:5], chunk=3, state=a[5], resets=resets), leaves)
 
 
 def test_gradients_of_the_layer_are_those_of_finite_differences() -> None:
@@ -228,10 +228,10 @@ def test_stays_bounded_however_long_it_reads(length: int) -> None:
     state, outputs = torch.zeros(1, heads, size, states), []
     with torch.no_grad():
         for x_t, dt_t, B_t, C_t in zip(x.unbind(1), dt.unbind(1), B.unbind(1), C.unbind(1), strict=True):
-            y, state = step(x_t, dt_t, A, B_t, C_t, state=state)
+            y, state = scan_step(x_t, dt_t, A, B_t, C_t, state=state)
             outputs.append(y)
         stepped = torch.stack(outputs, 1)
-        fast, last = chunked(x, dt, A, B, C, chunk=64)
+        fast, last = scan_chunked(x, dt, A, B, C, chunk=64)
     assert torch.isfinite(stepped).all()
     assert stepped.abs().max() <= bound
     assert far(fast, stepped) < 1e-5
@@ -242,7 +242,7 @@ def test_extreme_time_steps_stay_finite() -> None:
     x, dt, A, B, C = inputs(dtype=torch.float32)
     dt[:, 3], dt[:, 9], dt[:, 20] = 0.0, 1e4, 1e-8
     leaves = [t.requires_grad_() for t in (x, dt, A, B, C)]
-    y, last = chunked(*leaves, chunk=8)
+    y, last = scan_chunked(*leaves, chunk=8)
     for gradient in torch.autograd.grad(y.sum() + last.sum(), leaves):
         assert torch.isfinite(gradient).all()
     assert torch.isfinite(y).all()
@@ -322,9 +322,9 @@ def test_decays_are_never_of_half_precision() -> None:
     length = 2000
     x, B, C = torch.ones(1, length, 1, 1), torch.ones(1, length, 1, 1), torch.ones(1, length, 1, 1)
     dt, A = torch.full((1, length, 1), 1e-3), torch.tensor([-1.0])
-    exact = recurrent(x, dt, A, B, C)[0]
+    exact = scan_recurrent(x, dt, A, B, C)[0]
     x, B, C = x.bfloat16(), B.bfloat16(), C.bfloat16()
-    for y in (chunked(x, dt, A, B, C, chunk=64)[0], recurrent(x, dt, A, B, C)[0]):
+    for y in (scan_chunked(x, dt, A, B, C, chunk=64)[0], scan_recurrent(x, dt, A, B, C)[0]):
         assert far(y.float(), exact) < 0.01
 
 
@@ -354,8 +354,8 @@ def test_compiles_to_one_graph(packed: bool) -> None:
 @pytest.mark.parametrize("changes", [{}, {"num_groups": 1}, {"expand": 4, "conv_size": 2}, {"state_size": 16}])
 def test_parameters_are_counted_in_closed_form(changes: dict[str, Any]) -> None:
     layer = StateSpace(small_shape(**changes))
-    assert layer.shape.parameters() == sum(p.numel() for p in layer.parameters())
-    assert layer.shape.flops_per_token() > 6 * layer.shape.parameters()
+    assert layer.shape.num_parameters() == sum(p.numel() for p in layer.parameters())
+    assert layer.shape.flops_per_token() > 6 * layer.shape.num_parameters()
 
 
 def test_impossible_shapes_name_the_remedy() -> None:

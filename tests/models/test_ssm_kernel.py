@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bottega.models.initial import initialise
 from bottega.models.ssm.config import SSMShape
-from bottega.models.ssm.scan import chunked
+from bottega.models.ssm.scan import scan_chunked
 from bottega.models.ssm.torch import CausalConvolution, GatedRMSNorm, StateSpace
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -71,7 +71,7 @@ def test_the_passing_of_states(length: int, size: int, states: int, cut: bool) -
     leaves = [t.requires_grad_() for t in (x, dt, A, B, C)]
     found = []
     for kernels in (True, False):
-        y, last = chunked(*leaves, chunk=8, resets=resets, kernels=kernels)
+        y, last = scan_chunked(*leaves, chunk=8, resets=resets, kernels=kernels)
         found.append((y, last, *torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves)))
     assert all(far(one, other) < 1e-5 for one, other in zip(*found, strict=True))
 

@@ -13,11 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bottega.models.spiking.stdp import Rule, change, changes, eligibility, rescaled, softened, trace, within
+from bottega.models.spiking.stdp import (
+    STDPRule,
+    apply_soft_bounds,
+    clamp_to_bounds,
+    eligibility,
+    gain_and_loss,
+    match_row_statistics,
+    trace,
+    weight_change,
+)
 
-PAIR = Rule(a_plus=0.7, a_minus=0.4, tau_plus=3.0, tau_minus=5.0)
+PAIR = STDPRule(a_plus=0.7, a_minus=0.4, tau_plus=3.0, tau_minus=5.0)
 TRIPLET = replace(PAIR, a3_plus=0.9, a3_minus=0.3, tau_x=6.0, tau_y=7.0)
-EVEN = Rule(a_plus=1.0, a_minus=1.0, tau_plus=4.0, tau_minus=4.0, same_step="none")
+EVEN = STDPRule(a_plus=1.0, a_minus=1.0, tau_plus=4.0, tau_minus=4.0, same_step="none")
 
 
 def at(*steps: int, of: int = 12) -> Tensor:
@@ -33,12 +42,12 @@ def trains(seed: int, *, steps: int = 9, batch: int = 4, inputs: int = 3, output
     return torch.from_numpy(pre.astype(np.float64)), torch.from_numpy(post.astype(np.float64))
 
 
-def net(pre: Tensor, post: Tensor, rule: Rule) -> float:
-    gain, loss = changes(pre, post, rule)
+def net(pre: Tensor, post: Tensor, rule: STDPRule) -> float:
+    gain, loss = gain_and_loss(pre, post, rule)
     return float(gain - loss)
 
 
-def written_out(pre: Tensor, post: Tensor, rule: Rule) -> Tensor:
+def written_out(pre: Tensor, post: Tensor, rule: STDPRule) -> Tensor:
     """[B, O, I], spike by spike."""
     steps, batch, inputs = pre.shape
     outputs = post.shape[2]
@@ -69,13 +78,13 @@ def test_spikes_of_one_step_are_a_pair_only_where_the_input_comes_first() -> Non
 
 
 @pytest.mark.parametrize("rule", [PAIR, TRIPLET, replace(TRIPLET, same_step="none"), replace(PAIR, same_step="none")])
-def test_sums_are_those_of_the_formula(rule: Rule) -> None:
+def test_sums_are_those_of_the_formula(rule: STDPRule) -> None:
     pre, post = trains(0)
     expected = written_out(pre, post, rule)
     torch.testing.assert_close(eligibility(pre, post, rule), expected, rtol=1e-12, atol=1e-12)
-    gain, loss = changes(pre, post, rule)
+    gain, loss = gain_and_loss(pre, post, rule)
     torch.testing.assert_close(gain - loss, expected.sum(0), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(change(pre, post, rule), expected.sum(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weight_change(pre, post, rule), expected.sum(0), rtol=1e-12, atol=1e-12)
     assert (gain >= 0).all()
     assert (loss >= 0).all()
     assert expected.abs().min() > 0
@@ -101,7 +110,7 @@ def test_a_train_with_its_mirror_image_changes_by_the_difference_of_the_two_side
     assert net(pre, post, replace(EVEN, tau_minus=8.0)) == pytest.approx(math.exp(-0.5) - math.exp(-0.25), rel=1e-12)
 
 
-def per_pair(every: int, rule: Rule) -> float:
+def per_pair(every: int, rule: STDPRule) -> float:
     """Change of one pairing, the input 1 step before the output, among twenty at this distance."""
     firsts = range(0, 20 * every, every)
     pre, post = at(*firsts, of=20 * every), at(*(s + 1 for s in firsts), of=20 * every)
@@ -138,18 +147,18 @@ def test_a_trace_before_and_after_its_own_spike() -> None:
 
 def test_examples_add_up_whatever_the_split_and_count_by_their_weight() -> None:
     pre, post = trains(1, batch=6)
-    whole = changes(pre, post, TRIPLET)
+    whole = gain_and_loss(pre, post, TRIPLET)
     for cuts in ((2, 4), (1, 2, 3)):
-        parts = [changes(*pair, TRIPLET) for pair in zip(pre.split(cuts, 1), post.split(cuts, 1), strict=True)]
+        parts = [gain_and_loss(*pair, TRIPLET) for pair in zip(pre.split(cuts, 1), post.split(cuts, 1), strict=True)]
         for side in (0, 1):
             summed = torch.stack([part[side] for part in parts]).sum(0)
             torch.testing.assert_close(summed, whole[side], rtol=1e-12, atol=1e-12)
     reward = torch.tensor([1.0, -2.0, 0.0, 0.5, 3.0, 0.0], dtype=torch.float64)
-    gain, loss = changes(pre, post, TRIPLET, weight=reward)
+    gain, loss = gain_and_loss(pre, post, TRIPLET, weight=reward)
     expected = torch.einsum("b,boi->oi", reward, eligibility(pre, post, TRIPLET))
     torch.testing.assert_close(gain - loss, expected, rtol=1e-12, atol=1e-12)
     expected = torch.einsum("b,boi->oi", reward, eligibility(pre, post, PAIR))
-    torch.testing.assert_close(change(pre, post, PAIR, weight=reward), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(weight_change(pre, post, PAIR, weight=reward), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_an_example_that_counts_for_nothing_may_hold_anything() -> None:
@@ -157,14 +166,16 @@ def test_an_example_that_counts_for_nothing_may_hold_anything() -> None:
     pre[:, 1], weight = torch.nan, torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     kept = [0, 2, 3]
     for found, expected in zip(
-        changes(pre, post, PAIR, weight=weight), changes(pre[:, kept], post[:, kept], PAIR), strict=True
+        gain_and_loss(pre, post, PAIR, weight=weight), gain_and_loss(pre[:, kept], post[:, kept], PAIR), strict=True
     ):
         torch.testing.assert_close(found, expected)
 
 
 def test_half_precision_is_summed_in_single() -> None:
     pre, post = trains(3)
-    for found, expected in zip(changes(pre.bfloat16(), post.bfloat16(), PAIR), changes(pre, post, PAIR), strict=True):
+    for found, expected in zip(
+        gain_and_loss(pre.bfloat16(), post.bfloat16(), PAIR), gain_and_loss(pre, post, PAIR), strict=True
+    ):
         assert found.dtype is torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -174,25 +185,27 @@ def test_soft_bounds_slow_down_towards_them(seed: int) -> None:
     rng = np.random.default_rng(seed)
     weight, gain, loss = (torch.from_numpy(x) for x in rng.normal(size=(3, 4, 5)))
     weight, gain, loss = weight.clamp(-1, 2), gain.abs(), loss.abs()
-    found = softened(gain, loss, weight, low=-1, high=2)
+    found = apply_soft_bounds(gain, loss, weight, low=-1, high=2)
     torch.testing.assert_close(found, gain * (2 - weight) / 3 - loss * (weight + 1) / 3)
     # A gain that a bad reward has turned around is a loss, and the other way about.
     torch.testing.assert_close(
-        softened(-gain, -loss, weight, low=-1, high=2), loss * (2 - weight) / 3 - gain * (weight + 1) / 3
+        apply_soft_bounds(-gain, -loss, weight, low=-1, high=2), loss * (2 - weight) / 3 - gain * (weight + 1) / 3
     )
 
 
 def test_what_is_outside_already_goes_no_further_and_may_come_back() -> None:
     weight, change = torch.tensor([3.0, 3.0, -2.0, 0.9, -0.9]), torch.tensor([0.5, -0.5, -0.5, 0.5, -0.5])
-    assert within(weight + change, weight, low=-1, high=1).tolist() == pytest.approx([3.0, 2.5, -2.0, 1.0, -1.0])
-    assert torch.equal(within(weight, weight, low=-1, high=1), weight)
-    assert softened(change, torch.zeros(5), weight, low=-1, high=1)[0] == 0
+    assert clamp_to_bounds(weight + change, weight, low=-1, high=1).tolist() == pytest.approx(
+        [3.0, 2.5, -2.0, 1.0, -1.0]
+    )
+    assert torch.equal(clamp_to_bounds(weight, weight, low=-1, high=1), weight)
+    assert apply_soft_bounds(change, torch.zeros(5), weight, low=-1, high=1)[0] == 0
 
 
 @given(st.integers(0, 10_000))
 def test_rows_keep_their_sum_and_their_length(seed: int) -> None:
     new, like = (torch.from_numpy(x) for x in np.random.default_rng(seed).normal(size=(2, 3, 5)))
-    found = rescaled(new, like)
+    found = match_row_statistics(new, like)
     torch.testing.assert_close(found.sum(1), like.sum(1))
     torch.testing.assert_close(found.norm(dim=1), like.norm(dim=1))
     # In the order that the change gave them.
@@ -201,4 +214,4 @@ def test_rows_keep_their_sum_and_their_length(seed: int) -> None:
 
 def test_a_row_of_equal_weights_has_nothing_to_share_out() -> None:
     like = torch.tensor([[2.0, 2.0], [3.0, 3.0]])
-    assert torch.equal(rescaled(torch.tensor([[5.0, 5.0], [0.0, 1.0]]), like), like)
+    assert torch.equal(match_row_statistics(torch.tensor([[5.0, 5.0], [0.0, 1.0]]), like), like)

@@ -15,8 +15,8 @@ import tiny_clip
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.dit.torch import initial_value
 from bottega.models.generator.config import ConditionShape
-from bottega.models.initial import fill
-from bottega.models.text_encoder import TextEncoder, load_text_encoder, read_text_facts
+from bottega.models.initial import fill_parameters
+from bottega.models.text_encoder import TextEncoder, load_text_encoder, read_text_encoder_metadata
 
 SHAPE = ConditionShape(kind="text", hidden_size=8, vocab_size=50, text_size=16, text_layers=2, max_tokens=12)
 
@@ -24,7 +24,7 @@ SHAPE = ConditionShape(kind="text", hidden_size=8, vocab_size=50, text_size=16, 
 @pytest.fixture(scope="module")
 def encoder() -> TextEncoder:
     encoder = TextEncoder(SHAPE)
-    fill(encoder, lambda name, shape: initial_value(name, shape, 0))
+    fill_parameters(encoder, lambda name, shape: initial_value(name, shape, 0))
     return encoder.eval()
 
 
@@ -72,7 +72,7 @@ def test_a_folder_is_read_as_transformers_reads_it_and_stays_frozen(clip: Path) 
     torch.testing.assert_close(found(input_ids=ids).last_hidden_state, theirs, atol=0, rtol=0)
     assert not found.training
     assert not any(parameter.requires_grad for parameter in found.parameters())
-    facts = read_text_facts(clip)
+    facts = read_text_encoder_metadata(clip)
     assert (facts.width, facts.positions, facts.is_clip) == (16, 12, True)
 
 
@@ -87,7 +87,7 @@ def test_only_the_reading_half_of_other_kinds_is_loaded(tmp_path: Path) -> None:
     found, ids = load_text_encoder(tmp_path), torch.tensor([[3, 4, 1]])
     assert type(found).__name__ == "T5EncoderModel"
     assert found(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.shape == (1, 3, 16)
-    facts = read_text_facts(tmp_path)
+    facts = read_text_encoder_metadata(tmp_path)
     assert (facts.width, facts.vocab_size, facts.is_clip) == (16, 40, False)
 
 
@@ -113,7 +113,7 @@ def test_pickles_and_models_that_do_not_read_are_refused(clip: Path, tmp_path: P
         load_text_encoder(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "vit", "hidden_size": 16}))
     with pytest.raises(UsageError, match="no text encoder"):
-        read_text_facts(folder)
+        read_text_encoder_metadata(folder)
     (folder / "config.json").unlink()
     with pytest.raises(UsageError, match=r"no config\.json"):
-        read_text_facts(folder)
+        read_text_encoder_metadata(folder)

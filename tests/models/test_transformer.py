@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from bottega.core.errors import UsageError
-from bottega.models.decoder.config import DECLARED, SIZES, TransformerShape, sized
-from bottega.models.decoder.torch import Cache, Transformer, rotary
+from bottega.models.decoder.config import DOCUMENTED_PARAMETERS, SIZES, TransformerShape, shape_for_size
+from bottega.models.decoder.torch import DecoderCache, Transformer, compute_rotary_tables
 from bottega.models.initial import initialise
 from decoders import compile_and_count
 
@@ -47,23 +47,23 @@ def some_tokens(rows: int = 2, length: int = T, *, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_named_sizes_are_the_size_they_are_called(size: str) -> None:
-    vocab_size, declared = DECLARED[size]
-    shape = sized(size, vocab_size=vocab_size)
+    vocab_size, declared = DOCUMENTED_PARAMETERS[size]
+    shape = shape_for_size(size, vocab_size=vocab_size)
     with torch.device("meta"):
         counted = sum(p.numel() for p in Transformer(shape).parameters())
-    assert shape.parameters() == counted
+    assert shape.num_parameters() == counted
     assert abs(counted / declared - 1) < 0.02
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"qk_norm": False}, {"num_kv_heads": 4}])
 def test_parameters_are_counted_in_closed_form(changes: dict[str, Any]) -> None:
     model = small_model(**changes)
-    assert model.shape.parameters() == sum(p.numel() for p in model.parameters())
+    assert model.shape.num_parameters() == sum(p.numel() for p in model.parameters())
 
 
 def test_verse_does_the_work_of_gpt2_small() -> None:
     gpt2 = 6 * 123.7e6 + 12 * 12 * 768 * 1024
-    assert abs(sized("verse", vocab_size=50304).flops_per_token(1024) / gpt2 - 1) < 0.02
+    assert abs(shape_for_size("verse", vocab_size=50304).flops_per_token(1024) / gpt2 - 1) < 0.02
 
 
 def test_an_untied_embedding_is_looked_up_for_free() -> None:
@@ -77,7 +77,7 @@ def test_impossible_shapes_name_the_remedy() -> None:
     with pytest.raises(ValidationError, match="head_size 7 is odd"):
         small_shape(head_size=7)
     with pytest.raises(UsageError, match=r"'vers' is no size.*did you mean 'verse'"):
-        sized("vers", vocab_size=V)
+        shape_for_size("vers", vocab_size=V)
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
@@ -151,7 +151,7 @@ def test_reading_with_a_cache_equals_reading_at_once(qk_norm: bool) -> None:
     model, tokens = small_model(qk_norm=qk_norm).eval(), some_tokens()
     with torch.no_grad():
         expected = model(tokens)
-        cache = Cache.empty(model.shape, batch=2)
+        cache = DecoderCache.empty(model.shape, batch=2)
         pieces, position = [], 0
         for length in (7, 1, 1, 5, 1, 9):
             pieces.append(model(tokens[:, position : position + length], cache=cache, position=position))
@@ -164,7 +164,7 @@ def test_rows_may_have_read_unequally() -> None:
     model, tokens = small_model().eval(), some_tokens()
     with torch.no_grad():
         expected = model(tokens)
-        cache = Cache.empty(model.shape, batch=2)
+        cache = DecoderCache.empty(model.shape, batch=2)
         model(tokens[:, :12], cache=cache)
         # Row 1 goes back to position 6: what the cache holds behind it must not be seen.
         step = torch.stack((tokens[0, 12:14], tokens[1, 6:8]))
@@ -222,7 +222,7 @@ def test_the_rotary_tables_survive_moves_between_devices_and_types() -> None:
         model = Transformer(shape)
     model.to_empty(device="cpu")
     model.to(torch.bfloat16)
-    cos, sin = rotary(shape)
+    cos, sin = compute_rotary_tables(shape)
     torch.testing.assert_close((model.cos, model.sin), (cos, sin), atol=0, rtol=0)
     assert model.cos.dtype == torch.float32
     assert not {"cos", "sin"} & model.state_dict().keys()

@@ -14,7 +14,7 @@ from torch import Tensor
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape, UNetShape
 from bottega.models.generator.torch import Generator, build_generator, load_generator
-from bottega.models.unet import UNet, choose_unet, unet_config, vector_size
+from bottega.models.unet import UNet, condition_vector_size, resolve_unet_shape, unet_config
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {"channels": 2, "hidden_size": 8, "num_layers": 1, "num_
 def shape_of(kind: Any = "none", *, grid: tuple[int, int] = (8, 12), **sizes: Any) -> GeneratorShape:
     given = {**SIZES, "has_vector": kind in ("class", "vector"), "context_size": 6 if kind == "text" else None, **sizes}
     backbone = UNetShape(grid=grid, **given)
-    width = vector_size(backbone) if backbone.has_vector else 0
+    width = condition_vector_size(backbone) if backbone.has_vector else 0
     return GeneratorShape(backbone=backbone, condition=ConditionShape(kind=kind, size=3, hidden_size=width))
 
 
@@ -160,7 +160,7 @@ def test_sizes_that_do_not_fit_are_refused_by_name(
     grid: tuple[int, ...], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError) as error:
-        choose_unet(None, grid=grid, **{**SIZES, **changes})
+        resolve_unet_shape(None, grid=grid, **{**SIZES, **changes})
     assert message in str(error.value)
 
 
@@ -203,12 +203,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(folder: Path, kind: Any = "none", **sizes: Any) -> GeneratorShape:
-    backbone = choose_unet(
+    backbone = resolve_unet_shape(
         folder,
         grid=(8, 12),
         **{**SIZES, "has_vector": kind == "class", "context_size": 6 if kind == "text" else None, **sizes},
     )
-    width = vector_size(backbone) if kind == "class" else 0
+    width = condition_vector_size(backbone) if kind == "class" else 0
     return GeneratorShape(backbone=backbone, condition=ConditionShape(kind=kind, size=3, hidden_size=width))
 
 

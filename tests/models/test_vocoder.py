@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import bottega
 import small_media
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.data.audio.spectrogram import Mel
+from bottega.data.audio.spectrogram import MelSpectrogram
 from bottega.models.vocoder import load_vocoder
 
 pytest.importorskip("transformers")
@@ -95,7 +95,7 @@ def test_our_spectrogram_in_its_bands_is_the_one_it_was_trained_on(folder: Path)
     theirs = extractor(audio_target=sound, sampling_rate=rate)["input_values"][0]
     low, high = load_vocoder(folder).low, extractor.fmax
     assert low == extractor.fmin
-    ours = Mel(sample_rate=rate, fft_size=1024, hop_size=256, num_mels=80, low=low, high=high).encode(sound)
+    ours = MelSpectrogram(sample_rate=rate, fft_size=1024, hop_size=256, num_mels=80, low=low, high=high).encode(sound)
     middle = slice(3, 9)  # the ends are mirrored here and there in other ways
     np.testing.assert_allclose(ours[middle] / math.log(10), theirs[middle], atol=2e-3)
 
@@ -109,13 +109,13 @@ def test_the_part_of_a_pipeline_is_found(folder: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named_on_both_sides(folder: Path) -> None:
     vocoder = load_vocoder(folder)
-    vocoder.check(sample_rate=RATE, num_mels=BANDS, hop_size=HOP)
+    vocoder.check_spectrogram(sample_rate=RATE, num_mels=BANDS, hop_size=HOP)
     with pytest.raises(
         UsageError, match=r"data\.sample_rate is 22050 and it has 8000; data\.hop_size is 128 and it has 64"
     ):
-        vocoder.check(sample_rate=22_050, num_mels=BANDS, hop_size=128)
+        vocoder.check_spectrogram(sample_rate=22_050, num_mels=BANDS, hop_size=128)
     with pytest.raises(UsageError, match=r"data\.num_mels is 80 and it has 8; set .*data\.num_mels=8"):
-        vocoder.check(sample_rate=RATE, num_mels=80, hop_size=HOP)
+        vocoder.check_spectrogram(sample_rate=RATE, num_mels=80, hop_size=HOP)
 
 
 def test_folders_that_are_no_vocoder(folder: Path, tmp_path: Path) -> None:
@@ -155,22 +155,22 @@ def test_a_run_is_heard_through_it_and_keeps_it(folder: Path, tmp_path: Path) ->
     run = bottega.train("audio", {**options, "samples.every": 2, "samples.count": 2})
     shutil.rmtree(given)
     saved = bottega.load(run.path)
-    branch = saved.branch
-    mel = branch.mel.mel
+    workload = saved.workload
+    mel = workload.mel.mel
     assert (mel.low, mel.high) == (80, 4000), "the bands are the vocoder's"
-    x = np.random.default_rng(0).standard_normal((3, *branch.mel.shape)).astype(np.float32)
-    heard = branch.medium_of(x)
-    assert heard.shape == (3, branch.mel.num_samples)
-    log_mel = torch.from_numpy(branch.mel.scale.undo(x[..., 0]))
-    expected = load_vocoder(folder)(log_mel)[:, : branch.mel.num_samples].numpy()
+    x = np.random.default_rng(0).standard_normal((3, *workload.mel.shape)).astype(np.float32)
+    heard = workload.to_medium(x)
+    assert heard.shape == (3, workload.mel.num_samples)
+    log_mel = torch.from_numpy(workload.mel.scale.undo(x[..., 0]))
+    expected = load_vocoder(folder)(log_mel)[:, : workload.mel.num_samples].numpy()
     np.testing.assert_allclose(heard, expected, atol=1e-6)
     sounds = np.random.default_rng(1).uniform(-0.5, 0.5, (2, 800)).astype(np.float32)
-    through = branch.round_trip({}, sounds, "cpu")
-    np.testing.assert_allclose(through, branch.medium_of(branch.values_of(sounds)), atol=1e-6)
+    through = workload.round_trip({}, sounds, "cpu")
+    np.testing.assert_allclose(through, workload.to_medium(workload.to_values(sounds)), atol=1e-6)
     scored = bottega.evaluate(run.path, count=4)
     assert {"real", "through_codec"} <= scored.keys()
-    shutil.rmtree(run.path / "codec" / "vocoder")
-    with pytest.raises(CheckpointError, match=r"the vocoder of this run: .*codec/vocoder"):
+    shutil.rmtree(run.path / "processor" / "vocoder")
+    with pytest.raises(CheckpointError, match=r"the vocoder of this run: .*processor/vocoder"):
         bottega.load(run.path).generate(count=1)
 
 

@@ -25,8 +25,8 @@ from bottega.core.errors import BottegaError, CheckpointError, DataError, Direct
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.run import dependencies, saved
 from bottega.run import train as run
-from bottega.tasks import needs
-from bottega.tasks.generation.codes import tokenizer_folder
+from bottega.tasks import dependencies as needs
+from bottega.tasks.generation.code_tokenizer import resolve_tokenizer_folder
 from bottega.tasks.recipes import load_recipe
 from small_run import environment
 
@@ -94,8 +94,8 @@ def folder(made: Path, tmp_path: Path) -> Path:
     copy = Path(shutil.copytree(made, tmp_path / "runs", symlinks=True))
     text = copy / "x" / "recipe.yaml"
     text.write_text(text.read_text().replace(str(made), str(copy)))
-    part = Path(shutil.move(the_part(copy), needs.part_run(recipe(copy), "vae")))
-    facts = copy / "x" / "codec" / "generator.json"
+    part = Path(shutil.move(the_part(copy), needs.dependency_run(recipe(copy), "vae")))
+    facts = copy / "x" / "processor" / "generator.json"
     facts.write_text(facts.read_text().replace(str(the_part(made)), str(part)))
     return copy
 
@@ -120,10 +120,10 @@ def test_a_part_of_other_data_is_trained_anew(folder: Path, capsys: pytest.Captu
     part = the_part(folder)
     before = (part / "final" / "model.safetensors", part / "final" / "diffusion_pytorch_model.safetensors")
     weights = next(path.read_bytes() for path in before if path.is_file())
-    assert run.part(recipe(folder), "vae") == part
+    assert run.ensure_dependency(recipe(folder), "vae") == part
     assert capsys.readouterr().err == "", "the same data: taken as it is"
     other_pictures(folder)
-    assert run.part(recipe(folder), "vae") == part
+    assert run.ensure_dependency(recipe(folder), "vae") == part
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "needs.vae has learnt from other data than there is now" in said
@@ -133,19 +133,19 @@ def test_a_part_of_other_data_is_trained_anew(folder: Path, capsys: pytest.Captu
     assert bottega.load(folder / "x").task.latents.folder == str(kept / "final"), "who needs the old one finds it"
     shutil.rmtree(part / "final")
     other_pictures(folder)
-    run.part(recipe(folder), "vae")
+    run.ensure_dependency(recipe(folder), "vae")
     assert part.with_name(f"{part.name}.2").is_dir(), "one that was cut off as well"
 
 
 def test_data_of_its_own_or_a_change_that_is_allowed_leave_a_part_alone(folder: Path) -> None:
     part = the_part(folder)
     other_pictures(folder)
-    assert run.part(recipe(folder), "vae", allow_data_change=True) == part
+    assert run.ensure_dependency(recipe(folder), "vae", allow_data_change=True) == part
     assert not part.with_name(f"{part.name}.1").exists()
     own = recipe(folder, **{"needs.vae.own_data": True})
-    place = needs.part_run(own, "vae")
+    place = needs.dependency_run(own, "vae")
     part.rename(place)
-    assert run.part(own, "vae") == place
+    assert run.ensure_dependency(own, "vae") == place
     assert not place.with_name(f"{place.name}.1").exists()
 
 
@@ -154,7 +154,7 @@ def test_the_judge_has_not_seen_what_is_held_out_now(tmp_path: Path, capsys: pyt
     options |= {"model.vae": None, "model.patch_size": 2, "evaluation.every": None}
     path = train(tmp_path, **options).path
     bottega.evaluate(path, count=2)
-    judge = needs.part_run(recipe(tmp_path, **options), "judge")
+    judge = needs.dependency_run(recipe(tmp_path, **options), "judge")
     other_pictures(tmp_path)
     again = train(tmp_path, **{**options, "name": "y"}).path
     capsys.readouterr()
@@ -180,9 +180,9 @@ def test_nor_has_one_whose_recipe_names_it(tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: image_vae/digits\nname: always-the-same\n")
     changes = {"needs.vae": {"recipe": str(mine), "settings": TINY}}
-    first = needs.part_run(recipe(tmp_path, **changes), "vae").name
+    first = needs.dependency_run(recipe(tmp_path, **changes), "vae").name
     assert first.startswith("mine-")
-    assert needs.part_run(recipe(tmp_path, **changes, **{"data.channels": 3}), "vae").name != first
+    assert needs.dependency_run(recipe(tmp_path, **changes, **{"data.channels": 3}), "vae").name != first
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_the_recipe_of_a_run_needs_the_same_parts(tmp_path: Path, name: str, cha
     again = load_recipe([tmp_path / "recipe.yaml"]).recipe
     assert first.needs
     for part in first.needs:
-        assert needs.part_run(again, part) == needs.part_run(first, part)
+        assert needs.dependency_run(again, part) == needs.dependency_run(first, part)
 
 
 def test_defaults_of_the_data_are_the_parents_too(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_defaults_of_the_data_are_the_parents_too(tmp_path: Path) -> None:
         "  augmentation: {flip: true}, validation: {limit: 3}, train: {limit: 5}}\n"
     )
     parent = recipe(tmp_path, **{"needs.vae": {"recipe": str(mine), "settings": TINY}})
-    data: Any = needs.part_recipe(parent, "vae").data
+    data: Any = needs.dependency_recipe(parent, "vae").data
     assert (data.normalise, data.resize) == ("symmetric", "crop")
     assert (data.split, data.limit, data.train, data.validation) == (
         None,
@@ -228,12 +228,12 @@ def test_defaults_of_the_data_are_the_parents_too(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_knows_its_base(folder: Path, tmp_path: Path) -> None:
-    (_, manifest), *_ = checkpoint.candidates(folder / "x" / "checkpoints")
+    (_, manifest), *_ = checkpoint.list_checkpoints(folder / "x" / "checkpoints")
     assert list(manifest.fingerprint["frozen"]) == ["autoencoder"]
     longer = {**LONGER_LATER, "training.max_steps": 3}
     base = train(tmp_path / "b", **LONGER_LATER).path
     vae = the_part(tmp_path / "b")
-    shutil.rmtree(base / "codec")
+    shutil.rmtree(base / "processor")
     other = next((the_part(folder) / "final").glob("*.safetensors"))
     for file in (vae / "final").glob("*.safetensors"):
         held = file.read_bytes()
@@ -259,10 +259,10 @@ def test_a_base_in_words_is_known_too(tmp_path: Path) -> None:
     (clip / "recipe.yaml").write_text("task: language\n")
     options = {**LONGER_LATER, "model.vae": None, "model.patch_size": 2, "model.condition": "text"}
     options |= {"model.text.from": "needs.words", "needs.words": {"run": str(clip)}, "training.max_steps": 1}
-    assert needs.referenced(recipe(tmp_path, **options)) == ["words"]
+    assert needs.referenced_dependencies(recipe(tmp_path, **options)) == ["words"]
     path = train(tmp_path, **options).path
-    assert bottega.load(path).branch.text.facts.encoder == str(clip / "final")
-    shutil.rmtree(path / "codec")
+    assert bottega.load(path).workload.text.facts.encoder == str(clip / "final")
+    shutil.rmtree(path / "processor")
     tiny_clip.save(clip / "final", seed=1)
     with pytest.raises(CheckpointError, match=r"model\.text\.from: is another text encoder"):
         train(tmp_path, **{**options, "training.max_steps": 2})
@@ -283,7 +283,7 @@ def test_a_part_that_fails_passes_its_code_on(
 ) -> None:
     group.setattr(dependencies, "_alone", lambda words, quiet: code)
     with pytest.raises(BottegaError, match=r"needs\.vae: .* bottega train ended with") as caught:
-        run.part(recipe(tmp_path), "vae")
+        run.ensure_dependency(recipe(tmp_path), "vae")
     assert caught.value.code == passed_on
 
 
@@ -299,7 +299,9 @@ def test_what_the_child_says_is_no_answer_of_ours(
 
     group.setattr(subprocess, "Popen", instead)
     for quiet in (True, False):
-        dependencies.train_apart(recipe(tmp_path), tmp_path / "part", name="vae", quiet=quiet, allow_data_change=False)
+        dependencies.train_in_subprocess(
+            recipe(tmp_path), tmp_path / "part", name="vae", quiet=quiet, allow_data_change=False
+        )
         out, err = capfd.readouterr()
         assert out == ""
         assert ("exported" in err) is not quiet
@@ -311,7 +313,7 @@ def test_a_real_part_in_a_group(tmp_path: Path, group: pytest.MonkeyPatch, capfd
     for name, value in environment().items():
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             group.setenv(name, value)
-    part = run.part(recipe(tmp_path), "vae", quiet=False)
+    part = run.ensure_dependency(recipe(tmp_path), "vae", quiet=False)
     out, err = capfd.readouterr()
     assert out == ""
     assert "exported step-00000002" in err
@@ -353,14 +355,14 @@ def test_the_other_ranks_say_what_they_wait_for_and_give_up(
             hidden.rename(part / "final")
 
     clock.on_sleep = work
-    assert run.part(recipe(folder), "vae", quiet=False) == part
+    assert run.ensure_dependency(recipe(folder), "vae", quiet=False) == part
     clock.on_sleep = lambda now: None
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"rank 1 waits for rank 0 to make needs.vae: {part}" in said
     (part / "final").rename(hidden)
     with pytest.raises(PeerLost, match=r"needs\.vae: nothing has happened in") as caught:
-        run.part(recipe(folder), "vae")
+        run.ensure_dependency(recipe(folder), "vae")
     assert caught.value.code == 8
 
 
@@ -388,8 +390,10 @@ def test_the_second_waits_for_the_first_and_takes_what_it_made(
 
     monkeypatch.setattr(run, "_make", never)
     found: list[Path] = []
-    with dependencies.turn(part, quiet=True):
-        second = threading.Thread(target=lambda: found.append(run.part(recipe(folder), "vae", quiet=False)))
+    with dependencies.lock_dependency(part, quiet=True):
+        second = threading.Thread(
+            target=lambda: found.append(run.ensure_dependency(recipe(folder), "vae", quiet=False))
+        )
         second.start()
         assert has_waited.wait(100)
         assert second.is_alive()
@@ -402,7 +406,7 @@ def test_the_second_waits_for_the_first_and_takes_what_it_made(
 
 def test_it_is_exported_whole_and_before_anybody_else_may_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = recipe(tmp_path)
-    place, seen = needs.part_run(wanted, "vae"), []
+    place, seen = needs.dependency_run(wanted, "vae"), []
     card = saved.SavedRun._card
 
     def look(self: Any, facts: Any) -> str:
@@ -413,11 +417,11 @@ def test_it_is_exported_whole_and_before_anybody_else_may_look(tmp_path: Path, m
 
     monkeypatch.setattr(saved.SavedRun, "_card", look)
     with pytest.raises(KeyboardInterrupt):
-        run.part(wanted, "vae")
+        run.ensure_dependency(wanted, "vae")
     assert seen == [False], "written elsewhere"
     assert [path.name for path in place.glob(".tmp-*")] == []
     monkeypatch.setattr(saved.SavedRun, "_card", card)
-    run.part(wanted, "vae")
+    run.ensure_dependency(wanted, "vae")
     assert (place / "final" / "README.md").is_file()
 
 
@@ -481,6 +485,6 @@ def test_prepare_names_the_command_that_trains_a_part(tmp_path: Path, capsys: py
     assert "bottega train with the same recipe and settings" in said
     one = recipe(tmp_path, origin="mine")
     with pytest.raises(UsageError, match=r"needs\.vae is not trained yet .* bottega train with the same"):
-        tokenizer_folder(one, "needs.vae")
+        resolve_tokenizer_folder(one, "needs.vae")
     with pytest.raises(UsageError, match=r"not trained yet .* bottega train image, with the same settings"):
-        tokenizer_folder(one.model_copy(update={"origin": "image"}), "needs.vae")
+        resolve_tokenizer_folder(one.model_copy(update={"origin": "image"}), "needs.vae")

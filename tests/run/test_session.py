@@ -28,7 +28,7 @@ class Told(Callback):
 def test_a_callback_of_a_technique_is_told_of_every_checkpoint(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, applied = Told(), session.applied
+    told, applied = Told(), session.build_training_plan
 
     def with_callback(*given: Any) -> Any:
         return replace(applied(*given), callbacks=(told,))

@@ -320,12 +320,12 @@ def test_a_folder_and_a_lonely_flag_are_refused(tmp_path: Path, tasks: TaskRegis
         plugins.load_plugin(tmp_path)
     for words in (["houses.yaml", "--plugin"], ["--plugin", "", "houses.yaml"], ["--plugin="]):
         with pytest.raises(UsageError, match="needs a file"):
-            plugins.take_flags(words)
+            plugins.load_plugin_flags(words)
 
 
 def test_a_plugin_is_loaded_once_and_handed_on(place: Path, tasks: TaskRegistry) -> None:
-    assert plugins.take_flags(["a.yaml", "--plugin=regression.py", "x=1", *FLAG]) == ["a.yaml", "x=1"]
-    assert plugins.flags() == ["--plugin", str(place / "regression.py")]
+    assert plugins.load_plugin_flags(["a.yaml", "--plugin=regression.py", "x=1", *FLAG]) == ["a.yaml", "x=1"]
+    assert plugins.plugin_flags() == ["--plugin", str(place / "regression.py")]
     assert check_recipe(["houses.yaml"]).recipe.task == "regression"
     assert list(TASKS)[-1] == "regression"
 

@@ -68,10 +68,10 @@ def test_it_is_nothing_at_first_and_each_has_a_say() -> None:
 
 
 def test_it_stands_behind_the_outputs_of_others_too(tmp_path: Path) -> None:
-    from bottega.models.text_classifier.pretrained import pretrained_shape
+    from bottega.models.text_classifier.pretrained import read_pretrained_shape
 
     folder = small_texts.encoder(tmp_path)
-    shape = pretrained_shape(folder, ["a", "b", "c"])
+    shape = read_pretrained_shape(folder, ["a", "b", "c"])
     task = Classification(key="text", shape=shape, pretrained=str(folder))
     ends = ("attention.output.dense", "output.dense")
     wanted = [f"backbone.encoder.layer.{number}.{end}" for number in (0, 1) for end in ends]
@@ -122,7 +122,7 @@ def test_a_run_saves_what_learnt_resumes_to_the_bit_and_opens_again(base: Path, 
     assert all(".adapter_" in name or name.startswith("head.") for name in saved)
     again = bottega.load(straight.path, checkpoint="last", device="cpu")
     assert again.evaluate() == pytest.approx(straight.metrics, rel=1e-6)
-    kept, now = build_models(again.branch.task, 0)["model"].state_dict(), again.model.state_dict()
+    kept, now = build_models(again.workload.task, 0)["model"].state_dict(), again.model.state_dict()
     assert all(torch.equal(now[name], kept[name]) for name in kept if not name.startswith("head."))
 
 
@@ -133,7 +133,7 @@ def test_the_folder_holds_the_adapter_alone(base: Path, tmp_path: Path) -> None:
     folder = saved.export()
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "adapter"]
     said = json.loads((folder / "adapter" / "bottega.json").read_text())
-    assert (said["kind"], said["size"], said["base"]) == ("bottleneck", 32, saved.base)
+    assert (said["kind"], said["size"], said["base"]) == ("bottleneck", 32, saved.base_hash)
     assert said["layers"] == list(behind(saved.model))
     state = saved.model.state_dict()
     found = load_file(folder / "adapter" / "adapter_model.safetensors")

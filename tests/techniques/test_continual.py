@@ -18,21 +18,21 @@ import small_media
 import small_run
 import small_texts
 from bottega.analysis.compare import compare
-from bottega.analysis.verify_resume import compare as first_difference
+from bottega.analysis.verify_resume import find_difference as first_difference
 from bottega.core.callback import Progress
 from bottega.core.errors import DataError, UsageError
-from bottega.core.loop import Goal, evaluate
 from bottega.core.noise import Noise
+from bottega.core.trainer import BestMetric, evaluate
 from bottega.core.types import Batch, Loss, Models
-from bottega.data.loading.loader import evaluate_batches
-from bottega.data.sources.first import First
+from bottega.data.loading.loader import iter_eval_batches
 from bottega.data.sources.source import ArraySource, Source
-from bottega.engines.torch.fisher import DRAWN_FOR, diagonal
+from bottega.data.sources.take import Take
+from bottega.engines.torch.fisher import FISHER_STEP, fisher_diagonal
 from bottega.engines.torch.sums import sum_terms
 from bottega.tasks.evaluation_data import DataRequest
-from bottega.techniques.continual.by_source import BySource
-from bottega.techniques.continual.forgetting import Forgetting, transfer
-from bottega.techniques.ewc.torch import Ewc, consolidated
+from bottega.techniques.continual.forgetting import ForgettingMatrix, transfer_metrics
+from bottega.techniques.continual.per_source_metrics import PerSourceMetrics
+from bottega.techniques.ewc.torch import Ewc, consolidate
 from toy_task import Toy, engine, source
 
 BOTH = [{"name": "ewc", "options": {"samples": 6}}, {"name": "replay", "options": {"share": 0.25, "memory": 5}}]
@@ -72,23 +72,23 @@ def with_sources(count: int = 37) -> ArraySource:
 def test_each_source_is_measured_as_if_it_were_alone() -> None:
     samples = with_sources()
     plain = engine(task=Padded(noise=0.0))
-    both = engine(task=BySource(inner=Padded(noise=0.0), names=("a", "b", "c")))
-    found = evaluate(both, evaluate_batches(samples, 8))
+    both = engine(task=PerSourceMetrics(inner=Padded(noise=0.0), names=("a", "b", "c")))
+    found = evaluate(both, iter_eval_batches(samples, 8))
     everything = ArraySource({k: v for k, v in samples.arrays.items() if k != "source"})
-    for name, value in evaluate(plain, evaluate_batches(everything, 8)).items():
+    for name, value in evaluate(plain, iter_eval_batches(everything, 8)).items():
         assert found[name] == pytest.approx(value, rel=1e-6)
     for number, name in enumerate("abc"):
         own = samples.arrays["source"] == number
         alone = ArraySource({k: v[own] for k, v in everything.arrays.items()})
-        for metric, value in evaluate(plain, evaluate_batches(alone, 5)).items():
+        for metric, value in evaluate(plain, iter_eval_batches(alone, 5)).items():
             assert found[f"{name}/{metric}"] == pytest.approx(value, rel=1e-6)
 
 
 def test_shares_of_two_ranks_add_up_and_rows_stay_in_order() -> None:
-    samples, one = with_sources(), engine(task=BySource(inner=Padded(), names=("a", "b", "c")))
-    whole = [one.eval_step(batch) for batch in evaluate_batches(samples, 8)]
+    samples, one = with_sources(), engine(task=PerSourceMetrics(inner=Padded(), names=("a", "b", "c")))
+    whole = [one.eval_step(batch) for batch in iter_eval_batches(samples, 8)]
     ranks = [
-        [one.eval_step(batch) for batch in evaluate_batches(samples, 8, data_rank=r, data_size=2)] for r in range(2)
+        [one.eval_step(batch) for batch in iter_eval_batches(samples, 8, data_rank=r, data_size=2)] for r in range(2)
     ]
     for step, (sums, rows) in enumerate(whole):
         shares = [rank[step] for rank in ranks]
@@ -103,8 +103,8 @@ def test_shares_of_two_ranks_add_up_and_rows_stay_in_order() -> None:
 
 
 def test_training_does_not_see_the_number_of_a_source() -> None:
-    batch = next(evaluate_batches(with_sources(), 8))
-    inner, outer = engine(task=Padded()), engine(task=BySource(inner=Padded(), names=("a", "b", "c")))
+    batch = next(iter_eval_batches(with_sources(), 8))
+    inner, outer = engine(task=Padded()), engine(task=PerSourceMetrics(inner=Padded(), names=("a", "b", "c")))
     plain = {name: value for name, value in batch.items() if name not in ("source", "index")}
     for one, given in ((inner, plain), (outer, {**plain, "source": batch["source"]})):
         one.train_step(0, given)
@@ -117,33 +117,35 @@ def test_training_does_not_see_the_number_of_a_source() -> None:
 
 def test_transfer_of_a_hand_worked_matrix() -> None:
     matrix = np.array([[0.9, 0.2, 0.1], [0.6, 0.8, 0.3], [0.5, 0.85, 0.7]])
-    found = transfer(matrix, maximise=True)
+    found = transfer_metrics(matrix, maximise=True)
     assert found["average"] == pytest.approx((0.5 + 0.85 + 0.7) / 3)
     assert found["backward_transfer"] == pytest.approx(((0.5 - 0.9) + (0.85 - 0.8)) / 2)
     assert found["forgetting"] == pytest.approx(((0.9 - 0.5) + (0.8 - 0.85)) / 2)
     # A loss that rises is transfer below 0 as well.
-    assert transfer(1 - matrix, maximise=False)["backward_transfer"] == pytest.approx(found["backward_transfer"])
-    assert transfer(1 - matrix, maximise=False)["forgetting"] == pytest.approx(found["forgetting"])
+    assert transfer_metrics(1 - matrix, maximise=False)["backward_transfer"] == pytest.approx(
+        found["backward_transfer"]
+    )
+    assert transfer_metrics(1 - matrix, maximise=False)["forgetting"] == pytest.approx(found["forgetting"])
 
 
 def test_the_matrix_is_of_the_ends_of_turns_and_survives_a_resume() -> None:
     progress = Progress(total=9)
-    watch = Forgetting(("a", "b"), Goal("accuracy", maximise=True))
-    watch.firsts = (0, 4)
+    watch = ForgettingMatrix(("a", "b"), BestMetric("accuracy", maximise=True))
+    watch.first_steps = (0, 4)
     watch.start(progress)
     for step, a, b in ((2, 0.1, 0.1), (4, 0.8, 0.2)):
         progress.step = step
         measured = {"accuracy": 0.5, "a/accuracy": a, "b/accuracy": b}
         assert watch.summarise(measured) == measured
-    again = Forgetting(("a", "b"), Goal("accuracy", maximise=True))
-    again.firsts = (0, 4)
-    again.recall(json.loads(json.dumps(watch.note())))
+    again = ForgettingMatrix(("a", "b"), BestMetric("accuracy", maximise=True))
+    again.first_steps = (0, 4)
+    again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
     again.start(progress)
     progress.step = 9
     found = again.summarise({"accuracy": 0.5, "a/accuracy": 0.5, "b/accuracy": 0.9})
     assert again.matrix == [[0.8, 0.2], [0.5, 0.9]]
     assert found["backward_transfer"] == pytest.approx(-0.3)
-    again.recall({})
+    again.load_state_dict({})
     assert again.matrix == [[None, None], [None, None]]
 
 
@@ -155,13 +157,13 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_examples() -> None:
     names = [name for name, _ in one.model.named_parameters()]
     one.model.first.weight.requires_grad_(False)  # as if it began to learn later
     single = [(i, samples.rows(np.array([i]), np.array([0]))) for i in range(7)]
-    found = diagonal(one, single, count=7, names=names)
+    found = fisher_diagonal(one, single, count=7, names=names)
     assert not one.model.first.weight.requires_grad
 
     model, wanted = one.model.eval().requires_grad_(True), dict.fromkeys(names, 0.0)
     for number, batch in single:
         model.zero_grad()
-        rng = Noise(one.seed, DRAWN_FOR, torch.tensor([number]), torch)
+        rng = Noise(one.seed, FISHER_STEP, torch.tensor([number]), torch)
         out = one.task.loss({"model": model}, {k: torch.from_numpy(v) for k, v in batch.items()}, rng)
         sum_terms(out.terms, one.task.counts(batch)).backward()
         for name, p in model.named_parameters():
@@ -170,7 +172,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_examples() -> None:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-12)
     assert all(float(f.sum()) > 0 for f in found.values())
     # Two ranks with every other example each have the same sum.
-    halves = [diagonal(one, single[rank::2], count=7, names=names) for rank in range(2)]
+    halves = [fisher_diagonal(one, single[rank::2], count=7, names=names) for rank in range(2)]
     for name in names:
         torch.testing.assert_close(halves[0][name] + halves[1][name], found[name], rtol=1e-5, atol=1e-12)
 
@@ -182,7 +184,7 @@ def test_fisher_of_a_run_in_fp16_is_in_fp32() -> None:
     for precision in (torch.float32, torch.float16, torch.bfloat16):
         one = engine(task=Faint())
         one.dtype = precision
-        found[precision] = diagonal(one, single, count=5, names=[n for n, _ in one.model.named_parameters()])
+        found[precision] = fisher_diagonal(one, single, count=5, names=[n for n, _ in one.model.named_parameters()])
     for name, wanted in found[torch.float32].items():
         assert float(wanted.sum()) > 0
         assert torch.equal(found[torch.float16][name], wanted)
@@ -205,7 +207,7 @@ def test_penalty_pulls_back_by_importance() -> None:
     penalty = task.penalty(named, one.task_state())
     assert penalty.item() == 0.0
     importance = {name: torch.rand_like(p) for name, p in named.items()}
-    one.write_task_state(consolidated(one.task_state(), named, importance, decay=0.5))
+    one.write_task_state(consolidate(one.task_state(), named, importance, decay=0.5))
     at = {name: p.detach().clone() for name, p in named.items()}
     with torch.no_grad():
         for p in named.values():
@@ -213,7 +215,7 @@ def test_penalty_pulls_back_by_importance() -> None:
     gradients = torch.autograd.grad(task.penalty(named, one.task_state()), list(named.values()))
     for (name, p), gradient in zip(named.items(), gradients, strict=True):
         torch.testing.assert_close(gradient, 3.0 * importance[name] * (p - at[name]))
-    one.write_task_state(consolidated(one.task_state(), named, importance, decay=0.5))
+    one.write_task_state(consolidate(one.task_state(), named, importance, decay=0.5))
     for name, p in named.items():
         torch.testing.assert_close(one.task_state()[f"fisher/{name}"], 1.5 * importance[name])
         assert torch.equal(one.task_state()[f"anchor/{name}"], p)
@@ -307,20 +309,20 @@ def test_a_limit_and_few_batches_still_measure_every_source(tmp_path: Path) -> N
     run = train("classify", tmp_path, **{"data.validation.limit": 6, "evaluation.max_batches": 1})
     assert np.isfinite([run.metrics[f"{name}/accuracy"] for name in ("early", "late")]).all()
     saved = bottega.load(run.path)
-    held_out: Source = saved.branch.validation()
-    assert isinstance(held_out, First)
+    held_out: Source = saved.workload.validation()
+    assert isinstance(held_out, Take)
     assert len(held_out) == 6
     result = bottega.evaluate(run.path)
     assert result["metrics"]["accuracy"] >= 0
 
 
 def test_what_evaluate_writes_names_the_right_examples(tmp_path: Path) -> None:
-    from bottega.analysis.answers import Answers
+    from bottega.analysis.classifier_predictions import ClassifierPredictions
 
     saved = bottega.load(train("classify", tmp_path).path)
-    _, rows, held_out = saved.examined(saved.chosen(DataRequest()))
-    lines = Answers(rows, held_out, tuple(saved.branch.classes.names)).lines()
-    table = saved.branch.prepared.table("validation")
+    _, rows, held_out = saved.evaluate_data(saved.select_data(DataRequest()))
+    lines = ClassifierPredictions(rows, held_out, tuple(saved.workload.classes.names)).to_rows()
+    table = saved.workload.prepared.table("validation")
     labels = {table.row("key", i): table.row("label", i) for i in range(len(table))}
     assert {line["key"]: line["label"] for line in lines} == labels
 
@@ -330,7 +332,7 @@ def test_one_pass_over_a_stream(tmp_path: Path) -> None:
         "classify", tmp_path, **{"training.max_steps": None, "training.num_epochs": 1, "training.batch_size": 7}
     )
     saved = bottega.load(run.path)
-    sizes = [saved.branch.prepared.tables[f"train.{i}"]["rows"] for i in range(2)]
+    sizes = [saved.workload.prepared.tables[f"train.{i}"]["rows"] for i in range(2)]
     assert run.step == sum(-(-size // 7) for size in sizes)
 
 

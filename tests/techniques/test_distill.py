@@ -21,25 +21,25 @@ from bottega import cli
 from bottega.analysis.compare import compare
 from bottega.config.load import to_yaml
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.core.loop import evaluate
 from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.rundir import read_metrics
 from bottega.core.task import Task
+from bottega.core.trainer import evaluate
 from bottega.core.types import Loss
-from bottega.data.loading.loader import evaluate_batches
+from bottega.data.loading.loader import iter_eval_batches
 from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
-from bottega.run.compose import build_engine, build_loader, plan_rates
-from bottega.run.lesson import applied
-from bottega.tasks import needs, registry
+from bottega.run.compose import build_engine, build_loader, set_learning_rate_schedule
+from bottega.run.training_plan import build_training_plan
+from bottega.tasks import dependencies, registry
 from bottega.tasks.language.task import Language
 from bottega.tasks.recipes import load_recipe
+from bottega.techniques.call_recorder import CallRecorder, find_blocks, match_blocks
 from bottega.techniques.distill.apply import _hash_of
-from bottega.techniques.distill.torch import Distilled, binary_divergence, divergence, state_difference
-from bottega.techniques.inject import hash_of
-from bottega.techniques.overheard import Overheard, blocks_of, matched
+from bottega.techniques.distill.torch import Distillation, hidden_state_distance, softened_binary_kl, softened_kl
+from bottega.techniques.injected_layers import hash_frozen
 from small_run import different, tensors
 
 Settings = Callable[[Path], dict[str, Any]]
@@ -95,11 +95,11 @@ class Subject:
 
     def __init__(self, recipe: str, folder: Path, /, **changes: Any) -> None:
         resolved = load_recipe([recipe, values(recipe, folder, **changes)]).recipe
-        self.branch: Any = registry.prepare(resolved, say=lambda stage, done, total: None)
-        self.lesson = applied(resolved, self.branch)
-        self.engine = build_engine(resolved, self.lesson.task)
-        self.loader = build_loader(resolved, self.lesson.training, self.engine, self.lesson.order)
-        plan_rates(resolved, self.engine, total=8, steps_per_epoch=round(self.loader.steps_per_epoch))
+        self.workload: Any = registry.open_workload(resolved, progress=lambda stage, done, total: None)
+        self.plan = build_training_plan(resolved, self.workload)
+        self.engine = build_engine(resolved, self.plan.task)
+        self.loader = build_loader(resolved, self.plan.training, self.engine, self.plan.order)
+        set_learning_rate_schedule(resolved, self.engine, total=8, steps_per_epoch=round(self.loader.steps_per_epoch))
 
     def advance(self, steps: int, change: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> list[dict[str, float]]:
         batches = (change(dict(self.loader.batch(step))) for step in range(steps))
@@ -125,12 +125,12 @@ def test_validation_means_what_it_meant(recipe: str, teachers: dict[str, Path], 
     found = []
     for changes in ({}, taught(teachers[recipe], alpha=0.9, temperature=3.0)):
         subject = Subject(recipe, tmp_path, **changes)
-        assert subject.lesson.validation is not None
-        found.append(evaluate(subject.engine, evaluate_batches(subject.lesson.validation, 5)))
+        assert subject.plan.validation is not None
+        found.append(evaluate(subject.engine, iter_eval_batches(subject.plan.validation, 5)))
     plain, distilled = found
     assert distilled.pop("distill") > 0
     assert distilled == pytest.approx(plain, rel=1e-6)
-    assert "distill" in subject.lesson.metrics
+    assert "distill" in subject.plan.metrics
 
 
 @pytest.mark.parametrize("name", ["classify", "classify/image"])
@@ -220,7 +220,7 @@ def linear(weight: list[list[float]]) -> nn.Linear:
 def test_the_gradient_is_that_of_the_formula(temperature: float) -> None:
     """alpha T (softmax(s / T) - softmax(t / T)) + (1 - alpha) (softmax(s) - onehot), for each example."""
     teacher = linear([[2.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])
-    task = Distilled(inner=Answers(), form="classes", teacher=teacher, temperature=temperature, alpha=0.3)
+    task = Distillation(inner=Answers(), form="classes", teacher=teacher, temperature=temperature, alpha=0.3)
     models = build_models(task, 0)
     x = torch.tensor([[1.0, -2.0], [0.5, 0.7], [3.0, 1.0]], dtype=torch.float64)
     batch = {"x": x, "label": torch.tensor([0, 2, 1]), "weight": torch.tensor([1.0, 1.0, 0.0])}
@@ -243,8 +243,8 @@ def test_temperatures_are_of_one_size() -> None:
     rng = torch.Generator().manual_seed(0)
     s, t = torch.randn(5, 7, generator=rng), torch.randn(5, 7, generator=rng)
     limit = ((s - t) - (s - t).mean(1, keepdim=True)).square().sum(1) / 14
-    torch.testing.assert_close(divergence(s, t, 50.0), limit, rtol=6e-2, atol=1e-3)
-    assert (divergence(s, s, 2.0).abs() < 1e-6).all()
+    torch.testing.assert_close(softened_kl(s, t, 50.0), limit, rtol=6e-2, atol=1e-3)
+    assert (softened_kl(s, s, 2.0).abs() < 1e-6).all()
 
 
 def test_two_classes_are_one_question() -> None:
@@ -252,7 +252,7 @@ def test_two_classes_are_one_question() -> None:
     rng = torch.Generator().manual_seed(0)
     s, t = torch.randn(4, 3, generator=rng), torch.randn(4, 3, generator=rng)
     pairs = [torch.stack((z, torch.zeros_like(z)), dim=-1) for z in (s, t)]
-    torch.testing.assert_close(binary_divergence(s, t, 2.0), divergence(*pairs, 2.0).mean(1))
+    torch.testing.assert_close(softened_binary_kl(s, t, 2.0), softened_kl(*pairs, 2.0).mean(1))
 
 
 def test_a_language_model_says_the_same_to_who_listens() -> None:
@@ -270,11 +270,11 @@ def test_a_language_model_says_the_same_to_who_listens() -> None:
     model = build_models(Language(shape=shape), 0)["model"]
     tokens = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1).masked_fill(torch.arange(8) > 5, -100)
-    heard = Overheard(model, tokens=True)
+    heard = CallRecorder(model, tokens=True)
     torch.testing.assert_close(heard(tokens, targets), model(tokens, targets))
-    assert heard.call.answer.shape == (3, 8, 11)
-    assert heard.call.kept is not None
-    assert int(heard.call.kept.sum()) == 18
+    assert heard.single_call.output.shape == (3, 8, 11)
+    assert heard.single_call.target_mask is not None
+    assert int(heard.single_call.target_mask.sum()) == 18
     assert heard.training == model.training
 
 
@@ -285,13 +285,16 @@ def test_states_are_compared_as_directions() -> None:
     rng = torch.Generator().manual_seed(0)
     own, theirs = torch.randn(2, 6, 5, generator=rng), torch.randn(2, 6, 5, generator=rng)
     kept = torch.arange(6)[None] < torch.tensor([[6], [4]])
-    found = state_difference(own, theirs, kept)
+    found = hidden_state_distance(own, theirs, kept)
     cosine = nn.functional.cosine_similarity(own, theirs, dim=-1)
     torch.testing.assert_close(found, torch.stack([(2 - 2 * cosine[0]).mean(), (2 - 2 * cosine[1, :4]).mean()]))
-    torch.testing.assert_close(state_difference(3 * own, theirs, kept), found)
+    torch.testing.assert_close(hidden_state_distance(3 * own, theirs, kept), found)
     spoilt = own.clone()
     spoilt[1, 4:] = float("nan")
-    torch.testing.assert_close(state_difference(spoilt, theirs, kept), found), "what fills up a row is of any value"
+    (
+        torch.testing.assert_close(hidden_state_distance(spoilt, theirs, kept), found),
+        "what fills up a row is of any value",
+    )
 
 
 def test_of_other_widths_relations_are_compared() -> None:
@@ -300,17 +303,17 @@ def test_of_other_widths_relations_are_compared() -> None:
     own = torch.randn(2, 6, 5, generator=rng)
     turn = torch.linalg.qr(torch.randn(8, 8, generator=rng))[0][:5]
     kept = torch.ones(2, 6, dtype=torch.bool)
-    assert (state_difference(own, own @ turn, kept) < 1e-10).all()
-    assert (state_difference(own, torch.randn(2, 6, 8, generator=rng), kept) > 1e-2).all()
+    assert (hidden_state_distance(own, own @ turn, kept) < 1e-10).all()
+    assert (hidden_state_distance(own, torch.randn(2, 6, 8, generator=rng), kept) > 1e-2).all()
     with pytest.raises(UsageError, match=r"hidden: a block of the teacher has 4 positions, and the student's 6"):
-        state_difference(own, own[:, :4], kept)
-    assert state_difference(torch.randn(1, 5000, 2), torch.randn(1, 5000, 3), None).isfinite().all()
+        hidden_state_distance(own, own[:, :4], kept)
+    assert hidden_state_distance(torch.randn(1, 5000, 2), torch.randn(1, 5000, 3), None).isfinite().all()
 
 
 def test_blocks_meet_at_the_same_depth() -> None:
     own, theirs = [nn.Linear(1, 1) for _ in range(2)], [nn.Linear(1, 1) for _ in range(5)]
-    assert matched(own, theirs) == [(own[0], theirs[1]), (own[1], theirs[4])]
-    assert matched(theirs, own) == [(theirs[1], own[0]), (theirs[4], own[1])]
+    assert match_blocks(own, theirs) == [(own[0], theirs[1]), (own[1], theirs[4])]
+    assert match_blocks(theirs, own) == [(theirs[1], own[0]), (theirs[4], own[1])]
 
 
 def test_activations_that_are_made_again_are_heard_once(teachers: dict[str, Path], tmp_path: Path) -> None:
@@ -320,7 +323,7 @@ def test_activations_that_are_made_again_are_heard_once(teachers: dict[str, Path
     assert plain.advance(3) == again.advance(3)
     assert different(plain.weights(), again.weights()) == []
     assert isinstance(plain.engine.model, Transformer)
-    assert not any(block._forward_hooks for block in blocks_of(plain.engine.model)), "nobody listens on"
+    assert not any(block._forward_hooks for block in find_blocks(plain.engine.model)), "nobody listens on"
 
 
 def test_who_listens_inside_does_not_compile(teachers: dict[str, Path], tmp_path: Path) -> None:
@@ -350,7 +353,7 @@ def test_a_teacher_is_known_by_its_weights_and_by_what_is_in_no_weight() -> None
         build_models(Language(shape=one), seed)["model"]
         for one, seed in ((shape, 0), (shape, 0), (shape, 1), (turned, 0))
     )
-    assert hash_of(elsewhere, lambda name: False) == hash_of(model, lambda name: False)
+    assert hash_frozen(elsewhere, lambda name: False) == hash_frozen(model, lambda name: False)
     assert _hash_of(again) == _hash_of(model)
     assert len({_hash_of(one) for one in (model, other, elsewhere)}) == 3
 
@@ -382,7 +385,7 @@ def test_another_vocabulary_is_refused_and_the_remedy_works(tmp_path: Path) -> N
     )
     less = tmp_path / "less.txt"
     less.write_text("lazy dogs jump over foxes\n" * 300)
-    remedy = {"data.tokenizer.kind": "pretrained", "data.tokenizer.path": str(teacher / "codec")}
+    remedy = {"data.tokenizer.kind": "pretrained", "data.tokenizer.path": str(teacher / "processor")}
     assert train(
         "language/shakespeare", tmp_path, name="x", **{"data.train.path": str(less)}, **remedy, **taught(teacher)
     )
@@ -463,7 +466,7 @@ def test_an_exported_folder_teaches_as_its_run_does(teachers: dict[str, Path], t
         bottega.load(teachers[name]).export(tmp_path / name / "out")
         by_run = Subject(name, tmp_path / name, **taught(teachers[name]))
         by_folder = Subject(name, tmp_path / name, **taught(tmp_path / name / "out"))
-        assert by_run.lesson.frozen == by_folder.lesson.frozen
+        assert by_run.plan.frozen == by_folder.plan.frozen
         assert by_run.advance(2) == by_folder.advance(2)
 
 
@@ -503,9 +506,9 @@ def test_a_teacher_that_is_needed_is_trained_first_and_once(tmp_path: Path, caps
     part = {"training.max_steps": 4, "training.batch_size": 8, "model.hidden_size": 8, "logging.tensorboard": False}
     options = {**taught("needs.teacher"), "needs.teacher": {"recipe": "classify/image", "settings": part}}
     resolved = load_recipe(["classify/image", {**values("classify/image", tmp_path), **options}]).recipe
-    assert needs.referenced(resolved) == ["teacher"]
-    place = needs.part_run(resolved, "teacher")
-    chosen: Any = needs.placed(resolved).techniques[0].options
+    assert dependencies.referenced_dependencies(resolved) == ["teacher"]
+    place = dependencies.dependency_run(resolved, "teacher")
+    chosen: Any = dependencies.resolve_references(resolved).techniques[0].options
     assert chosen.teacher == str(place)
     file = tmp_path / "both.yaml"
     file.write_text(to_yaml(resolved))

@@ -17,14 +17,14 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from bottega.analysis.inspect import inspect
-from bottega.analysis.ledger import ledger
+from bottega.analysis.inspect import inspect_model
+from bottega.analysis.ledger import list_step_samples
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
 from bottega.models.build import build_models
-from bottega.techniques.inject import hash_of
-from bottega.techniques.lora.torch import Lora, changed_layers, merge, merged, unmerge
+from bottega.techniques.injected_layers import hash_frozen
+from bottega.techniques.lora.torch import Lora, find_low_rank_layers, merge, merged, unmerge
 from small_adapted import (
     EMPTY,
     LANGUAGE,
@@ -65,7 +65,7 @@ def made(request: pytest.FixtureRequest) -> tuple[Any, dict[str, torch.Tensor]]:
 def test_it_is_nothing_at_first(made: tuple[Any, dict[str, torch.Tensor]]) -> None:
     task, batch = made
     plain, lora = build_models(task, 3)["model"], build_models(Lora(inner=task, rank=2), 3)["model"]
-    assert len(changed_layers(lora)) >= 2
+    assert len(find_low_rank_layers(lora)) >= 2
     assert torch.equal(answer(task, plain, batch), answer(task, lora, batch))
     names = dict(plain.state_dict())
     kept = {name: tensor for name, tensor in lora.state_dict().items() if "lora_" not in name}
@@ -82,7 +82,7 @@ def test_every_chosen_layer_has_a_say(made: tuple[Any, dict[str, torch.Tensor]],
             build_models(Lora(inner=task, targets=targets), 0)
         return
     model = noisy(build_models(Lora(inner=task, rank=2, targets=targets), 0)["model"])
-    layers = changed_layers(model)
+    layers = find_low_rank_layers(model)
     for layer in layers.values():
         nn.init.zeros_(layer.lora_B)
     before = answer(task, model, batch)
@@ -108,7 +108,7 @@ def test_merged_is_the_same_but_for_rounding_and_unmerged_to_the_bit(made: tuple
     plain = build_models(task, 0)["model"]
     with merged(model):
         assert list(model.state_dict()) == list(plain.state_dict())
-        assert not changed_layers(model)
+        assert not find_low_rank_layers(model)
         plain.load_state_dict(model.state_dict())
     torch.testing.assert_close(answer(task, plain, batch), before, rtol=1e-5, atol=1e-5)
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
@@ -117,9 +117,9 @@ def test_merged_is_the_same_but_for_rounding_and_unmerged_to_the_bit(made: tuple
 
 def test_where_it_begins_is_a_function_of_seed_and_name() -> None:
     task, _ = language_task()
-    few = changed_layers(build_models(Lora(inner=task, targets=("q_proj",)), 1)["model"])
-    all_of_them = changed_layers(build_models(Lora(inner=task), 1)["model"])
-    other = changed_layers(build_models(Lora(inner=task), 2)["model"])
+    few = find_low_rank_layers(build_models(Lora(inner=task, targets=("q_proj",)), 1)["model"])
+    all_of_them = find_low_rank_layers(build_models(Lora(inner=task), 1)["model"])
+    other = find_low_rank_layers(build_models(Lora(inner=task), 2)["model"])
     assert len({layer.lora_A.detach().numpy().tobytes() for layer in few.values()}) == len(few)
     for name, layer in few.items():
         assert torch.equal(layer.lora_A, all_of_them[name].lora_A)
@@ -144,19 +144,21 @@ def test_targets_that_name_nothing_are_refused(targets: tuple[str, ...], said: s
 
 def test_targets_are_ends_of_names_or_patterns() -> None:
     task, _ = untied_task()
-    chosen = changed_layers(build_models(Lora(inner=task, targets=("q_proj", r".*\.1\.mlp\.up_proj")), 0)["model"])
+    chosen = find_low_rank_layers(
+        build_models(Lora(inner=task, targets=("q_proj", r".*\.1\.mlp\.up_proj")), 0)["model"]
+    )
     assert list(chosen) == [
         "model.layers.0.self_attn.q_proj",
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.up_proj",
     ]
-    assert "lm_head" not in changed_layers(build_models(Lora(inner=task, targets="all-linear"), 0)["model"])
+    assert "lm_head" not in find_low_rank_layers(build_models(Lora(inner=task, targets="all-linear"), 0)["model"])
 
 
 def test_parts_that_learn_in_full() -> None:
     task, _ = encoder_task()
     lora = Lora(inner=task, train=("head", r"layers\.1\..*layernorm.*"))
-    learnt = [name for name, _ in build_models(lora, 0)["model"].named_parameters() if lora.learns(name)]
+    learnt = [name for name, _ in build_models(lora, 0)["model"].named_parameters() if lora.is_trainable(name)]
     full = [name for name in learnt if "lora_" not in name]
     assert full == ["layers.1.input_layernorm.weight", "layers.1.post_attention_layernorm.weight", *HEAD]
     with pytest.raises(UsageError, match="'tail' is no part of the model"):
@@ -172,15 +174,15 @@ def test_the_hash_is_of_the_base_alone() -> None:
     task, _ = encoder_task()
     lora = Lora(inner=task, train=("head",))
     model = build_models(lora, 0)["model"]
-    found, other = lora.base_of(model), Lora(inner=task, train=("head",), rank=3, targets=("q_proj",))
-    assert found == other.base_of(build_models(other, 0)["model"])
-    assert found != lora.base_of(build_models(lora, 1)["model"])
+    found, other = lora.hash_base(model), Lora(inner=task, train=("head",), rank=3, targets=("q_proj",))
+    assert found == other.hash_base(build_models(other, 0)["model"])
+    assert found != lora.hash_base(build_models(lora, 1)["model"])
     with torch.no_grad():
         model.head.weight.add_(1)
-        next(iter(changed_layers(model).values())).lora_B.add_(1)
-        assert hash_of(model, lora.learns) == found
+        next(iter(find_low_rank_layers(model).values())).lora_B.add_(1)
+        assert hash_frozen(model, lora.is_trainable) == found
         model.embedding.weight[0, 0] += 1e-6
-    assert hash_of(model, lora.learns) != found
+    assert hash_frozen(model, lora.is_trainable) != found
 
 
 # Runs
@@ -208,11 +210,11 @@ def test_a_run_learns_saves_what_learnt_resumes_to_the_bit_and_opens_again(
     # What was measured while training is measured again, and the base is what it was.
     again = bottega.load(straight.path, checkpoint="last", device="cpu")
     assert again.evaluate() == pytest.approx(straight.metrics, rel=1e-6)
-    base = build_models(again.branch.task, 0)["model"].state_dict()
+    base = build_models(again.workload.task, 0)["model"].state_dict()
     now = again.model.state_dict()
     assert all(torch.equal(now[name], base[name]) for name in base if not name.startswith("head."))
     counted = {name: parameter.numel() for name, parameter in again.model.named_parameters()}
-    learnt = sum(size for name, size in counted.items() if again.engine.task.learns(name))
+    learnt = sum(size for name, size in counted.items() if again.engine.task.is_trainable(name))
     assert sum(end[name].size for name in saved) == learnt < 0.5 * sum(counted.values())
 
 
@@ -222,8 +224,8 @@ def test_the_verbs_work_on_such_a_run(bases: Path, tmp_path: Path) -> None:
     text = saved.generate("alpha", max_tokens=8, temperature=0.0)
     with merged(saved.model):
         assert saved.generate("alpha", max_tokens=8, temperature=0.0) == text
-    assert ledger(run, step=3, replay=True)["replay"]["loss"] > 0
-    rows = {row["name"]: row for row in inspect(str(run), [])["modules"]}
+    assert list_step_samples(run, step=3, replay=True)["replay"]["loss"] > 0
+    rows = {row["name"]: row for row in inspect_model(str(run), [])["modules"]}
     assert rows["model.embed_tokens"]["trainable"] == 0
     assert rows["model.layers.0.self_attn.q_proj"]["trainable"] == 8 * (16 + 16)
     labels = train(bases, tmp_path, "classify", name="labels").path
@@ -241,7 +243,7 @@ def test_the_exported_model_is_the_adapted_one(bases: Path, tmp_path: Path) -> N
     again = bottega.load(whole.path, device="cpu").generate(count=2, **{"class": ["dark"]})
     assert np.abs(made.astype(int) - again.astype(int)).max() <= 1
     assert "merged in" in (folder / "README.md").read_text()
-    assert json.loads((folder / "adapter" / "bottega.json").read_text())["base"] == saved.base
+    assert json.loads((folder / "adapter" / "bottega.json").read_text())["base"] == saved.base_hash
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ def test_what_a_checkpoint_will_need_is_known_before_the_first_step(
 ) -> None:
     """All weights of the base would be too many, and what a technique keeps beside them was forgotten."""
     asked: list[int] = []
-    monkeypatch.setattr("bottega.run.session.preflight", lambda folder, *, size, keep: asked.append(size))
+    monkeypatch.setattr("bottega.run.session.check_disk_space", lambda folder, *, size, keep: asked.append(size))
     recipe, settings = language(bases, tmp_path)
     paths = (settings.pop("data.train.path"), str(small_run.write_text(tmp_path / "second.txt", seed=2)))
     more = {"training.ema": 0.9, "training.optimizer.name": optimizer, "name": "sized"}

@@ -19,23 +19,23 @@ import small_media
 import small_run
 import small_texts
 from bottega.analysis.compare import compare
-from bottega.analysis.ledger import ledger
+from bottega.analysis.ledger import list_step_samples
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, DataError, Diverged, UsageError
-from bottega.core.loop import evaluate
 from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
+from bottega.core.trainer import evaluate
 from bottega.core.types import Batch, Loss, Models
-from bottega.data.loading.loader import Loader, evaluate_batches
-from bottega.engines.torch.devices import put
+from bottega.data.loading.loader import Loader, iter_eval_batches
+from bottega.engines.torch.devices import move_batch
 from bottega.models.build import build_models
-from bottega.run.compose import build_engine, build_loader, plan_rates
-from bottega.run.lesson import applied
+from bottega.run.compose import build_engine, build_loader, set_learning_rate_schedule
+from bottega.run.training_plan import build_training_plan
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
-from bottega.techniques.lesson import Lesson
-from bottega.techniques.maml.torch import Maml, Rebound
+from bottega.techniques.maml.torch import Maml, ReboundModel
+from bottega.techniques.training_plan import TrainingPlan
 from small_run import different
 
 F, S, Q = 3, 4, 5
@@ -135,7 +135,7 @@ def test_only_what_learns_is_adapted_and_a_plain_batch_is_the_inner_task() -> No
 
     class Spy(Line):
         def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-            if isinstance(models["model"], Rebound):
+            if isinstance(models["model"], ReboundModel):
                 seen.append(set(models["model"]._weights))
             return super().loss(models, batch, rng)
 
@@ -209,11 +209,11 @@ class Subject:
         recipe_name, values = settings(name, folder)
         values = {**values, "techniques": maml(name, method, **options), "training.batch_size": 4, **more}
         recipe = load_recipe([recipe_name, values]).recipe
-        self.branch = registry.prepare(recipe, say=lambda stage, done, total: None)
-        self.lesson: Lesson = applied(recipe, self.branch)
-        self.engine = build_engine(recipe, self.lesson.task)
-        self.loader: Loader = build_loader(recipe, self.lesson.training, self.engine, self.lesson.order)
-        plan_rates(recipe, self.engine, total=8, steps_per_epoch=round(self.loader.steps_per_epoch))
+        self.workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
+        self.plan: TrainingPlan = build_training_plan(recipe, self.workload)
+        self.engine = build_engine(recipe, self.plan.task)
+        self.loader: Loader = build_loader(recipe, self.plan.training, self.engine, self.plan.order)
+        set_learning_rate_schedule(recipe, self.engine, total=8, steps_per_epoch=round(self.loader.steps_per_epoch))
 
     def advance(self, start: int, stop: int) -> list[dict[str, float]]:
         return [self.engine.fetch(self.engine.train_step(s, self.loader.batch(s))) for s in range(start, stop)]
@@ -241,7 +241,7 @@ def meta_loss(one: Subject) -> torch.Tensor:
     """Of the first batch, as a mean."""
     engine, batch = one.engine, one.loader.batch(0)
     rng = Noise(0, 0, torch.arange(4), torch)
-    total, _ = engine.task.loss({"model": engine.model.train()}, put(batch, engine.device), rng).terms["loss"]
+    total, _ = engine.task.loss({"model": engine.model.train()}, move_batch(batch, engine.device), rng).terms["loss"]
     return total / engine.task.counts(batch)["loss"]
 
 
@@ -293,12 +293,12 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, method: s
     reports = straight.advance(0, 4)
     first = Subject(name, tmp_path, method, **more)
     assert first.advance(0, 2) == reports[:2]
-    held_out = first.lesson.validation
+    held_out = first.plan.validation
     assert held_out is not None
-    means = evaluate(first.engine, evaluate_batches(held_out, 4, limit=4))
+    means = evaluate(first.engine, iter_eval_batches(held_out, 4, limit=4))
     assert means["loss"] == means["loss_2"]
     assert all(map(np.isfinite, means.values()))
-    assert set(means) <= set(first.lesson.metrics)
+    assert set(means) <= set(first.plan.metrics)
     files = first.engine.snapshot().files()
     saved = checkpoint.write(tmp_path / "cut", step=2, files=files, progress={"step": 2}, fingerprint={})
     second = Subject(name, tmp_path, method, **more)
@@ -315,14 +315,14 @@ def test_an_evaluation_does_not_ask_what_was_thawed_before_it(method: str, tmp_p
     first.advance(0, 2)
     is_frozen = [name for name, p in first.engine.model.named_parameters() if not p.requires_grad]
     assert any(not name.startswith("layers.0.") for name in is_frozen), "some is still to be thawed"
-    held_out = first.lesson.validation
+    held_out = first.plan.validation
     assert held_out is not None
-    before = evaluate(first.engine, evaluate_batches(held_out, 4, limit=4))
+    before = evaluate(first.engine, iter_eval_batches(held_out, 4, limit=4))
     files = first.engine.snapshot().files()
     saved = checkpoint.write(tmp_path / "cut", step=2, files=files, progress={"step": 2}, fingerprint={})
     second = Subject("classify", tmp_path, method, **more)
     second.engine.load(saved)
-    assert evaluate(second.engine, evaluate_batches(held_out, 4, limit=4)) == before
+    assert evaluate(second.engine, iter_eval_batches(held_out, 4, limit=4)) == before
     assert second.advance(2, 5) == first.advance(2, 5)
     assert different(first.state(), second.state()) == []
     adapted = first.engine.task._adapted(first.engine.model)
@@ -335,12 +335,12 @@ def test_an_evaluation_does_not_ask_what_was_thawed_before_it(method: str, tmp_p
 def test_an_evaluation_is_free_of_batches_and_ranks(name: str, tmp_path: Path) -> None:
     """Two ranks share five episodes: one share is filled up, and what fills it counts nowhere."""
     subject = Subject(name, tmp_path, "fomaml")
-    held_out = subject.lesson.validation
+    held_out = subject.plan.validation
     assert held_out is not None
-    usual = evaluate(subject.engine, evaluate_batches(held_out, 5, limit=5))
-    assert evaluate(subject.engine, evaluate_batches(held_out, 2, limit=5)) == pytest.approx(usual, rel=1e-5)
+    usual = evaluate(subject.engine, iter_eval_batches(held_out, 5, limit=5))
+    assert evaluate(subject.engine, iter_eval_batches(held_out, 2, limit=5)) == pytest.approx(usual, rel=1e-5)
     shares = [
-        subject.engine.eval_step(next(evaluate_batches(held_out, 5, data_rank=rank, data_size=2, limit=5))).sums
+        subject.engine.eval_step(next(iter_eval_batches(held_out, 5, data_rank=rank, data_size=2, limit=5))).sums
         for rank in range(2)
     ]
     for key, mean in usual.items():
@@ -356,9 +356,9 @@ def test_half_precision_adapts_too(method: str, tmp_path: Path) -> None:
         for precision in ("fp32", "bf16")
     )
     assert [r["loss"] for r in half.advance(0, 2)] == pytest.approx([r["loss"] for r in exact.advance(0, 2)], rel=0.03)
-    held_out = half.lesson.validation
+    held_out = half.plan.validation
     assert held_out is not None
-    means, wanted = (evaluate(one.engine, evaluate_batches(held_out, 4, limit=8)) for one in (half, exact))
+    means, wanted = (evaluate(one.engine, iter_eval_batches(held_out, 4, limit=8)) for one in (half, exact))
     assert means == pytest.approx(wanted, rel=0.1)
     assert means["loss_before"] != means["loss_1"] != means["loss_2"]
 
@@ -374,7 +374,7 @@ def test_a_run_trains_and_is_a_usual_one_afterwards(name: str, tmp_path: Path) -
     assert "loss_before" in last
     assert ("accuracy_before" in last) == name.startswith("classify")
     assert ("perplexity" in last) == (name == "language")
-    found = ledger(run.path, step=3, replay=True)
+    found = list_step_samples(run.path, step=3, replay=True)
     assert found["described"][0].startswith(f"episode {found['samples'][0]}, epoch 0: task")
     assert np.isfinite(found["replay"]["loss"])
     means = bottega.evaluate(run.path, **({"count": 0} if name == "image" else {}))["metrics"]
@@ -427,15 +427,15 @@ def test_sources_and_fields_are_tasks_too(tmp_path: Path) -> None:
     texts = [small_run.write_text(tmp_path / f"{n}.txt", seed=n, words=900) for n in range(3)]
     several = {"data.sources": [{"path": str(path)} for path in texts], "data.train.path": None}
     by_source = Subject("language", tmp_path, "fomaml", **several)
-    assert "one of 3 tasks by source" in by_source.lesson.notes[-1]
+    assert "one of 3 tasks by source" in by_source.plan.notes[-1]
     by_region = Subject("language", tmp_path, "fomaml", options={"by": "region"})
-    assert " tasks by region" in by_region.lesson.notes[-1]
+    assert " tasks by region" in by_region.plan.notes[-1]
     by_field = Subject("image", tmp_path, "fomaml", options={"by": "caption"}, **{"model.condition": "none"})
-    assert " tasks by caption" in by_field.lesson.notes[-1]
+    assert " tasks by caption" in by_field.plan.notes[-1]
 
 
 def test_plain_training_is_told_the_classes_as_they_are(tmp_path: Path) -> None:
-    plain, meta = (Subject("classify", tmp_path, method).lesson for method in ("none", "maml"))
+    plain, meta = (Subject("classify", tmp_path, method).plan for method in ("none", "maml"))
     index = np.arange(20)
     labels = [one.training.rows(index, 0 * index)["support"]["label"] for one in (plain, meta)]
     assert labels[0].max() == 2
@@ -451,7 +451,7 @@ def test_with_lora_only_the_change_is_adapted_and_learnt(tmp_path: Path) -> None
     before = {name: p.detach().clone() for name, p in both.engine.model.named_parameters()}
     both.advance(0, 2)
     for name, parameter in both.engine.model.named_parameters():
-        assert torch.equal(parameter, before[name]) != both.engine.task.learns(name), name
+        assert torch.equal(parameter, before[name]) != both.engine.task.is_trainable(name), name
     assert "list it after lora" in refused("classify", tmp_path, techniques=[*maml("classify", "maml"), lora])
 
 

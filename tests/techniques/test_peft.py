@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import load_file
 
 import bottega
-from bottega.analysis.ledger import ledger
+from bottega.analysis.ledger import list_step_samples
 from bottega.core.errors import UsageError
 from bottega.models.build import build_models
 from bottega.techniques.lora.torch import Lora
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_has_no_use_for_its_start(bases: Path, tmp_path: Path
     train(bases, tmp_path, "language", name="cut", **more)
     assert different(tensors(straight.path), tensors(tmp_path / "cut")) == []
     assert different(tensors(straight.path), tensors(elsewhere.path)) != []  # it did start there
-    assert ledger(straight.path, step=3, replay=True)["replay"]["loss"] > 0
+    assert list_step_samples(straight.path, step=3, replay=True)["replay"]["loss"] > 0
     with pytest.raises(UsageError, match=r"techniques\.lora\.start: .* cannot be read"):
         train(bases, tmp_path, "language", name="new", **more)
 
@@ -135,24 +135,24 @@ def test_our_adapter_over_another_base_is_refused_even_where_one_number_differs(
     start = exported(language_lora(targets=("q_proj",)), tmp_path)
     lora = language_lora(targets=("q_proj",), start=str(start))
     model = build_models(lora, 0)["model"]
-    assert lora.read_start(model)
+    assert lora.load_start(model)
     lora = language_lora(targets=("q_proj",), start=str(start))
     model = build_models(lora, 0)["model"]
     with torch.no_grad():
         model.get_parameter(name).view(-1)[0] += 1e-6
     said = rf"techniques\.lora\.start: .* another base \(runs/base; {re.escape(name)} differs\); start over that one"
     with pytest.raises(UsageError, match=said):
-        lora.read_start(model)
+        lora.load_start(model)
 
 
 def test_more_may_learn_over_the_same_base_than_did(tmp_path: Path) -> None:
     start = str(exported(language_lora(train=("model.layers.1.input_layernorm",)), tmp_path))
     here = ("model.layers.1.input_layernorm", "model.norm")
     lora = language_lora(train=here, start=start)
-    assert lora.read_start(build_models(lora, 0)["model"])
+    assert lora.load_start(build_models(lora, 0)["model"])
     lora = language_lora(train=here, start=start)
     with pytest.raises(UsageError, match=r"another base"):
-        lora.read_start(build_models(lora, 1)["model"])
+        lora.load_start(build_models(lora, 1)["model"])
 
 
 def test_a_run_over_another_base_is_refused(bases: Path, tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_what_is_not_understood_of_peft_is_refused_by_name_and_value(tmp_path: P
     with pytest.raises(
         UsageError, match=rf"techniques\.lora\.start: .* has {key} {re.escape(json.dumps(value))}, which"
     ):
-        lora.read_start(build_models(lora, 0)["model"])
+        lora.load_start(build_models(lora, 0)["model"])
 
 
 def test_what_says_nothing_is_no_obstacle(tmp_path: Path) -> None:
@@ -202,4 +202,4 @@ def test_what_says_nothing_is_no_obstacle(tmp_path: Path) -> None:
     nothing |= {"init_lora_weights": "gaussian", "qalora_group_size": 16, "peft_version": "9.9", "layers_pattern": "h"}
     (start / "adapter_config.json").write_text(json.dumps({**config, **nothing}))
     lora = language_lora(start=str(start))
-    assert lora.read_start(build_models(lora, 0)["model"])
+    assert lora.load_start(build_models(lora, 0)["model"])

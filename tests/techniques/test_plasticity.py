@@ -20,16 +20,16 @@ import small_media
 import small_run
 from bottega.core.errors import UsageError
 from bottega.core.model_spec import Initial, ModelSpec
-from bottega.core.noise import Noise, generator
+from bottega.core.noise import Noise, numpy_generator
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.data.sources.source import ArraySource
 from bottega.models.build import build_models
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.decoder.kinds import shape_fields
+from bottega.models.decoder.kinds import resolve_shape_fields
 from bottega.models.spiking.config import SpikingNetShape, SpikingShape
-from bottega.models.spiking.stdp import Rule, eligibility
+from bottega.models.spiking.stdp import STDPRule, eligibility
 from bottega.models.spiking.units import SpikingGate, SpikingLayer
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.language.task import Language
@@ -42,9 +42,9 @@ from bottega.techniques.plasticity.torch import (
     REWARDED,
     SUM,
     Plasticity,
-    learning_layers,
-    listening,
-    reward_of,
+    compute_reward,
+    record_spikes,
+    select_trainable_layers,
 )
 from toy_task import advance, engine, loader, save, state, training
 
@@ -62,7 +62,7 @@ CURRENTS = SHAPE.model_copy(update={"coding": "constant"})
 
 
 def task(shape: Any = SHAPE, **options: Any) -> Plasticity:
-    own = {"rate": 0.05, "rule": Rule(a_minus=0.8, tau_minus=5.0), **options}
+    own = {"rate": 0.05, "rule": STDPRule(a_minus=0.8, tau_minus=5.0), **options}
     return Plasticity(inner=Classification(key="image", shape=shape), **own)
 
 
@@ -93,15 +93,15 @@ def weight(found: Mapping[str, np.ndarray], name: str = SECOND) -> np.ndarray:
 
 def heard_by(model: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Name of the weights -> trains of a layer that is called once."""
-    layers = learning_layers(model, None)
-    with torch.no_grad(), listening(model, list(layers)) as heard:
+    layers = select_trainable_layers(model, None)
+    with torch.no_grad(), record_spikes(model, list(layers)) as heard:
         model(x)
     return {name: heard[number][0][:2] for number, name in enumerate(layers.values())}
 
 
 KINDS = {
     "pair": {},
-    "triplet": {"rule": Rule(a3_plus=0.5, a3_minus=0.2)},
+    "triplet": {"rule": STDPRule(a3_plus=0.5, a3_minus=0.2)},
     "reward": {"reward": "accuracy"},
     "soft": {"reward": "loss", "bounds": "soft", "normalise": True},
 }
@@ -119,7 +119,7 @@ def test_a_step_moves_weights_by_the_mean_of_what_each_example_calls_for() -> No
     trains = heard_by(one.model, torch.from_numpy(batches.batch(0)["image"]))
     advance(one, batches, 0, 1)
     for name, (pre, post) in trains.items():
-        each = eligibility(pre, post, Rule(a_minus=0.8, tau_minus=5.0))
+        each = eligibility(pre, post, STDPRule(a_minus=0.8, tau_minus=5.0))
         assert len(each) == 8
         expected = weight(before, name) + 0.05 * each.mean(0).numpy()
         np.testing.assert_allclose(weight(state(one), name), expected, rtol=1e-5, atol=1e-6)
@@ -332,11 +332,11 @@ def test_rows_that_fill_up_a_batch_count_for_nothing() -> None:
 
 def test_an_example_that_is_told_wrong_for_certain_costs_no_more_than_a_number() -> None:
     rows = {"probability": torch.tensor([[1.0, 0.0], [0.5, 0.5]]), "label": torch.tensor([1, 0])}
-    assert reward_of(rows, "loss").isfinite().all()
-    assert reward_of(rows, "accuracy").tolist() == [0.0, 1.0]
+    assert compute_reward(rows, "loss").isfinite().all()
+    assert compute_reward(rows, "accuracy").tolist() == [0.0, 1.0]
     several = {"probability": torch.tensor([[0.9, 0.8, 0.1]]), "labels": torch.tensor([[1.0, 0.0, 0.0]])}
-    assert reward_of(several, "accuracy").tolist() == pytest.approx([2 / 3])
-    assert reward_of(several, "loss").tolist() == pytest.approx([np.mean(np.log([0.9, 0.2, 0.9]))])
+    assert compute_reward(several, "accuracy").tolist() == pytest.approx([2 / 3])
+    assert compute_reward(several, "loss").tolist() == pytest.approx([np.mean(np.log([0.9, 0.2, 0.9]))])
 
 
 def test_what_is_no_number_moves_no_weight() -> None:
@@ -371,10 +371,10 @@ class Twice(nn.Module):
 
 def test_layers_that_share_their_weights_change_them_together_and_a_router_learns_too() -> None:
     model = Twice()
-    layers = learning_layers(model, None)
+    layers = select_trainable_layers(model, None)
     names = ["first.synapse.weight"] * 2 + ["gate.groups.synapse.weight"]
     assert list(layers.values()) == names
-    with torch.no_grad(), listening(model, list(layers)) as heard:
+    with torch.no_grad(), record_spikes(model, list(layers)) as heard:
         model(torch.rand(5, 7, 4, generator=torch.Generator().manual_seed(0)).round())
     assert [heard[i][0].pre.shape for i in range(3)] == [(5, 7, 4)] * 3
     plastic = task()
@@ -386,7 +386,7 @@ def test_layers_that_share_their_weights_change_them_together_and_a_router_learn
 
 
 def test_a_layer_that_nothing_came_by_is_there_all_the_same() -> None:
-    layers = learning_layers(Twice(), None)
+    layers = select_trainable_layers(Twice(), None)
     sums = task()._seen(layers, {number: [] for number in range(3)}, Loss(terms={}), {})
     assert len(sums) == 4
     assert all(not value.any() for value in sums.values())
@@ -396,7 +396,7 @@ def routed(**changes: Any) -> Plasticity:
     shape = TransformerShape(
         vocab_size=20,
         context=16,
-        **shape_fields(
+        **resolve_shape_fields(
             "moe", None, {"num_layers": 1, "hidden_size": 16, "num_experts": 4, "router": "spiking", **changes}
         ),
     )
@@ -439,7 +439,7 @@ def test_rows_that_count_for_one_part_of_several_teach_that_part() -> None:
     parts = {"a": Classification(key="image", shape=SHAPE), "b": Classification(key="image", shape=SHAPE)}
     plastic = Plasticity(inner=Multitask(parts=parts, weights=dict.fromkeys(parts, 1.0)), rate=0.05)
     model = build_models(plastic, 0)["model"]
-    names = list(learning_layers(model, None).values())
+    names = list(select_trainable_layers(model, None).values())
     first = {name: torch.from_numpy(values[:2]) for name, values in data().arrays.items()}
     weight = torch.tensor([1.0, 0.0])
     short = {name: value[:1] for name, value in first.items()}
@@ -456,7 +456,7 @@ STEPS, INPUTS, UNITS_OF_LAYER = 20, 100, 8
 
 
 def draw_sentinel(model: Any, seed: int) -> None:
-    drawn = generator(seed, "sentinel").uniform(0, 1, (UNITS_OF_LAYER, INPUTS))
+    drawn = numpy_generator(seed, "sentinel").uniform(0, 1, (UNITS_OF_LAYER, INPUTS))
     with torch.no_grad():
         model.layer.synapse.weight.copy_(torch.from_numpy(drawn))
         model.head.weight.zero_()
@@ -583,7 +583,7 @@ def test_a_target_that_is_no_layer_is_refused() -> None:
 
 def test_a_reward_needs_a_task_that_knows_what_is_right() -> None:
     with pytest.raises(UsageError, match=r"plasticity.reward: accuracy needs to know .*; set it to none"):
-        reward_of({"other": torch.zeros(3)}, "accuracy")
+        compute_reward({"other": torch.zeros(3)}, "accuracy")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -634,11 +634,11 @@ def test_where_the_model_asks_for_it_the_same_is_refused(tmp_path: Path) -> None
 
 
 def test_options_of_the_recipe_become_the_rule() -> None:
-    from bottega.techniques.plasticity.apply import rule_of
+    from bottega.techniques.plasticity.apply import build_rule
 
     triplet = PlasticityOptions(rule="triplet", a3_plus=0.5, tau_y=3.0, tau_plus=2.0)
-    assert rule_of(triplet) == Rule(a3_plus=0.5, a3_minus=0.0, tau_y=3.0, tau_plus=2.0)
-    assert rule_of(PlasticityOptions()) == Rule()
+    assert build_rule(triplet) == STDPRule(a3_plus=0.5, a3_minus=0.0, tau_y=3.0, tau_plus=2.0)
+    assert build_rule(PlasticityOptions()) == STDPRule()
 
 
 if __name__ == "__main__":

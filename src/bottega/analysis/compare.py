@@ -12,25 +12,25 @@ from typing import Any
 import numpy as np
 
 from bottega.analysis import statistics as st
+from bottega.analysis.compare_classifiers import SEEDS_HINT, compare_by_predictions, describe_pair
 from bottega.analysis.compare_groups import (
     Group,
-    best_value,
     check_same_data,
-    direction_of,
-    one_goal,
+    metric_direction,
+    read_best_value,
     read_groups,
-    result_value,
+    read_result_value,
+    require_same_metric,
 )
-from bottega.analysis.compare_people import are_personal, by_people
-from bottega.analysis.compare_singles import SEEDS_NEEDED, by_answers, pair_described
-from bottega.config.metrics import bounds
+from bottega.analysis.compare_people import are_personalized_runs, compare_by_people
+from bottega.config.metrics import get_metric_bounds
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.core.loop import Goal
+from bottega.core.trainer import BestMetric
 
-FEW = 5
+FEW_PAIRS = 5
 """Pairs below which no difference has a Wilcoxon p under 0.1, however clear it is."""
-CUT = "*"
-TOWARDS = {"max": ", larger is better", "min": ", smaller is better", None: ""}
+CLIPPED_MARK = "*"
+DIRECTION_TEXT = {"max": ", larger is better", "min": ", smaller is better", None: ""}
 PAPER, INK, FAINT, GRID, THREAD = "#ffffff", "#1c1b29", "#6d6b7b", "#ececf1", "#c9c8d3"
 # Told apart in grey and by the colour-blind as well; the letters say it again.
 COLOURS = ("#2a5db0", "#d1602f", "#2e8b6f", "#8a4fa3", "#a8862a", "#5d6470")
@@ -43,15 +43,15 @@ MOST_PAIRS = 10
 
 
 def compare(
-    names: Sequence[str], *, metric: str | None = None, split: str | None = None, alpha: float = 0.05
+    group_names: Sequence[str], *, metric: str | None = None, split: str | None = None, alpha: float = 0.05
 ) -> dict[str, Any]:
     """All that can be said of these groups, as plain values. Differences are the later group minus the earlier."""
     if not 0 < alpha < 1:
         raise UsageError(f"--alpha {alpha:g}: expected a number between 0 and 1, such as 0.05")
-    if len(names) < 2:
+    if len(group_names) < 2:
         raise UsageError('say what to compare: bottega compare A B, such as bottega compare "runs/a-s*" "runs/b-s*"')
-    report = _report(names, metric=metric, split=split, level=1 - alpha)
-    adjusted = st.holm([pair["p"] for pair in report["pairs"]])
+    report = _report(group_names, metric=metric, split=split, level=1 - alpha)
+    adjusted = st.holm_correction([pair["p"] for pair in report["pairs"]])
     for pair, p in zip(report["pairs"], adjusted, strict=True):
         pair |= {"p_adjusted": p, **_judged(pair, p, report, alpha=alpha, num_pairs=len(adjusted))}
     if len(adjusted) > 1:
@@ -61,34 +61,36 @@ def compare(
 
 def _report(names: Sequence[str], *, metric: str | None, split: str | None, level: float) -> dict[str, Any]:
     """By what the groups have in common: people, samples, or seeds and folds."""
-    if are_personal(names):
-        return by_people(names, metric=metric, split=split, level=level)
+    if are_personalized_runs(names):
+        return compare_by_people(names, metric=metric, split=split, level=level)
     groups = read_groups(names)
-    goal = one_goal(groups)
+    goal = require_same_metric(groups)
     if all(len(group.members) == 1 for group in groups):
-        return by_answers(groups, metric=metric, split=split, level=level)
+        return compare_by_predictions(groups, metric=metric, split=split, level=level)
     return _by_values(groups, metric=metric or goal.metric, goal=goal, split=split, level=level)
 
 
-def _by_values(groups: list[Group], *, metric: str, goal: Goal, split: str | None, level: float) -> dict[str, Any]:
+def _by_values(
+    groups: list[Group], *, metric: str, goal: BestMetric, split: str | None, level: float
+) -> dict[str, Any]:
     """Groups of seeds or of folds, by one number a run."""
     notes: list[str] = []
     for group in groups:
         if len(group.members) < 2:
-            raise UsageError(f"{group.name} is a single run: {SEEDS_NEEDED}")
-        for member in group.members[1:] if not group.folds else ():
+            raise UsageError(f"{group.name} is a single run: {SEEDS_HINT}")
+        for member in group.members[1:] if not group.num_folds else ():
             notes += check_same_data(group.members[0], member, metric=metric, split=split)
     if len({group.kind for group in groups}) > 1:
-        folds = next(group.name for group in groups if group.folds)
+        folds = next(group.name for group in groups if group.num_folds)
         raise UsageError(f"{folds} is folds and others are seeds, which vary for different reasons; compare one kind")
     values: dict[str, dict[int, float]] = {}
     for group in groups:
         values[group.label] = {}
-        for key, member in group.by_key.items():
+        for key, member in group.members_by_key.items():
             if split is None:
-                values[group.label][key] = best_value(member.path, metric, goal)
+                values[group.label][key] = read_best_value(member.path, metric, goal)
                 continue
-            values[group.label][key], is_said = result_value(member.path, metric, split)
+            values[group.label][key], is_said = read_result_value(member.path, metric, split)
             if not is_said:
                 notes.append(f"results/metrics.json does not say of which split it is; it is taken for {split}")
     pairs = []
@@ -96,7 +98,7 @@ def _by_values(groups: list[Group], *, metric: str, goal: Goal, split: str | Non
         pairs.append(_tested(one, other, values, metric=metric, split=split, level=level, notes=notes))
     return {
         "metric": metric,
-        "mode": direction_of(metric, goal),
+        "mode": metric_direction(metric, goal),
         "read_from": "metrics.jsonl" if split is None else f"results/metrics.json ({split})",
         "groups": [_described(group, values[group.label], level=level) for group in groups],
         "pairs": pairs,
@@ -106,7 +108,7 @@ def _by_values(groups: list[Group], *, metric: str, goal: Goal, split: str | Non
 
 def _described(group: Group, values: dict[int, float], *, level: float) -> dict[str, Any]:
     numbers = np.array(list(values.values()))
-    interval = st.mean_interval(numbers, level=level, ratio=group.ratio or 0.0)
+    interval = st.mean_confidence_interval(numbers, level=level, test_train_ratio=group.test_train_ratio or 0.0)
     return {
         "label": group.label,
         "name": group.name,
@@ -117,7 +119,7 @@ def _described(group: Group, values: dict[int, float], *, level: float) -> dict[
         "interval": dataclasses.asdict(interval),
         "runs": [
             {"run": str(member.path), "seed": member.recipe.seed, "fold": member.fold, "value": values[key]}
-            for key, member in group.by_key.items()
+            for key, member in group.members_by_key.items()
         ],
     }
 
@@ -135,14 +137,14 @@ def _tested(
     """In pairs by the folds or seeds that both have; seeds may also have none in common."""
     first, second, kind = values[one.label], values[other.label], one.kind
     shared = [key for key in first if key in second]
-    if len(shared) == 1 or (one.folds and not shared):
+    if len(shared) == 1 or (one.num_folds and not shared):
         raise UsageError(
             f"{one.name} and {other.name} have {len(shared) or 'no'} {kind} in common, which makes fewer than 2 pairs; give "
             f"both the same {kind}s"
         )
     for key in shared or (next(iter(first)),):
-        theirs = other.by_key[key] if shared else other.members[0]
-        notes += check_same_data(one.by_key[key], theirs, metric=metric, split=split)
+        theirs = other.members_by_key[key] if shared else other.members[0]
+        notes += check_same_data(one.members_by_key[key], theirs, metric=metric, split=split)
     if not shared:
         found = st.compare_unpaired(*(np.array(list(side.values())) for side in (second, first)), level=level)
         if math.isinf(found.statistic):
@@ -150,29 +152,31 @@ def _tested(
                 f"{one.name} and {other.name} do not vary at all; only pairs can tell: give both the same seeds"
             )
         why = f"they have no seed in common, so there are no pairs, and {len(first)} and {len(second)} runs may vary unlike"
-        if min(len(first), len(second)) < FEW:
+        if min(len(first), len(second)) < FEW_PAIRS:
             notes.append(
-                f"with {len(first)} and {len(second)} runs a test can hardly find anything; {FEW} seeds each are few"
+                f"with {len(first)} and {len(second)} runs a test can hardly find anything; {FEW_PAIRS} seeds each are few"
             )
-        return pair_described(one, other, found, why=why, paired_by=None)
-    found = st.compare_pairs(
-        *(np.array([side[key] for key in shared]) for side in (second, first)), level=level, ratio=one.ratio
+        return describe_pair(one, other, found, why=why, paired_by=None)
+    found = st.compare_paired(
+        *(np.array([side[key] for key in shared]) for side in (second, first)),
+        level=level,
+        test_train_ratio=one.test_train_ratio,
     )
     alone = sorted(set(first) ^ set(second))
     if alone:
         notes.append(
             f"{one.label} and {other.label}: {kind} {', '.join(map(str, alone))} is in one of them only and left out"
         )
-    if len(shared) < FEW:
+    if len(shared) < FEW_PAIRS:
         few = f"with {len(shared)} pairs a test can hardly find anything (Wilcoxon's smallest possible p is {2 / 2 ** len(shared):g})"
         notes.append(f"{few}, and what t finds rests on differences being normal")
     if found.test.startswith("Wilcoxon"):
         why = "all pairs differ by the same amount, so that t has no scale"
-    elif one.folds:
-        why = f"folds share training data, so that the variance counts (1/{len(shared)} + 1/{one.folds - 1}), not 1/{len(shared)}"
+    elif one.num_folds:
+        why = f"folds share training data, so that the variance counts (1/{len(shared)} + 1/{one.num_folds - 1}), not 1/{len(shared)}"
     else:
         why = f"both have {len(shared)} seeds in common, so runs of one seed are pairs"
-    return pair_described(one, other, found, why=why, paired_by=kind)
+    return describe_pair(one, other, found, why=why, paired_by=kind)
 
 
 def _judged(pair: dict[str, Any], p: float, report: dict[str, Any], *, alpha: float, num_pairs: int) -> dict[str, Any]:
@@ -201,17 +205,17 @@ def _counted(pair: dict[str, Any], report: dict[str, Any]) -> str:
 # For people.
 
 
-def show(report: dict[str, Any]) -> str:
+def format_report(report: dict[str, Any]) -> str:
     number, level = _format(report), _level(report)
-    lines = [f"{report['metric']}{TOWARDS[report['mode']]}, from {report['read_from']}", ""]
+    lines = [f"{report['metric']}{DIRECTION_TEXT[report['mode']]}, from {report['read_from']}", ""]
     rows, is_cut = [["group", "", "n", "mean", "deviation", level]], False
     for group in report["groups"]:
         deviation = "" if group["deviation"] is None else number(group["deviation"])
         n = f"{group['n']:,} {group['kind']}"
         span = _span(group["interval"], number, metric=report["metric"])
         rows.append([group["label"], group["name"], n, number(group["mean"]), deviation, span])
-        is_cut = is_cut or CUT in span
-    lines += [*table(rows, right=(2, 3, 4, 5)), ""]
+        is_cut = is_cut or CLIPPED_MARK in span
+    lines += [*format_table(rows, right=(2, 3, 4, 5)), ""]
     p_title = "p" if len(report["pairs"]) == 1 else "p (Holm)"
     rows = [["pair", "difference", level, "test", "n", p_title, "effect", ""]]
     for pair in report["pairs"]:
@@ -220,7 +224,7 @@ def show(report: dict[str, Any]) -> str:
         name = f"{pair['second']} - {pair['first']}"
         told = [pair["test"], f"{pair['n']:,}", _p(pair["p_adjusted"]), effect, pair["outcome"]]
         rows.append([name, difference, span, *told])
-    lines += [*table(rows, right=(1, 2, 4, 5)), ""]
+    lines += [*format_table(rows, right=(1, 2, 4, 5)), ""]
     for pair in report["pairs"]:
         name, ranks = f"{pair['second']} - {pair['first']}", pair["ranks"]
         second = ""
@@ -232,7 +236,11 @@ def show(report: dict[str, Any]) -> str:
             lines.append(
                 f"{name}: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in pair["changed"].items())
             )
-    cut = [f"{CUT} the interval goes beyond what the metric can be; --json has it as it was computed"] if is_cut else []
+    cut = (
+        [f"{CLIPPED_MARK} the interval goes beyond what the metric can be; --json has it as it was computed"]
+        if is_cut
+        else []
+    )
     return "\n".join([*lines, *(f"note: {note}" for note in (*report["notes"], *cut))])
 
 
@@ -252,19 +260,19 @@ def _format(report: dict[str, Any]) -> Callable[..., str]:
 
 
 def _span(interval: dict[str, float], number: Callable[..., str], sign: str = "", metric: str = "") -> str:
-    ends = [within(interval[end], metric) for end in ("low", "high")]
+    ends = [clip_to_bounds(interval[end], metric) for end in ("low", "high")]
     return " to ".join(f"{mark}{number(value, sign)}" for value, mark in ends)
 
 
-def within(value: float, metric: str) -> tuple[float, str]:
+def clip_to_bounds(value: float, metric: str) -> tuple[float, str]:
     """An end of an interval as far as the metric goes, and a sign where that is not the whole way: an interval of t knows
     nothing of what a metric can be."""
-    least, most = bounds(metric)
+    least, most = get_metric_bounds(metric)
     cut = min(max(value, least), most)
-    return cut, CUT if cut != value else ""
+    return cut, CLIPPED_MARK if cut != value else ""
 
 
-def table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
+def format_table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = [
         [
@@ -276,7 +284,7 @@ def table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
     return ["  ".join(row).rstrip() for row in cells]
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def plot_comparison(report: dict[str, Any], path: Path) -> None:
     """A PNG: every run is a dot, beside them the group's mean and interval; lines join runs of one seed or fold.
 
     Of single runs the mean over samples or people is all there is. One group alone is drawn as well, without pairs."""
@@ -296,11 +304,11 @@ def draw(report: dict[str, Any], path: Path) -> None:
     def line(*ends: float, fill: str = INK, thick: float = 1) -> None:
         pen.line([round(value * SCALE) for value in ends], fill=fill, width=round(thick * SCALE))
 
-    reach = [within(group["interval"][end], report["metric"])[0] for group in groups for end in ("low", "high")]
+    reach = [clip_to_bounds(group["interval"][end], report["metric"])[0] for group in groups for end in ("low", "high")]
     ticks, place = _axis([*reach, *(run["value"] for group in groups for run in group["runs"])])
     is_single = groups[0]["kind"] in ("samples", "people")
     spots = [_spots(group, LEFT + column * (i + 0.5), place) if not is_single else {} for i, group in enumerate(groups)]
-    text(LEFT, 22, f"{report['metric']}{TOWARDS[report['mode']]}", size=16)
+    text(LEFT, 22, f"{report['metric']}{DIRECTION_TEXT[report['mode']]}", size=16)
     text(LEFT, 43, _about(report), fill=FAINT)
     for value, words in ticks:
         line(LEFT, place(value), width - RIGHT, place(value), fill=GRID)

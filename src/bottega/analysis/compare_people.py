@@ -15,31 +15,31 @@ from typing import Any
 
 import numpy as np
 
-from bottega.analysis.compare_groups import Group, label_of, member_of, one_goal
-from bottega.analysis.compare_singles import pair_described, single_described
-from bottega.analysis.personal_arms import (
+from bottega.analysis.compare_classifiers import describe_pair, describe_single_run
+from bottega.analysis.compare_groups import Group, group_label, read_member, require_same_metric
+from bottega.analysis.personalize_arms import (
     ALL_ARMS,
-    FEW,
-    REAL,
-    are_answers,
-    by_person,
-    compare_people,
-    direction,
-    mean_interval,
-    measures_of,
+    MIN_PEOPLE,
+    TARGET_ARM,
+    are_binary,
+    compare_users,
+    mean_by_user,
+    measure_direction,
+    measure_interval,
+    measure_names,
 )
 from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import is_run
 
 EVALUATION, PEOPLE = "evaluation", "people.jsonl"
-USUAL = "both"
+DEFAULT_ARM = "both"
 """The arm of a run that names none."""
-USUAL_METRICS = ("preference_accuracy", "drawn_preference_accuracy", "clip_preference")
+DEFAULT_METRICS = ("preference_accuracy", "drawn_preference_accuracy", "clip_preference")
 """The first of them that all have is what people are compared by."""
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class ArmEvaluation:
     """One arm of one run, person by person."""
 
     group: Group
@@ -48,7 +48,7 @@ class Evaluated:
     rows: tuple[dict[str, Any], ...]
 
     @property
-    def who(self) -> dict[str, list[str]]:
+    def targets_by_user(self) -> dict[str, list[str]]:
         """Person -> what they took, record by record: who is the same must have been asked for the same."""
         found: dict[str, list[str]] = {}
         for row in self.rows:
@@ -57,60 +57,60 @@ class Evaluated:
         return found
 
 
-def are_personal(names: Sequence[str]) -> bool:
+def are_personalized_runs(names: Sequence[str]) -> bool:
     """Whether all are runs of the task personalize, each by itself or as one arm of it."""
-    runs = [arm_of(name)[0] for name in names]
+    runs = [parse_arm(name)[0] for name in names]
     if not all(map(is_run, runs)):
         return False
-    return all(member_of(run).recipe.task == "personalize" for run in runs)
+    return all(read_member(run).recipe.task == "personalize" for run in runs)
 
 
-def arm_of(name: str) -> tuple[Path, str]:
+def parse_arm(name: str) -> tuple[Path, str]:
     """RUN and the arm that is meant, which may be left out."""
     run, colon, arm = name.rpartition(":")
     if colon and not Path(name).exists():
         return Path(run), arm
-    return Path(name), USUAL
+    return Path(name), DEFAULT_ARM
 
 
-def by_people(names: Sequence[str], *, metric: str | None, split: str | None, level: float) -> dict[str, Any]:
+def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | None, level: float) -> dict[str, Any]:
     """Each name is a run, or RUN:ARM; all were evaluated with the same people, who are the pairs."""
     split = split or "validation"
-    several = [_evaluated(name, label_of(i), split) for i, name in enumerate(names)]
+    several = [_evaluated(name, group_label(i), split) for i, name in enumerate(names)]
     for one, other in itertools.combinations(several, 2):
         if one.arm == other.arm and one.file.resolve() == other.file.resolve():
-            run = arm_of(other.group.name)[0]
+            run = parse_arm(other.group.name)[0]
             raise UsageError(f"the arm {one.arm} of {run} is given twice; name two, such as {run}:none {run}:both")
-    one_goal([one.group for one in several])
+    require_same_metric([one.group for one in several])
     _check_same_people(several)
     metric = _metric(several, metric)
-    values = [by_person(one.rows, one.arm, metric) for one in several]
+    values = [mean_by_user(one.rows, one.arm, metric) for one in several]
     people = [user for user in values[0] if all(user in others for others in values)]
-    if len(people) < FEW:
+    if len(people) < MIN_PEOPLE:
         raise UsageError(
-            f"{len(people)} people have {metric} in all of them, and with fewer than {FEW} nothing can be told"
+            f"{len(people)} people have {metric} in all of them, and with fewer than {MIN_PEOPLE} nothing can be told"
         )
     arrays = [np.array([side[user] for user in people]) for side in values]
-    is_answers = are_answers(arrays)
+    is_answers = are_binary(arrays)
     rows, pairs = [], []
     for one, numbers in zip(several, arrays, strict=True):
-        interval = mean_interval(numbers, level=level)
-        rows.append(single_described(one.group, numbers, interval, kind="people"))
+        interval = measure_interval(numbers, level=level)
+        rows.append(describe_single_run(one.group, numbers, interval, kind="people"))
     for (one, first), (other, second) in itertools.combinations(zip(several, arrays, strict=True), 2):
-        found = compare_people(second, first, level=level, is_answers=is_answers)
+        found = compare_users(second, first, level=level, is_binary=is_answers)
         why = f"both drew for the same {len(people)} people, who are the pairs"
         why += f"; for {found.n} of them just one is right" if is_answers else ""
-        pairs.append(pair_described(one.group, other.group, found, why=why, paired_by="user"))
+        pairs.append(describe_pair(one.group, other.group, found, why=why, paired_by="user"))
     notes = ["one run each: this tells what was drawn apart, not two ways of training; for these, give seeds"]
     if len({one.group.members[0].path.resolve() for one in several}) == 1:
         notes = []
-    left_out = max(len(one.who) for one in several) - len(people)
+    left_out = max(len(one.targets_by_user) for one in several) - len(people)
     if left_out:
         notes.append(f"{left_out} people have no {metric} in one of them and are left out")
     read_from = f"{EVALUATION}/{split}/{PEOPLE}"
     return {
         "metric": metric,
-        "mode": direction(metric),
+        "mode": measure_direction(metric),
         "read_from": read_from,
         "groups": rows,
         "pairs": pairs,
@@ -118,8 +118,8 @@ def by_people(names: Sequence[str], *, metric: str | None, split: str | None, le
     }
 
 
-def _evaluated(name: str, label: str, split: str) -> Evaluated:
-    run, arm = arm_of(name)
+def _evaluated(name: str, label: str, split: str) -> ArmEvaluation:
+    run, arm = parse_arm(name)
     file = run / EVALUATION / split / PEOPLE
     again = f"bottega evaluate {run}{' --split test' if split == 'test' else ''}"
     if not file.is_file():
@@ -132,21 +132,21 @@ def _evaluated(name: str, label: str, split: str) -> Evaluated:
         except (ValueError, KeyError, TypeError) as error:
             said = f"{type(error).__name__}: expected user, arm and measures; write it again: {again}"
             raise DataError(f"{file}:{number}: {said}") from None
-        wrong = next((name for name in measures_of([row]) if not _is_measured(row[name])), None)
+        wrong = next((name for name in measure_names([row]) if not _is_measured(row[name])), None)
         if wrong is not None:
             said = f"{wrong} is {json.dumps(row[wrong])} and no number; write it again: {again}"
             raise DataError(f"{file}:{number}: {said}")
         rows.append(row)
-    arms = [one for one in (*ALL_ARMS, REAL) if any(row["arm"] == one for row in rows)]
+    arms = [one for one in (*ALL_ARMS, TARGET_ARM) if any(row["arm"] == one for row in rows)]
     if arm not in arms:
         raise UsageError(f"{name}: {file} has no arm {arm!r}; it has {', '.join(arms) or 'none: it is empty'}")
-    return Evaluated(Group(label, name, (member_of(run),), None), arm, file, tuple(rows))
+    return ArmEvaluation(Group(label, name, (read_member(run),), None), arm, file, tuple(rows))
 
 
-def _check_same_people(several: Sequence[Evaluated]) -> None:
-    mine = several[0].who
+def _check_same_people(several: Sequence[ArmEvaluation]) -> None:
+    mine = several[0].targets_by_user
     for other in several[1:]:
-        theirs = other.who
+        theirs = other.targets_by_user
         every = {**mine, **theirs}
         differing = [user for user in every if mine.get(user) != theirs.get(user)]
         if differing:
@@ -156,14 +156,14 @@ def _check_same_people(several: Sequence[Evaluated]) -> None:
             )
 
 
-def _metric(several: Sequence[Evaluated], wanted: str | None) -> str:
+def _metric(several: Sequence[ArmEvaluation], wanted: str | None) -> str:
     known = [
         name
-        for name in measures_of(several[0].rows)
-        if all(any(_is_number(v) for v in by_person(one.rows, one.arm, name).values()) for one in several)
+        for name in measure_names(several[0].rows)
+        if all(any(_is_number(v) for v in mean_by_user(one.rows, one.arm, name).values()) for one in several)
     ]
     if wanted is None:
-        wanted = next((name for name in USUAL_METRICS if name in known), known[0] if known else "")
+        wanted = next((name for name in DEFAULT_METRICS if name in known), known[0] if known else "")
     if wanted not in known:
         raise UsageError(f"--metric {wanted}: is not in all of them; it can be {', '.join(known) or 'nothing'}")
     return wanted

@@ -9,26 +9,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bottega.analysis import fold_table
-from bottega.analysis.fold_plan import (
+from bottega.analysis import crossval_table
+from bottega.analysis.crossval_folds import (
     Fold,
-    check_measured,
-    check_members,
+    check_class_counts,
+    check_metric_available,
     check_same_data,
     check_same_recipe,
-    data_of,
     is_trained,
     plan_folds,
-    splitting,
+    prepare_fold,
+    resolve_splitting,
 )
-from bottega.analysis.fold_runs import Work, places, train_all
+from bottega.analysis.crossval_jobs import FoldJob, plan_job_environments, train_folds
 from bottega.config.data import Splitting
 from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.core.rundir import RunDirectory
-from bottega.run.checks import find_problems, raise_together
+from bottega.run.checks import find_problems, raise_all
 from bottega.run.train import lock_directory, set_aside
 from bottega.tasks.recipes import load_recipe, parse_overrides
 from bottega.terminal import escape_controls, open_console
@@ -37,9 +37,9 @@ from bottega.world import is_launched
 if TYPE_CHECKING:
     import numpy as np
 
-    from bottega.data.prepare.prepared import Prepared
+    from bottega.data.prepare.prepared import PreparedData
 
-RESULTS, TEST = "results", "test"
+RESULTS_FOLDER, TEST_FOLDER = "results", "test"
 """Where a fold's answers lie, and within it those of the test set."""
 
 
@@ -58,7 +58,7 @@ def crossval(
     quiet: bool = True,
 ) -> dict[str, Any]:
     """`bottega.crossval`: what crossval.json holds. The same call goes on where an earlier one stopped."""
-    from bottega.run.saved import without_dashes
+    from bottega.run.saved import without_flag_dashes
 
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
     chosen: dict[str, Any] = {"folds": folds, "by": by, "field": field, "repeats": repeats, "checkpoint": checkpoint}
@@ -66,9 +66,9 @@ def crossval(
         resolved = load_recipe([*sources, overrides or {}]).recipe
         return cross_validate(resolved, **chosen, jobs=jobs, out=out, fresh=fresh, quiet=quiet)
     except UsageError as error:
-        raise without_dashes(error) from None
+        raise without_flag_dashes(error) from None
     except DataError as error:
-        raise DataError(str(without_dashes(UsageError(str(error))))) from None
+        raise DataError(str(without_flag_dashes(UsageError(str(error))))) from None
 
 
 def crossval_command(words: list[str], **options: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def cross_validate(
     quiet: bool,
 ) -> dict[str, Any]:
 
-    from bottega.callbacks.bars import bars
+    from bottega.callbacks.progress_bars import progress_bars
 
     if is_launched():
         raise UsageError("crossval starts processes of its own; start it without torchrun")
@@ -101,10 +101,10 @@ def cross_validate(
         raise UsageError(f"--checkpoint {checkpoint}: expected best or last")
     if repeats < 1:
         raise UsageError(f"--repeats {repeats}: expected 1 or more")
-    raise_together(find_problems(recipe))
-    split, notes = splitting(recipe, folds=folds, by=by, field=field)
+    raise_all(find_problems(recipe))
+    split, notes = resolve_splitting(recipe, folds=folds, by=by, field=field)
     planned = plan_folds(recipe, split, repeats=repeats, out=Path(out) if out is not None else None)
-    where = places(recipe.device, jobs, wanted=len(planned))
+    where = plan_job_environments(recipe.device, jobs, num_folds=len(planned))
     root = RunDirectory(planned[0].run.path.parent)
     if fresh and root.path.exists():
         set_aside(root.path, what="folds are")
@@ -115,20 +115,20 @@ def cross_validate(
 
     with lock_directory(root, has_log=False):
         check_same_recipe(root, planned)
-        with bars(console) as bar:
+        with progress_bars(console) as bar:
             # The last one first: where there are too few rows or groups, it is the one without any.
-            prepared = [data_of(fold.recipe, bar) for fold in reversed(planned)][::-1]
-        check_members(prepared[0], split)
+            prepared = [prepare_fold(fold.recipe, bar) for fold in reversed(planned)][::-1]
+        check_class_counts(prepared[0], split)
         check_same_data(planned, prepared)
         waiting = [fold for fold in planned if not is_trained(fold)]
         if waiting:
-            with bars(console) as bar:
-                check_measured(waiting[0].recipe, bar)
+            with progress_bars(console) as bar:
+                check_metric_available(waiting[0].recipe, bar)
         works = [_written(root, fold) for fold in waiting]
         trained = len(planned) - len(works)
         say(f"{root.path}: {len(planned)} folds, {_done(trained, works)}, {len(where)} at a time")
-        with bars(console, in_bytes=False) as bar:
-            train_all(works, where, trained=trained, say=say, bar=bar)
+        with progress_bars(console, in_bytes=False) as bar:
+            train_folds(works, where, num_trained=trained, log=say, report_progress=bar)
         runs = [_measured(fold, table, checkpoint, notes) for fold, table in zip(planned, prepared, strict=True)]
         report = _reported(root, planned, runs, split, repeats=repeats, checkpoint=checkpoint, notes=notes)
         matrix, classes = _pool(root, planned, report)
@@ -138,28 +138,28 @@ def cross_validate(
     return report
 
 
-def _done(trained: int, works: Sequence[Work]) -> str:
+def _done(trained: int, works: Sequence[FoldJob]) -> str:
     begun = sum(work.step is not None for work in works)
     return f"{trained} of them trained" + (f" and {begun} begun" if begun else "")
 
 
-def _written(root: RunDirectory, fold: Fold) -> Work:
+def _written(root: RunDirectory, fold: Fold) -> FoldJob:
     """A file that `bottega train` can be given, by us or by hand."""
     file = root.path / "recipes" / f"{fold.run.path.name}.yaml"
     file.parent.mkdir(exist_ok=True)
     root.write(file, to_yaml(fold.recipe))
-    return Work(fold.run, file)
+    return FoldJob(fold.run, file)
 
 
 # What the held-out parts say.
 
 
-def _measured(fold: Fold, prepared: Prepared | None, checkpoint: str, notes: list[str]) -> dict[str, Any]:
+def _measured(fold: Fold, prepared: PreparedData | None, checkpoint: str, notes: list[str]) -> dict[str, Any]:
     """A fold by its checkpoint on its own part, and on the test set where there is one."""
-    from bottega.run.saved import choose
+    from bottega.run.saved import choose_checkpoint
 
     rows = prepared.tables["validation"]["rows"] if prepared is not None else None
-    chosen = choose(fold.run, checkpoint)
+    chosen = choose_checkpoint(fold.run, checkpoint)
     split = fold.recipe.data.split
     assert split is not None
     found = {
@@ -169,10 +169,12 @@ def _measured(fold: Fold, prepared: Prepared | None, checkpoint: str, notes: lis
         "run": str(fold.run.path),
         "step": checkpoints.read_manifest(chosen).step,
         "held_out": rows,
-        "metrics": _results(fold, chosen, checkpoint, "validation", fold.run.path / RESULTS, notes),
+        "metrics": _results(fold, chosen, checkpoint, "validation", fold.run.path / RESULTS_FOLDER, notes),
     }
     if fold.recipe.data.test is not None:
-        found[TEST] = _results(fold, chosen, checkpoint, TEST, fold.run.path / RESULTS / TEST, notes)
+        found[TEST_FOLDER] = _results(
+            fold, chosen, checkpoint, TEST_FOLDER, fold.run.path / RESULTS_FOLDER / TEST_FOLDER, notes
+        )
     return found
 
 
@@ -180,7 +182,7 @@ def _results(
     fold: Fold, chosen: Path, checkpoint: str, split: str, folder: Path, notes: list[str]
 ) -> dict[str, float | None]:
     """As `bottega evaluate --out` writes them; read where the same checkpoint was measured before."""
-    from bottega.analysis.evaluate import measure
+    from bottega.analysis.evaluate import evaluate_run
     from bottega.tasks.evaluation_data import DataRequest
 
     file = folder / "metrics.json"
@@ -197,10 +199,10 @@ def _results(
         options |= {"count": 0, "inception": None, "quiet": True}
         note = {}
         try:
-            result = measure(fold.run.path, **options, out=folder)
+            result = evaluate_run(fold.run.path, **options, out=folder)
         except (EnvironmentProblem, OSError) as error:
             # The answers are written before they are drawn, so that only the pictures are missing.
-            result = measure(fold.run.path, **options)
+            result = evaluate_run(fold.run.path, **options)
             note = {"note": f"no pictures of single folds: {error}"}
         metrics = {name: value if math.isfinite(value) else None for name, value in result["metrics"].items()}
         classes = {"per_class": result["per_class"]} if "per_class" in result else {}
@@ -240,23 +242,25 @@ def _reported(
         "folder": str(root.path),
         "task": recipe.task,
         "metric": metric,
-        "mode": recipe.evaluation.direction,
+        "mode": recipe.evaluation.resolved_mode,
         "folds": split.folds,
         "repeats": repeats,
         "by": split.by,
         "field": split.field,
         "checkpoint": checkpoint,
-        "level": fold_table.LEVEL,
+        "level": crossval_table.CONFIDENCE_LEVEL,
         "runs": runs,
         "metrics": {
-            name: fold_table.summary(values, folds=split.folds)
+            name: crossval_table.summarise_folds(values, folds=split.folds)
             for name, values in _columns(runs, "metrics", notes).items()
         },
         "files": {},
         "notes": notes,
     }
     if recipe.data.test is not None:
-        report[TEST] = {name: fold_table.spread(values) for name, values in _columns(runs, TEST, notes).items()}
+        report[TEST_FOLDER] = {
+            name: crossval_table.summarise_test(values) for name, values in _columns(runs, TEST_FOLDER, notes).items()
+        }
     return report
 
 
@@ -283,13 +287,13 @@ def _write(root: RunDirectory, report: dict[str, Any]) -> None:
 def _pool(root: RunDirectory, folds: list[Fold], report: dict[str, Any]) -> tuple[np.ndarray | None, tuple[str, ...]]:
     """Of classifiers: the answers of all folds in one file, each sample once a repeat, and measures of them together;
     who was taken for whom [classes, classes], and the names of the classes."""
-    files = [(fold.number, fold.run.path / RESULTS / "predictions.jsonl") for fold in folds]
+    files = [(fold.number, fold.run.path / RESULTS_FOLDER / "predictions.jsonl") for fold in folds]
     if not all(file.is_file() for _, file in files):
         return None, ()
-    rows = fold_table.joined(files)
+    rows = crossval_table.read_fold_predictions(files)
     results = [json.loads((file.parent / "metrics.json").read_bytes()) for _, file in files]
     classes = tuple(dict.fromkeys(name for one in results for name in one["per_class"]))
-    report["pooled"], matrix = fold_table.pooled(rows, classes)
+    report["pooled"], matrix = crossval_table.pool_predictions(rows, classes)
     answers = root.path / "predictions.jsonl"
     root.write(answers, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     report["files"]["predictions"] = str(answers)
@@ -298,14 +302,14 @@ def _pool(root: RunDirectory, folds: list[Fold], report: dict[str, Any]) -> tupl
 
 def _draw(root: RunDirectory, report: dict[str, Any], matrix: np.ndarray | None, classes: tuple[str, ...]) -> None:
     """Numbers that took hours are not lost for want of a picture: one that cannot be made is a note."""
-    from bottega.analysis.answer_pictures import draw_confusion
-    from bottega.analysis.compare import draw
+    from bottega.analysis.answer_pictures import plot_confusion_matrix
+    from bottega.analysis.compare import plot_comparison
 
     wanted: dict[str, tuple[Path, Callable[[Path], None]]] = {}
     if matrix is not None:
-        wanted["confusion"] = root.path / "confusion.png", partial(draw_confusion, matrix, classes)
+        wanted["confusion"] = root.path / "confusion.png", partial(plot_confusion_matrix, matrix, classes)
     if report["metric"] in report["metrics"]:
-        wanted["picture"] = root.path / "crossval.png", partial(draw, _picture(report))
+        wanted["picture"] = root.path / "crossval.png", partial(plot_comparison, _picture(report))
     for name, (path, make) in wanted.items():
         try:
             make(path)

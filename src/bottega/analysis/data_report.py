@@ -12,19 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from bottega.analysis.table_columns import TABLES, describe_columns, show_columns
+from bottega.analysis.table_columns import TABLE_KINDS, describe_columns, format_columns
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats import find
+from bottega.data.formats import find_files
 from bottega.data.formats.folders import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from bottega.data.formats.lines import recognise
-from bottega.data.prepare.inputs import find_in_utf8
-from bottega.data.prepare.preview import Preview, rows_of
-from bottega.data.records.fields import TEXTS, usual
+from bottega.data.formats.lines import detect_line_layout
+from bottega.data.prepare.inputs import find_utf8_files
+from bottega.data.prepare.preview import Preview, read_rows
+from bottega.data.records.fields import TEXT_FIELDS, find_field
 from bottega.data.records.record import Record
-from bottega.data.tables.classes import texts_of
+from bottega.data.tables.classes import read_text_column
 from bottega.data.tables.shards import Table
-from bottega.run.prepare import counted, open_preview, prepare_recipe, read_recipe, rules_shown, summary, train_first
+from bottega.run.prepare import (
+    format_counts,
+    format_rules,
+    open_preview,
+    prepare_recipe,
+    read_recipe,
+    sort_train_first,
+    summarise_prepared,
+)
 from bottega.tasks.registry import TASKS
 from bottega.terminal import open_console
 
@@ -34,16 +42,16 @@ LABELS_SHOWN = 12
 
 
 def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any]:
-    from bottega.callbacks.bars import bars
+    from bottega.callbacks.progress_bars import progress_bars
 
     columns = _columns_where_no_text(words)
     if columns is not None:
         return columns
     recipe = read_recipe(_with_task(words), verb="data")
-    with bars(open_console()) as say:
+    with progress_bars(open_console()) as say:
         prepared = prepare_recipe(recipe, say)
         preview = open_preview(prepared)
-        report = describe(preview)
+        report = describe_data(preview)
         report["examples"] = _examples(preview, examples)
         report["pictures"] = [str(path) for path in _pictures(preview, max(examples, 12), out)] if examples else []
     if _is_path(words) and _has_labelled_lines(words[0]):
@@ -71,22 +79,22 @@ def _columns_where_no_text(words: list[str]) -> dict[str, Any] | None:
     """The columns of a table that is named alone and has no field of texts; None of anything else."""
     if not _is_path(words) or any(word.startswith(("data.", "--data")) for word in words[1:]):
         return None
-    listing = find(Source(path=words[0]))
-    if listing.kind not in TABLES or _task_of(words) != "language":
+    listing = find_files(Source(path=words[0]))
+    if listing.kind not in TABLE_KINDS or _task_of(words) != "language":
         return None
     report = describe_columns(listing)
     names = [column["name"] for column in report["columns"]]
     # Without a column nothing could be read, and preparing the data says why.
-    return None if not names or usual(dict.fromkeys(names), TEXTS) is not None else report
+    return None if not names or find_field(dict.fromkeys(names), TEXT_FIELDS) is not None else report
 
 
 def _has_labelled_lines(path: str) -> bool:
     """Whether every line looked at is a label, a tab and a text (or has fastText's mark): other signs occur in any text."""
-    listing = find(Source(path=path))
+    listing = find_files(Source(path=path))
     if listing.kind != "text":
         return False
     try:
-        return recognise(listing.files).divider == "\t"
+        return detect_line_layout(listing.files).delimiter == "\t"
     except DataError:
         return False
 
@@ -95,13 +103,13 @@ def _task_of(words: list[str]) -> str:
     """By the kind of the files; of archives and tables, by what the first record holds."""
     path, option = words[0], "data.train.encoding="
     encoding = next((word.removeprefix(option) for word in words if word.startswith(option)), None)
-    listing = find_in_utf8(Source(path=path, encoding=encoding))
+    listing = find_utf8_files(Source(path=path, encoding=encoding))
     if listing.kind == "shards":
         return str(json.loads((Path(path).expanduser() / "meta.json").read_bytes()).get("task", "language"))
     for task, spec in TASKS.items():
         if listing.kind in spec.files:
             return task
-    records = (record for piece in listing.pieces(1 << 20)[:1] for record in listing.read(piece))
+    records = (record for piece in listing.list_pieces(1 << 20)[:1] for record in listing.read(piece))
     first = next((record for record in records if isinstance(record, Record)), None)
     names = set(first.fields) if first is not None else set()
     suffixes, stems = {f".{name.rpartition('.')[2]}" for name in names}, {name.partition(".")[0] for name in names}
@@ -111,13 +119,13 @@ def _task_of(words: list[str]) -> str:
     return next((task for task, spec in TASKS.items() if spec.fields and spec.fields <= names), "language")
 
 
-def describe(preview: Preview) -> dict[str, Any]:
+def describe_data(preview: Preview) -> dict[str, Any]:
     """Everything but the examples, as plain values."""
     prepared, column = preview.prepared, preview.column
-    meta = prepared.meta
-    tables = {name: prepared.table(name) for name in train_first(prepared.tables)}
-    duplicates = _duplicates(tables, preview.content_of(tables))
-    report: dict[str, Any] = {**summary(prepared), "duplicates": duplicates}
+    meta = prepared.metadata
+    tables = {name: prepared.table(name) for name in sort_train_first(prepared.tables)}
+    duplicates = _duplicates(tables, preview.content_columns(tables))
+    report: dict[str, Any] = {**summarise_prepared(prepared), "duplicates": duplicates}
     if preview.unit is not None and column is not None:
         report["lengths"] = {
             "unit": preview.unit,
@@ -128,7 +136,7 @@ def describe(preview: Preview) -> dict[str, Any]:
             },
         }
     if meta.get("classes"):
-        report["labels"] = {name: _balance(texts_of(table, "label")) for name, table in tables.items()}
+        report["labels"] = {name: _balance(read_text_column(table, "label")) for name, table in tables.items()}
     if meta.get("num_rules"):
         rules = {name: table.values("rule").tolist() for name, table in tables.items()}
         report["rules"] = {name: _balance(map(str, numbers)) for name, numbers in rules.items()}
@@ -172,12 +180,12 @@ def _hashes(table: Table, columns: list[str]) -> np.ndarray:
 def _examples(preview: Preview, count: int) -> list[dict[str, str]]:
     """The first few rows of train in words."""
     table = preview.prepared.table(preview.prepared.training_tables[0])
-    return [_example(preview, row) for row in rows_of(table, list(range(min(count, len(table)))))]
+    return [_example(preview, row) for row in read_rows(table, list(range(min(count, len(table)))))]
 
 
 def _example(preview: Preview, row: dict[str, Any]) -> dict[str, str]:
     said = {name: str(row[name]) for name in ("label", "caption") if row.get(name)}
-    if "num_rules" in preview.prepared.meta:
+    if "num_rules" in preview.prepared.metadata:
         said["rule"] = str(row["rule"])
     return {"key": str(row["key"]), "shows": preview.describe(row), **said}
 
@@ -187,13 +195,13 @@ def _pictures(preview: Preview, count: int, out: Path) -> list[Path]:
     return preview.draw(preview.prepared.table(preview.prepared.training_tables[0]), count, out)
 
 
-def show(report: dict[str, Any]) -> str:
+def format_report(report: dict[str, Any]) -> str:
     """The report for people."""
     if "columns" in report:
-        return show_columns(report)
-    lines = [f"task        {report['task']}", *rules_shown(report)]
+        return format_columns(report)
+    lines = [f"task        {report['task']}", *format_rules(report)]
     for table, counts in report["tables"].items():
-        lines.append(f"{table:<12}" + ", ".join(counted(counts)))
+        lines.append(f"{table:<12}" + ", ".join(format_counts(counts)))
     if report["unread_parts"]:
         lines.append(f"{'not read':<12}the parts {', '.join(report['unread_parts'])} of the same folder")
     lengths = dict(report.get("lengths", {}))

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-PACKAGES = {
+PACKAGE_EXTRAS = {
     "torch": "",
     "numpy": "",
     "safetensors": "",
@@ -36,9 +36,9 @@ PACKAGES = {
 """Package -> the extra that brings it; "" belongs to every installation."""
 
 
-def examine() -> dict[str, Any]:
+def examine_environment() -> dict[str, Any]:
     """Versions, devices, memory and disk, and one line for each problem."""
-    versions = {name: _version(name) for name in PACKAGES}
+    versions = {name: _version(name) for name in PACKAGE_EXTRAS}
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -54,7 +54,7 @@ def examine() -> dict[str, Any]:
     problems = report["problems"]
     problems += [
         f"{name} is missing: pip install bottega"
-        for name, extra in PACKAGES.items()
+        for name, extra in PACKAGE_EXTRAS.items()
         if not extra and not versions[name]
     ]
     if report["disk_free_gib"] < 2:
@@ -66,14 +66,14 @@ def examine() -> dict[str, Any]:
     return report
 
 
-def show(report: dict[str, Any]) -> str:
+def format_report(report: dict[str, Any]) -> str:
     lines = [
         f"python       {report['python']} on {report['platform']}",
         f"machine      {report['cores']} cores, {report['ram_gib']} GiB of memory, {report['disk_free_gib']} GiB of disk free",
     ]
     lines += [f"device       {device}" for device in report["devices"]]
     for name, version in report["packages"].items():
-        extra = PACKAGES[name]
+        extra = PACKAGE_EXTRAS[name]
         lines.append(f"{name:<13}{version or f'not installed (optional: bottega[{extra}])'}")
     lines += [f"note         {note}" for note in report["notes"]]
     lines += [f"problem      {problem}" for problem in report["problems"]] or ["everything that is needed is here"]

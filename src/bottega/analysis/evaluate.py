@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import UsageError
-from bottega.data.present import finite, writing
+from bottega.data.output_files import explain_write_errors, replace_non_finite
 from bottega.data.sources.source import Source
-from bottega.run.saved import SavedRun, open_run, without_dashes
+from bottega.run.saved import SavedRun, open_run, without_flag_dashes
 from bottega.storage.durable import replacing_file
 from bottega.tasks.evaluation_data import DataRequest
 from bottega.terminal import open_console
 
-UNDEFINED = {
+UNDEFINED_REASONS = {
     "nearest_ratio": "is left out: half or more of the held-out samples are training samples, at a distance of 0",
     "variance_ratio": "is left out: no class has two held-out samples that differ, and two that were drawn",
 }
 TITLES = {"generated": "generated", "real": "real, held out", "through_codec": "real, through codec"}
 
 
-MOST_CLASSES = 50
+MAX_CLASSES_SHOWN = 50
 """Up to which the terminal shows each; JSON has all."""
 
 
@@ -55,12 +55,12 @@ def evaluate(
     options: dict[str, Any] = {"checkpoint": checkpoint, "device": device}
     options |= {"count": count, "inception": inception, "lpips": lpips, "quiet": quiet}
     try:
-        return measure(run, request=request, **options, out=Path(out) if out is not None else None)
+        return evaluate_run(run, request=request, **options, out=Path(out) if out is not None else None)
     except UsageError as error:
-        raise without_dashes(error) from None
+        raise without_flag_dashes(error) from None
 
 
-def measure(run: str | Path, *, request: DataRequest, out: Path | None = None, **options: Any) -> dict[str, Any]:
+def evaluate_run(run: str | Path, *, request: DataRequest, out: Path | None = None, **options: Any) -> dict[str, Any]:
     """The same for the command line. To `out` goes metrics.json, and of a classifier its answers and pictures. What is drawn
     for people is for looking at and goes into the run's folder where no other is named."""
     result = _measured(run, request=request, out=out, **options)
@@ -68,8 +68,8 @@ def measure(run: str | Path, *, request: DataRequest, out: Path | None = None, *
         file = (out or Path(result["folder"])) / "metrics.json"
         beside = {name: value for name, value in result.items() if name not in ("metrics", "files", "folder")}
         fields = {**result["metrics"], **beside}
-        with writing(file), replacing_file(file) as temporary:
-            temporary.write_text(json.dumps(finite(fields), indent=1) + "\n")
+        with explain_write_errors(file), replacing_file(file) as temporary:
+            temporary.write_text(json.dumps(replace_non_finite(fields), indent=1) + "\n")
     return result
 
 
@@ -92,8 +92,8 @@ def _measured(
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     is_personal = saved.recipe.task == "personalize"
     _check_judged(saved, {"--count": count, "--inception": inception, "--lpips": lpips})
-    chosen = saved.chosen(request)
-    means, rows, source = saved.examined(chosen)
+    chosen = saved.select_data(request)
+    means, rows, source = saved.evaluate_data(chosen)
     result: dict[str, Any] = {
         "metrics": {**means, **_codes_used(saved, source)},
         "checkpoint": str(saved.checkpoint),
@@ -103,12 +103,12 @@ def _measured(
         **({"notes": chosen.notes} if chosen.notes else {}),
     }
     if "probability" in rows:
-        from bottega.analysis.answers import Answers
+        from bottega.analysis.classifier_predictions import ClassifierPredictions
 
-        answers = Answers(rows, source, tuple(saved.branch.classes.names))  # type: ignore[attr-defined]
-        result["per_class"] = answers.per_class()
+        answers = ClassifierPredictions(rows, source, tuple(saved.workload.classes.names))  # type: ignore[attr-defined]
+        result["per_class"] = answers.class_metrics()
         if out is not None:
-            result["files"] = [str(path) for path in answers.write(out)]
+            result["files"] = [str(path) for path in answers.write_files(out)]
     if is_personal and count != 0:
         is_own = chosen.given is None
         out = out or saved.directory.path / "evaluation" / (str(chosen.split) if is_own else "data")
@@ -133,23 +133,23 @@ def _beside_real(
     saved: SavedRun, result: dict[str, Any], *, inception: str | Path | None, quiet: bool, **options: Any
 ) -> dict[str, Any]:
     """What a generator draws, beside real data."""
-    from bottega.analysis.scores import score
-    from bottega.callbacks.bars import bars
+    from bottega.analysis.generation_scores import score_samples
+    from bottega.callbacks.progress_bars import progress_bars
 
     weights = Path(inception) if inception is not None else None
-    with bars(open_console(quiet=quiet), in_bytes=False) as say:
-        scores = score(saved, **options, inception=weights, say=say, quiet=quiet)
+    with progress_bars(open_console(quiet=quiet), in_bytes=False) as say:
+        scores = score_samples(saved, **options, inception=weights, report_progress=say, quiet=quiet)
     result["metrics"] = {**result["metrics"], **scores.generated}
     result["real"] = scores.real
-    if scores.through_codec:
-        result["through_codec"] = scores.through_codec
+    if scores.through_processor:
+        result["through_codec"] = scores.through_processor
     result["counts"] = scores.counts
-    if scores.judged:
-        result["weakly_judged"] = list(scores.judged)
+    if scores.weakly_judged:
+        result["weakly_judged"] = list(scores.weakly_judged)
     notes = (
         result.get("notes", [])
         + scores.notes
-        + [f"{name}: {UNDEFINED.get(name, 'is no number here')}" for name in _undefined(result)]
+        + [f"{name}: {UNDEFINED_REASONS.get(name, 'is no number here')}" for name in _undefined(result)]
     )
     if notes:
         result["notes"] = notes
@@ -160,15 +160,15 @@ def _over_people(
     saved: SavedRun, source: Source, result: dict[str, Any], *, is_own: bool, out: Path, quiet: bool, **options: Any
 ) -> dict[str, Any]:
     """The arms; the metrics of the run are those of the whole method."""
-    from bottega.analysis.personal import evaluate_people
-    from bottega.analysis.personal_studio import studio_of
-    from bottega.callbacks.bars import bars
+    from bottega.analysis.personalize_evaluation import evaluate_personalization
+    from bottega.analysis.personalize_generator import open_personalized_generator
+    from bottega.callbacks.progress_bars import progress_bars
 
     with (
-        bars(open_console(quiet=quiet), in_bytes=False) as say,
-        studio_of(saved, source, is_own=is_own) as studio,
+        progress_bars(open_console(quiet=quiet), in_bytes=False) as say,
+        open_personalized_generator(saved, source, is_own=is_own) as studio,
     ):
-        found = evaluate_people(studio, **options, out=out, say=say)
+        found = evaluate_personalization(studio, **options, out=out, report_progress=say)
     both = {measure: values["mean"] for measure, values in found["arms"]["both"].items()}
     return {**result, "metrics": {**result["metrics"], **both}, **found, "folder": str(out)}
 
@@ -179,14 +179,14 @@ def _undefined(result: dict[str, Any]) -> list[str]:
     return [name for name in result["real"] if not all(math.isfinite(values[name]) for values in columns)]
 
 
-def show(result: dict[str, Any]) -> str:
+def format_report(result: dict[str, Any]) -> str:
     """What was measured, the loss, and a table of what was drawn beside what is real, or of people drawn for."""
     compared = result["arms"]["both"] if "arms" in result else result.get("real", {})
     width = max(20, *(len(name) + 2 for name in result["metrics"]))
     lines = [_measured_shown(result), ""] if "samples" in result else []
     lines += [f"{name:<{width}}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
     if "arms" in result:
-        from bottega.analysis.personal_table import show as arms_shown
+        from bottega.analysis.personalize_table import format_report as arms_shown
 
         lines += [*arms_shown(result), "", f"written to {result['folder']}"]
     elif compared:
@@ -204,7 +204,7 @@ def show(result: dict[str, Any]) -> str:
         if "training" in counts:
             some = f"{counts['training']:,} of {counts['training_available']:,} training samples"
             lines.append(f"compared with {some}, distributions at {counts['compared']:,} samples each")
-    if 1 < len(result.get("per_class", {})) <= MOST_CLASSES:
+    if 1 < len(result.get("per_class", {})) <= MAX_CLASSES_SHOWN:
         lines += _classes_shown(result["per_class"])
     return "\n".join([*lines, *result.get("notes", ())])
 
@@ -228,16 +228,16 @@ def _classes_shown(found: dict[str, dict[str, float]]) -> list[str]:
 
 def _codes_used(saved: SavedRun, source: Source) -> dict[str, float]:
     """Of a tokenizer: how many of its codes the same data uses."""
-    from bottega.tasks.autoencode.tokens import TokensBranch
+    from bottega.tasks.autoencode.tokens_workload import TokensWorkload
 
-    branch = saved.branch
-    if not isinstance(branch, TokensBranch):
+    workload = saved.workload
+    if not isinstance(workload, TokensWorkload):
         return {}
     with saved.engine.sampling() as models:
-        return branch.measured(models, source, device=saved.engine.device)
+        return workload.code_usage(models, source, device=saved.engine.device)
 
 
 def _generates(saved: SavedRun) -> bool:
-    from bottega.tasks.generation.branch import GenerationBranch
+    from bottega.tasks.generation.workload import GenerationWorkload
 
-    return isinstance(saved.branch, GenerationBranch)
+    return isinstance(saved.workload, GenerationWorkload)

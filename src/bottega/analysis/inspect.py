@@ -6,26 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.engine import Engine
-from bottega.core.rundir import RunDirectory, split_checkpoint
+from bottega.core.rundir import RunDirectory, split_checkpoint_path
 from bottega.data.loading.loader import Loader
 
 
-def inspect(what: str, words: list[str]) -> dict[str, Any]:
+def inspect_model(what: str, words: list[str]) -> dict[str, Any]:
     """One row for each module; gradient norms come from one batch of the training data, and nothing is changed."""
-    engine, branch, batch_size, seed = _open(what, words)
-    return engine.inspect(Loader(branch.training(), batch_size, seed=seed, order=branch.order).batch(0))
+    engine, workload, batch_size, seed = _open(what, words)
+    return engine.inspect(Loader(workload.training(), batch_size, seed=seed, order=workload.order).batch(0))
 
 
 def _open(what: str, words: list[str]) -> tuple[Engine, Any, int, int]:
-    if RunDirectory(split_checkpoint(Path(what))[0]).recipe.is_file():
+    if RunDirectory(split_checkpoint_path(Path(what))[0]).recipe.is_file():
         from bottega.run.saved import open_run
 
         saved = open_run(Path(what))
-        return saved.engine, saved.branch, saved.recipe.training.batch_size, saved.recipe.seed
+        return saved.engine, saved.workload, saved.recipe.training.batch_size, saved.recipe.seed
     from bottega.callbacks.console import Console
-    from bottega.run.checks import find_problems, raise_together
-    from bottega.run.compose import build_engine, prepare
-    from bottega.run.lesson import applied
+    from bottega.run.checks import find_problems, raise_all
+    from bottega.run.compose import build_engine, prepare_workload
+    from bottega.run.training_plan import build_training_plan
     from bottega.tasks.recipes import load_recipe, parse_overrides
     from bottega.tasks.registry import TASKS
 
@@ -33,13 +33,18 @@ def _open(what: str, words: list[str]) -> tuple[Engine, Any, int, int]:
         RunDirectory(Path(what)).must_exist()  # or it says which run is near
     sources, overrides = parse_overrides([what, *words])
     recipe = load_recipe(sources, overrides).recipe
-    raise_together(find_problems(recipe))
+    raise_all(find_problems(recipe))
     recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"compile": False})})
-    branch = prepare(recipe, Console(unit="samples"))
-    return build_engine(recipe, applied(recipe, branch).task), branch, recipe.training.batch_size, recipe.seed
+    workload = prepare_workload(recipe, Console(unit="samples"))
+    return (
+        build_engine(recipe, build_training_plan(recipe, workload).task),
+        workload,
+        recipe.training.batch_size,
+        recipe.seed,
+    )
 
 
-def show(report: dict[str, Any]) -> str:
+def format_report(report: dict[str, Any]) -> str:
     head = ("module", "kind", "parameters", "trainable", "device", "type", "gradient")
     rows = [
         (

@@ -6,24 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.batch import batch_length
-from bottega.core.checkpoint import candidates
+from bottega.core.checkpoint import list_checkpoints
 from bottega.core.errors import UsageError
-from bottega.run.compose import plain_loader
-from bottega.run.lesson import applied
+from bottega.run.compose import build_plain_loader
 from bottega.run.saved import open_run
-from bottega.tasks import needs
-from bottega.tasks.located import locate
+from bottega.run.training_plan import build_training_plan
+from bottega.tasks import dependencies
+from bottega.tasks.data_paths import resolve_paths
 
 
-def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
+def list_step_samples(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     """The samples of one step, counted from 1 as in the log; with `replay`, the loss of exactly that batch."""
     if step < 1:
         raise UsageError(f"--step {step}: steps are counted from 1, as in the log")
     saved = open_run(path, device="cpu")
-    lesson = applied(locate(needs.placed(saved.recipe), saved.branch.started_in), saved.branch)
-    source = lesson.training
+    plan = build_training_plan(
+        resolve_paths(dependencies.resolve_references(saved.recipe), saved.workload.started_in), saved.workload
+    )
+    source = plan.training
     world = _world(saved.directory.environment)
-    loader = plain_loader(saved.recipe, source, data_size=world, order=lesson.order)
+    loader = build_plain_loader(saved.recipe, source, data_size=world, order=plan.order)
     index, epoch = loader.indices(step - 1)
     report: dict[str, Any] = {
         "run": str(path),
@@ -32,19 +34,19 @@ def ledger(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
         "epochs": epoch.tolist(),
         "described": [source.describe(int(i), int(e)) for i, e in zip(index[:4], epoch[:4], strict=True)],
     }
-    trained = max((manifest.step for _, manifest in candidates(saved.directory.checkpoints)), default=0)
+    trained = max((manifest.step for _, manifest in list_checkpoints(saved.directory.checkpoints)), default=0)
     if step > trained:
         report["note"] = f"the run has taken {trained} steps; step {step} would see these samples"
     if replay:
         batch = loader.batch(step - 1)
         # An episode is adapted to, and only the lesson's own task knows how.
-        task = lesson.task if "query" in batch else None
+        task = plan.task if "query" in batch else None
         sums = saved.engine.eval_step(batch, task=task).sums
         means = {name: float(total) / float(count) for name, (total, count) in sums.items() if count}
         report["replay"] = {
             "checkpoint": saved.checkpoint.name,
             "samples": batch_length(batch),
-            "loss": saved.branch.summarise(means)["loss"],
+            "loss": saved.workload.summarise(means)["loss"],
         }
     return report
 
@@ -55,7 +57,7 @@ def _world(environment: Path) -> int:
     return int(json.loads(environment.read_text())["world"]) if environment.is_file() else 1
 
 
-def show(report: dict[str, Any]) -> str:
+def format_report(report: dict[str, Any]) -> str:
     lines = [report["note"]] if "note" in report else []
     lines += [f"step {report['step']}: samples {', '.join(map(str, report['samples']))}"]
     for text in report["described"]:

@@ -28,7 +28,7 @@ def lr_find(
 
     With `out`, its curve and numbers are written to that folder.
     """
-    from bottega.analysis.lr_find import find_rate, is_run_directory, write_report
+    from bottega.analysis.lr_find import find_learning_rate, is_run_directory, write_report
     from bottega.tasks.recipes import load_recipe
 
     with _arguments():
@@ -36,9 +36,9 @@ def lr_find(
         if isinstance(recipe, str | Path) and is_run_directory(recipe):
             if overrides:
                 raise UsageError(f"{recipe} is a run and has its own recipe; leave out overrides")
-            report = find_rate(None, run=Path(recipe), **options)
+            report = find_learning_rate(None, run=Path(recipe), **options)
         else:
-            report = find_rate(load_recipe([*_listed(recipe), overrides or {}]).recipe, run=None, **options)
+            report = find_learning_rate(load_recipe([*_listed(recipe), overrides or {}]).recipe, run=None, **options)
         return report if out is None else write_report(report, Path(out))
 
 
@@ -54,10 +54,10 @@ def compare(
 
 def plan(recipe: RecipeLike, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """`bottega.plan`: the whole recipe as it would run, under `recipe`; every problem that training would find is raised."""
-    from bottega.analysis.plan import check_sources
+    from bottega.analysis.plan import plan_recipe
 
     with _arguments():
-        return check_sources([*_listed(recipe), overrides or {}], show=False)
+        return plan_recipe([*_listed(recipe), overrides or {}], show=False)
 
 
 def runs(folder: str | Path = "runs") -> list[dict[str, Any]]:
@@ -76,6 +76,6 @@ def _arguments() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        from bottega.run.saved import without_dashes
+        from bottega.run.saved import without_flag_dashes
 
-        raise without_dashes(error) from None
+        raise without_flag_dashes(error) from None

@@ -7,27 +7,27 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
+from bottega.callbacks.progress_bars import progress_bars
 from bottega.config.recipe import Recipe
 from bottega.core.errors import CheckpointError, DataError, UsageError
-from bottega.core.rundir import RunDirectory, split_checkpoint
-from bottega.data.present import writing
-from bottega.engines.rate_range import check_range
+from bottega.core.rundir import RunDirectory, split_checkpoint_path
+from bottega.data.output_files import explain_write_errors
+from bottega.engines.lr_range_test import check_range
 from bottega.run import resume
-from bottega.run.checks import find_problems, raise_together
-from bottega.run.compose import prepare
+from bottega.run.auto_learning_rate import PLOT_FILE, REPORT_FILE, run_range_test
+from bottega.run.checks import find_problems, raise_all
+from bottega.run.compose import prepare_workload
 from bottega.run.range_picture import draw
-from bottega.run.range_test import JSON, PICTURE, measured
-from bottega.run.train import part
+from bottega.run.train import ensure_dependency
 from bottega.storage.durable import replacing_file
-from bottega.tasks import needs
-from bottega.tasks.located import locate, recorded_folders
+from bottega.tasks import dependencies
+from bottega.tasks.data_paths import read_start_folders, resolve_paths
 from bottega.tasks.recipes import load_recipe, load_saved_recipe, parse_overrides
 from bottega.world import World
 
 
-def find(
+def lr_find_command(
     what: str, words: list[str], *, low: float, high: float, steps: int, out: Path, quiet: bool = False
 ) -> dict[str, Any]:
     """The report of a range test; its curve and its numbers are in `out`."""
@@ -37,16 +37,18 @@ def find(
         raise UsageError(f"{what} is a run and has its own recipe; leave out {' '.join(words)}")
     sources, overrides = parse_overrides([what, *words])
     recipe = None if is_run else load_recipe(sources, overrides).recipe
-    report = find_rate(recipe, run=Path(what) if is_run else None, low=low, high=high, steps=steps, quiet=quiet)
+    report = find_learning_rate(
+        recipe, run=Path(what) if is_run else None, low=low, high=high, steps=steps, quiet=quiet
+    )
     report["command"] = _command(what, words, report, is_run=is_run)
-    return write_report(report, out) if World.current().is_main else report
+    return write_report(report, out) if World.from_environment().is_main else report
 
 
 def is_run_directory(what: str | Path) -> bool:
-    return RunDirectory(split_checkpoint(Path(what))[0]).recipe.is_file()
+    return RunDirectory(split_checkpoint_path(Path(what))[0]).recipe.is_file()
 
 
-def find_rate(
+def find_learning_rate(
     recipe: Recipe | None, *, run: Path | None, low: float, high: float, steps: int, quiet: bool
 ) -> dict[str, Any]:
     """Run the test on a recipe, or on the run directory or checkpoint `run` with its own recipe."""
@@ -54,33 +56,33 @@ def find_rate(
     start: tuple[Path, str] | None = None
     folders: tuple[Path, ...] = ()
     if run is not None:
-        directory = RunDirectory(split_checkpoint(run)[0])
+        directory = RunDirectory(split_checkpoint_path(run)[0])
         recipe, start = load_saved_recipe(directory.recipe), _chosen(directory, run)
-        folders = recorded_folders(directory.path)
+        folders = read_start_folders(directory.path)
     assert recipe is not None, "a recipe or a run"
-    raise_together(find_problems(locate(recipe, folders)))
-    for name in needs.referenced(recipe):
-        part(recipe, name, quiet=quiet)
-    is_main = World.current().is_main
+    raise_all(find_problems(resolve_paths(recipe, folders)))
+    for name in dependencies.referenced_dependencies(recipe):
+        ensure_dependency(recipe, name, quiet=quiet)
+    is_main = World.from_environment().is_main
     console = Console(unit="samples", quiet=quiet or not is_main)
-    branch = prepare(locate(needs.placed(recipe), folders), console)
-    if start is not None and start[1] != branch.fingerprint:
+    workload = prepare_workload(resolve_paths(dependencies.resolve_references(recipe), folders), console)
+    if start is not None and start[1] != workload.fingerprint:
         raise DataError(f"{run}: the data has changed since its last checkpoint; undo the change")
-    with bars(console.rich, in_bytes=False) as say:
-        return measured(
+    with progress_bars(console.rich, in_bytes=False) as say:
+        return run_range_test(
             recipe,
-            branch,
-            start=start[0] if start is not None else None,
+            workload,
+            checkpoint_path=start[0] if start is not None else None,
             low=low,
             high=high,
             steps=steps,
-            say=lambda done, total: say("lr-find", done, total),
+            report_progress=lambda done, total: say("lr-find", done, total),
         )
 
 
 def _chosen(run: RunDirectory, path: Path) -> tuple[Path, str]:
     """The checkpoint that `path` names, or the run's newest good one, and the fingerprint of the data it learnt from."""
-    found = resume.find(run, path if path != run.path else None, lambda text: None)
+    found = resume.find_checkpoint(run, path if path != run.path else None, lambda text: None)
     if found is None:
         raise CheckpointError(f"{run.path} has no checkpoint yet; give its recipe in place of the run")
     return found[0], str(found[1].fingerprint.get("data"))
@@ -91,7 +93,7 @@ def _command(what: str, words: list[str], report: dict[str, Any], *, is_run: boo
     if not is_run:
         said = [word for word in words if not word.startswith(("training.learning_rate=", "learning_rate=", "lr="))]
         return shlex.join(["bottega", "train", what, *said, rate])
-    run = RunDirectory(split_checkpoint(Path(what))[0])
+    run = RunDirectory(split_checkpoint_path(Path(what))[0])
     name, longer = f"name={run.path.resolve().name}-again", []
     recipe = load_saved_recipe(run.recipe)
     if recipe.training.max_steps is not None and report["from_step"] >= recipe.training.max_steps:
@@ -100,15 +102,15 @@ def _command(what: str, words: list[str], report: dict[str, Any], *, is_run: boo
 
 
 def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:
-    files = {"picture": str(out / PICTURE), "json": str(out / JSON)}
-    with writing(out / JSON):
-        with replacing_file(out / JSON) as temporary:
+    files = {"picture": str(out / PLOT_FILE), "json": str(out / REPORT_FILE)}
+    with explain_write_errors(out / REPORT_FILE):
+        with replacing_file(out / REPORT_FILE) as temporary:
             temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        draw(report, out / PICTURE)
+        draw(report, out / PLOT_FILE)
     return {**report, **files}
 
 
-def show(report: dict[str, Any]) -> str:
+def format_report(report: dict[str, Any]) -> str:
     rates = report["curve"]["rate"]
     end = f"diverges at {report['diverged']:.2e}" if report["diverged"] is not None else f"ends at {rates[-1]:.2e}"
     lines = [

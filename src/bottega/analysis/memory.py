@@ -7,82 +7,84 @@ from typing import Any
 
 import numpy as np
 
-from bottega.analysis.plan import beforehand
-from bottega.callbacks.bars import bars
+from bottega.analysis.plan import precompute_notes
 from bottega.callbacks.console import Console
-from bottega.config.load import global_batch
+from bottega.callbacks.progress_bars import progress_bars
+from bottega.config.load import get_global_batch_size
 from bottega.core.engine import Engine
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.types import Batch
 from bottega.data.sources.source import Source
-from bottega.run.checks import find_problems, raise_together
-from bottega.run.compose import build_engine, prepare
-from bottega.run.lesson import applied
-from bottega.run.train import part
-from bottega.tasks import needs
+from bottega.run.checks import find_problems, raise_all
+from bottega.run.compose import build_engine, prepare_workload
+from bottega.run.train import ensure_dependency
+from bottega.run.training_plan import build_training_plan
+from bottega.tasks import dependencies
 from bottega.tasks.recipes import load_recipe, parse_overrides
 from bottega.world import World
 
 GIB = 1 << 30
-CARDS = (16, 24, 40, 48, 80, 141)
+GPU_SIZES = (16, 24, 40, 48, 80, 141)
 """Memory of common GPUs, in GiB."""
-CONTEXT = 1.0
+CUDA_CONTEXT = 1.0
 """GiB that are gone before the first tensor: the driver's context, kernels, and the workspaces of matmuls."""
-MOST = 64
+MAX_MICRO_BATCH = 64
 """Examples in a forward beyond which nobody has asked; a recipe's own batch may be more."""
 
 
 def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
     """Train a copy of the recipe for a few steps with ever larger micro-batches, and throw it away."""
-    if World.current().size > 1:
+    if World.from_environment().size > 1:
         raise UsageError("bottega plan --memory: is measured by one process; start it without a launcher")
     sources, overrides = parse_overrides(words)
     recipe = load_recipe(sources, overrides).recipe
-    raise_together(find_problems(recipe))
-    for name in needs.referenced(recipe):
-        part(recipe, name, quiet=quiet)
+    raise_all(find_problems(recipe))
+    for name in dependencies.referenced_dependencies(recipe):
+        ensure_dependency(recipe, name, quiet=quiet)
     console = Console(unit="samples", quiet=quiet)
-    lesson = applied(needs.placed(recipe), prepare(needs.placed(recipe), console))
+    plan = build_training_plan(
+        dependencies.resolve_references(recipe), prepare_workload(dependencies.resolve_references(recipe), console)
+    )
     # Every size would be compiled anew; what is compiled takes somewhat less.
     training = recipe.training.model_copy(
         update={"compile": False, "micro_batch_size": None, "gradient_accumulation_steps": None}
     )
-    engine = build_engine(recipe.model_copy(update={"training": training}), lesson.task)
+    engine = build_engine(recipe.model_copy(update={"training": training}), plan.task)
     try:
-        with bars(console.rich, in_bytes=False) as say:
-            batch = global_batch(recipe, 1)
-            return report(
+        with progress_bars(console.rich, in_bytes=False) as say:
+            batch = get_global_batch_size(recipe, 1)
+            return measure_memory(
                 engine,
-                lambda size: rows_of(lesson.training, size),
+                lambda size: longest_batch(plan.training, size),
                 batch=batch,
-                most=min(batch, MOST),
-                say=lambda done, total: say("memory", done, total),
-                notes=beforehand(recipe),
+                max_micro_batch=min(batch, MAX_MICRO_BATCH),
+                report_progress=lambda done, total: say("memory", done, total),
+                notes=precompute_notes(recipe),
             )
     finally:
         engine.close()
 
 
-def rows_of(source: Source, size: int) -> Batch:
+def longest_batch(source: Source, size: int) -> Batch:
     """So many samples of the data; the longest where they differ, because those decide what fits."""
-    alike = source.alike(len(source))
+    alike = source.length_order(len(source))
     order = np.arange(len(source)) if alike is None else np.asarray(alike)[::-1]
     index = order[np.arange(size) % len(order)]
     return source.rows(index, np.zeros(size, dtype=np.int64))
 
 
-def report(
+def measure_memory(
     engine: Engine,
     batch_of: Callable[[int], Batch],
     *,
     batch: int,
-    most: int,
-    say: Any = lambda done, total: None,
+    max_micro_batch: int,
+    report_progress: Any = lambda done, total: None,
     notes: list[str],
 ) -> dict[str, Any]:
     """What was measured, and which micro-batch it allows on each card, as plain values."""
     is_gpu = engine.device_type == "cuda"
-    measured = engine.measure_memory(batch_of, most=most, say=say)
+    measured = engine.measure_memory(batch_of, max_micro_batch=max_micro_batch, report_progress=report_progress)
     if not measured.steps:
         raise OutOfMemory(f"out of memory on {engine.device} with one example; use a smaller model or shorter samples")
     trained = next(one for one in measured.models if one.name == "model")
@@ -96,29 +98,29 @@ def report(
         "optimizer_bytes": measured.optimizer,
         "batch": batch,
         "rows": [row._asdict() for row in measured.steps],
-        "cards": cards(measured.steps, batch) if is_gpu else [],
-        "notes": notes if is_gpu else [*notes, NO_GPU],
+        "cards": fit_gpus(measured.steps, batch) if is_gpu else [],
+        "notes": notes if is_gpu else [*notes, NO_GPU_NOTE],
     }
 
 
-NO_GPU = (
+NO_GPU_NOTE = (
     "no GPU here: what is kept for backward was counted on the CPU, in the precision it trains in; say the same on a "
     "machine with a GPU for its peak and for the table of cards"
 )
 
 
-def cards(rows: list[Any], batch: int) -> list[dict[str, Any]]:
+def fit_gpus(rows: list[Any], batch: int) -> list[dict[str, Any]]:
     """The largest measured micro-batch that fits, and how often it is to be gone through for the recipe's batch."""
     found = []
-    for size in CARDS:
-        fits = [row for row in rows if row.reserved / GIB + CONTEXT <= size]
+    for size in GPU_SIZES:
+        fits = [row for row in rows if row.reserved / GIB + CUDA_CONTEXT <= size]
         micro = max((row.micro_batch for row in fits), default=None)
         passes = -(-batch // micro) if micro else None
         found.append({"gib": size, "micro_batch": micro, "passes": passes})
     return found
 
 
-def show(report: dict[str, Any]) -> str:
+def format_report(report: dict[str, Any]) -> str:
     lines = [f"{'model':<18}{'parameters':>16}{'learn':>14}{'memory':>12}  type"]
     for one in report["weights"]:
         counts = f"{one['parameters']:>16,}{one['learning']:>14,}"

@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 from bottega.callbacks.console import Console
-from bottega.config.load import Resolved, global_batch, to_yaml
+from bottega.config.load import ResolvedRecipe, get_global_batch_size, to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, DataError
 from bottega.run.checks import (
-    find_changes,
     find_data_problems,
+    find_directory_problems,
     find_disk_problems,
     find_model_problems,
     find_problems,
@@ -20,35 +20,35 @@ from bottega.run.checks import (
     list_unused,
     load_checked,
     parse_words,
-    raise_together,
+    raise_all,
 )
-from bottega.run.compose import prepare
-from bottega.run.lesson import applied
-from bottega.run.train import is_made, prepare_data
-from bottega.tasks import needs
+from bottega.run.compose import prepare_workload
+from bottega.run.train import is_exported, prepare_data
+from bottega.run.training_plan import build_training_plan
+from bottega.tasks import dependencies
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.recipes import check_recipe
-from bottega.tasks.registry import spec_of
+from bottega.tasks.registry import find_spec
 from bottega.terminal import print_notice, print_result
 from bottega.world import World
 
 
-def check(words: list[str], *, show: bool) -> dict[str, Any]:
+def plan_command(words: list[str], *, show: bool) -> dict[str, Any]:
     """Find every problem that `train` would, in one error with its exit code; else print the resolved recipe.
 
     A file that several tasks could use is a part of a recipe, and is held against their schemas alone.
     """
     sources, overrides = parse_words(words)
-    return check_sources(sources, overrides, show=show)
+    return plan_recipe(sources, overrides, show=show)
 
 
-def check_sources(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[str, Any]:
+def plan_recipe(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[str, Any]:
     """The same for recipes by name, file or dict."""
     resolved = _resolve(sources, overrides)
     tasks = list(resolved.task_candidates)
     notes = list(resolved.notes)
     if len(tasks) == 1:
-        raise_together([*find_problems(resolved.recipe), *find_changes(resolved.recipe)])
+        raise_all([*find_problems(resolved.recipe), *find_directory_problems(resolved.recipe)])
         notes += list_unused(resolved.recipe)
         notes += _check_data(resolved.recipe, quiet=not show)
     if show:
@@ -58,10 +58,10 @@ def check_sources(sources: list[Any], overrides: Any = (), *, show: bool) -> dic
         print_notice(f"bottega: {_story(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}")
         for line in _methods(resolved.recipe):
             print_notice(f"bottega: {line}")
-    return {"valid": True, "tasks": tasks, "notes": notes, "recipe": resolved.recipe.plain()}
+    return {"valid": True, "tasks": tasks, "notes": notes, "recipe": resolved.recipe.to_plain_dict()}
 
 
-def _resolve(sources: list[Any], overrides: Any) -> Resolved:
+def _resolve(sources: list[Any], overrides: Any) -> ResolvedRecipe:
     try:
         part = check_recipe(sources, overrides)
     except BottegaError:
@@ -74,26 +74,30 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
 
     Returns what could not be looked at without training or downloading something first.
     """
-    waiting = [f"needs.{name}" for name in needs.referenced(recipe) if not is_made(needs.part_run(recipe, name))]
+    waiting = [
+        f"needs.{name}"
+        for name in dependencies.referenced_dependencies(recipe)
+        if not is_exported(dependencies.dependency_run(recipe, name))
+    ]
     base = getattr(recipe.model, "from_", None)
-    if base is not None and not base.startswith(needs.PREFIX) and not os.path.isdir(os.path.expanduser(base)):
+    if base is not None and not base.startswith(dependencies.PREFIX) and not os.path.isdir(os.path.expanduser(base)):
         return [f"model.from: {base} is not here; what depends on it is not checked before train downloads it"]
     if waiting or isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False):
         prepared = prepare_data(recipe, quiet=quiet)
         if prepared is not None:
             _check_rows(recipe, sum(prepared.tables[table]["rows"] for table in prepared.training_tables))
         return [f"{', '.join(waiting)}: trained first; what depends on it is not checked"] if waiting else []
-    placed = needs.placed(recipe)
-    branch = prepare(placed, Console(unit="samples", quiet=quiet))
-    raise_together(find_size_problems(recipe, branch.task) or find_disk_problems(recipe, branch.task))
-    lesson = applied(placed, branch)
-    raise_together([*find_data_problems(recipe, lesson), *find_model_problems(recipe, lesson)])
-    return [*lesson.notes, *list_adjusted(recipe, lesson)]
+    placed = dependencies.resolve_references(recipe)
+    workload = prepare_workload(placed, Console(unit="samples", quiet=quiet))
+    raise_all(find_size_problems(recipe, workload.task) or find_disk_problems(recipe, workload.task))
+    plan = build_training_plan(placed, workload)
+    raise_all([*find_data_problems(recipe, plan), *find_model_problems(recipe, plan)])
+    return [*plan.notes, *list_adjusted(recipe, plan)]
 
 
 def _check_rows(recipe: Recipe, rows: int) -> None:
-    batch = global_batch(recipe, World.current().data_size)
-    if rows < batch and spec_of(recipe).rows_are_samples:
+    batch = get_global_batch_size(recipe, World.from_environment().data_size)
+    if rows < batch and find_spec(recipe).rows_are_samples:
         raise DataError(
             f"the training data has {rows} samples, fewer than one batch of {batch}; lower training.batch_size or add data"
         )
@@ -120,7 +124,7 @@ def _methods(recipe: Recipe) -> list[str]:
         found.append(
             "training.learning_rate: auto, found by a range test before the first step, as bottega lr-find does"
         )
-    found += beforehand(recipe)
+    found += precompute_notes(recipe)
     split = recipe.data.split
     if split is not None and split.folds is not None:
         found.append(
@@ -129,7 +133,7 @@ def _methods(recipe: Recipe) -> list[str]:
     return found
 
 
-def beforehand(recipe: Recipe) -> list[str]:
+def precompute_notes(recipe: Recipe) -> list[str]:
     """What of a step could be done once beforehand, and what cannot."""
     prefixes = getattr(recipe.model, "num_prefix_tokens", None)
     if prefixes is None:

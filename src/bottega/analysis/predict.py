@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bottega.core.rundir import RunDirectory
-from bottega.data.present import writing
+from bottega.data.output_files import explain_write_errors
 from bottega.run.saved import open_run
 from bottega.storage.durable import replacing_file
 from bottega.tasks import plugins
@@ -37,21 +37,21 @@ def predict(
     return saved.predict(inputs, data=data, part=part, standard_input=standard_input)
 
 
-def example(run: Path) -> str | None:
+def example_command(run: Path) -> str | None:
     """A command to try on a run that classifies; None where none does."""
     recipe = load_saved_recipe(RunDirectory(run).must_exist().recipe)
     asks = TASKS[recipe.task].asks
-    words = asks(recipe, RunDirectory(run).codec) if asks is not None else None
-    return f"bottega predict {run} {words}{plugins.shown_flags()}" if words is not None else None
+    words = asks(recipe, RunDirectory(run).processor) if asks is not None else None
+    return f"bottega predict {run} {words}{plugins.quoted_plugin_flags()}" if words is not None else None
 
 
-def show(rows: Sequence[dict[str, Any]]) -> str:
+def format_predictions(rows: Sequence[dict[str, Any]]) -> str:
     """A line each: the class, how likely it is, and the text or file; of rows of numbers, the expert and the row."""
     return "\n".join(_line(row) for row in rows)
 
 
-def write(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    with writing(file), replacing_file(file) as temporary:
+def write_predictions(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    with explain_write_errors(file), replacing_file(file) as temporary:
         temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 

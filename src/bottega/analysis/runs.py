@@ -10,13 +10,13 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from bottega.config.yamlfile import read_yaml
+from bottega.config.yaml_io import read_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError
 from bottega.core.rundir import RunDirectory, is_run
 from bottega.storage.durable import is_locked
 
-DEPTH = 2
+MAX_DEPTH = 2
 """Levels below the folder at which runs are looked for: parts and folds lie one deeper than runs."""
 TAIL_BYTES = 64 << 10
 """Of metrics.jsonl and log.txt, what is read of their ends."""
@@ -38,7 +38,7 @@ def _find(folder: Path, depth: int = 0) -> list[Path]:
     try:
         if is_run(folder):
             return [folder]
-        if depth > DEPTH:
+        if depth > MAX_DEPTH:
             return []
         inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     except PermissionError:
@@ -90,7 +90,7 @@ def _recipe(run: RunDirectory) -> tuple[str | None, str | None, int | None, str 
 def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
     """Of the newest checkpoint whose progress can be read, whether there is a checkpoint at all, and why none can be listed."""
     try:
-        saved = checkpoint.candidates(run.checkpoints)
+        saved = checkpoint.list_checkpoints(run.checkpoints)
     except EnvironmentProblem as error:
         return {}, False, str(error)
     for path, _ in saved:
@@ -151,7 +151,7 @@ def _updated(run: RunDirectory) -> str | None:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(times))) if times else None
 
 
-def show(folder: Path, rows: list[dict[str, Any]]) -> str:
+def format_runs(folder: Path, rows: list[dict[str, Any]]) -> str:
     """A table for people."""
     if not rows:
         return f"no runs in {folder}; bottega train makes one"

@@ -16,12 +16,12 @@ import numpy as np
 from bottega.analysis.tails import binomial_tail, chi_square_tail, normal_two_sided, t_quantile, t_two_sided
 from bottega.core import noise
 
-SMALL = 50
+MAX_EXACT_PAIRS = 50
 """Pairs up to which Wilcoxon's distribution is counted out."""
-FEW_DISCORDANT = 25
+MIN_CHI_SQUARE_DISCORDANT = 25
 ROUNDING = 1e-12
 """Share of the values themselves below which a difference is rounding: 0.9 - 0.8 and 0.8 - 0.7 are no two numbers."""
-DRAWS = 10_000
+NUM_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class TTest:
+class TTestResult:
     """`difference` over its standard `error`. Without any spread the statistic is infinite, or 0 where all is equal."""
 
     statistic: float
@@ -40,15 +40,15 @@ class TTest:
     df: float
     n: int
     difference: float
-    error: float
+    standard_error: float
 
-    def interval(self, level: float = 0.95) -> Interval:
+    def confidence_interval(self, level: float = 0.95) -> Interval:
         """Where the true difference may lie; leaves 0 out exactly when p is below 1 - level."""
-        return _around(self.difference, self.error, df=self.df, level=level)
+        return _around(self.difference, self.standard_error, df=self.df, level=level)
 
 
 @dataclass(frozen=True)
-class Wilcoxon:
+class WilcoxonResult:
     """`statistic` is the smaller of the two sums of ranks; n counts the differences that are not 0."""
 
     statistic: float
@@ -60,7 +60,7 @@ class Wilcoxon:
 
 
 @dataclass(frozen=True)
-class McNemar:
+class McNemarResult:
     """`statistic` is chi-square, or for the exact test the smaller of the two counts; n is the discordant samples."""
 
     statistic: float
@@ -70,7 +70,7 @@ class McNemar:
 
 
 @dataclass(frozen=True)
-class Effect:
+class EffectSize:
     """`d` in standard deviations, and `g`, the same without the bias that few numbers bring (Hedges, 1981)."""
 
     name: Literal["d_z", "d_s"]
@@ -91,15 +91,15 @@ class Comparison:
     interval: Interval
     effect: tuple[str, float, float | None]
     bootstrap: dict[str, Interval]
-    ranks: Wilcoxon | None = None
+    ranks: WilcoxonResult | None = None
     """A second opinion that needs no normal differences, where there are independent pairs."""
 
 
-def compare_pairs(a: np.ndarray, b: np.ndarray, *, level: float, ratio: float | None = None) -> Comparison:
+def compare_paired(a: np.ndarray, b: np.ndarray, *, level: float, test_train_ratio: float | None = None) -> Comparison:
     """By t, which finds most with few pairs; `ratio` is n_test / n_train where the pairs are folds."""
-    t, effect = resampled_t(a, b, ratio=ratio or 0.0), paired_effect(a, b)
-    ranks = wilcoxon(a, b, method="exact" if len(a) <= SMALL else "auto")
-    name = "paired t-test" if ratio is None else "corrected resampled t-test"
+    t, effect = corrected_resampled_t_test(a, b, test_train_ratio=test_train_ratio or 0.0), paired_effect_size(a, b)
+    ranks = wilcoxon_test(a, b, method="exact" if len(a) <= MAX_EXACT_PAIRS else "auto")
+    name = "paired t-test" if test_train_ratio is None else "corrected resampled t-test"
     found: tuple[str, float, float | None, float] = (name, t.statistic, t.df, t.p)
     if math.isinf(t.statistic):
         # The same difference in all pairs, as of an accuracy over few samples: t would call two of them certainty.
@@ -109,16 +109,16 @@ def compare_pairs(a: np.ndarray, b: np.ndarray, *, level: float, ratio: float | 
         len(a),
         *found[1:],
         difference=t.difference,
-        interval=t.interval(level),
+        interval=t.confidence_interval(level),
         effect=(effect.name, effect.d, effect.g),
         bootstrap=_bootstraps(_differences(a, b), level=level),
-        ranks=ranks if ratio is None else None,
+        ranks=ranks if test_train_ratio is None else None,
     )
 
 
 def compare_unpaired(a: np.ndarray, b: np.ndarray, *, level: float) -> Comparison:
     """By Welch's t."""
-    t, effect = welch_t(a, b), unpaired_effect(a, b)
+    t, effect = welch_t_test(a, b), unpaired_effect_size(a, b)
     return Comparison(
         "Welch's t-test",
         t.n,
@@ -126,16 +126,16 @@ def compare_unpaired(a: np.ndarray, b: np.ndarray, *, level: float) -> Compariso
         t.df,
         t.p,
         difference=t.difference,
-        interval=t.interval(level),
+        interval=t.confidence_interval(level),
         effect=(effect.name, effect.d, effect.g),
         bootstrap=_bootstraps(a, b, level=level),
     )
 
 
-def compare_answers(a: np.ndarray, b: np.ndarray, *, level: float) -> Comparison:
+def compare_classifiers(a: np.ndarray, b: np.ndarray, *, level: float) -> Comparison:
     """Of two classifiers by McNemar; a and b are whether they were right, sample by sample."""
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
-    test = mcnemar(only_a, only_b)
+    test = mcnemar_test(only_a, only_b)
     bootstrap = _bootstraps(a.astype(float) - b.astype(float), level=level)
     odds = only_a / only_b if only_b else math.inf if only_a else 1.0
     return Comparison(
@@ -151,12 +151,12 @@ def compare_answers(a: np.ndarray, b: np.ndarray, *, level: float) -> Comparison
     )
 
 
-def paired_t(a: np.ndarray, b: np.ndarray) -> TTest:
+def paired_t_test(a: np.ndarray, b: np.ndarray) -> TTestResult:
     """Student's t of the differences, which stand in pairs."""
-    return resampled_t(a, b, ratio=0.0)
+    return corrected_resampled_t_test(a, b, test_train_ratio=0.0)
 
 
-def resampled_t(a: np.ndarray, b: np.ndarray, *, ratio: float) -> TTest:
+def corrected_resampled_t_test(a: np.ndarray, b: np.ndarray, *, test_train_ratio: float) -> TTestResult:
     """The corrected resampled t-test of Nadeau and Bengio (2003); `ratio` is n_test / n_train.
 
     Folds share most of their training data, so their differences vary less than those of independent runs would. The
@@ -164,11 +164,11 @@ def resampled_t(a: np.ndarray, b: np.ndarray, *, ratio: float) -> TTest:
     """
     differences = _differences(a, b)
     n = len(differences)
-    error = _spread(differences, a, b) * math.sqrt(1 / n + ratio)
+    error = _spread(differences, a, b) * math.sqrt(1 / n + test_train_ratio)
     return _t_test(float(differences.mean()), error, df=n - 1, n=n, scale=_scale(a, b))
 
 
-def welch_t(a: np.ndarray, b: np.ndarray) -> TTest:
+def welch_t_test(a: np.ndarray, b: np.ndarray) -> TTestResult:
     """Welch's t of two groups without pairs, which may vary by different amounts."""
     assert len(a) > 1, "one number has no spread"
     assert len(b) > 1, "one number has no spread"
@@ -181,7 +181,9 @@ def welch_t(a: np.ndarray, b: np.ndarray) -> TTest:
     return _t_test(float(a.mean() - b.mean()), error, df=df, n=len(a) + len(b), scale=_scale(a, b))
 
 
-def wilcoxon(a: np.ndarray, b: np.ndarray, *, method: Literal["auto", "exact", "normal"] = "auto") -> Wilcoxon:
+def wilcoxon_test(
+    a: np.ndarray, b: np.ndarray, *, method: Literal["auto", "exact", "normal"] = "auto"
+) -> WilcoxonResult:
     """Wilcoxon's signed ranks. Differences of 0 are left out, as he did.
 
     auto counts all signs out for small n without ties, and else takes the normal approximation with corrections for
@@ -194,13 +196,13 @@ def wilcoxon(a: np.ndarray, b: np.ndarray, *, method: Literal["auto", "exact", "
     ranks = (np.cumsum(ties) - (ties - 1) / 2)[places]
     positive, negative = float(ranks[differences > 0].sum()), float(ranks[differences < 0].sum())
     smaller = min(positive, negative)
-    if method == "exact" or (method == "auto" and n <= SMALL and len(sizes) == n):
-        assert n <= SMALL, f"{n} pairs are too many to count out"
-        return Wilcoxon(smaller, _signed_ranks_p(ranks, smaller), n, positive, negative, "exact")
+    if method == "exact" or (method == "auto" and n <= MAX_EXACT_PAIRS and len(sizes) == n):
+        assert n <= MAX_EXACT_PAIRS, f"{n} pairs are too many to count out"
+        return WilcoxonResult(smaller, _signed_ranks_p(ranks, smaller), n, positive, negative, "exact")
     variance = float(n * (n + 1) * (2 * n + 1) / 24 - (ties.astype(float) ** 3 - ties).sum() / 48)
     distance = max(0.0, n * (n + 1) / 4 - smaller - 0.5)
     p = normal_two_sided(distance / math.sqrt(variance)) if variance > 0 else 1.0
-    return Wilcoxon(smaller, p, n, positive, negative, "normal")
+    return WilcoxonResult(smaller, p, n, positive, negative, "normal")
 
 
 def _signed_ranks_p(ranks: np.ndarray, smaller: float) -> float:
@@ -213,17 +215,17 @@ def _signed_ranks_p(ranks: np.ndarray, smaller: float) -> float:
     return min(1.0, float(2 * ways[: round(2 * smaller) + 1].sum() / ways.sum()))
 
 
-def mcnemar(only_first: int, only_second: int) -> McNemar:
+def mcnemar_test(only_first: int, only_second: int) -> McNemarResult:
     """Of samples that just one of two classifiers has right: are they shared out evenly?"""
     n = only_first + only_second
-    if n < FEW_DISCORDANT:
+    if n < MIN_CHI_SQUARE_DISCORDANT:
         smaller = min(only_first, only_second)
-        return McNemar(smaller, min(1.0, 2 * binomial_tail(smaller, n)), n, "exact binomial")
+        return McNemarResult(smaller, min(1.0, 2 * binomial_tail(smaller, n)), n, "exact binomial")
     statistic = max(0, abs(only_first - only_second) - 1) ** 2 / n  # less 1 for continuity
-    return McNemar(statistic, chi_square_tail(statistic, 1), n, "chi-square")
+    return McNemarResult(statistic, chi_square_tail(statistic, 1), n, "chi-square")
 
 
-def holm(ps: Sequence[float]) -> list[float]:
+def holm_correction(ps: Sequence[float]) -> list[float]:
     """Holm's step-down: below alpha each, and the chance of a single false one among them is below alpha."""
     adjusted, least = [0.0] * len(ps), 0.0
     for place, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
@@ -232,15 +234,15 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def mean_interval(values: np.ndarray, *, level: float = 0.95, ratio: float = 0.0) -> Interval:
+def mean_confidence_interval(values: np.ndarray, *, level: float = 0.95, test_train_ratio: float = 0.0) -> Interval:
     """Of a mean, by t. `ratio` is n_test / n_train where the values are folds; see `resampled_t`."""
-    error = _spread(values, values) * math.sqrt(1 / len(values) + ratio)
+    error = _spread(values, values) * math.sqrt(1 / len(values) + test_train_ratio)
     return _around(float(values.mean()), error, df=len(values) - 1, level=level)
 
 
-def wilson_interval(right: int, n: int, *, level: float = 0.95) -> Interval:
+def wilson_interval(num_correct: int, n: int, *, level: float = 0.95) -> Interval:
     """Of a share such as an accuracy (Wilson, 1927): it stays between 0 and 1 and is right near both."""
-    z, share = _normal_quantile((1 + level) / 2), right / n
+    z, share = _normal_quantile((1 + level) / 2), num_correct / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return Interval(max(0.0, centre - half), min(1.0, centre + half), level)
@@ -252,7 +254,7 @@ def bootstrap_interval(
     *,
     level: float = 0.95,
     seed: int = 0,
-    draws: int = DRAWS,
+    num_resamples: int = NUM_RESAMPLES,
     method: Literal["percentile", "bca"] = "bca",
 ) -> Interval:
     """Of a mean of differences `a`, or of mean(a) - mean(b) without pairs, by drawing again from what was seen.
@@ -262,16 +264,16 @@ def bootstrap_interval(
     """
     samples = [a] if b is None else [a, b]
     signs = (1, -1)
-    drawn = np.zeros(draws)
+    drawn = np.zeros(num_resamples)
     for number, values in enumerate(samples):
         # How often each value is drawn is all a mean needs; a hundred thousand right and wrong answers are 3 values.
         distinct, counts = np.unique(values, return_counts=True)
-        rng = noise.generator(seed, "bootstrap", number)
-        often = rng.multinomial(len(values), counts / len(values), size=draws)
+        rng = noise.numpy_generator(seed, "bootstrap", number)
+        often = rng.multinomial(len(values), counts / len(values), size=num_resamples)
         drawn += signs[number] * (often @ distinct) / len(values)
     shares = ((1 - level) / 2, (1 + level) / 2)
     if method == "bca":
-        shares = bca_shares(drawn, samples, level=level)
+        shares = bca_quantiles(drawn, samples, level=level)
     low, high = np.quantile(drawn, shares)
     return Interval(float(low), float(high), level)
 
@@ -283,7 +285,7 @@ def _bootstraps(a: np.ndarray, b: np.ndarray | None = None, *, level: float) -> 
     }
 
 
-def bca_shares(drawn: np.ndarray, samples: Sequence[np.ndarray], *, level: float) -> tuple[float, float]:
+def bca_quantiles(drawn: np.ndarray, samples: Sequence[np.ndarray], *, level: float) -> tuple[float, float]:
     """Which percentiles of the means `drawn` to read: the two of the level, corrected for bias and acceleration."""
     means = [float(values.mean()) for values in samples]
     estimate = means[0] - (means[1] if len(means) > 1 else 0.0)
@@ -302,31 +304,31 @@ def bca_shares(drawn: np.ndarray, samples: Sequence[np.ndarray], *, level: float
     return corrected((1 - level) / 2), corrected((1 + level) / 2)
 
 
-def paired_effect(a: np.ndarray, b: np.ndarray) -> Effect:
+def paired_effect_size(a: np.ndarray, b: np.ndarray) -> EffectSize:
     """Cohen's d_z: the mean difference in deviations of the differences."""
     differences = _differences(a, b)
     d = _over(float(differences.mean()), _spread(differences, a, b), scale=_scale(a, b))
-    return Effect("d_z", d, d * hedges_factor(len(differences) - 1))
+    return EffectSize("d_z", d, d * hedges_correction(len(differences) - 1))
 
 
-def unpaired_effect(a: np.ndarray, b: np.ndarray) -> Effect:
+def unpaired_effect_size(a: np.ndarray, b: np.ndarray) -> EffectSize:
     """Cohen's d_s: the difference of means in deviations within the groups, pooled."""
     df = len(a) + len(b) - 2
     squares = sum((len(values) - 1) * _spread(values, a, b) ** 2 for values in (a, b))
     d = _over(float(a.mean() - b.mean()), math.sqrt(squares / df), scale=_scale(a, b))
-    return Effect("d_s", d, d * hedges_factor(df))
+    return EffectSize("d_s", d, d * hedges_correction(df))
 
 
-def hedges_factor(df: int) -> float:
+def hedges_correction(df: int) -> float:
     """What takes the bias out of d: 0.564 of two degrees of freedom, 0.923 of ten. Of one it has no mean at all."""
     if df < 2:
         return math.nan
     return math.exp(math.lgamma(df / 2) - math.lgamma((df - 1) / 2)) / math.sqrt(df / 2)
 
 
-def _t_test(difference: float, error: float, *, df: float, n: int, scale: float) -> TTest:
+def _t_test(difference: float, error: float, *, df: float, n: int, scale: float) -> TTestResult:
     statistic = _over(difference, error, scale=scale)
-    return TTest(statistic, t_two_sided(statistic, df), df, n, difference, error)
+    return TTestResult(statistic, t_two_sided(statistic, df), df, n, difference, error)
 
 
 def _over(difference: float, spread: float, *, scale: float) -> float:

@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.formats import Found
-from bottega.data.records.record import Bad
+from bottega.data.formats import SourceFiles
+from bottega.data.records.record import BadRecord
 
-TABLES = ("csv", "jsonl", "json", "parquet", "arrow", "huggingface", "tfrecord")
+TABLE_KINDS = ("csv", "jsonl", "json", "parquet", "arrow", "huggingface", "tfrecord")
 """Kinds whose records have named fields that a person may have to choose among."""
-MOST_ROWS, MOST_VALUES = 100_000, 1_000
+MAX_ROWS, MAX_DISTINCT_VALUES = 100_000, 1_000
 """Rows that are looked at for what is in the columns, and values that are told apart."""
 
 
-def describe_columns(found: Found) -> dict[str, Any]:
+def describe_columns(found: SourceFiles) -> dict[str, Any]:
     """What is in each column of a table: how many values, of which type, how many differ, and the first of them."""
     rows, columns, bad = 0, dict[str, _Column](), 0
-    records = (record for piece in found.pieces(1 << 20) for record in found.read(piece))
-    for record in itertools.islice(records, MOST_ROWS):
-        if isinstance(record, Bad):
+    records = (record for piece in found.list_pieces(1 << 20) for record in found.read(piece))
+    for record in itertools.islice(records, MAX_ROWS):
+        if isinstance(record, BadRecord):
             bad += 1
             continue
         rows += 1
@@ -56,20 +56,20 @@ class _Column:
             r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text
         )
         self.types["number" if is_number else "text" if isinstance(value, str) else type(value).__name__] += 1
-        if len(self.values) < MOST_VALUES:
+        if len(self.values) < MAX_DISTINCT_VALUES:
             self.values.setdefault(text[:200])
 
     def report(self) -> dict[str, Any]:
-        many = len(self.values) >= MOST_VALUES
+        many = len(self.values) >= MAX_DISTINCT_VALUES
         return {
             "type": self.types.most_common(1)[0][0] if self.types else "empty",
             "filled": self.filled,
-            "distinct": f"{MOST_VALUES} or more" if many else len(self.values),
+            "distinct": f"{MAX_DISTINCT_VALUES} or more" if many else len(self.values),
             "examples": list(self.values)[:3],
         }
 
 
-def show_columns(report: dict[str, Any]) -> str:
+def format_columns(report: dict[str, Any]) -> str:
     """A line for each column, and how to say what is to be read."""
     widest = max([6, *(len(column["name"]) for column in report["columns"])]) + 2
     lines = [f"{report['path']}: {report['kind']}, {report['rows']:,} rows, {len(report['columns'])} columns", ""]
@@ -93,7 +93,7 @@ def _guess_columns(columns: list[dict[str, Any]]) -> tuple[str, str]:
     """The names of the columns that look most like texts and like labels; COLUMN where none does."""
     names = [column["name"] for column in columns]
     lengths = [sum(map(len, column["examples"])) * (column["type"] == "text") for column in columns]
-    kinds = [column["distinct"] if isinstance(column["distinct"], int) else MOST_VALUES for column in columns]
+    kinds = [column["distinct"] if isinstance(column["distinct"], int) else MAX_DISTINCT_VALUES for column in columns]
     text = max(range(len(columns)), key=lambda at: (lengths[at], kinds[at]), default=0)
     labels = [at for at in range(len(columns)) if at != text and 1 < kinds[at] <= columns[at]["filled"] / 4]
     label = min(labels, key=lambda at: kinds[at], default=None)

@@ -19,17 +19,17 @@ from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.tasks import plugins
 from bottega.terminal import print_notice
 
-SPEED = ("samples_per_second", "units_per_second", "data_wait", "step_seconds")
-MACHINE = ("cpu_percent", "ram_gib", "disk_free_gib", "gpu_memory_gib", "gpu_percent")
-TIMING = (*SPEED, *MACHINE)
+SPEED_METRICS = ("samples_per_second", "units_per_second", "data_wait", "step_seconds")
+MACHINE_METRICS = ("cpu_percent", "ram_gib", "disk_free_gib", "gpu_memory_gib", "gpu_percent")
+TIMING_METRICS = (*SPEED_METRICS, *MACHINE_METRICS)
 """What may differ between two equal runs: how fast they were."""
 
 
-def verify(words: list[str], *, steps: int, kills: int, show: bool) -> dict[str, Any]:
+def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) -> dict[str, Any]:
     """Three runs of the same recipe: one whole, one killed `kills` times by SIGKILL, and one resumed after its end."""
 
     def say(text: str) -> None:
-        if show:
+        if verbose:
             print_notice(f"bottega: {text}")
 
     with tempfile.TemporaryDirectory(prefix="bottega-verify-") as folder:
@@ -50,7 +50,7 @@ def verify(words: list[str], *, steps: int, kills: int, show: bool) -> dict[str,
         survived = _killed([*common, "name=killed"], Path(folder) / "killed", kills=kills, steps=steps, say=say)
         say("the same once more, after its end")
         _whole([*common, "name=killed"])
-        difference = compare(Path(folder) / "whole", Path(folder) / "killed")
+        difference = find_difference(Path(folder) / "whole", Path(folder) / "killed")
     if difference is not None:
         raise CheckpointError(f"the resumed run differs: {difference}")
     say(
@@ -60,7 +60,7 @@ def verify(words: list[str], *, steps: int, kills: int, show: bool) -> dict[str,
 
 
 def _command(words: list[str]) -> list[str]:
-    return plugins.command(["train", *words, "--quiet"])
+    return plugins.bottega_command(["train", *words, "--quiet"])
 
 
 def _whole(words: list[str]) -> float:
@@ -98,7 +98,7 @@ def _step(run: Path) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-def compare(one: Path, other: Path) -> str | None:
+def find_difference(one: Path, other: Path) -> str | None:
     """The first difference between two runs, or None."""
     a, b = (checkpoint.find_newest(RunDirectory(path).checkpoints) for path in (one, other))
     if a is None or b is None:
@@ -131,4 +131,4 @@ def _first_tensor(a: Path, b: Path) -> str:
 
 
 def _comparable(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k not in TIMING} for row in read_metrics(path)]
+    return [{k: v for k, v in row.items() if k not in TIMING_METRICS} for row in read_metrics(path)]

@@ -16,9 +16,9 @@ from bottega.terminal import ConsoleStream, escape_controls, open_console
 
 BAR, GAP = 10, 2
 """Columns of the shortest bar, and between two parts of the live line."""
-LEAST_FIRST = ("wait ", "mem ", "grad ", "drop ", "lr ", "eta ")
+DROP_ORDER = ("wait ", "mem ", "grad ", "drop ", "lr ", "eta ")
 """What a narrow terminal does without, in this order; step, loss and speed are always there."""
-DROPPED = 0.1
+MAX_DROP_RATE = 0.1
 """The share of choices without room in their expert from which on a person is warned."""
 
 
@@ -34,7 +34,7 @@ class Console(Callback):
         self, *, unit: str, log: Path | None = None, quiet: bool = False, warnings: bool | None = None
     ) -> None:
         self.unit = unit
-        self.log = LogFile(log) if log is not None else None
+        self.log_file = LogFile(log) if log is not None else None
         self.headline: tuple[str, ...] | None = None
         """Of an evaluation, the measures that are shown; None is all."""
         self.rich = open_console(quiet=quiet)
@@ -45,7 +45,7 @@ class Console(Callback):
         self._has_warned = False
         self._is_unwritable = False
 
-    def say(self, text: str, *, style: str = "") -> None:
+    def info(self, text: str, *, style: str = "") -> None:
         self._print(self.rich, text, style=style)
         self._keep(text)
 
@@ -78,11 +78,11 @@ class Console(Callback):
             self._print(self.rich, "  ".join(parts))
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
-        shown = "  ".join(f"{name} {format_metric(value)}" for name, value in self.chosen(metrics).items())
+        shown = "  ".join(f"{name} {format_metric(value)}" for name, value in self.headline_metrics(metrics).items())
         mark = "  best so far" if progress.best_step == progress.step else ""
-        self.say(f"step {progress.step}  validation  {shown}{mark}", style="green" if mark else "")
+        self.info(f"step {progress.step}  validation  {shown}{mark}", style="green" if mark else "")
 
-    def chosen(self, metrics: dict[str, float]) -> dict[str, float]:
+    def headline_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Those of the headline, and what a stream measures of them, and few-shot learning before it has adapted."""
         if self.headline is None:
             return metrics
@@ -91,7 +91,7 @@ class Console(Callback):
 
     def _warn_of_drops(self, metrics: dict[str, float]) -> None:
         """Once: what finds no room is passed by its expert, and no loss says so."""
-        found = [(name, value) for name, value in metrics.items() if _is_drop(name) and value > DROPPED]
+        found = [(name, value) for name, value in metrics.items() if _is_drop(name) and value > MAX_DROP_RATE]
         if found and not self._has_warned:
             self._has_warned = True
             name, value = found[0]
@@ -119,13 +119,13 @@ class Console(Callback):
             f"lr {m['learning_rate']:.2e}",
             f"grad {m['grad_norm']:.2f}",
             *(f"drop {100 * value:.0f}%" for name, value in m.items() if _is_drop(name)),
-            f"{short(m['units_per_second'])} {self.unit}/s",
+            f"{format_count(m['units_per_second'])} {self.unit}/s",
             f"wait {100 * m['data_wait']:.0f}%",
         ]
         memory = m.get("gpu_memory_gib", m.get("ram_gib"))
         if memory is not None:
             parts.append(f"mem {memory:.1f}G")
-        parts.append(f"eta {clock((progress.total - progress.step) * (self._seconds or 0.0))}")
+        parts.append(f"eta {format_duration((progress.total - progress.step) * (self._seconds or 0.0))}")
         return parts
 
     def _line(self, progress: Progress, parts: list[str]) -> Any:
@@ -139,14 +139,14 @@ class Console(Callback):
         return grid
 
     def _keep(self, text: str, level: Level = "INFO") -> None:
-        if self.log is not None:
-            self.log.write(text, level)
+        if self.log_file is not None:
+            self.log_file.write(text, level)
 
 
 def fit_parts(parts: list[str], room: int) -> list[str]:
     """Return the parts of the live line that fit in so many columns, in their order, the less important ones left out."""
     chosen = list(parts)
-    for prefix in LEAST_FIRST:
+    for prefix in DROP_ORDER:
         if sum(len(part) + GAP for part in chosen) <= room:
             break
         chosen = [part for part in chosen if not part.startswith(prefix)]
@@ -162,7 +162,7 @@ def format_metric(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
-def short(number: float) -> str:
+def format_count(number: float) -> str:
     """1234567 -> 1.2M."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
@@ -170,7 +170,7 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as a person reads them."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -9,16 +9,16 @@ from typing import Any
 
 from bottega.config.recipe import Recipe
 
-FAR = 3.0
+DIVERGED_FACTOR = 3.0
 """Times its start from which on a loss is far above it; noise of small batches stays below twice."""
-NATS = 1.0
+MIN_RISE = 1.0
 """And by how much at least: from 0.002 to 0.01 is the noise of a model that knows its data."""
-PEAK = 30.0
+PEAK_FACTOR = 30.0
 """Times its start to which no loss that still learns rises in the second half of a run, not even once."""
-GUESSING = 12.0
+MAX_INITIAL_LOSS = 12.0
 """Nats of a cross-entropy that no vocabulary has where nothing is known (50,000 tokens have 10.8). Where the first one that
 was logged is higher, the run had diverged by then."""
-LOST = 0.75
+FORGOTTEN_FRACTION = 0.75
 """The share of what was learnt that is gone again where a loss has left its best for good."""
 
 
@@ -54,15 +54,15 @@ def describe_divergence(
         return None
     width = max(1, min(10, len(losses) // 3))
     first, last = median(losses[:width]), median(losses[-width:])
-    start, peak = min(first, GUESSING) if is_cross_entropy else first, max(losses[len(losses) // 2 :])
-    if start > 0 and last > FAR * start and last > start + NATS:
+    start, peak = min(first, MAX_INITIAL_LOSS) if is_cross_entropy else first, max(losses[len(losses) // 2 :])
+    if start > 0 and last > DIVERGED_FACTOR * start and last > start + MIN_RISE:
         return f"the loss diverged: it began at {first:.4g} and ended at {last:.4g}"
-    if start > 0 and peak > PEAK * start and peak > start + 10 * NATS:
+    if start > 0 and peak > PEAK_FACTOR * start and peak > start + 10 * MIN_RISE:
         return f"the loss diverged: it began at {first:.4g}, rose to {peak:.4g} and ended at {last:.4g}"
     if not is_one_task or len(losses) < 3 * width or width < 3:
         return None
     best = min(median(losses[i : i + width]) for i in range(len(losses) - width + 1))
     learnt = first - best
-    if learnt > max(NATS, 0.5 * abs(first)) and last > best + LOST * learnt:
+    if learnt > max(MIN_RISE, 0.5 * abs(first)) and last > best + FORGOTTEN_FRACTION * learnt:
         return f"the loss diverged: it fell from {first:.4g} to {best:.4g} and ended at {last:.4g}"
     return None

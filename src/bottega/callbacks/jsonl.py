@@ -11,7 +11,7 @@ from typing import Any
 
 from bottega.core.callback import Callback, Progress
 from bottega.core.rundir import RunDirectory
-from bottega.storage.durable import open_unlinked
+from bottega.storage.durable import open_without_following_links
 
 
 class JsonLines(Callback):
@@ -49,7 +49,7 @@ class JsonLines(Callback):
 
     def _flush(self) -> None:
         try:
-            with open(self.path, "ab", buffering=0, opener=open_unlinked) as file:
+            with open(self.path, "ab", buffering=0, opener=open_without_following_links) as file:
                 if self._size is not None:
                     file.truncate(self._size)
                 self._size = file.seek(0, os.SEEK_END)

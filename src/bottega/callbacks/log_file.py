@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from bottega.config.addresses import strip_text
-from bottega.storage.durable import open_unlinked
+from bottega.config.credentials import strip_credentials_in_text
+from bottega.storage.durable import open_without_following_links
 from bottega.terminal import escape_controls
 
 Level = Literal["INFO", "WARNING", "ERROR"]
@@ -23,7 +23,7 @@ class LogFile:
     def write(self, text: str, level: Level = "INFO") -> None:
         """A text of several lines takes as many, each with time and level."""
         begin = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}"
-        rows = escape_controls(strip_text(text)).splitlines()
+        rows = escape_controls(strip_credentials_in_text(text)).splitlines()
         lines = [f"{begin} {row}".rstrip() + "\n" for row in rows if row.strip()]
-        with suppress(OSError), open(self.path, "ab", buffering=0, opener=open_unlinked) as file:
+        with suppress(OSError), open(self.path, "ab", buffering=0, opener=open_without_following_links) as file:
             file.write("".join(lines).encode("utf-8", "replace"))

@@ -27,20 +27,20 @@ class Prequential(Callback):
             old = self.sums.get(name, (0.0, 0.0))
             self.sums[name] = (old[0] + total, old[1] + count)
 
-    def measured(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """As they stand; what no sample has counted for yet is not there."""
         sums = {name: (float(total), float(count)) for name, (total, count) in self.sums.items()}
         means = {name: total / count for name, (total, count) in sums.items() if count}
         return {PREFIX + name: value for name, value in self.summarise(means).items()} if means else {}
 
-    def with_measured(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {**metrics, **self.measured()}
+    def add_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {**metrics, **self.compute_metrics()}
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
-        metrics |= self.measured()  # those who write them down come after this one
+        metrics |= self.compute_metrics()  # those who write them down come after this one
 
-    def note(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {name: [float(total), float(count)] for name, (total, count) in self.sums.items()}
 
-    def recall(self, note: dict[str, Any]) -> None:
+    def load_state_dict(self, note: dict[str, Any]) -> None:
         self.sums = {name: (float(total), float(count)) for name, (total, count) in note.items()}

@@ -8,20 +8,20 @@ from typing import Any
 from bottega.config.recipe import Recipe
 from bottega.core.callback import Callback, Progress
 
-LONG = 3600.0
+LONG_RUN_SECONDS = 3600.0
 """Seconds from which on a person is asked whether that was meant."""
 MEASURED_STEPS = 3
 """Steps before an estimate: the first one allocates and warms up."""
-LARGER = ("model.patch_size", "model.temporal_patch_size")
-SMALLER = (
+LARGER_IS_CHEAPER = ("model.patch_size", "model.temporal_patch_size")
+SMALLER_IS_CHEAPER = (
     *("model.size", "model.hidden_size", "model.num_layers", "data.image_size", "data.num_frames"),
     *("data.sequence_length", "training.batch_size"),
 )
-BY_PATCHES = ("dit", None)
+PATCH_BACKBONES = ("dit", None)
 """Backbones that read patches; a U-Net has the key and does not."""
 
 
-class SlowRun(Callback):
+class SlowRunWarning(Callback):
     """Warns once for each start of a run."""
 
     name = "slow_run"
@@ -38,17 +38,17 @@ class SlowRun(Callback):
             return
         self._is_done = True
         seconds, left = metrics["step_seconds"], progress.total - progress.step
-        if seconds * left > LONG:
+        if seconds * left > LONG_RUN_SECONDS:
             self.warn(
                 f"{left:,} more steps of {seconds:.2g} s take about {_duration(seconds * left)} on this CPU; "
-                f"{cheaper_steps(self.recipe)}; Ctrl-C saves and stops"
+                f"{suggest_cheaper_steps(self.recipe)}; Ctrl-C saves and stops"
             )
 
 
-def cheaper_steps(recipe: Recipe) -> str:
+def suggest_cheaper_steps(recipe: Recipe) -> str:
     """Return which keys of this recipe make a step cheaper, with their values."""
-    larger = _named(recipe, LARGER) if getattr(recipe.model, "backbone", None) in BY_PATCHES else []
-    smaller = _named(recipe, SMALLER)
+    larger = _named(recipe, LARGER_IS_CHEAPER) if getattr(recipe.model, "backbone", None) in PATCH_BACKBONES else []
+    smaller = _named(recipe, SMALLER_IS_CHEAPER)
     parts = [f"a larger {' or '.join(larger)}"] if larger else []
     parts += [f"a smaller {', '.join(smaller[:-1])}{' or ' if len(smaller) > 1 else ''}{smaller[-1]}"]
     return f"a step is cheaper with {', or '.join(parts)}"

@@ -16,19 +16,19 @@ from typing import Any
 
 from bottega.core.callback import Callback, Progress
 
-SHEETS = ("sheet", "spectrograms")
-MOST = 16
+CONTACT_SHEET_STEMS = ("sheet", "spectrograms")
+MAX_MEDIA_FILES = 16
 """Single files of a kind that are shown of one step; an event file of a long run is large enough with them."""
 PNG, GIF = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a")
 
 
-def media(folder: Path, suffix: str) -> list[Path]:
+def find_media(folder: Path, suffix: str) -> list[Path]:
     """The files of one kind that are shown: the sheet of all where there is one, else the first single ones."""
     found = sorted(path for path in folder.glob(f"*{suffix}") if not path.name.startswith("."))
-    return [path for path in found if path.stem in SHEETS] or found[:MOST]
+    return [path for path in found if path.stem in CONTACT_SHEET_STEMS] or found[:MAX_MEDIA_FILES]
 
 
-def summary(path: Path, tag: str) -> Any:
+def media_summary(path: Path, tag: str) -> Any:
     """A .png, .gif or .wav as it is, for the event file; None where it is not what its ending says.
 
     `add_image` would decode and compress it again, `add_audio` would rescale it, and neither keeps a GIF moving.
@@ -166,9 +166,9 @@ class TensorBoard(Callback):
             for path in sorted(folder.glob("*.txt")):
                 text = "    " + path.read_text(encoding="utf-8").replace("\n", "\n    ")
                 self._events.add([_text(f"samples/{path.stem}", text)], progress.step)
-            for path in [path for suffix in (".png", ".gif", ".wav") for path in media(folder, suffix)]:
+            for path in [path for suffix in (".png", ".gif", ".wav") for path in find_media(folder, suffix)]:
                 # With the ending: TensorBoard shows one kind under a name, and there may be sheet.png and sheet.gif.
-                sample = summary(path, f"samples/{path.name}")
+                sample = media_summary(path, f"samples/{path.name}")
                 if sample is not None:
                     self._events.add([sample], progress.step)
 

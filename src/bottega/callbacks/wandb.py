@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bottega.callbacks.tensorboard import media
-from bottega.config.addresses import strip_text
+from bottega.callbacks.tensorboard import find_media
+from bottega.config.credentials import strip_credentials_in_text
 from bottega.core.callback import Callback, Progress
 from bottega.core.errors import EnvironmentProblem
 
@@ -33,10 +33,10 @@ class WandB(Callback):
         self._id: str | None = None
         self._run: Any = None
 
-    def recall(self, note: dict[str, Any]) -> None:
+    def load_state_dict(self, note: dict[str, Any]) -> None:
         self._id = note.get("id")
 
-    def note(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"id": self._id} if self._id else {}
 
     def start(self, progress: Progress) -> None:
@@ -45,7 +45,7 @@ class WandB(Callback):
         except ImportError:
             raise EnvironmentProblem("logging.wandb needs the wandb package: pip install 'bottega[wandb]'") from None
         typed = sys.argv
-        sys.argv = [strip_text(word) for word in typed]  # which wandb writes down
+        sys.argv = [strip_credentials_in_text(word) for word in typed]  # which wandb writes down
         try:
             self._run = wandb.init(
                 project=self.project,
@@ -84,7 +84,7 @@ class WandB(Callback):
         }
         shown = {}
         for suffix, make in makers.items():
-            for path in media(folder, suffix):
+            for path in find_media(folder, suffix):
                 # A damaged picture, or no Pillow to look into it, is no reason to lose the curves.
                 with suppress(Exception):
                     shown[path.name] = make(str(path))

@@ -12,12 +12,12 @@ from contextlib import nullcontext
 from typing import Any
 
 from bottega import __version__
-from bottega.cli import data, insights, recipes, runs
-from bottega.config.addresses import strip_text
+from bottega.cli import analysis, data, recipes, runs
+from bottega.config.credentials import strip_credentials_in_text
 from bottega.config.launch import check_launch_variables
 from bottega.core.errors import UsageError, describe_error
-from bottega.signals import EarlySignals, StopRequested, StopSignals
-from bottega.terminal import ReaderGone, drop_unwritable_output, print_notice, print_result, reserve_standard_files
+from bottega.signals import CommandSignals, StopRequested, StopSignals
+from bottega.terminal import OutputClosed, drop_unwritable_output, print_notice, print_result, reserve_standard_files
 from bottega.world import World
 
 HELP = """\
@@ -32,7 +32,7 @@ usage: bottega VERB [...]            one recipe, one command; `bottega VERB --he
 Every verb takes --json (one JSON object on standard output), --plugin FILE (a task of your own) and --debug (tracebacks)."""
 
 
-VERBS = {**runs.VERBS, **data.VERBS, **recipes.VERBS, **insights.VERBS}
+VERBS = {**runs.VERBS, **data.VERBS, **recipes.VERBS, **analysis.VERBS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,16 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     reserve_standard_files()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        with EarlySignals() if StopSignals.current is None else nullcontext():
+        with CommandSignals() if StopSignals.current is None else nullcontext():
             return _answer(words)
-    except ReaderGone:
+    except OutputClosed:
         return 0
     except StopRequested as stop:
         print_notice(f"bottega: {stop}")
         return stop.code
     except Exception as error:
         if "--debug" in words:  # libraries quote the address that they could not read
-            print_notice(strip_text(traceback.format_exc()))
+            print_notice(strip_credentials_in_text(traceback.format_exc()))
         return _explain(error)
     except KeyboardInterrupt:
         return 130
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _answer(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        table = "\n".join(f"  {name:<15}{verb.says}" for name, verb in VERBS.items())
+        table = "\n".join(f"  {name:<15}{verb.summary}" for name, verb in VERBS.items())
         print_result(HELP.format(verbs=table))
         return 0
     if words[0] in ("-V", "--version"):
@@ -73,31 +73,31 @@ def _answer(words: list[str]) -> int:
     check_launch_variables()
     words = [w for w in words if w != "--debug"]
     if any(word.partition("=")[0] == "--plugin" for word in words):
-        from bottega.tasks.plugins import take_flags
+        from bottega.tasks.plugins import load_plugin_flags
 
-        words = take_flags(words)
+        words = load_plugin_flags(words)
     return _dispatch(words[0], words[1:]) if words else _answer([])
 
 
 def _dispatch(name: str, words: list[str]) -> int:
     verb = VERBS.get(name)
     if verb is None:
-        from bottega.nearness import near_names
+        from bottega.similar_names import find_similar_names
 
-        near = near_names(name, VERBS)
+        near = find_similar_names(name, VERBS)
         raise UsageError(f"{name!r} is not a verb; " + (f"did you mean {near[0]}?" if near else "see bottega --help"))
-    parser = _Parser(prog=f"bottega {name}", description=verb.says, allow_abbrev=False)
-    verb.arguments(parser)
+    parser = _Parser(prog=f"bottega {name}", description=verb.summary, allow_abbrev=False)
+    verb.add_arguments(parser)
     parser.set_defaults(verb=name)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     # Taken off the line before this; here for --help.
     parser.add_argument("--plugin", metavar="FILE", help="a file with a task of your own (docs/extend.md); repeatable")
     arguments, rest = parser.parse_known_args(_joined(parser, words))
     result = verb.run(arguments, rest)
-    if arguments.json and World.current().is_main:
-        from bottega.data.present import finite
+    if arguments.json and World.from_environment().is_main:
+        from bottega.data.output_files import replace_non_finite
 
-        text = json.dumps(finite(result if result is not None else {}), default=str)
+        text = json.dumps(replace_non_finite(result if result is not None else {}), default=str)
         print_result(text.replace("\x7f", "\\u007f"))  # the one control that JSON leaves as it is
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
 
@@ -125,10 +125,10 @@ def _explain(error: Exception) -> int:
     """One line for people, and the exit code a scheduler can act on."""
     code, text = describe_error(error)
     if code == 1 and "bottega.tasks.plugins" in sys.modules:
-        from bottega.tasks.plugins import blame
+        from bottega.tasks.plugins import describe_plugin_error
 
-        text = blame(error) or text
-    world = World.current()
+        text = describe_plugin_error(error) or text
+    world = World.from_environment()
     rank = f"rank {world.rank}: " if world.size != 1 else ""
-    print_notice(strip_text(f"bottega: {rank}{text}"))
+    print_notice(strip_credentials_in_text(f"bottega: {rank}{text}"))
     return code

@@ -30,12 +30,12 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.run.prepare import prepare_command, show
+    from bottega.run.prepare import format_report, prepare_command
 
     to = [(kind, folder) for kind, folder in arguments.to]
     result = prepare_command(rest, out=Path(arguments.out) if arguments.out else None, to=to)
     if not arguments.json:
-        print_result(show(result))
+        print_result(format_report(result))
     return result
 
 
@@ -52,11 +52,11 @@ def _data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.analysis.data_report import data_command, show
+    from bottega.analysis.data_report import data_command, format_report
 
     report = data_command(rest, examples=arguments.examples, out=Path(arguments.out or "data-report"))
     if not arguments.json:
-        print_result(show(report))
+        print_result(format_report(report))
     return report
 
 

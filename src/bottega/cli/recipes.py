@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bottega.cli.verb import Verb, no_arguments, no_more
+from bottega.cli.verb import Verb, add_no_arguments, reject_extra_words
 from bottega.core.errors import UsageError
 from bottega.terminal import print_result
 
@@ -23,24 +23,24 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.analysis.plan import check
+    from bottega.analysis.plan import plan_command
 
     if arguments.check and arguments.memory:
         raise UsageError("bottega plan: --check and --memory are two questions; say one, and then the other")
     if arguments.memory:
-        from bottega.analysis.memory import plan_memory, show
+        from bottega.analysis.memory import format_report, plan_memory
 
         report = plan_memory(rest, quiet=arguments.json)
         if not arguments.json:
-            print_result(show(report))
+            print_result(format_report(report))
         return report
-    return check(rest, show=not arguments.json)
+    return plan_command(rest, show=not arguments.json)
 
 
 def _recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import bundled_recipes
 
-    no_more(rest)
+    reject_extra_words(rest)
     rows = [{"name": name, "task": task, "about": about} for name, task, about in bundled_recipes()]
     if not arguments.json:
         for row in rows:
@@ -51,7 +51,7 @@ def _recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 def _schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import json_schema
 
-    no_more(rest)
+    reject_extra_words(rest)
     schema = json_schema()
     if not arguments.json:
         print_result(json.dumps(schema, indent=2))
@@ -65,7 +65,7 @@ def _init_arguments(parser: argparse.ArgumentParser) -> None:
 def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import commented_recipe
 
-    no_more(rest)
+    reject_extra_words(rest)
     text = commented_recipe(arguments.task)
     if not arguments.json:
         print_result(text, end="")
@@ -86,21 +86,21 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.config.importers.written import show
+    from bottega.config.importers.import_report import format_report
     from bottega.tasks.recipes import import_file
 
-    no_more(rest)
+    reject_extra_words(rest)
     out = Path(arguments.out) if arguments.out else None
     found = import_file(Path(arguments.file), out=out, kind=arguments.kind)
     if not arguments.json:
-        print_result(show(found))
+        print_result(format_report(found))
     return found
 
 
 VERBS = {
     "plan": Verb("check a recipe and print what would run, or measure the memory it takes", _plan_arguments, _plan),
-    "recipes": Verb("the bundled recipes", no_arguments, _recipes),
-    "schema": Verb("the JSON schema of a recipe, for editors", no_arguments, _schema),
+    "recipes": Verb("the bundled recipes", add_no_arguments, _recipes),
+    "schema": Verb("the JSON schema of a recipe, for editors", add_no_arguments, _schema),
     "init": Verb("a commented recipe to start from", _init_arguments, _init),
     "import": Verb("a recipe from another trainer's configuration", _import_arguments, _import),
 }

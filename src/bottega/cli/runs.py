@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.cli.train_help import add_keys_to_help
-from bottega.cli.verb import Verb, no_more, words_of
+from bottega.cli.verb import Verb, reject_extra_words, remaining_words
 from bottega.core.errors import UsageError
 from bottega.terminal import ResultStream, open_console, print_notice, print_result
 from bottega.world import World
@@ -34,16 +34,16 @@ def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         allow_data_change=arguments.allow_data_change,
         quiet=arguments.quiet,
     )
-    if not arguments.quiet and World.current().is_main:
+    if not arguments.quiet and World.from_environment().is_main:
         _say_what_predicts(Path(result["run"]))
     return result
 
 
 def _say_what_predicts(run: Path) -> None:
     """One more of the commands to try next: whoever draws nothing can still answer."""
-    from bottega.analysis.predict import example
+    from bottega.analysis.predict import example_command
 
-    command = example(run)
+    command = example_command(run)
     if command is not None:
         print_notice(f"{'':<7}{command}")
 
@@ -89,7 +89,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.analysis.evaluate import measure, show
+    from bottega.analysis.evaluate import evaluate_run, format_report
     from bottega.tasks.evaluation_data import DataRequest
     from bottega.tasks.recipes import parse_overrides
 
@@ -99,9 +99,9 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         raise UsageError(f"--data {arguments.data}: --data_config names data as well; leave one of them out")
     files, settings = parse_overrides(rest)
     if not arguments.data:
-        no_more(files)
+        reject_extra_words(files)
     data = [arguments.data, *files] if files else arguments.data
-    result = measure(
+    result = evaluate_run(
         _the_run(arguments),
         request=DataRequest(data, arguments.data_config, settings, arguments.split),
         checkpoint=arguments.checkpoint,
@@ -113,7 +113,7 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         out=Path(arguments.output_dir) if arguments.output_dir else None,
     )
     if not arguments.json:
-        print_result(show(result))
+        print_result(format_report(result))
     return result
 
 
@@ -150,7 +150,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     personal.add_argument("--negative_prompt", "--negative-prompt", help="what the picture should not show")
 
 
-ASKED = (
+GENERATION_OPTIONS = (
     *("prompt", "class_", "vector", "count", "seed", "max_tokens", "temperature", "top_k", "top_p"),
     *("repetition_penalty", "steps", "sampler", "guidance", "part"),
     *("user", "wish", "history", "negative_prompt"),
@@ -158,20 +158,24 @@ ASKED = (
 
 
 def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.callbacks.bars import bars
+    from bottega.callbacks.progress_bars import progress_bars
     from bottega.run.saved import open_run
 
-    no_more(rest)
-    asked = {name.removesuffix("_"): getattr(arguments, name) for name in ASKED if getattr(arguments, name) is not None}
+    reject_extra_words(rest)
+    asked = {
+        name.removesuffix("_"): getattr(arguments, name)
+        for name in GENERATION_OPTIONS
+        if getattr(arguments, name) is not None
+    }
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
     out = Path(arguments.out) if arguments.out else None
     if out is not None:
-        saved.branch.check_out(out)
+        saved.workload.check_output(out)
     # A text is read while it is written, and a bar would write over it.
-    quiet = arguments.json or "max_tokens" in saved.branch.requests
-    with bars(open_console(quiet=quiet), in_bytes=False) as say:
-        made = saved.answer(asked, stream=None if arguments.json else ResultStream(), say=say)
-    result = saved.branch.present(made, out, run=saved.directory.path, **asked)
+    quiet = arguments.json or "max_tokens" in saved.workload.requests
+    with progress_bars(open_console(quiet=quiet), in_bytes=False) as say:
+        made = saved.generate_samples(asked, stream=None if arguments.json else ResultStream(), say=say)
+    result = saved.workload.present(made, out, run=saved.directory.path, **asked)
     if not arguments.json:
         for line in (*result.get("files", ()), *result.get("notes", ())):
             print_result(line)
@@ -184,12 +188,12 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.run.saved import notes_on, open_run
+    from bottega.run.saved import list_export_notes, open_run
 
-    no_more(rest)
+    reject_extra_words(rest)
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)
     folder = saved.export(arguments.out or None)
-    notes = notes_on(folder)
+    notes = list_export_notes(folder)
     if not arguments.json:
         print_result(f"exported {saved.checkpoint.name} to {folder}")
         for note in notes:
@@ -212,9 +216,9 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.analysis.predict import predict, show, write
+    from bottega.analysis.predict import format_predictions, predict, write_predictions
 
-    words = [*arguments.inputs, *words_of(rest)]
+    words = [*arguments.inputs, *remaining_words(rest)]
     if arguments.model_path and arguments.run:
         words, arguments.run = [arguments.run, *words], None  # the first word is a text then
     if arguments.data and words:
@@ -227,10 +231,10 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
                 f"bottega: {word} is a file, and its name was labelled as a text; --data {word} labels what is in it"
             )
     if arguments.out:
-        write(rows, Path(arguments.out))
+        write_predictions(rows, Path(arguments.out))
     if not arguments.json:
         kind = next((name for name in ("text", "file") if rows and name in rows[0]), "row")
-        print_result(show(rows) if not arguments.out else f"{len(rows)} {kind}s: {arguments.out}")
+        print_result(format_predictions(rows) if not arguments.out else f"{len(rows)} {kind}s: {arguments.out}")
     return {"predictions": rows}
 
 

@@ -65,7 +65,7 @@ def _field(key: str) -> tuple[str, str]:
 
     from bottega.config.recipe import Recipe
     from bottega.config.section import Section
-    from bottega.config.yamlfile import write_yaml
+    from bottega.config.yaml_io import dump_yaml
 
     block: type[Section] = Recipe
     *blocks, last = key.split(".")
@@ -75,4 +75,4 @@ def _field(key: str) -> tuple[str, str]:
         block = next(one for one in choices if isinstance(one, type) and issubclass(one, Section))
     default = block.model_construct().model_dump(mode="json")[last]
     description = str(block.model_fields[last].description).partition(";")[0]
-    return description, write_yaml(default, flow=True).strip().removesuffix("\n...").strip()
+    return description, dump_yaml(default, flow=True).strip().removesuffix("\n...").strip()

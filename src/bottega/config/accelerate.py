@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bottega.config.flat import Entry, Layer, Problem
+from bottega.config.layers import Entry, Layer, Problem
 
 _MARKS = ("compute_environment", "distributed_type")
 
@@ -44,12 +44,12 @@ _USUAL: dict[str, tuple[Any, ...]] = {
 _REMEDY = {"gpu_ids": "set CUDA_VISIBLE_DEVICES instead"}
 
 
-def is_accelerate(layer: Layer) -> bool:
+def is_accelerate_config(layer: Layer) -> bool:
     """Told by the two keys that every such file has and no recipe can have."""
     return any(mark in layer.entries for mark in _MARKS)
 
 
-def translate(layer: Layer) -> Layer:
+def translate_layer(layer: Layer) -> Layer:
     """The same layer in our keys; what has no counterpart is a note, what we cannot honour a problem."""
     result = Layer(lines=layer.lines, problems=list(layer.problems))
     for typed, entry in layer.entries.items():
@@ -66,7 +66,7 @@ def translate(layer: Layer) -> Layer:
             if _USUAL[typed] and entry.value not in _USUAL[typed]:
                 _refuse(result, entry, f"{entry.value!r} is not supported; {_REMEDY.get(typed, 'remove the line')}")
         elif typed.startswith(("fsdp_config.", "dynamo_config.")):
-            result.notes.append(f"{entry.where}: {typed} has no counterpart here and is not used")
+            result.notes.append(f"{entry.location}: {typed} has no counterpart here and is not used")
         else:
             _refuse(result, entry, "unknown key of an Accelerate configuration")
     return result
@@ -82,8 +82,8 @@ def _strategy(result: Layer, entry: Entry) -> None:
 
 def _put(result: Layer, entry: Entry, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
-        result.entries[key] = Entry(value, entry.where, entry.typed)
+        result.entries[key] = Entry(value, entry.location, entry.typed_key)
 
 
 def _refuse(result: Layer, entry: Entry, message: str) -> None:
-    result.problems.append(Problem(entry.where, entry.typed, message, entry.typed))
+    result.problems.append(Problem(entry.location, entry.typed_key, message, entry.typed_key))

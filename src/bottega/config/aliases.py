@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bottega.config.flat import Entry, Layer, Problem
-from bottega.nearness import near_names
+from bottega.config.layers import Entry, Layer, Problem
+from bottega.similar_names import find_similar_names
 
 
 @dataclass(frozen=True)
-class Bare:
+class UnitlessCadence:
     """A cadence without a unit, which follows the unit of the run's length: steps, or epochs."""
 
     amount: Any
 
 
 @dataclass(frozen=True)
-class Weak:
+class FallbackValue:
     """A value that gives way to another spelling in the same layer."""
 
     value: Any
@@ -30,13 +30,13 @@ Settings = dict[str, Any]
 
 def _bare(key: str) -> Callable[[Any], Settings]:
     # A text such as "1 epoch" has its unit already.
-    return lambda value: {key: Bare(value) if type(value) in (int, float) else value}
+    return lambda value: {key: UnitlessCadence(value) if type(value) in (int, float) else value}
 
 
 def _precision(name: str) -> Callable[[Any], Settings]:
     # `fp16: false` beside `bf16: true` is customary and says nothing; alone it asks for full precision.
     key = "training.mixed_precision"
-    return lambda on: {key: name if on is True else Weak("fp32") if on is False else on}
+    return lambda on: {key: name if on is True else FallbackValue("fp32") if on is False else on}
 
 
 def _early_stopping(value: Any) -> Settings:
@@ -51,7 +51,7 @@ def _online(value: Any) -> Settings:
 def _model(value: Any) -> Settings:
     """A size, or a path or hub name; a near miss of a size stays one, so that the error can suggest it."""
     sizes = ("nano", "verse", "stanza", "epic")
-    is_size = value in sizes or (isinstance(value, str) and "/" not in value and bool(near_names(value, sizes)))
+    is_size = value in sizes or (isinstance(value, str) and "/" not in value and bool(find_similar_names(value, sizes)))
     return {"model.size" if is_size else "model.from": value}
 
 
@@ -195,7 +195,7 @@ _NESTED: dict[str, Target] = {
     "model.plasticity_enabled": "model.plasticity",
 }
 
-PREFIXES = {
+PREFIX_ALIASES = {
     "wandb.": "logging.wandb.",
     "optimizer.": "training.optimizer.",
     "scheduler.": "training.scheduler.",
@@ -215,13 +215,15 @@ ALIASES: dict[str, Target] = {
 }
 
 
-def canonical(layer: Layer) -> Layer:
+def apply_aliases(layer: Layer) -> Layer:
     """The layer under the keys of the schema. Two spellings of one key that disagree are a problem."""
     result = Layer(lines=layer.lines, problems=list(layer.problems), notes=list(layer.notes))
     for typed, entry in layer.entries.items():
-        for key, value in spell(typed, entry.value).items():
+        for key, value in resolve_alias(typed, entry.value).items():
             made = (
-                replace(entry, value=value.value, weak=True) if isinstance(value, Weak) else replace(entry, value=value)
+                replace(entry, value=value.value, is_fallback=True)
+                if isinstance(value, FallbackValue)
+                else replace(entry, value=value)
             )
             _add(result, key, made)
     for key in [key for key, entry in result.entries.items() if entry.value is None]:
@@ -231,9 +233,9 @@ def canonical(layer: Layer) -> Layer:
     return result
 
 
-def spell(key: str, value: Any) -> Settings:
+def resolve_alias(key: str, value: Any) -> Settings:
     """The schema's key for `key`, with the value converted where spellings differ in more than the name."""
-    for prefix, instead in PREFIXES.items():
+    for prefix, instead in PREFIX_ALIASES.items():
         if key.startswith(prefix):
             key = instead + key.removeprefix(prefix)
             break
@@ -254,15 +256,17 @@ def _is_block(key: str) -> bool:
 
 def _add(layer: Layer, key: str, entry: Entry) -> None:
     known = layer.entries.get(key)
-    if known is None or (known.weak and not entry.weak):
+    if known is None or (known.is_fallback and not entry.is_fallback):
         layer.entries[key] = entry
-    elif key == "checkpoint.every" and isinstance(known.value, Bare) and isinstance(entry.value, Bare):
+    elif (
+        key == "checkpoint.every"
+        and isinstance(known.value, UnitlessCadence)
+        and isinstance(entry.value, UnitlessCadence)
+    ):
         _keep_more_frequent(layer, key, known, entry)
-    elif known.value != entry.value and not entry.weak:
-        message = (
-            f"disagrees with {known.typed} at {known.where}: {_said(entry, key)} and {_said(known, key)} for {key}"
-        )
-        layer.problems.append(Problem(entry.where, entry.typed, message, key))
+    elif known.value != entry.value and not entry.is_fallback:
+        message = f"disagrees with {known.typed_key} at {known.location}: {_said(entry, key)} and {_said(known, key)} for {key}"
+        layer.problems.append(Problem(entry.location, entry.typed_key, message, key))
 
 
 def _keep_more_frequent(layer: Layer, key: str, first: Entry, second: Entry) -> None:
@@ -273,7 +277,7 @@ def _keep_more_frequent(layer: Layer, key: str, first: Entry, second: Entry) -> 
     layer.entries[key] = chosen
     if first.value != second.value:
         layer.notes.append(
-            f"{first.typed} {first.value.amount} and {second.typed} {second.value.amount} both say how often a checkpoint "
+            f"{first.typed_key} {first.value.amount} and {second.typed_key} {second.value.amount} both say how often a checkpoint "
             f"is saved; the more frequent one, {chosen.value.amount}, is used"
         )
 
@@ -281,4 +285,4 @@ def _keep_more_frequent(layer: Layer, key: str, first: Entry, second: Entry) -> 
 def _said(entry: Entry, key: str) -> str:
     if key == "data.online" and entry.value in ({}, None):
         return "false" if entry.value is None else "true"
-    return repr(entry.value.amount if isinstance(entry.value, Bare) else entry.value)
+    return repr(entry.value.amount if isinstance(entry.value, UnitlessCadence) else entry.value)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from bottega.config.flat import PATHLESS
+from bottega.config.layers import BUILTIN_KINDS
 from bottega.config.section import (
     Encoding,
     Label,
@@ -20,9 +20,9 @@ from bottega.config.section import (
     Section,
     Whole,
 )
-from bottega.config.units import Cadence, Duration
+from bottega.config.units import Duration, Interval
 
-Kind = Literal[
+SourceKind = Literal[
     "auto",
     "embedded",
     "text",
@@ -46,7 +46,7 @@ Kind = Literal[
 
 
 class Source(Section):
-    kind: Kind = Field("auto", description="format; auto tells it from the path (and validation from train)")
+    kind: SourceKind = Field("auto", description="format; auto tells it from the path (and validation from train)")
     path: str | None = Field(
         None, description="file, folder, pattern, s3:// gs:// az:// address, or Hugging Face data set"
     )
@@ -125,7 +125,7 @@ class Splitting(Section):
         return self
 
 
-DIFFICULTIES = {"easy": 1 / 3, "medium": 2 / 3, "hard": 1.0}
+DIFFICULTY_FRACTIONS = {"easy": 1 / 3, "medium": 2 / 3, "hard": 1.0}
 """Named difficulty of a stage -> its share: the easiest third, two thirds, or all of the examples."""
 
 
@@ -134,7 +134,9 @@ class Stage(Section):
     steps: Duration = Field(description='how long: steps, "1 epoch" or "20%"; the last stage goes on to the end')
     batch_size: Positive | None = Field(None, description="of this stage; null is training.batch_size")
     learning_rate: Rate | None = Field(None, description="the schedule's peak in this stage; null is training's")
-    replay: Number = Field(0.0, ge=0, lt=1, description="share of each batch from the examples of earlier stages")
+    replay_fraction: Number = Field(
+        0.0, ge=0, lt=1, description="share of each batch from the examples of earlier stages"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -145,11 +147,11 @@ class Stage(Section):
         values = dict(values)
         if "difficulty" in values:
             name = values.pop("difficulty")
-            if name not in DIFFICULTIES:
-                raise ValueError(f"difficulty: expected one of {', '.join(DIFFICULTIES)}, got {name!r}")
-            if "share" in values and values["share"] != DIFFICULTIES[name]:
+            if name not in DIFFICULTY_FRACTIONS:
+                raise ValueError(f"difficulty: expected one of {', '.join(DIFFICULTY_FRACTIONS)}, got {name!r}")
+            if "share" in values and values["share"] != DIFFICULTY_FRACTIONS[name]:
                 raise ValueError(f"difficulty: {name} and share: {values['share']} both say what is seen; keep one")
-            values["share"] = DIFFICULTIES[name]
+            values["share"] = DIFFICULTY_FRACTIONS[name]
         if "epochs" in values:
             if "steps" in values:
                 raise ValueError("epochs and steps both say how long the stage is; keep one")
@@ -161,7 +163,7 @@ class Competence(Section):
     """Platanios et al., 2019: at step t the easiest min(1, (t (1 - initial^power) / steps + initial^power)^(1/power))."""
 
     initial: Number = Field(0.1, gt=0, lt=1, description="the easiest so many of the examples at the first step")
-    steps: Duration = Field(Cadence(50, "percent"), description='when all of them are seen: steps, "1 epoch" or "50%"')
+    steps: Duration = Field(Interval(50, "percent"), description='when all of them are seen: steps, "1 epoch" or "50%"')
     power: Number = Field(2.0, gt=0, description="1 adds as many examples in every step, 2 fewer and fewer")
 
 
@@ -177,7 +179,7 @@ class Curriculum(Section):
         return self
 
     @property
-    def follows_length(self) -> bool:
+    def depends_on_run_length(self) -> bool:
         """Whether the length of the run decides what is seen when."""
         lengths = [stage.steps for stage in self.stages] if self.competence is None else [self.competence.steps]
         return any(length.unit == "percent" for length in lengths)
@@ -270,13 +272,13 @@ class Data(Section):
             if getattr(self, key) is not None:
                 remedy = "name the earlier data as the first source" if key == "replay" else "leave one out"
                 raise ValueError(f"{key}: a sequence has an order of its own; {remedy}")
-        names = source_names(self.sources)
+        names = get_source_names(self.sources)
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"sources: {names.count(name)} are named {name}; give each a name of its own")
 
 
-def source_names(sources: Sequence[Source]) -> list[str]:
+def get_source_names(sources: Sequence[Source]) -> list[str]:
     return [source.name or f"source-{number}" for number, source in enumerate(sources)]
 
 
@@ -303,7 +305,7 @@ class Filter(Section):
     max_repeated_share: Probability | None = Field(None, description="texts with more repeated lines are left out")
 
 
-class Duplicates(Section):
+class Deduplication(Section):
     method: Literal["exact", "near"] = Field("exact", description="equal texts, or similar ones as well (MinHash)")
     threshold: Probability = Field(0.8, gt=0, description="near: this share of common word runs makes a duplicate")
 
@@ -313,16 +315,16 @@ class TextData(Data):
 
     clean: Cleaning | None = Field(None, description="what is done to each text; null leaves it as it is")
     filter: Filter | None = Field(None, description="which texts stay; null keeps all")
-    deduplicate: Duplicates | None = Field(None, description="leave repeated texts out; null keeps all")
+    deduplicate: Deduplication | None = Field(None, description="leave repeated texts out; null keeps all")
 
 
-def held_out_problems(data: Data) -> list[tuple[str, str]]:
+def find_held_out_problems(data: Data) -> list[tuple[str, str]]:
     """Held-out data must be said: without that, nothing would tell it from the embedded one."""
     found: list[tuple[str, str]] = []
-    if data.replay is not None and data.replay.path is None and data.replay.kind not in PATHLESS:
+    if data.replay is not None and data.replay.path is None and data.replay.kind not in BUILTIN_KINDS:
         found.append(("data.replay.path", "missing; name the earlier data"))
     for key, part in (("data.validation", data.validation), ("data.test", data.test)):
-        said = part is None or part.path is not None or part.kind in PATHLESS or part.split is not None
+        said = part is None or part.path is not None or part.kind in BUILTIN_KINDS or part.split is not None
         if not said and not (key == "data.validation" and data.split is not None and data.split.folds):
             found.append((key, "needs split, a share of train such as 0.05, or path, data of its own"))
     return found

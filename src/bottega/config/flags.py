@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bottega.config import bundled
-from bottega.config.fields import inside, is_flag, list_around, nearest_flag
+from bottega.config import bundled_recipes
 from bottega.config.registry import TaskRegistry
+from bottega.config.schema_keys import find_enclosing_list, is_flag, list_block_keys, suggest_flag
 from bottega.core.errors import UsageError
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
@@ -91,7 +91,7 @@ def _is_data_path(tasks: TaskRegistry, word: str, *, has_recipe: bool) -> bool:
         or (_SETTING.fullmatch(word) and not Path(word).exists())
     ):
         return False
-    is_recipe = word in bundled.names() or word in tasks
+    is_recipe = word in bundled_recipes.list_recipe_names() or word in tasks
     return bool(Path(word).suffix or Path(word).exists()) and (has_recipe or not is_recipe)
 
 
@@ -106,7 +106,7 @@ def _place(
 ) -> None:
     if key in CONFIG_FLAGS:
         sources.append(text)
-    elif (whole := list_around(key, tasks.schemas)) is not None:
+    elif (whole := find_enclosing_list(key, tasks.schemas)) is not None:
         problems.append(f"{typed}: a list is given whole: {whole}=[{{…}}]")
     elif is_flag(key, tasks.schemas):
         overrides.append(Override(key, text))
@@ -119,8 +119,8 @@ def _place(
 
 
 def _unknown(tasks: TaskRegistry, key: str, typed: str) -> str:
-    near, block = nearest_flag(key, tasks.schemas), key.rpartition(".")[0]
-    there = inside(block, tasks.schemas) if near is None else []
+    near, block = suggest_flag(key, tasks.schemas), key.rpartition(".")[0]
+    there = list_block_keys(block, tasks.schemas) if near is None else []
     if 0 < len(there) <= FEW:
         return f"unknown key; there is {', '.join(there[:-1])}{' and ' if there[:-1] else ''}{there[-1]}"
     dashes = "--" if typed.startswith("--") else ""
@@ -129,7 +129,7 @@ def _unknown(tasks: TaskRegistry, key: str, typed: str) -> str:
 
 def _missing_value(tasks: TaskRegistry, name: str) -> str:
     key = name.replace("-", "_")
-    if (whole := list_around(key, tasks.schemas)) is not None:
+    if (whole := find_enclosing_list(key, tasks.schemas)) is not None:
         return f"a list is given whole: {whole}=[{{…}}]"
     if is_flag(key, tasks.schemas) or key in CONFIG_FLAGS:
         return f"needs a value: --{name} VALUE"

@@ -7,7 +7,7 @@ import os
 from bottega.core.errors import UsageError
 from bottega.world import World
 
-LIMITS = {
+VARIABLE_LIMITS = {
     "WORLD_SIZE": (1, 1 << 20),
     "RANK": (0, 1 << 20),
     "LOCAL_RANK": (0, 1 << 20),
@@ -19,14 +19,14 @@ LIMITS = {
 
 def check_launch_variables() -> None:
     """Raise UsageError where a variable of the launcher is not a number that it can be."""
-    for name, (least, most) in LIMITS.items():
+    for name, (least, most) in VARIABLE_LIMITS.items():
         text = os.environ.get(name)
         if text is not None and not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
             raise UsageError(
                 f"the environment variable {name} is {text[:40]!r}; torchrun sets it to a number from {least} to {most}: "
                 "unset it, or start the processes with torchrun"
             )
-    world = World.current()
+    world = World.from_environment()
     if world.rank >= world.size:
         raise UsageError(
             f"the environment variable RANK is {world.rank}, and WORLD_SIZE {world.size}: ranks are counted from 0; unset both, or "

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from bottega.config.data import Data
-from bottega.config.recipe import Recipe, path_problems
+from bottega.config.recipe import Recipe, find_path_problems
 
 
 class MediaData(Data):
@@ -18,8 +18,8 @@ class MediaData(Data):
 class MediaRecipe(Recipe):
     """A recipe that needs a source of samples."""
 
-    def missing(self) -> list[tuple[str, str]]:
-        return super().missing() + path_problems(self.data) + _latents_problems(self)
+    def find_missing_keys(self) -> list[tuple[str, str]]:
+        return super().find_missing_keys() + find_path_problems(self.data) + _latents_problems(self)
 
 
 def _latents_problems(recipe: Recipe) -> list[tuple[str, str]]:

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from bottega.config.conflicts import find_technique_conflicts
 from bottega.config.data import Data
-from bottega.config.flat import PATHLESS
-from bottega.config.metrics import Watched
+from bottega.config.layers import BUILTIN_KINDS
+from bottega.config.metrics import MonitoredMetric
 from bottega.config.section import Device, Dropout, Level, RunName, Section, Whole
 from bottega.config.techniques import Technique
-from bottega.config.together import clashes
 from bottega.config.training import Training
-from bottega.config.units import Cadence, Every, EveryOrTime
+from bottega.config.units import Interval, StepCadence, StepOrTimeCadence
 
 
 class Model(Section):
@@ -27,14 +27,14 @@ class Model(Section):
     )
 
 
-class Need(Section):
+class Dependency(Section):
     recipe: str | None = Field(None, description="the recipe that is trained first")
     run: str | None = Field(None, description="a finished run's folder, in place of recipe")
     settings: dict[str, Any] = Field(default_factory=dict, description="dotted keys that differ from that recipe")
     own_data: bool = Field(False, description="learn from its own data and not from this recipe's")
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Need:
+    def _one_of_two(self) -> Dependency:
         if (self.recipe is None) == (self.run is None):
             raise ValueError("expected either recipe or run")
         return self
@@ -53,20 +53,20 @@ class Distributed(Section):
 
 
 class Samples(Section):
-    every: Every = Field(Cadence(500), description="how often samples are drawn; null or 0 is off")
+    every: StepCadence = Field(Interval(500), description="how often samples are drawn; null or 0 is off")
     count: Whole = Field(4, gt=0, description="how many")
 
 
-class Evaluation(Watched):
-    every: Every = Field(Cadence(200), description="how often validation runs; null or 0 is at the end only")
+class Evaluation(MonitoredMetric):
+    every: StepCadence = Field(Interval(200), description="how often validation runs; null or 0 is at the end only")
     metric: str = Field("loss", description="the metric that decides which checkpoint is best")
     max_batches: Whole | None = Field(None, gt=0, description="at most so many batches; null is all")
     batch_size: Whole | None = Field(None, gt=0, description="examples in a batch; null is as in training")
 
 
 class CheckpointOptions(Section):
-    every: EveryOrTime = Field(
-        Cadence(500), description='how often; "10 min" is accepted; null or 0 is at the end only'
+    every: StepOrTimeCadence = Field(
+        Interval(500), description='how often; "10 min" is accepted; null or 0 is at the end only'
     )
     keep: Whole = Field(3, gt=0, description="how many of the newest stay; the best stays as well")
 
@@ -81,13 +81,14 @@ class WandB(Section):
     offline: bool = Field(False, description="write to disk only, for a later sync")
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         return self.project is not None if self.enabled is None else self.enabled
 
 
 class Logging(Section):
-    every: Every = Field(
-        Cadence(10), description="how often metrics are written; null or 0 is with evaluations, checkpoints and the end"
+    every: StepCadence = Field(
+        Interval(10),
+        description="how often metrics are written; null or 0 is with evaluations, checkpoints and the end",
     )
     tensorboard: bool = Field(True, description="write TensorBoard events")
     wandb: WandB = Field(default_factory=WandB, description="Weights & Biases")
@@ -113,37 +114,37 @@ class Recipe(Section):
     data: Data = Field(default_factory=Data, description="the data")
     training: Training = Field(default_factory=Training, description="how it is learned")
     techniques: tuple[Technique, ...] = Field((), description="what is added to plain training, in this order")
-    needs: dict[str, Need] = Field(default_factory=dict, description="other runs this one is built on, by name")
+    needs: dict[str, Dependency] = Field(default_factory=dict, description="other runs this one is built on, by name")
     distributed: Distributed = Field(default_factory=Distributed, description="several processes or machines")
     samples: Samples = Field(default_factory=Samples, description="what the model makes while it learns")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="validation while training")
     checkpoint: CheckpointOptions = Field(default_factory=CheckpointOptions, description="what is kept on disk")
     logging: Logging = Field(default_factory=Logging, description="what is said, and where")
 
-    def missing(self) -> list[tuple[str, str]]:
+    def find_missing_keys(self) -> list[tuple[str, str]]:
         """What a run cannot start without: (key, what is wrong with it)."""
-        return length_problems(self.training, is_stream=self.data.online is not None)
+        return find_length_problems(self.training, is_stream=self.data.online is not None)
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain_dict(self) -> dict[str, Any]:
         """As plain values under the names a recipe file uses."""
         return self.model_dump(mode="json", by_alias=True)
 
     def results_key(self) -> dict[str, Any]:
         """Dotted key -> value of what changes results; keys left at null are absent, so new ones rename no run."""
-        plain = self.plain()
+        plain = self.to_plain_dict()
         # Said or not, it is the same run.
-        plain["evaluation"]["mode"] = self.evaluation.direction
+        plain["evaluation"]["mode"] = self.evaluation.resolved_mode
         if self.training.early_stopping is not None:
-            plain["training"]["early_stopping"]["mode"] = self.training.early_stopping.direction
+            plain["training"]["early_stopping"]["mode"] = self.training.early_stopping.resolved_mode
         return {key: value for key, value in _leaves(plain) if value is not None and not _is_neutral(key)}
 
-    def contradictions(self) -> list[tuple[str, str, str]]:
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
         """(key, other key, message) of what cannot both be, as far as that is known without data."""
         epochs = self.training.num_epochs
         if self.data.online is None or epochs is None or epochs <= 1:
-            return list(clashes(self))
+            return list(find_technique_conflicts(self))
         said = f"{epochs}, and a stream (data.online) is gone through once; leave it out"
-        return [("training.num_epochs", "data.online", said), *clashes(self)]
+        return [("training.num_epochs", "data.online", said), *find_technique_conflicts(self)]
 
     def run_name(self) -> str:
         """The given name, or one that the same recipe and settings always have."""
@@ -154,7 +155,7 @@ class Recipe(Section):
         return f"{origin}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
-def length_problems(training: Training, *, is_stream: bool = False) -> list[tuple[str, str]]:
+def find_length_problems(training: Training, *, is_stream: bool = False) -> list[tuple[str, str]]:
     if is_stream and training.max_steps is None and training.num_epochs is None:
         return []
     if training.max_steps is None and training.num_epochs is None:
@@ -164,14 +165,14 @@ def length_problems(training: Training, *, is_stream: bool = False) -> list[tupl
     return []
 
 
-def path_problems(data: Data) -> list[tuple[str, str]]:
+def find_path_problems(data: Data) -> list[tuple[str, str]]:
     """Training needs a source; a kind that comes with the program needs no path."""
-    if data.sources is None and data.train.path is None and data.train.kind not in PATHLESS:
+    if data.sources is None and data.train.path is None and data.train.kind not in BUILTIN_KINDS:
         return [("data.train.path", "missing; give a file or folder with --data PATH")]
     return []
 
 
-NEUTRAL = (
+RESULT_NEUTRAL_KEYS = (
     "name",
     "origin",
     "needs.judge",
@@ -195,7 +196,7 @@ NEUTRAL = (
 
 
 def _is_neutral(key: str) -> bool:
-    return any(key == neutral or key.startswith(neutral + ".") for neutral in NEUTRAL)
+    return any(key == neutral or key.startswith(neutral + ".") for neutral in RESULT_NEUTRAL_KEYS)
 
 
 def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -212,7 +213,7 @@ def _said(value: Any) -> Any:
     return {k: _said(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-def changed_keys(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:
+def diff_recipes(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:
     """(key, old value, new value) of every key that changes results and differs between two recipes."""
     before, after = old.results_key(), new.results_key()
     return [change for key in {**before, **after} for change in _changes(key, before.get(key), after.get(key))]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from bottega.config.fields import has_key
-from bottega.config.flat import Flat
+from bottega.config.layers import FlatConfig
 from bottega.config.recipe import Recipe
+from bottega.config.schema_keys import has_key
 from bottega.config.task_spec import TaskSpec
 from bottega.core.errors import UsageError
 
@@ -54,13 +54,13 @@ class TaskRegistry(Mapping[str, TaskSpec]):
         """All schemas of all tasks."""
         return tuple(schema for spec in self.values() for schema in spec.schemas.values())
 
-    def schema_of(self, task: str, flat: Flat) -> type[Recipe]:
+    def get_schema(self, task: str, flat: FlatConfig) -> type[Recipe]:
         """The schema of a recipe of this task that says what `flat` does."""
         spec = self[task]
         chosen = flat["data.input"].value if "data.input" in flat else None
         return spec.inputs.get(str(chosen), spec.recipe)
 
-    def other_input(self, task: str, schema: type[Recipe], key: str) -> str | None:
+    def find_input_with_key(self, task: str, schema: type[Recipe], key: str) -> str | None:
         """The data.input with which the task has a key that it does not have in this form."""
         forms = self[task].inputs.items()
         return next((input for input, form in forms if form is not schema and has_key(key, form)), None)

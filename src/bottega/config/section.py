@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
-from bottega.config.addresses import strip_values
+from bottega.config.credentials import strip_credentials_in_values
 
 
 class Section(BaseModel):
@@ -23,7 +23,7 @@ class Section(BaseModel):
     @classmethod
     def _strip_credentials(cls, values: Any) -> Any:
         """No recipe holds the credentials of an address, so nothing that is written from one does."""
-        return strip_values(values) if isinstance(values, dict) else values
+        return strip_credentials_in_values(values) if isinstance(values, dict) else values
 
 
 def _precision(value: Any) -> Any:

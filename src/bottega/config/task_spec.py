@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bottega.config.flat import Flat
+from bottega.config.layers import FlatConfig
 from bottega.config.recipe import Recipe
 from bottega.core.model_spec import Reference
 
@@ -29,7 +29,7 @@ class TaskSpec:
     """(recipe, *, say) -> what a run needs of the task: its data, read and prepared, and what is learned from it."""
     reopen: Function
     """(recipe, codec, fingerprint) -> the same for a finished run, from what it saved."""
-    remembers: bool = False
+    reuses_processor: bool = False
     """Whether `open` also takes `codec`, the folder of a run that goes on: its saved answers are used again."""
     inputs: Mapping[str, type[Recipe]] = field(default_factory=lambda: NOTHING)
     """data.input -> schema, for a task that takes several kinds of input."""
@@ -41,11 +41,11 @@ class TaskSpec:
     """Kinds of files (`bottega data PATH`) whose samples this task learns from."""
     fields: frozenset[str] = frozenset()
     """Fields of a record by which its table is one for this task."""
-    starts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"data.train.path": "data/train"}))
+    init_values: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"data.train.path": "data/train"}))
     """What a new recipe must say beside the defaults, so that it loads."""
     refuses: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     """Verb (prepare, generate, predict) -> why the task does not answer it; {input} is data.input. It answers all others."""
-    adapt: Callable[[Flat, Flat], list[str]] | None = None
+    adapt: Callable[[FlatConfig, FlatConfig], list[str]] | None = None
     """(earlier entries, a later layer) -> notes; changes earlier entries that a later layer outdates."""
     asks: Callable[[Any, Path], str | None] | None = None
     """(recipe, codec of its run) -> words to try `bottega predict RUN` with."""

@@ -12,8 +12,8 @@ from bottega.core.model_spec import Reference
 if TYPE_CHECKING:
     from bottega.config.recipe import Recipe
 
-KEY = "techniques"
-Clash = tuple[str, str, str]
+TECHNIQUES_KEY = "techniques"
+Conflict = tuple[str, str, str]
 """(key, other key, message)."""
 
 
@@ -25,20 +25,20 @@ class TechniqueSpec:
     options: type[Section]
     apply: Reference
     """(lesson, options, recipe, branch) -> the lesson with the technique."""
-    clashes: Callable[[Recipe, list[str]], Iterator[Clash]] = lambda recipe, names: iter(())
+    find_conflicts: Callable[[Recipe, list[str]], Iterator[Conflict]] = lambda recipe, names: iter(())
     """What of a recipe, and of the other techniques by name, it does not go with."""
-    spellings: Mapping[str, str] = field(default_factory=dict)
+    option_aliases: Mapping[str, str] = field(default_factory=dict)
     """What other programs call an option -> its name here."""
-    respell: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options
+    convert_options: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options
     """Values that other programs write otherwise."""
     inject: Reference | None = None
     """(task, options, *, train, fresh, start) -> the task with parts put into its model, which stays: runs then hold those
     parts alone. Called in training and wherever a run is opened again. None for a technique that puts nothing in."""
-    is_in_turn: bool = False
+    is_sequential: bool = False
     """Whether it is about sources that come one after the other."""
     needs_sources: bool = False
     """Whether it needs sources or labels, which data that is made up as it is needed does not have."""
-    suits_several_tasks: bool = False
+    supports_multitask: bool = False
     """Whether it goes with a model of several tasks."""
 
 

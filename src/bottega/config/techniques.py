@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
+from bottega.config.error_messages import describe_error_details
 from bottega.config.section import Section
 from bottega.config.technique_spec import TECHNIQUES, TechniqueSpec
-from bottega.config.wording import sentence
-from bottega.nearness import near_names
+from bottega.similar_names import find_similar_names
 
-ELSEWHERE = {
+KEYS_ELSEWHERE = {
     "curriculum": "data.curriculum",
     "mixture": "data.sources and data.mixture",
     "unfreeze": "training.unfreeze",
@@ -34,7 +34,7 @@ class Technique(Section):
     def _short(cls, values: Any) -> Any:
         """A name alone is a technique with its usual options."""
         values = {"name": values} if isinstance(values, str) else values
-        if isinstance(values, dict) and (place := ELSEWHERE.get(str(values.get("name")))):
+        if isinstance(values, dict) and (place := KEYS_ELSEWHERE.get(str(values.get("name")))):
             raise ValueError(f"{values['name']} is no technique of this list; it is said as {place}")
         return values
 
@@ -60,14 +60,14 @@ class Technique(Section):
 
 def _respell(spec: TechniqueSpec, options: dict[str, Any]) -> dict[str, Any]:
     """Options under our names; peft and other guides have their own for some."""
-    known = spec.spellings
+    known = spec.option_aliases
     respelled: dict[str, Any] = {}
     for typed, value in options.items():
         key = known.get(typed, typed)
         if key in respelled and respelled[key] != value:
             raise ValueError(f"{typed}: {value!r} disagrees with {key}: {respelled[key]!r}; keep one of them")
         respelled[key] = value
-    return spec.respell(respelled)
+    return spec.convert_options(respelled)
 
 
 def _describe(error: ValidationError, schema: type[Section]) -> str:
@@ -85,7 +85,7 @@ def _describe(error: ValidationError, schema: type[Section]) -> str:
 
 
 def _unknown_options(names: list[str], schema: type[Section]) -> str:
-    near = {name: match[0] for name in names if (match := near_names(name, schema.model_fields))}
+    near = {name: match[0] for name in names if (match := find_similar_names(name, schema.model_fields))}
     if len(near) == len(names):
         return ", ".join(f"{name}: unknown key; did you mean {near[name]}?" for name in names)
     return f"{', '.join(names)}: unknown key{'s' if names[1:] else ''}; there is {', '.join(schema.model_fields)}"
@@ -96,4 +96,4 @@ def _option_problem(key: str, detail: Any, schema: type[Section]) -> str:
         return f"{key}: missing; it is {schema.model_fields[key].description}"
     if detail["type"] == "tuple_type" and isinstance(detail["input"], str):
         return f"{key}: expected a list, got {detail['input']!r}; write [{detail['input']}]"
-    return f"{key}: {sentence([detail])}"
+    return f"{key}: {describe_error_details([detail])}"

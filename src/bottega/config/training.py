@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from bottega.config.metrics import Watched
-from bottega.config.optimizers import RULES
+from bottega.config.metrics import MonitoredMetric
+from bottega.config.optimizers import OPTIMIZER_SPECS
 from bottega.config.section import (
     AutoSwitch,
     Dropout,
@@ -20,12 +20,12 @@ from bottega.config.section import (
     Section,
     Whole,
 )
-from bottega.config.units import Cadence, Duration
+from bottega.config.units import Duration, Interval
 
 if TYPE_CHECKING:
     OptimizerName = str
 else:
-    OptimizerName = Literal[tuple(RULES)]
+    OptimizerName = Literal[tuple(OPTIMIZER_SPECS)]
 
 
 class Optimizer(Section):
@@ -41,8 +41,8 @@ class Optimizer(Section):
         """The customary values of the rules that differ from Adam's."""
         if isinstance(values, dict):
             name = values.get("name")
-            rule = RULES.get(name) if isinstance(name, str) else None
-            return {**(rule.customary if rule is not None else {}), **values}
+            rule = OPTIMIZER_SPECS.get(name) if isinstance(name, str) else None
+            return {**(rule.option_defaults if rule is not None else {}), **values}
         return values
 
 
@@ -62,7 +62,7 @@ SchedulerName = Literal[
 
 class Scheduler(Section):
     name: SchedulerName = Field("cosine", description="shape of the learning rate over the run")
-    warmup_steps: Duration = Field(Cadence(0), description='linear rise from 0 to the peak: steps, "1 epoch" or "5%"')
+    warmup_steps: Duration = Field(Interval(0), description='linear rise from 0 to the peak: steps, "1 epoch" or "5%"')
     min_ratio: Number | None = Field(None, ge=0, le=1, description="final rate as a share of the peak; null is 0")
     eta_min: Number | None = Field(None, ge=0, description="final rate itself, in place of min_ratio")
     cycles: Whole | None = Field(None, gt=0, description="cosine_with_restarts: periods in the run; null is 1")
@@ -82,7 +82,7 @@ class Scheduler(Section):
         return self
 
 
-class Group(Section):
+class ParameterGroup(Section):
     pattern: Pattern = Field(
         description="regular expression over whole parameter names; the first row that matches decides"
     )
@@ -95,11 +95,11 @@ class Unfreeze(Section):
     """Gradual unfreezing: the last layer learns first, then one more at a time, down to the embeddings."""
 
     layers_per: Duration = Field(
-        Cadence(1, "epochs"), description='one more layer after so long: steps, "1 epoch", "5%"'
+        Interval(1, "epochs"), description='one more layer after so long: steps, "1 epoch", "5%"'
     )
 
 
-class EarlyStopping(Watched):
+class EarlyStopping(MonitoredMetric):
     patience: Whole = Field(3, ge=1, description="evaluations without a better value before the run ends")
     threshold: Number = Field(0.0, ge=0, description="how much better counts as better")
 
@@ -126,8 +126,8 @@ class Training(Section):
         "auto", description="auto is bf16 where the device has it and fp32 elsewhere; true means auto, no means fp32"
     )
     max_grad_norm: Number | None = Field(1.0, gt=0, description="gradients are scaled down to this norm; null is off")
-    groups: tuple[Group, ...] = Field(
-        (Group(pattern=".*"),), min_length=1, description="which parameters learn, and how fast"
+    groups: tuple[ParameterGroup, ...] = Field(
+        (ParameterGroup(pattern=".*"),), min_length=1, description="which parameters learn, and how fast"
     )
     freeze: tuple[str, ...] | None = Field(
         None, description="parts that never learn, such as backbone, or patterns over whole parameter names"
@@ -153,6 +153,6 @@ class Training(Section):
         if isinstance(values, dict) and "weight_decay" not in values:
             optimizer = values.get("optimizer")
             name = optimizer.get("name") if isinstance(optimizer, dict) else getattr(optimizer, "name", None)
-            if name in RULES and RULES[name].adds_decay_to_gradient:
+            if name in OPTIMIZER_SPECS and OPTIMIZER_SPECS[name].has_coupled_weight_decay:
                 return {**values, "weight_decay": 0.0}
         return values

@@ -28,16 +28,16 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*|%
 
 
 @dataclass(frozen=True)
-class Cadence:
+class Interval:
     """How often, or how long: so many steps, epochs, per cent of the run, or seconds."""
 
     amount: float
     unit: Unit = "steps"
 
     @classmethod
-    def parse(cls, value: Any, *, time: bool = False) -> Cadence:
+    def parse(cls, value: Any, *, time: bool = False) -> Interval:
         """From what a recipe says; a ValueError says what would be right. `time` allows minutes and the like."""
-        if isinstance(value, Cadence):
+        if isinstance(value, Interval):
             return value
         match = None if isinstance(value, bool) else _TEXT.fullmatch(str(value))
         if match is None or match[2].lower() not in _UNITS or (_UNITS[match[2].lower()][0] == "seconds" and not time):
@@ -53,7 +53,7 @@ class Cadence:
             raise ValueError(f"expected at most 100%, got {value!r}")
         return cls(amount, unit)
 
-    def steps(self, total_steps: int, steps_per_epoch: int) -> int:
+    def to_steps(self, total_steps: int, steps_per_epoch: int) -> int:
         """In steps of a run: 0 only where the amount is 0, otherwise at least 1."""
         if self.unit == "seconds":
             raise ValueError(f"{self} is a time, not a number of steps")
@@ -65,7 +65,7 @@ class Cadence:
         """The time, where the unit is one."""
         return self.amount if self.unit == "seconds" else None
 
-    def plain(self) -> int | str:
+    def to_recipe_value(self) -> int | str:
         """As a recipe writes it: a number for steps, otherwise text with its unit."""
         return int(self.amount) if self.unit == "steps" else str(self)
 
@@ -82,13 +82,13 @@ def _number(amount: float) -> str:
     return str(int(amount)) if amount == int(amount) else repr(amount)
 
 
-def _every(value: Any, *, time: bool = False) -> Cadence | None:
-    cadence = None if value is None else Cadence.parse(value, time=time)
+def _every(value: Any, *, time: bool = False) -> Interval | None:
+    cadence = None if value is None else Interval.parse(value, time=time)
     return None if cadence is not None and cadence.amount == 0 else cadence
 
 
-def _plain(cadence: Cadence | None) -> int | str | None:
-    return None if cadence is None else cadence.plain()
+def _plain(cadence: Interval | None) -> int | str | None:
+    return None if cadence is None else cadence.to_recipe_value()
 
 
 _SERIAL = PlainSerializer(_plain)
@@ -99,16 +99,16 @@ def _json(pattern: str, *more: dict[str, str]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [number, text, *more]})
 
 
-Every = Annotated[
-    Cadence | None,
+StepCadence = Annotated[
+    Interval | None,
     BeforeValidator(partial(_every, time=False)),
     _SERIAL,
     _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", {"type": "null"}),
 ]
 """How often something happens; None, written null or 0, is never, or only at the end."""
 
-EveryOrTime = Annotated[
-    Cadence | None,
+StepOrTimeCadence = Annotated[
+    Interval | None,
     BeforeValidator(partial(_every, time=True)),
     _SERIAL,
     _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%|s|sec|min|h)$", {"type": "null"}),
@@ -116,8 +116,8 @@ EveryOrTime = Annotated[
 """How often, by the clock too; for checkpoints, which do not change what is learned."""
 
 Duration = Annotated[
-    Cadence,
-    BeforeValidator(partial(Cadence.parse, time=False)),
+    Interval,
+    BeforeValidator(partial(Interval.parse, time=False)),
     _SERIAL,
     _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$"),
 ]

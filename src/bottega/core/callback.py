@@ -58,7 +58,7 @@ class Callback:
 
     def finish(self, progress: Progress, error: BaseException | None) -> None: ...
 
-    def note(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def recall(self, note: dict[str, Any]) -> None: ...
+    def load_state_dict(self, note: dict[str, Any]) -> None: ...

@@ -24,7 +24,7 @@ from typing import Any
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem
 from bottega.core.types import Tensors
-from bottega.storage.durable import discard, remove_leftovers, replacing_file, writing_folder
+from bottega.storage.durable import delete_folder, remove_leftovers, replacing_file, writing_folder
 from bottega.storage.tensor_file import write_bytes, write_safetensors
 
 FORMAT = 1
@@ -38,7 +38,7 @@ class Manifest:
     fingerprint: dict[str, Any]
 
 
-def step_name(step: int) -> str:
+def step_folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
@@ -52,21 +52,21 @@ def write(
 ) -> Path:
     """Commit one checkpoint under `folder` and return its path; on an error the temporary folder is gone again."""
     # The place is taken already after a fallback or a rollback.
-    with writing_folder(folder / step_name(step), mode=0o700) as temporary:
+    with writing_folder(folder / step_folder_name(step), mode=0o700) as temporary:
         table = {name: write_safetensors(temporary / name, tensors) for name, tensors in files.items()}
         table["progress.json"] = write_bytes(temporary / "progress.json", _json(progress))
         manifest = {
             "format": FORMAT,
             "step": step,
-            "sequence": 1 + max((m.sequence for _, m in candidates(folder)), default=0),
+            "sequence": 1 + max((m.sequence for _, m in list_checkpoints(folder)), default=0),
             "files": table,
             "fingerprint": dict(fingerprint),
         }
         write_bytes(temporary / "MANIFEST.json", _sealed(manifest))
-    return folder / step_name(step)
+    return folder / step_folder_name(step)
 
 
-def list_folders(folder: Path) -> list[Path]:
+def list_step_folders(folder: Path) -> list[Path]:
     """Every checkpoint below `folder`, whole or not. A folder that cannot be listed is an error and never an empty one."""
     try:
         return sorted(folder / name for name in os.listdir(folder) if name.startswith("step-"))
@@ -78,10 +78,10 @@ def list_folders(folder: Path) -> list[Path]:
         ) from None
 
 
-def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
+def list_checkpoints(folder: Path) -> list[tuple[Path, Manifest]]:
     """Folders with a readable manifest, newest first by sequence: clocks and file times can lie."""
     found = []
-    for path in list_folders(folder):
+    for path in list_step_folders(folder):
         with suppress(CheckpointError):
             found.append((path, read_manifest(path)))
     return sorted(found, key=lambda item: (item[1].sequence, item[1].step), reverse=True)
@@ -89,7 +89,7 @@ def candidates(folder: Path) -> list[tuple[Path, Manifest]]:
 
 def find_newest(folder: Path) -> Path | None:
     """The last checkpoint that was saved, if any."""
-    return next((path for path, _ in candidates(folder)), None)
+    return next((path for path, _ in list_checkpoints(folder)), None)
 
 
 def find_best(folder: Path) -> tuple[Path | None, int]:
@@ -97,7 +97,7 @@ def find_best(folder: Path) -> tuple[Path | None, int]:
 
     They differ where the best one could not be saved or was deleted; the best is then the newest that was so at its time.
     """
-    found = [(path, manifest.step, _best_step(path, manifest)) for path, manifest in candidates(folder)]
+    found = [(path, manifest.step, _best_step(path, manifest)) for path, manifest in list_checkpoints(folder)]
     named = next((best for _, _, best in found if best is not None), 0)
     chosen = [path for path, step, _ in found if step == named]
     chosen += [path for path, step, best in found if step == best]
@@ -117,8 +117,8 @@ def _best_step(path: Path, manifest: Manifest) -> int | None:
 def update_links(folder: Path, *, last: Path | None = None) -> None:
     """Let `last` (the newest, unless it is given) and `best` point where manifests and progress say."""
     for name, target in (("last", last or find_newest(folder)), ("best", find_best(folder)[0])):
-        if target is not None and follow(folder, name) != folder / target.name:
-            point(folder, name, target)
+        if target is not None and read_link(folder, name) != folder / target.name:
+            write_link(folder, name, target)
         elif target is None and os.path.lexists(folder / name):
             os.unlink(folder / name)
 
@@ -170,16 +170,16 @@ def verify(path: Path, *, only: Collection[str] | None = None) -> Manifest:
     return manifest
 
 
-def newest_good(folder: Path, say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+def find_newest_valid(folder: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
     """The newest checkpoint that verifies; every one that does not is named."""
-    saved = candidates(folder)
-    for path in sorted(set(list_folders(folder)) - {path for path, _ in saved}, reverse=True):
-        say(f"checkpoint {path.name} damaged: MANIFEST.json cannot be read; ignored")
+    saved = list_checkpoints(folder)
+    for path in sorted(set(list_step_folders(folder)) - {path for path, _ in saved}, reverse=True):
+        warn(f"checkpoint {path.name} damaged: MANIFEST.json cannot be read; ignored")
     for path, _ in saved:
         try:
             return path, verify(path)
         except CheckpointError as error:
-            say(f"{error}; trying an older one")
+            warn(f"{error}; trying an older one")
     return None
 
 
@@ -192,24 +192,24 @@ def read_progress(path: Path) -> dict[str, Any]:
     return dict(fields) if isinstance(fields, dict) else {}
 
 
-def sweep(folder: Path) -> None:
+def remove_partial_checkpoints(folder: Path) -> None:
     """Remove what an earlier process left half-written or half-deleted, and undo a replacement it had begun."""
     if folder.is_dir():
         remove_leftovers(folder)
 
 
-def retain(folder: Path, *, keep: int, protect: Sequence[Path]) -> None:
+def delete_old_checkpoints(folder: Path, *, keep: int, protect: Sequence[Path]) -> None:
     """Keep the newest `keep` and the protected ones; delete the rest, once the newest is known to be good."""
-    saved = candidates(folder)
+    saved = list_checkpoints(folder)
     doomed = [path for path, _ in saved[keep:] if path not in protect]
     if not doomed:
         return
     verify(saved[0][0])
     for path in doomed:
-        discard(path)
+        delete_folder(path)
 
 
-def point(folder: Path, name: str, target: Path) -> None:
+def write_link(folder: Path, name: str, target: Path) -> None:
     """`last` and `best`: a link, or a text file holding the name where the file system has no links."""
     with replacing_file(folder / name) as temporary:
         try:
@@ -220,7 +220,7 @@ def point(folder: Path, name: str, target: Path) -> None:
             temporary.write_text(target.name + "\n")
 
 
-def follow(folder: Path, name: str) -> Path | None:
+def read_link(folder: Path, name: str) -> Path | None:
     """Where `last` or `best` points, if it does."""
     path = folder / name
     if path.is_symlink() or path.is_dir():

@@ -14,7 +14,7 @@ import numpy as np
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Models, Rows, Sums, Tensors
 
-BeforeStep = Callable[[int, Batch], None]
+BeforeStepHook = Callable[[int, Batch], None]
 """`hook(step, batch)`, called with the host batch before the gradients of a step are computed."""
 
 
@@ -26,7 +26,7 @@ class Snapshot(ABC):
         """File name -> tensors. Waits for the copy, so only the writer calls it."""
 
 
-class Evaluated(NamedTuple):
+class EvaluationOutput(NamedTuple):
     """What one batch gave, reduced over ranks and still on the device."""
 
     sums: Sums
@@ -35,11 +35,11 @@ class Evaluated(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterInfo:
     """One parameter of the trained model."""
 
     shape: tuple[int, ...]
-    learns: bool
+    is_trainable: bool
     """Whether it learns at some step of the run."""
 
     @property
@@ -69,7 +69,7 @@ class StepMemory(NamedTuple):
     samples_per_second: float
 
 
-class Memory(NamedTuple):
+class MemoryReport(NamedTuple):
     """What training takes: by what it is for, and by examples in a forward."""
 
     device: str
@@ -115,7 +115,7 @@ class Engine(ABC):
         """One optimizer step over this rank's share of the global batch. Does not wait for the device."""
 
     @abstractmethod
-    def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> Evaluated:
+    def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> EvaluationOutput:
         """Rows are gathered from all ranks, which is dear where nobody looks at them. `task` measures in place of the
         engine's own, with the same models."""
 
@@ -133,11 +133,11 @@ class Engine(ABC):
         yield
 
     @abstractmethod
-    def plan(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
+    def set_schedule(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
         """What depends on the length of the run: the rate at each step, and when parameters begin to learn."""
 
     @abstractmethod
-    def add_hook(self, before_step: BeforeStep) -> None:
+    def add_hook(self, before_step: BeforeStepHook) -> None:
         """Call `before_step` before each step, after those that were added before it."""
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Engine(ABC):
         """Forget all hooks, which may hold the engine itself."""
 
     @abstractmethod
-    def forget_bad_steps(self) -> None:
+    def reset_bad_steps(self) -> None:
         """The loop has dealt with the steps that were not finite."""
 
     # State
@@ -174,7 +174,7 @@ class Engine(ABC):
         """Replace some of it."""
 
     @abstractmethod
-    def restart_average(self) -> None:
+    def reset_weight_average(self) -> None:
         """Averages of the weights begin at the present ones: somebody has written these after the engine was built."""
 
     # The models
@@ -184,11 +184,11 @@ class Engine(ABC):
         """All models in evaluation mode with the weights that count, for samples and export."""
 
     @abstractmethod
-    def parameters(self) -> dict[str, Parameter]:
+    def parameters(self) -> dict[str, ParameterInfo]:
         """Every parameter of the trained model, in its order."""
 
     @abstractmethod
-    def num_active(self) -> int:
+    def num_active_parameters(self) -> int:
         """Parameters that one token goes through: fewer than there are where experts share the work."""
 
     # What is measured besides
@@ -198,28 +198,30 @@ class Engine(ABC):
         """`loss` of a batch, and `modules`: of each its kind, size, devices, types and the norm of its gradient."""
 
     @abstractmethod
-    def first_bad_module(self, step: int, batch: Batch) -> str | None:
+    def find_nonfinite_module(self, step: int, batch: Batch) -> str | None:
         """Go through a step again, without an update, and name what first gave a value that is not finite."""
 
     @abstractmethod
-    def squared_gradients(
+    def fisher_diagonal(
         self, examples: Iterable[tuple[int, Batch]], *, count: int, names: Sequence[str]
     ) -> dict[str, Array]:
         """For each of the parameters `names` the mean over `count` examples of the squared gradient of an example's loss:
         the diagonal of the empirical Fisher information. `examples` are this rank's, each with its number among all."""
 
     @abstractmethod
-    def measure_memory(self, batch_of: Callable[[int], Batch], *, most: int, say: Callable[[int, int], None]) -> Memory:
+    def measure_memory(
+        self, make_batch: Callable[[int], Batch], *, max_micro_batch: int, report_progress: Callable[[int, int], None]
+    ) -> MemoryReport:
         """Train with 1, 2, 4, ... up to `most` examples in a forward until one does not fit. The engine has learnt from
         them after that."""
 
     # Ranks
 
-    def agree(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """True on all ranks if true on any, so that all stop at the same step."""
         return flag
 
-    def same(self, text: str) -> bool:
+    def all_ranks_equal(self, text: str) -> bool:
         """Whether all ranks say the same."""
         return True
 

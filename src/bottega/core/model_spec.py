@@ -12,7 +12,7 @@ Reference = str | Callable[..., Any]
 """A function or class: by name, "package.module:function" or "package.module:Class.method", so that nothing is imported before it is built; or itself."""
 
 
-def resolve(reference: Reference) -> Any:
+def resolve_reference(reference: Reference) -> Any:
     """The function or class that a spec names."""
     if not isinstance(reference, str):
         return reference

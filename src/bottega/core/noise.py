@@ -31,21 +31,21 @@ def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
     return x, y
 
 
-def key_of(*parts: object) -> tuple[int, int]:
+def derive_key(*parts: object) -> tuple[int, int]:
     """Two 32-bit words from anything with a stable text form."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
-def seed_of(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """A 63-bit seed for a generator that is not ours (dropout masks, numpy's Philox)."""
-    low, high = key_of(*parts)
+    low, high = derive_key(*parts)
     return (high & 0x7FFFFFFF) << 32 | low
 
 
-def generator(*parts: object) -> np.random.Generator:
+def numpy_generator(*parts: object) -> np.random.Generator:
     """A numpy generator that is f(parts); initial weights are generator(seed, parameter name)."""
-    return np.random.Generator(np.random.Philox(seed_of(*parts)))
+    return np.random.Generator(np.random.Philox(derive_seed(*parts)))
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,25 @@ class Noise:
 
     def uniform(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         """In (0, 1), float32, shape [examples, *shape]."""
-        return self._shaped(self.uniform_of(self.bits(name, math.prod(shape))), shape)
+        return self._shaped(self.to_uniform(self.bits(name, math.prod(shape))), shape)
 
     def normal(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         """Standard normal by Box-Muller, float32, shape [examples, *shape]."""
-        return self._shaped(self.normal_of(self.bits(name, math.prod(shape))), shape)
+        return self._shaped(self.to_normal(self.bits(name, math.prod(shape))), shape)
 
     def bits(self, name: str, count: int) -> tuple[Any, Any]:
         """Two words for each example and each of `count` draws: shapes [examples, count]."""
-        return self.words(key_of(self.seed, self.step, name), count)
+        return self.random_words(derive_key(self.seed, self.step, name), count)
 
-    def words(self, key: tuple[Any, Any], count: int) -> tuple[Any, Any]:
+    def random_words(self, key: tuple[Any, Any], count: int) -> tuple[Any, Any]:
         device = {} if self.xp is np else {"device": self.positions.device}
         draws = self.xp.arange(count, dtype=self.xp.int64, **device)
         return threefry(key, (self.positions[:, None] + 0 * draws, draws[None, :]))
 
-    def uniform_of(self, words: tuple[Any, Any]) -> Any:
+    def to_uniform(self, words: tuple[Any, Any]) -> Any:
         return self._unit(words[0])
 
-    def normal_of(self, words: tuple[Any, Any]) -> Any:
+    def to_normal(self, words: tuple[Any, Any]) -> Any:
         radius = self.xp.sqrt(-2 * self.xp.log(self._unit(words[0])))
         return radius * self.xp.cos(2 * math.pi * self._unit(words[1]))
 

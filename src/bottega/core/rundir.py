@@ -16,8 +16,8 @@ from typing import Any
 
 from bottega.core.callback import Progress
 from bottega.core.errors import BottegaError, DirectoryInUse, UsageError
-from bottega.core.saver import explain
-from bottega.storage.durable import TEMPORARY, is_locked, remove_leftovers, write_atomic
+from bottega.core.saver import explain_os_error
+from bottega.storage.durable import TEMPORARY_PREFIXES, is_locked, remove_leftovers, write_atomic
 
 LOCK = "LOCK"
 
@@ -32,7 +32,8 @@ class RunDirectory:
         self.environment = path / "environment.json"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
-        self.codec = path / "codec"
+        # Runs of earlier versions have it under another name.
+        self.processor = path / ("codec" if (path / "codec").is_dir() else "processor")
         self.samples = path / "samples"
         self.final = path / "final"
 
@@ -45,23 +46,23 @@ class RunDirectory:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise explain(error, self.path) from None
+            raise explain_os_error(error, self.path) from None
 
     def check_usable(self) -> None:
         """Refuse a folder that is not a run, and a run with links in it."""
         try:
-            self.refuse_foreign()
-            self.refuse_links()
+            self.check_is_run()
+            self.check_no_links()
         except OSError as error:
-            raise explain(error, self.path) from None
+            raise explain_os_error(error, self.path) from None
 
-    def refuse_foreign(self) -> None:
+    def check_is_run(self) -> None:
         """A folder is ours if it is empty or shows that a run was started in it: a lock with its owner, or what follows.
         Folds of a cross-validation are runs of their own.
 
         A recipe.yaml alone shows nothing, anybody may have one.
         """
-        names = [name for name in os.listdir(self.path) if not name.startswith((*TEMPORARY, "fold-"))]
+        names = [name for name in os.listdir(self.path) if not name.startswith((*TEMPORARY_PREFIXES, "fold-"))]
         has_checkpoint = any(self.checkpoints.glob("step-*/MANIFEST.json"))
         if set(names) - {LOCK} and not has_checkpoint and not Lock(self).has_owner():
             raise UsageError(
@@ -69,7 +70,7 @@ class RunDirectory:
                 "move that folder away"
             )
 
-    def refuse_links(self) -> None:
+    def check_no_links(self) -> None:
         """Writing through a link would change a file that is not the run's own."""
         for path in [*self.path.iterdir(), *(self.samples.iterdir() if self.samples.is_dir() else ())]:
             if path.is_symlink():
@@ -78,7 +79,7 @@ class RunDirectory:
                     "or choose another name=…"
                 )
 
-    def remove_unused(self, created: Sequence[Path] = ()) -> None:
+    def remove_if_unused(self, created: Sequence[Path] = ()) -> None:
         """Delete the folder of a start that was refused, where it holds nothing but the lock and the log, with the parent
         folders that this start has made. The lock is still held."""
         ours = (self.path / LOCK, self.log)
@@ -100,7 +101,7 @@ class RunDirectory:
         try:
             write_atomic(path, text)
         except OSError as error:
-            raise explain(error, path) from None
+            raise explain_os_error(error, path) from None
 
     def truncate_metrics(self, progress: Progress) -> None:
         """Forget lines written after the checkpoint we go on from, so that no step and no evaluation appears twice."""
@@ -125,7 +126,7 @@ def is_run(path: Path) -> bool:
     return (path / "recipe.yaml").is_file()
 
 
-def split_checkpoint(path: Path) -> tuple[Path, str | None]:
+def split_checkpoint_path(path: Path) -> tuple[Path, str | None]:
     """The run directory that a path names, and its checkpoint where it is RUN/checkpoints/best, last or step-00000500."""
     whole = Path(os.path.abspath(path))
     if whole.parent.name != "checkpoints" or not is_run(whole.parent.parent):
@@ -168,7 +169,7 @@ class Lock:
             os.ftruncate(handle, len(text))
         except OSError as error:
             os.close(handle)
-            raise explain(error, self.path) from None
+            raise explain_os_error(error, self.path) from None
         self._handle = handle
         return self
 
@@ -194,14 +195,14 @@ class Lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
-            raise explain(error, self.path) from None
+            raise explain_os_error(error, self.path) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._taken(handle) from None
         except OSError as error:
             os.close(handle)
-            raise explain(error, self.path) from None
+            raise explain_os_error(error, self.path) from None
         return handle
 
     def __exit__(
@@ -237,8 +238,8 @@ def _read_owner(handle: int) -> dict[str, Any] | None:
 
 
 def _nearest(path: Path) -> str:
-    from bottega.nearness import near_names
+    from bottega.similar_names import find_similar_names
 
     runs = [p.parent.name for p in path.parent.glob("*/recipe.yaml")] if path.parent.is_dir() else []
-    near = near_names(path.name, runs)
+    near = find_similar_names(path.name, runs)
     return f"; did you mean {path.parent / near[0]}?" if near else "; `bottega train` makes one"

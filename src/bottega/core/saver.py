@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 TRIES = 2
 """How often one save is tried before it counts as failed."""
-PATIENCE = 3
+MAX_FAILED_SAVES = 3
 """Failed saves in a row before the run gives up: a full disk is often emptied by somebody, but not for ever."""
 
 
@@ -68,7 +68,7 @@ class Saver:
             self._thread.join()
             self._collect(final=final)
 
-    def settle(self) -> None:
+    def wait_after_failure(self) -> None:
         """Let a save in flight end although the run has failed; the first error is the one to be told."""
         try:
             self.wait()
@@ -79,9 +79,9 @@ class Saver:
         try:
             files = snapshot.files()
             self._needed = sum(array.nbytes for tensors in files.values() for array in tensors.values())
-            path = try_again(lambda: self._commit(files, progress))
+            path = retry(lambda: self._commit(files, progress))
             try:
-                try_again(self._tidy)
+                retry(self._tidy)
             except OSError as error:
                 self._error = error
             self._done = (progress, path)
@@ -99,7 +99,7 @@ class Saver:
         checkpoint.update_links(self.folder)
         protect = [path for path in (checkpoint.find_best(self.folder)[0], self.resumed_from) if path]
         protect = [self.folder / path.name for path in protect if path.resolve().parent == self.folder.resolve()]
-        checkpoint.retain(self.folder, keep=self.keep, protect=protect)
+        checkpoint.delete_old_checkpoints(self.folder, keep=self.keep, protect=protect)
 
     def _collect(self, *, final: bool) -> None:
         self._thread = None
@@ -113,16 +113,16 @@ class Saver:
         if not isinstance(error, OSError):
             raise error
         self._failures += 1
-        problem = explain(error, self.folder, self._needed)
+        problem = explain_os_error(error, self.folder, self._needed)
         if done is not None:
             self.warn(f"{problem}; the checkpoint is saved, its links and the older ones are seen to at the next save")
             return
-        if final or self._failures >= PATIENCE:
+        if final or self._failures >= MAX_FAILED_SAVES:
             raise problem from error
         self.warn(f"{problem}; older checkpoints are kept, trying again at the next save")
 
 
-def try_again(work: Callable[[], T]) -> T:
+def retry(work: Callable[[], T]) -> T:
     """At once after an error of the disk: the state is still in memory, and the next save would be of a later step."""
     for _ in range(TRIES - 1):
         with suppress(OSError, CheckpointError):
@@ -130,7 +130,7 @@ def try_again(work: Callable[[], T]) -> T:
     return work()
 
 
-def explain(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
+def explain_os_error(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
     """An operating-system error in the words of somebody who has to fix it."""
     reason = {
         errno.ENOSPC: "the disk is full",
@@ -152,11 +152,11 @@ def explain(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
     return EnvironmentProblem(f"cannot write {folder}: {reason}{size}{advice}")
 
 
-def preflight(folder: Path, *, size: int, keep: int) -> None:
+def check_disk_space(folder: Path, *, size: int, keep: int) -> None:
     """Refuse to start where the checkpoints cannot fit: hours later is too late to find out."""
     free = shutil.disk_usage(folder).free
     held = sum(
-        path.stat().st_size for step in checkpoint.list_folders(folder) for path in step.iterdir()
+        path.stat().st_size for step in checkpoint.list_step_folders(folder) for path in step.iterdir()
     )  # of an earlier start; it makes room in time
     if size > free or size * 2 > free + held:
         raise EnvironmentProblem(

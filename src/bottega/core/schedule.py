@@ -74,7 +74,7 @@ SHAPES: dict[str, Callable[[Schedule, int], float]] = {
 }
 
 
-def decay_at(step: int, decay: float | None) -> float:
+def ema_decay_at(step: int, decay: float | None) -> float:
     """How much of an average of weights stays at this step. The first steps are soon forgotten: with 0.999 from the
     start, a run of 3,000 steps would still be 5 % of its initial noise."""
     return min(decay or 0.0, (1 + step) / (10 + step))

@@ -21,11 +21,11 @@ class Task(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    rebinds: ClassVar[bool] = False
+    needs_unwrapped_model: ClassVar[bool] = False
     """Whether `loss` calls the model with other weights than its own; it is then neither wrapped nor compiled."""
-    keeps_apart: ClassVar[bool] = False
+    gradient_surgery: ClassVar[bool] = False
     """Whether the gradients of its terms are reconciled rather than added up."""
-    learns_from_rows: ClassVar[tuple[str, ...]] = ()
+    update_inputs: ClassVar[tuple[str, ...]] = ()
     """Names of those `Loss.rows` that `update` is shown too."""
 
     @abstractmethod
@@ -44,11 +44,11 @@ class Task(BaseModel, ABC):
         """What is no mean over examples, from the rows of a whole data set: each example once, in order."""
         return {}
 
-    def learns(self, name: str) -> bool:
+    def is_trainable(self, name: str) -> bool:
         """Whether a parameter is this task's to train and a checkpoint's to keep; the base under an adapter is not."""
         return True
 
-    def fresh_parts(self) -> tuple[str, ...]:
+    def new_modules(self) -> tuple[str, ...]:
         """Parts of the model that begin at random, or at 0, though the rest comes from elsewhere: where parts are put into a
         model that stays (LoRA), these learn in full."""
         return ()
@@ -61,7 +61,7 @@ class Task(BaseModel, ABC):
         """What the weights themselves cost, once a step and not for each example; added to what is minimised."""
         return None
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+    def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         """New values of what changes without a gradient, by name, after the optimizer's step. Pure: the engine writes them.
 
         `tensors` are parameters, buffers and state as they are by then. `seen` are the stats of the whole global batch,
@@ -70,6 +70,6 @@ class Task(BaseModel, ABC):
         """
         return {}
 
-    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+    def batch_metrics(self, batch_stats: Mapping[str, Array]) -> dict[str, Array]:
         """What a step reports of all that it saw and that is no mean over examples, such as how even a load is."""
         return {}

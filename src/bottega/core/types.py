@@ -36,7 +36,7 @@ class Loss(NamedTuple):
     terms: dict[str, tuple[Array, float]]
     metrics: Sums = {}  # noqa: RUF012  (a default of a NamedTuple, never changed)
     rows: dict[str, Array] = {}  # noqa: RUF012
-    """Of each example, first axis the example: what `Task.score` needs in an evaluation, and what `Task.learns_from_rows`
+    """Of each example, first axis the example: what `Task.score` needs in an evaluation, and what `Task.update_inputs`
     names while training."""
     stats: dict[str, Array] = {}  # noqa: RUF012
     """What `Task.update` learns from while training: sums over the examples, of any shape."""

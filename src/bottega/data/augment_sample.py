@@ -21,11 +21,11 @@ def augment(
     the sample, `seed`, `epoch` and `index`.
     """
     if isinstance(sample, str):
-        from bottega.data.text.augment import copies
+        from bottega.data.text.augment import make_augmented_copies
         from bottega.data.text.config import TextAugmentation
 
         text = _options(TextAugmentation, options)
-        return copies(
+        return make_augmented_copies(
             sample,
             factor=text.augmentation_factor,
             techniques=text.techniques,
@@ -35,20 +35,20 @@ def augment(
         )
     pixels = np.asarray(sample)
     if pixels.dtype == np.uint8 and pixels.ndim in (3, 4):
-        from bottega.data.image.augment import augment as augment_images
+        from bottega.data.image.augment import augment_images as augment_images
         from bottega.data.image.config import ImageAugmentation
 
         image = _options(ImageAugmentation, options)
         at, number = np.array([epoch]), np.array([index])
         return augment_images(pixels[None].copy(), image, seed=seed, epoch=at, index=number)[0]
     if pixels.dtype.kind == "f" and pixels.ndim == 1:
-        from bottega.data.audio.augment import augment as augment_sound
+        from bottega.data.audio.augment import augment_audio as augment_sound
         from bottega.data.audio.config import AudioAugmentation
 
         sound = _options(AudioAugmentation, options)
         if sound.frequency_mask and rate is None:
             raise UsageError("rate: missing; frequency_mask needs the samples a second of the sound")
-        return augment_sound(pixels.astype(np.float32), sound, rate=rate or 0, draw=(seed, epoch, index))
+        return augment_sound(pixels.astype(np.float32), sound, rate=rate or 0, random_key=(seed, epoch, index))
     raise UsageError(
         f"an array {pixels.dtype} {list(pixels.shape)} is not a sample that can be augmented: expected a text, an image "
         "uint8 [h, w, c], frames uint8 [f, h, w, c] or a sound float32 [samples]"

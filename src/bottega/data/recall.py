@@ -18,8 +18,8 @@ import numpy as np
 from bottega.core.noise import Noise
 from bottega.data.sources.source import Source
 
-ASK = 0
-IGNORED = -100
+QUERY_TOKEN = 0
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Tokens:
     def filler(self, number: np.ndarray) -> np.ndarray:
         return 1 + self.num_keys + self.num_values + number
 
-    def word(self, token: int) -> str:
+    def format_token(self, token: int) -> str:
         """For people: k3, v1, or a dot for a filler."""
-        if token == ASK:
+        if token == QUERY_TOKEN:
             return "?"
         for sign, first, count in (("k", 1, self.num_keys), ("v", 1 + self.num_keys, self.num_values)):
             if first <= token < first + count:
@@ -80,7 +80,7 @@ class Streams(Source):
         draw, size = Noise(self.seed, 0, self.first + np.asarray(index, np.int64)), len(index)
         segments = 1 + self.distance
         tokens = self.tokens.filler(_whole(draw, "filler", (segments, self.segment_length), self.tokens.num_fillers))
-        answers = np.full_like(tokens, IGNORED)
+        answers = np.full_like(tokens, IGNORE_INDEX)
         keys = _chosen(draw, "keys", self.tokens.num_keys, self.num_pairs)
         values = _whole(draw, "values", (self.num_pairs,), self.tokens.num_values)
         row = np.arange(size)[:, None]
@@ -90,7 +90,7 @@ class Streams(Source):
         for segment in range(1, segments):
             which = _whole(draw, f"asked {segment}", (self.num_questions,), self.num_pairs)
             at = _places(draw, f"questions {segment}", self.segment_length, self.num_questions)
-            tokens[row, segment, at] = ASK
+            tokens[row, segment, at] = QUERY_TOKEN
             tokens[row, segment, at + 1] = self.tokens.key(np.take_along_axis(keys, which, 1))
             answers[row, segment, at + 1] = np.take_along_axis(values, which, 1)
         found: dict[str, Any] = {"tokens": tokens, "answers": answers}
@@ -104,7 +104,7 @@ class Streams(Source):
 
     def describe(self, index: int, epoch: int) -> str:
         tokens = self.rows(np.array([index]), np.array([epoch]))["tokens"][0]
-        lines = (" ".join(map(self.tokens.word, segment.tolist())) for segment in tokens)
+        lines = (" ".join(map(self.tokens.format_token, segment.tolist())) for segment in tokens)
         return "\n".join((f"stream {self.first + index}", *lines))
 
 
@@ -141,7 +141,7 @@ class Facts(Source):
         number = np.asarray(epoch, np.int64) * self.count + index
         draw, row = Noise(self.seed, 1, number), np.arange(len(index))[:, None]
         tokens = self.tokens.filler(_whole(draw, "filler", (self.segment_length,), self.tokens.num_fillers))
-        answers = np.full_like(tokens, IGNORED)
+        answers = np.full_like(tokens, IGNORE_INDEX)
         keys, values = self._changing(number[:, None], np.arange(self.num_pairs))
         lasting = number[:, None] % self.num_lasting
         keys = np.concatenate((keys, self.num_changing + lasting), axis=1)
@@ -152,8 +152,8 @@ class Facts(Source):
         pieces = _places(draw, "places", self.segment_length, keys.shape[1] + self.num_questions)
         at, ask = pieces[:, : keys.shape[1]], pieces[:, keys.shape[1] :]
         tokens[row, at], tokens[row, at + 1] = self.tokens.key(keys), self.tokens.value(values)
-        tokens[row, ask], tokens[row, ask + 1] = ASK, self.tokens.key(asked)
-        answers[row, ask + 1] = np.where(then >= 0, told, IGNORED)
+        tokens[row, ask], tokens[row, ask + 1] = QUERY_TOKEN, self.tokens.key(asked)
+        answers[row, ask + 1] = np.where(then >= 0, told, IGNORE_INDEX)
         stated = np.stack((self.tokens.key(keys), self.tokens.value(values)), axis=-1)
         return {"tokens": tokens, "answers": answers, "stated": stated, "asked": self.tokens.key(asked)}
 
@@ -175,7 +175,7 @@ class Facts(Source):
 
     def describe(self, index: int, epoch: int) -> str:
         tokens = self.rows(np.array([index]), np.array([epoch]))["tokens"][0]
-        return f"segment {epoch * self.count + index}\n" + " ".join(map(self.tokens.word, tokens.tolist()))
+        return f"segment {epoch * self.count + index}\n" + " ".join(map(self.tokens.format_token, tokens.tolist()))
 
 
 @final
@@ -193,11 +193,11 @@ class Lasting(Source):
         facts = self.facts
         draw, row = Noise(facts.seed, 3, np.asarray(index, np.int64)), np.arange(len(index))[:, None]
         tokens = facts.tokens.filler(_whole(draw, "filler", (facts.segment_length,), facts.tokens.num_fillers))
-        answers = np.full_like(tokens, IGNORED)
+        answers = np.full_like(tokens, IGNORE_INDEX)
         key = (np.asarray(index)[:, None] * facts.num_questions + np.arange(facts.num_questions)) % facts.num_lasting
         ask = _places(draw, "places", facts.segment_length, facts.num_questions)
         asked = facts.tokens.key(facts.num_changing + key)
-        tokens[row, ask], tokens[row, ask + 1] = ASK, asked
+        tokens[row, ask], tokens[row, ask + 1] = QUERY_TOKEN, asked
         answers[row, ask + 1] = facts.lasting_value(key)
         return {"tokens": tokens, "answers": answers, "measured": np.ones(len(index), np.float32)}
 
@@ -207,7 +207,7 @@ class Lasting(Source):
 
     def describe(self, index: int, epoch: int) -> str:
         tokens = self.rows(np.array([index]), np.array([epoch]))["tokens"][0]
-        return f"question {index}\n" + " ".join(map(self.facts.tokens.word, tokens.tolist()))
+        return f"question {index}\n" + " ".join(map(self.facts.tokens.format_token, tokens.tolist()))
 
 
 def _whole(draw: Noise, name: str, shape: tuple[int, ...], below: int) -> np.ndarray:

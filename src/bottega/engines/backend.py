@@ -17,7 +17,7 @@ from bottega.core.task import Task
 BACKENDS = {"torch": "bottega.engines.torch.backend:TorchBackend"}
 
 
-class Footprint(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Bytes that are there at every step, whatever the batch."""
 
     parameters: int
@@ -77,11 +77,11 @@ class Backend(ABC):
         """Return a line for each choice that the optimizer makes by the shape of parameters."""
 
     @abstractmethod
-    def estimate(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> Footprint:
+    def estimate_memory(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
         """Return what training takes at least; of a base that `is_frozen`, and of models known by their files, the weights."""
 
     @abstractmethod
-    def check_fits(self, footprint: Footprint, device: str) -> None:
+    def check_memory(self, footprint: MemoryEstimate, device: str) -> None:
         """Refuse a model that has no room where it would be trained."""
 
     # Ranks

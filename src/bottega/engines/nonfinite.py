@@ -16,18 +16,18 @@ from bottega.core.errors import Diverged, OutOfMemory
 from bottega.core.saver import Saver
 from bottega.core.types import Batch
 
-MOST_SKIPS = 100
-MOST_ROLLBACKS = 3
+MAX_SKIPS = 100
+MAX_ROLLBACKS = 3
 
 
-class Ledger(Protocol):
+class ReplayableLoader(Protocol):
     """The loader, as far as evidence needs it."""
 
     def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]: ...
     def batch(self, step: int) -> Batch: ...
 
 
-class Recovery:
+class NonfiniteRecovery:
     """The loop's answer to a bad step. The engine has held every update back since, so the weights are still those the
     bad step met, and its batch is a function of its number: the accident can be watched again."""
 
@@ -35,7 +35,7 @@ class Recovery:
         self,
         *,
         engine: Engine,
-        loader: Ledger,
+        loader: ReplayableLoader,
         saver: Saver,
         policy: str,
         folder: Path,
@@ -49,17 +49,17 @@ class Recovery:
         """`first` is the number of the bad step, counted from 0. Returns the step to go on from."""
         if self.policy == "skip":
             self._skipped += progress.step - first
-            self.engine.forget_bad_steps()
+            self.engine.reset_bad_steps()
             self.warn(
                 f"{progress.step - first} updates skipped by step {progress.step}: the loss or a gradient was not finite"
             )
-            if self._skipped > MOST_SKIPS:
+            if self._skipped > MAX_SKIPS:
                 raise Diverged(
                     f"{self._skipped} updates were skipped; the training has diverged, lower {self._rates()}"
                 )
             return progress.step
         story = self._record(first)
-        if self.policy == "halt" or self._rollbacks >= MOST_ROLLBACKS:
+        if self.policy == "halt" or self._rollbacks >= MAX_ROLLBACKS:
             raise Diverged(f"{story}; the update was not applied, lower {self._rates()}, or look at the batch")
         return self._roll_back(progress, first, story)
 
@@ -74,8 +74,8 @@ class Recovery:
 
     def _roll_back(self, progress: Progress, first: int, story: str) -> int:
         self.saver.wait()
-        self.engine.agree(False)  # the other ranks look only when rank 0 has written
-        good = checkpoint.newest_good(self.saver.folder, self.warn)
+        self.engine.any_rank(False)  # the other ranks look only when rank 0 has written
+        good = checkpoint.find_newest_valid(self.saver.folder, self.warn)
         if good is None:
             raise Diverged(f"{story}; there is no checkpoint to roll back to")
         path, manifest = good
@@ -99,8 +99,8 @@ class Recovery:
         try:
             where.mkdir(parents=True, exist_ok=True)
             rank = f"-rank-{self.engine.rank}" if self.engine.world > 1 else ""
-            checkpoint.write_safetensors(where / f"batch{rank}.safetensors", flat(batch))
-            module = self.engine.first_bad_module(step, batch)
+            checkpoint.write_safetensors(where / f"batch{rank}.safetensors", flatten_batch(batch))
+            module = self.engine.find_nonfinite_module(step, batch)
             report = {"step": step + 1, "samples": index.tolist(), "epochs": epoch.tolist(), "first_bad_module": module}
             (where / f"report{rank}.json").write_text(json.dumps(report, indent=1) + "\n")
         except (OSError, OutOfMemory) as error:
@@ -110,8 +110,12 @@ class Recovery:
         return f"the loss or a gradient was not finite at step {step + 1} (samples {shown}){culprit}; kept in {where}"
 
 
-def flat(batch: Batch, prefix: str = "") -> dict[str, np.ndarray]:
+def flatten_batch(batch: Batch, prefix: str = "") -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for name, value in batch.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: np.asarray(value)}
+        found |= (
+            flatten_batch(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {prefix + name: np.asarray(value)}
+        )
     return found

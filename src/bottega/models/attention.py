@@ -22,7 +22,7 @@ Mask = Tensor | BlockMask | None
 
 
 @dataclass(frozen=True)
-class Window:
+class SequenceContext:
     """Where the tokens of one call stand: the rotation of each, what each may look at, and what was read before.
 
     `start` is the position of the first token: an integer for all rows, or a tensor [B] when rows have read unequally.
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.epsilon).to(x.dtype)
 
 
-def rotary(shape: TransformerShape, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def compute_rotary_tables(shape: TransformerShape, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """cos and sin of every position's angles, [context, h], the two halves of a head turning together."""
     exponents = torch.arange(0, shape.head_size, 2, device=device, dtype=torch.float32) / shape.head_size
     positions = torch.arange(shape.context, device=device, dtype=torch.float32)
@@ -63,7 +63,7 @@ def rotary(shape: TransformerShape, device: torch.device | None = None) -> tuple
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -90,7 +90,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, causal: bool, dropout
     )
 
 
-def document_mask(documents: Tensor, *, flex: bool) -> Mask:
+def build_document_mask(documents: Tensor, *, flex: bool) -> Mask:
     """Causal, and only within the same document."""
     length = documents.shape[1]
     if not flex:
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         self.head_size = shape.head_size
         self.dropout = shape.dropout
 
-    def forward(self, x: Tensor, window: Window, past: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, window: SequenceContext, past: tuple[Tensor, Tensor] | None) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_size)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -126,7 +126,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # The angles are float32, so the rotation is too; half precision would blur positions that are far apart.
-        q, k = rotate(q, window.cos, window.sin).to(v.dtype), rotate(k, window.cos, window.sin).to(v.dtype)
+        q, k = apply_rotary(q, window.cos, window.sin).to(v.dtype), apply_rotary(k, window.cos, window.sin).to(v.dtype)
         if past is not None:
             k, v = _remember(past, k, v, window)
         dropout = self.dropout if self.training else 0.0
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-def _remember(past: tuple[Tensor, Tensor], k: Tensor, v: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+def _remember(past: tuple[Tensor, Tensor], k: Tensor, v: Tensor, window: SequenceContext) -> tuple[Tensor, Tensor]:
     """Write the new keys and values behind the old; give back all that were read so far."""
     for store, new in zip(past, (k, v), strict=True):
         if isinstance(window.start, int):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bottega.core.errors import UsageError
-from bottega.core.model_spec import ModelSpec, resolve
+from bottega.core.model_spec import ModelSpec, resolve_reference
 from bottega.core.task import Task
 
 
@@ -34,7 +34,7 @@ def build_model(spec: ModelSpec, seed: int) -> Any:
         options["seed"] = seed
     if spec.load is None:
         options["folder"] = spec.pretrained
-    architecture = resolve(spec.architecture)
+    architecture = resolve_reference(spec.architecture)
     if spec.is_filled:
         with torch.device("meta"):
             model = architecture(config, **options)
@@ -45,9 +45,9 @@ def build_model(spec: ModelSpec, seed: int) -> Any:
             torch.manual_seed(seed)
             model = architecture(config, **options)
     if spec.initial is not None and (spec.pretrained is None or spec.starts_initial):
-        resolve(spec.initial.rule)(model, seed, **spec.initial.options)
+        resolve_reference(spec.initial.rule)(model, seed, **spec.initial.options)
     if spec.pretrained is not None and spec.load is not None:
-        resolve(spec.load)(model, spec.pretrained)
+        resolve_reference(spec.load)(model, spec.pretrained)
     return model
 
 
@@ -58,12 +58,12 @@ def _build_part(spec: ModelSpec, seed: int) -> Any:
     return model
 
 
-def build_outline(task: Task, seed: int) -> nn.Module | None:
+def build_meta_model(task: Task, seed: int) -> nn.Module | None:
     """The trained model with names and shapes, without memory and without a look at the folder its values come from; None
     where it can only be built from that."""
     spec = replace(task.specs()["model"], pretrained=None)
     try:
-        with torch.device("meta"), WithoutMemory():
+        with torch.device("meta"), MetaDeviceMode():
             model: nn.Module = _build_part(spec, seed)
             return model
     except UsageError:
@@ -72,10 +72,10 @@ def build_outline(task: Task, seed: int) -> nn.Module | None:
         return None
 
 
-def build_without_memory(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
+def build_meta_models(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
     """The models of a task with shapes and without memory; None where one can only be built from its files."""
     try:
-        with torch.device("meta"), WithoutMemory():
+        with torch.device("meta"), MetaDeviceMode():
             return build_models(task, seed)
     except UsageError:
         raise
@@ -83,17 +83,17 @@ def build_without_memory(task: Task, seed: int) -> Mapping[str, nn.Module] | Non
         return None
 
 
-class WithoutMemory(TorchFunctionMode):
+class MetaDeviceMode(TorchFunctionMode):
     """Everything that torch creates lies on the meta device, whatever device the caller names."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in FACTORIES:
+        if func in FACTORY_FUNCTIONS:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
 
 
-FACTORIES = frozenset(
+FACTORY_FUNCTIONS = frozenset(
     getattr(torch, name)
     for name in (
         "empty",

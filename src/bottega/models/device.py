@@ -24,7 +24,7 @@ def choose_device(name: str) -> torch.device:
     if kind == "mps" and not torch.backends.mps.is_available():
         raise EnvironmentProblem("device: mps was asked for, and it is not available; use device=cpu or device=auto")
     if kind == "cuda":
-        index = World.current().local_rank if ":" not in name else int(name.partition(":")[2])
+        index = World.from_environment().local_rank if ":" not in name else int(name.partition(":")[2])
         if index >= torch.cuda.device_count():
             raise EnvironmentProblem(
                 f"device: cuda:{index} was asked for, and there are {torch.cuda.device_count()} GPUs"

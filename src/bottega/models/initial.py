@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,7 @@ def initial_value(
         return np.zeros(shape, np.float32)
     if "norm" in owner.rpartition(".")[2]:
         return np.ones(shape, np.float32)
-    value = generator(seed, name).standard_normal(shape, dtype=np.float32)
+    value = numpy_generator(seed, name).standard_normal(shape, dtype=np.float32)
     if len(shape) == 3 and kind.endswith("_proj"):
         owner, std = name, 1 / math.sqrt(shape[-1])  # experts, stacked: [experts, outs, ins]
     value *= std / math.sqrt(2 * residual_layers) if owner.endswith(RESIDUAL_OUTPUTS) else std
@@ -48,10 +48,10 @@ def initialise(module: nn.Module, seed: int, *, std: float = 0.02, residual_laye
             return knowing[owner].initial_value(kind, name, seed)
         return initial_value(name, shape, seed, std=std, residual_layers=residual_layers)
 
-    fill(module, value)
+    fill_parameters(module, value)
 
 
-def fill(module: nn.Module, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
+def fill_parameters(module: nn.Module, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
     """Every parameter as a function of its name and shape; one without memory stays so."""
     import torch
 

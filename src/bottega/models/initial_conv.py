@@ -7,8 +7,8 @@ import math
 import numpy as np
 from torch import nn
 
-from bottega.core.noise import generator
-from bottega.models.initial import fill
+from bottega.core.noise import numpy_generator
+from bottega.models.initial import fill_parameters
 
 RESIDUAL_OUTPUTS = ("conv2", "to_out.0")
 
@@ -24,7 +24,7 @@ def initial_convolution(name: str, shape: tuple[int, ...], seed: int, *, residua
         return np.zeros(shape, np.float32)
     if "norm" in owner.rpartition(".")[2]:
         return np.ones(shape, np.float32)
-    value = generator(seed, name).standard_normal(shape, dtype=np.float32)
+    value = numpy_generator(seed, name).standard_normal(shape, dtype=np.float32)
     std = 1.0 / math.sqrt(math.prod(shape[1:]))
     value *= std / math.sqrt(residual_layers) if owner.endswith(RESIDUAL_OUTPUTS) else std
     return value
@@ -32,4 +32,4 @@ def initial_convolution(name: str, shape: tuple[int, ...], seed: int, *, residua
 
 def initialise_convolutional(module: nn.Module, seed: int, *, residual_layers: int) -> None:
     """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
-    fill(module, lambda name, shape: initial_convolution(name, shape, seed, residual_layers=residual_layers))
+    fill_parameters(module, lambda name, shape: initial_convolution(name, shape, seed, residual_layers=residual_layers))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bottega.config.groups import layers_of
+from bottega.config.parameter_groups import assign_layers
 from bottega.core.errors import UsageError
 
 TRUNK = "model."
@@ -93,7 +93,7 @@ def shared_layers(models: Mapping[str, nn.Module]) -> Plan:
     (as `layers_of` counts), where the tasks part. A model that shares nothing is an error."""
     groups: dict[tuple[str, Any], dict[str, str]] = {}
     for part, model in models.items():
-        layers = layers_of([name for name, _ in model.named_parameters()])
+        layers = assign_layers([name for name, _ in model.named_parameters()])
         last = max(layers.values())
         for path, layer in model.named_modules():
             own = dict(layer.named_parameters(recurse=False))

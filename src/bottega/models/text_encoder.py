@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.dit.torch import Attention, normed
-from bottega.models.folders.encoder import read_encoder
+from bottega.models.dit.torch import Attention, layer_norm
 from bottega.models.folders.resolve import require_config
-from bottega.models.folders.untrusted import blaming, transformers_config
+from bottega.models.folders.transformers_loader import load_encoder
+from bottega.models.folders.untrusted import attribute_errors_to, load_transformers_config
 from bottega.models.generator.config import ConditionShape
 
 HEAD_SIZE = 32
-CLIP = ("clip", "clip_text_model")
+CLIP_TYPES = ("clip", "clip_text_model")
 
 
 class TextBlock(nn.Module):
@@ -33,8 +33,8 @@ class TextBlock(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, looks: Tensor | None) -> Tensor:
-        x = x + self.attn(normed(x), mask=looks)
-        return x + self.down(F.gelu(self.up(normed(x)), approximate="tanh"))
+        x = x + self.attn(layer_norm(x), mask=looks)
+        return x + self.down(F.gelu(self.up(layer_norm(x)), approximate="tanh"))
 
 
 class TextEncoder(nn.Module):
@@ -53,11 +53,11 @@ class TextEncoder(nn.Module):
         looks = mask[:, None, None, :] if mask is not None else None
         for block in self.blocks:
             x = block(x, looks)
-        x = normed(x)
+        x = layer_norm(x)
         return x if mask is None else x * mask[..., None]
 
 
-class TextFacts(NamedTuple):
+class TextEncoderMetadata(NamedTuple):
     """What must be known of a pretrained text encoder before it is loaded."""
 
     width: int
@@ -67,14 +67,16 @@ class TextFacts(NamedTuple):
     is_clip: bool
 
 
-def read_text_facts(folder: Path) -> TextFacts:
+def read_text_encoder_metadata(folder: Path) -> TextEncoderMetadata:
     config = _config(folder)
     text = getattr(config, "text_config", config)
     width, vocab_size = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
     if not isinstance(width, int) or not isinstance(vocab_size, int):
         raise UsageError(f"model.text.from: {folder} holds a {config.model_type}, which is no text encoder")
     positions = getattr(text, "max_position_embeddings", None)
-    return TextFacts(width, vocab_size, positions if isinstance(positions, int) else None, config.model_type in CLIP)
+    return TextEncoderMetadata(
+        width, vocab_size, positions if isinstance(positions, int) else None, config.model_type in CLIP_TYPES
+    )
 
 
 def load_text_encoder(folder: Path) -> Any:
@@ -87,12 +89,12 @@ def load_text_encoder(folder: Path) -> Any:
     import transformers
 
     kind: Any = transformers.AutoModel
-    if config.model_type in CLIP:
+    if config.model_type in CLIP_TYPES:
         kind = transformers.CLIPTextModel  # the half of a CLIP that reads
     elif type(config) in transformers.AutoModelForTextEncoding._model_mapping:
         kind = transformers.AutoModelForTextEncoding
-    with blaming(folder, key="model.text.from"):
-        model, seen = read_encoder(kind, folder)
+    with attribute_errors_to(folder, key="model.text.from"):
+        model, seen = load_encoder(kind, folder)
     if seen["missing_keys"]:
         raise CheckpointError(f"{folder}: lacks {sorted(seen['missing_keys'])[0]}; it is no complete text encoder")
     return model.eval().requires_grad_(False)
@@ -100,4 +102,4 @@ def load_text_encoder(folder: Path) -> Any:
 
 def _config(folder: Path) -> Any:
     require_config(folder, key="model.text.from", what="text encoder")
-    return transformers_config(folder, key="model.text.from", what="text encoder")
+    return load_transformers_config(folder, key="model.text.from", what="text encoder")

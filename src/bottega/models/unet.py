@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.models.folders.untrusted import blaming
+from bottega.models.folders.untrusted import attribute_errors_to
 from bottega.models.generator.config import UNetShape
 from bottega.models.initial_conv import initial_convolution
-from bottega.models.pipeline.component import class_of, read_config
+from bottega.models.pipeline.component import read_class_name, read_config
 
 PLAIN, WITH_TEXT = "UNet2DModel", "UNet2DConditionModel"
 ATTENTION_SIDE = 32
 """At most so long a side is attended over: 32 x 32 places look at a million pairs, 64 x 64 at sixteen."""
-WIDEST = 4
+MAX_WIDTH_FACTOR = 4
 """A stage has twice the channels of the one before, up to so many times the first."""
-MOST_GROUPS = 32
+MAX_GROUPS = 32
 UNSUPPORTED = ("addition_embed_type", "encoder_hid_dim_type", "num_class_embeds", "time_cond_proj_dim")
 """What asks for more inputs than time, one vector and text."""
 
@@ -40,11 +40,11 @@ class UNet(nn.Module):
     def __init__(self, shape: UNetShape) -> None:
         super().__init__()
         self.shape = shape
-        self.reads_text = shape.context_size is not None
+        self.has_text = shape.context_size is not None
         if shape.config is None:
             self.unet: Any = _build(unet_config(shape))
         else:
-            with blaming("model.from"):
+            with attribute_errors_to("model.from"):
                 self.unet = _build(unet_config(shape))
         self.compiled: Callable[..., Any] | None = None
 
@@ -59,7 +59,7 @@ class UNet(nn.Module):
     ) -> Tensor:
         """x [B, h, w, C], time [B] from 0 to 1,000, vector [B, D], context [B, L, W] with mask [B, L] of what is text."""
         asked: dict[str, Any] = {"class_labels": vector} if vector is not None else {}
-        if self.reads_text:
+        if self.has_text:
             asked |= {"encoder_hidden_states": context, "encoder_attention_mask": mask}
         run = self.compiled if self.compiled is not None and self.training else self.unet
         # Contiguous, because a channels-last view gives 1 x 1 kernels gradients in a layout that replicas cannot share.
@@ -83,7 +83,7 @@ class UNet(nn.Module):
         self.compiled = torch.compile(self.unet.forward, dynamic=False)
 
 
-def choose_unet(start: Path | None, *, grid: tuple[int, ...], **sizes: Any) -> UNetShape:
+def resolve_unet_shape(start: Path | None, *, grid: tuple[int, ...], **sizes: Any) -> UNetShape:
     """Of the recipe's sizes, or of the folder it starts from; refused where that does not fit the samples."""
     if len(grid) != 2:
         raise UsageError("model.backbone: unet is for pictures and mel spectrograms; for other samples say dit")
@@ -108,20 +108,20 @@ def unet_config(shape: UNetShape) -> dict[str, Any]:
     return config
 
 
-def vector_size(shape: UNetShape) -> int:
+def condition_vector_size(shape: UNetShape) -> int:
     """Width of the vector that is added to the embedded time."""
     config = unet_config(shape)
     return int(config.get("time_embedding_dim") or 4 * config["block_out_channels"][0])
 
 
-def unet_folder(folder: Path) -> Path | None:
+def find_unet_folder(folder: Path) -> Path | None:
     """Where in a folder a diffusers UNet lies: itself, or as a part of a pipeline."""
-    return next((place for place in (folder, folder / "unet") if class_of(place) in (PLAIN, WITH_TEXT)), None)
+    return next((place for place in (folder, folder / "unet") if read_class_name(place) in (PLAIN, WITH_TEXT)), None)
 
 
 def read_unet_config(folder: Path) -> str:
     """The JSON of a folder's own configuration, for `UNetShape.config`."""
-    found = unet_folder(folder)
+    found = find_unet_folder(folder)
     if found is None:
         raise UsageError(
             f"model.from: {folder} holds no diffusers UNet; expected config.json of a {PLAIN} or {WITH_TEXT}"
@@ -138,7 +138,7 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def _own_config(shape: UNetShape) -> dict[str, Any]:
-    widths = [shape.hidden_size * min(2**i, WIDEST) for i in range(shape.stages)]
+    widths = [shape.hidden_size * min(2**i, MAX_WIDTH_FACTOR) for i in range(shape.stages)]
     attends = [
         i > 0 and (max(shape.grid) / 2**i <= ATTENTION_SIDE or i == shape.stages - 1) for i in range(shape.stages)
     ]
@@ -160,7 +160,7 @@ def _own_config(shape: UNetShape) -> dict[str, Any]:
         "down_block_types": down,
         "up_block_types": up,
         "layers_per_block": shape.num_layers,
-        "norm_num_groups": max(n for n in range(1, MOST_GROUPS + 1) if shape.hidden_size % n == 0),
+        "norm_num_groups": max(n for n in range(1, MAX_GROUPS + 1) if shape.hidden_size % n == 0),
         **_sample(shape),
     }
     if text:

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
-from bottega.models.folders.resolve import component_folder
-from bottega.models.pipeline.component import CONFIG, on_host, read_config
+from bottega.models.folders.resolve import find_component_folder
+from bottega.models.pipeline.component import CONFIG, read_config, to_cpu
 
 CLASS = "SpeechT5HifiGan"
 PART = "vocoder"
@@ -48,7 +48,7 @@ class Vocoder:
         heard: Tensor = self.network.to(log_mel.device)(log_mel / math.log(10) if self.is_decimal else log_mel)
         return heard
 
-    def check(self, *, sample_rate: int, num_mels: int, hop_size: int) -> None:
+    def check_spectrogram(self, *, sample_rate: int, num_mels: int, hop_size: int) -> None:
         """A UsageError where spectrograms of this form are not the ones it reads."""
         asked = {"sample_rate": sample_rate, "num_mels": num_mels, "hop_size": hop_size}
         wrong = [
@@ -63,7 +63,7 @@ class Vocoder:
     def save(self, folder: Path) -> None:
         """As it was loaded; not by `save_pretrained`, which shows a bar."""
         self.network.config.save_pretrained(folder)
-        save_file(on_host(self.network.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(to_cpu(self.network.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def load_vocoder(folder: Path | str) -> Vocoder:
@@ -72,7 +72,7 @@ def load_vocoder(folder: Path | str) -> Vocoder:
     A weight that is not there is an error, because transformers would draw it at random.
     """
     folder = Path(folder).expanduser()
-    named, folder = folder, component_folder(folder, PART)
+    named, folder = folder, find_component_folder(folder, PART)
     if not (folder / CONFIG).is_file():
         raise UsageError(f"model.vocoder: there is no {CONFIG} in {named} or its {PART}/; give the folder of a {CLASS}")
     found = (read_config(folder).get("architectures") or ["something else"])[0]

@@ -12,34 +12,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bottega.config.conflicts import find_injection, list_missing_teachers
 from bottega.config.data import Source
 from bottega.config.flags import FlagError, Override
-from bottega.config.load import RecipeError, Resolved, global_batch
+from bottega.config.load import RecipeError, ResolvedRecipe, get_global_batch_size
 from bottega.config.recipe import Recipe
 from bottega.config.section import Section
-from bottega.config.together import absent, injection
-from bottega.config.unused import list_unused_options
+from bottega.config.unused_options import list_unused_options
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.core.saver import explain, preflight
+from bottega.core.saver import check_disk_space, explain_os_error
 from bottega.core.task import Task
 from bottega.data.formats.files import check_exists
 from bottega.engines.backend import open_backend
 from bottega.run import resume
-from bottega.run.compose import check_metrics, list_shortened, plain_loader, total_steps
-from bottega.tasks import needs
+from bottega.run.compose import build_plain_loader, check_metrics, count_total_steps, describe_shortened_warmup
+from bottega.tasks import dependencies
+from bottega.tasks.base_model import resolve_base_folder
 from bottega.tasks.generation.config import Generator
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
-from bottega.tasks.registry import spec_of
-from bottega.tasks.start import start_folder
-from bottega.techniques.lesson import Lesson
+from bottega.tasks.registry import find_spec
+from bottega.techniques.training_plan import TrainingPlan
 from bottega.world import World
 
 """Tasks that know training.label_smoothing."""
 
 
-def raise_together(problems: Sequence[BottegaError]) -> None:
+def raise_all(problems: Sequence[BottegaError]) -> None:
     """Raise all problems as one error, a line each; its exit code is that of the first, and usage errors come first."""
     if not problems:
         return
@@ -51,11 +51,11 @@ def raise_together(problems: Sequence[BottegaError]) -> None:
 
 def find_problems(recipe: Recipe) -> list[BottegaError]:
     """Return what is wrong as far as that is known without reading the data: options, processes, device, files, parts."""
-    world = World.current()
-    parts = _collect(lambda: needs.check(recipe)) or _part_problems(recipe)
+    world = World.from_environment()
+    parts = _collect(lambda: dependencies.check_dependencies(recipe)) or _part_problems(recipe)
     return [
-        *find_unbuilt(recipe),
-        *_collect(lambda: global_batch(recipe, world.data_size)),
+        *find_unimplemented(recipe),
+        *_collect(lambda: get_global_batch_size(recipe, world.data_size)),
         *_machine_problems(recipe, world.size),
         *_shape_problems(recipe),
         *_file_problems(recipe),
@@ -75,31 +75,31 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], list[Override]]:
                 others = _recipe_problems(resolved.recipe)
         except RecipeError as wrong:
             others = [wrong, *(_recipe_problems(wrong.recipe) if wrong.recipe is not None else [])]
-        raise_together([error, *others])
+        raise_all([error, *others])
         raise
 
 
-def load_checked(sources: Sequence[Any], overrides: Sequence[tuple[str, str, str]] = ()) -> Resolved:
+def load_checked(sources: Sequence[Any], overrides: Sequence[tuple[str, str, str]] = ()) -> ResolvedRecipe:
     """Load a recipe; where its schema finds problems, raise them with those of the rest of it on this machine."""
     try:
         return load_recipe(sources, overrides)
     except RecipeError as error:
-        raise_together([error, *(_recipe_problems(error.recipe) if error.recipe is not None else [])])
+        raise_all([error, *(_recipe_problems(error.recipe) if error.recipe is not None else [])])
         raise
 
 
 def _recipe_problems(recipe: Recipe) -> list[BottegaError]:
     """Return those problems that also show in a recipe from which what is wrong was left out."""
-    world = World.current().size
-    return [*find_unbuilt(recipe), *_machine_problems(recipe, world), *_file_problems(recipe)]
+    world = World.from_environment().size
+    return [*find_unimplemented(recipe), *_machine_problems(recipe, world), *_file_problems(recipe)]
 
 
-def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
+def find_unimplemented(recipe: Recipe) -> list[BottegaError]:
     """Return the options that have a place in the schema and no code behind them."""
     is_distributed = recipe.distributed.enabled is not False
     requested = {
         "distributed.strategy: fsdp": is_distributed and recipe.distributed.strategy == "fsdp",
-        "training.label_smoothing": recipe.training.label_smoothing > 0 and not spec_of(recipe).smooths_labels,
+        "training.label_smoothing": recipe.training.label_smoothing > 0 and not find_spec(recipe).smooths_labels,
     }
     return [
         UsageError(f"{key} is understood but not built yet; leave it out")
@@ -108,44 +108,44 @@ def find_unbuilt(recipe: Recipe) -> list[BottegaError]:
     ]
 
 
-def find_data_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
+def find_data_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError]:
     """Return what is wrong now that the data is prepared: too few samples, a metric that nobody measures."""
-    shares = World.current().data_size
+    shares = World.from_environment().data_size
 
     def check_length() -> None:
-        total_steps(recipe, plain_loader(recipe, lesson.training, data_size=shares, order=lesson.order))
+        count_total_steps(recipe, build_plain_loader(recipe, plan.training, data_size=shares, order=plan.order))
 
     return _collect(
-        check_length, lambda: check_metrics(recipe, lesson.metrics, has_validation=lesson.validation is not None)
+        check_length, lambda: check_metrics(recipe, plan.metrics, has_validation=plan.validation is not None)
     )
 
 
-def find_model_problems(recipe: Recipe, lesson: Lesson) -> list[BottegaError]:
+def find_model_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError]:
     """Return what the model cannot do, known from its shape: nothing is allocated or computed."""
-    return open_backend(recipe.engine).find_model_problems(lesson.task, recipe.training, seed=recipe.seed)
+    return open_backend(recipe.engine).find_model_problems(plan.task, recipe.training, seed=recipe.seed)
 
 
-def list_adjusted(recipe: Recipe, lesson: Lesson) -> list[str]:
+def list_adjusted(recipe: Recipe, plan: TrainingPlan) -> list[str]:
     """Return one line for each value that the data or the model makes another one."""
-    shares = World.current().data_size
-    loader = plain_loader(recipe, lesson.training, data_size=shares, order=lesson.order)
-    lines = list_shortened(recipe, total_steps(recipe, loader), round(loader.steps_per_epoch))
+    shares = World.from_environment().data_size
+    loader = build_plain_loader(recipe, plan.training, data_size=shares, order=plan.order)
+    lines = describe_shortened_warmup(recipe, count_total_steps(recipe, loader), round(loader.steps_per_epoch))
     backend = open_backend(recipe.engine)
-    return [*lines, *backend.describe_optimizer(lesson.task, recipe.training, seed=recipe.seed)]
+    return [*lines, *backend.describe_optimizer(plan.task, recipe.training, seed=recipe.seed)]
 
 
 def find_size_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
     """Return whether the model has no room where it would be trained; known from its shape, before it is built."""
 
     def check() -> None:
-        backend, is_frozen = open_backend(recipe.engine), injection(recipe) is not None
-        footprint = backend.estimate(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
-        backend.check_fits(footprint, recipe.device)
+        backend, is_frozen = open_backend(recipe.engine), find_injection(recipe) is not None
+        footprint = backend.estimate_memory(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
+        backend.check_memory(footprint, recipe.device)
 
     return _collect(check)
 
 
-def find_changes(recipe: Recipe) -> list[BottegaError]:
+def find_directory_problems(recipe: Recipe) -> list[BottegaError]:
     """Return what is wrong with the folder of the run: not writable, not a run, in use, or trained with another recipe."""
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     if not run.path.is_dir():
@@ -161,7 +161,7 @@ def _check_writable(run: RunDirectory) -> None:
     if not there.is_dir():
         code = errno.EEXIST if there == Path(os.path.abspath(run.path)) else errno.ENOTDIR
     if code:
-        raise explain(OSError(code, os.strerror(code)), run.path)
+        raise explain_os_error(OSError(code, os.strerror(code)), run.path)
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -172,11 +172,11 @@ def _nearest_existing(path: Path) -> Path:
 def find_disk_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
     """Return whether the checkpoints of a model have no room where they would be written; known from its shape."""
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
-    backend, is_frozen = open_backend(recipe.engine), injection(recipe) is not None
-    footprint = backend.estimate(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
+    backend, is_frozen = open_backend(recipe.engine), find_injection(recipe) is not None
+    footprint = backend.estimate_memory(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
     saved = footprint.gradients + footprint.optimizer + footprint.average  # of what learns, and no frozen model
     folder = run.checkpoints if run.checkpoints.is_dir() else _nearest_existing(run.path)
-    return _collect(lambda: preflight(folder, size=saved, keep=recipe.checkpoint.keep))
+    return _collect(lambda: check_disk_space(folder, size=saved, keep=recipe.checkpoint.keep))
 
 
 def list_unused(recipe: Recipe) -> list[str]:
@@ -199,7 +199,7 @@ def _other_names(recipe: Recipe) -> list[str]:
 
 def _idle_gpus(recipe: Recipe) -> list[str]:
     """Say how to use the other GPUs of this machine where one process was started for all of them."""
-    is_alone = World.current().size == 1 and recipe.distributed.enabled is not False
+    is_alone = World.from_environment().size == 1 and recipe.distributed.enabled is not False
     if not is_alone or _device_type(recipe) != "cuda" or (count := open_backend(recipe.engine).count_gpus()) < 2:
         return []
     return [f"{count} GPUs, 1 used: start with torchrun --nproc_per_node {count} -m bottega train … to use all"]
@@ -277,17 +277,17 @@ def _file_problems(recipe: Recipe) -> list[BottegaError]:
         checks.append(_refusing(DataError(f"data.tokenizer.path: {path} does not exist; give a file or a folder")))
     base = getattr(recipe.model, "from_", None)
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
-    if base is not None and not base.startswith(needs.PREFIX) and not resume.has_begun(run):
+    if base is not None and not base.startswith(dependencies.PREFIX) and not resume.has_begun(run):
         checks.append(lambda: _check_local_base(base))
-    return _collect(*checks, *(_refusing(UsageError(text)) for text in absent(recipe)))
+    return _collect(*checks, *(_refusing(UsageError(text)) for text in list_missing_teachers(recipe)))
 
 
 def _check_local_base(name: str) -> None:
     """Refuse a folder that is not there; a name of the hub is looked up when it is needed."""
-    from bottega.models.folders.resolve import is_path
+    from bottega.models.folders.resolve import is_local_path
 
-    if is_path(name) or Path(name).expanduser().is_dir():
-        start_folder(name, is_local=True)
+    if is_local_path(name) or Path(name).expanduser().is_dir():
+        resolve_base_folder(name, is_local=True)
 
 
 def _refusing(error: BottegaError) -> Callable[[], None]:
@@ -315,10 +315,10 @@ def _sources(block: Any) -> Iterator[Source]:
 def _part_problems(recipe: Recipe) -> list[BottegaError]:
     """Return what keeps the runs that this one is built on from being there, or from being trained first."""
     problems: list[BottegaError] = []
-    for name in needs.referenced(recipe):
+    for name in dependencies.referenced_dependencies(recipe):
         need = recipe.needs.get(name)
         if need is not None and need.run is not None:
-            run = RunDirectory(needs.part_run(recipe, name))
+            run = RunDirectory(dependencies.dependency_run(recipe, name))
             problems += _collect(run.must_exist)
         elif need is not None:
             problems += _of_part(recipe, name)
@@ -326,8 +326,8 @@ def _part_problems(recipe: Recipe) -> list[BottegaError]:
 
 
 def _of_part(recipe: Recipe, name: str) -> list[BottegaError]:
-    part = needs.part_recipe(recipe, name)
-    problems = [*find_unbuilt(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
+    part = dependencies.dependency_recipe(recipe, name)
+    problems = [*find_unimplemented(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
     own = {str(problem) for problem in [*_machine_problems(recipe, 1), *_file_problems(recipe)]}
     named = [type(one)(f"needs.{name}: {one}") for one in problems if str(one) not in own]
     return [*named, *_part_problems(part)]

@@ -8,38 +8,38 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bottega.callbacks.bars import bars
 from bottega.callbacks.console import Console
-from bottega.callbacks.early_stop import EarlyStop, Plateau
+from bottega.callbacks.early_stopping import EarlyStopping, ReduceOnPlateau
 from bottega.callbacks.jsonl import JsonLines
+from bottega.callbacks.progress_bars import progress_bars
 from bottega.callbacks.resources import Resources
 from bottega.callbacks.tensorboard import TensorBoard
 from bottega.callbacks.wandb import WandB
-from bottega.config.load import global_batch
+from bottega.config.load import get_global_batch_size
 from bottega.config.recipe import Recipe
-from bottega.config.units import Cadence
+from bottega.config.units import Interval
 from bottega.core.callback import Callback
 from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
-from bottega.core.loop import Every
 from bottega.core.rundir import RunDirectory
 from bottega.core.schedule import Schedule
 from bottega.core.task import Task
-from bottega.data.loading.loader import Loader, evaluate_batches
-from bottega.data.order import difficulty
-from bottega.data.order.in_turn import InTurn
-from bottega.data.order.orders import Order, Staged
+from bottega.core.trainer import Cadences
+from bottega.data.loading.loader import Loader, iter_eval_batches
+from bottega.data.order import curriculum as difficulty
+from bottega.data.order.orders import CurriculumOrder, Order
+from bottega.data.order.sequential import Sequential
 from bottega.data.sources.source import Source
 from bottega.engines.backend import open_backend
-from bottega.nearness import near_names
+from bottega.similar_names import find_similar_names
 from bottega.tasks import registry
-from bottega.tasks.branch import Branch
+from bottega.tasks.workload import Workload
 
 
-def prepare(recipe: Recipe, console: Console, *, codec: Path | None = None) -> Branch:
+def prepare_workload(recipe: Recipe, console: Console, *, processor: Path | None = None) -> Workload:
     """The branch with its data ready, showing a bar while that takes long. `codec` is of a run that goes on."""
-    with bars(console.rich) as say:
-        return registry.prepare(recipe, say=say, codec=codec)
+    with progress_bars(console.rich) as say:
+        return registry.open_workload(recipe, progress=say, processor=processor)
 
 
 def build_engine(recipe: Recipe, task: Task) -> Engine:
@@ -52,12 +52,12 @@ def build_engine(recipe: Recipe, task: Task) -> Engine:
         seed=recipe.seed,
         device=recipe.device,
         deterministic=recipe.deterministic,
-        micro_batch_size=micro_batch(recipe),
+        micro_batch_size=resolve_micro_batch_size(recipe),
         pin_memory=recipe.data.pin_memory,
     )
 
 
-def micro_batch(recipe: Recipe) -> int | None:
+def resolve_micro_batch_size(recipe: Recipe) -> int | None:
     """Examples in one forward of one process; None is all of them."""
     training = recipe.training
     if isinstance(training.micro_batch_size, int):
@@ -69,44 +69,46 @@ def build_loader(recipe: Recipe, source: Source, engine: Engine, order: Order | 
     """What this process sees. `order` is how the branch combines several sources; None is the plain shuffle."""
     # On a GPU the host is idle while the device works, so a batch is made ahead; on a CPU that would only compete.
     ahead = (2 if engine.device_type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
-    loader = plain_loader(recipe, source, data_size=engine.data_size, order=order)
+    loader = build_plain_loader(recipe, source, data_size=engine.data_size, order=order)
     return replace(
         loader, data_rank=engine.data_rank, data_size=engine.data_size, workers=recipe.data.workers, prefetch=ahead
     )
 
 
-def plain_loader(recipe: Recipe, source: Source, *, data_size: int, order: Order | None = None) -> Loader:
+def build_plain_loader(recipe: Recipe, source: Source, *, data_size: int, order: Order | None = None) -> Loader:
     """The same order in this thread, as one process that sees the whole batch of `data_size` ones."""
-    loader = Loader(source, global_batch(recipe, data_size), seed=recipe.seed, order=order)
-    if isinstance(order, InTurn):
+    loader = Loader(source, get_global_batch_size(recipe, data_size), seed=recipe.seed, order=order)
+    if isinstance(order, Sequential):
         epochs = recipe.training.num_epochs if recipe.training.max_steps is None else None
-        return replace(loader, order=order.planned(total_steps(recipe, loader), loader.batch_size, epochs=epochs))
+        return replace(
+            loader, order=order.plan_turns(count_total_steps(recipe, loader), loader.batch_size, epochs=epochs)
+        )
     curriculum = recipe.data.curriculum
     if curriculum is None:
         return loader
     if order is not None:
         raise UsageError("data.curriculum orders the samples by itself; leave out data.mixture and data.replay")
-    stages = difficulty.stages(
+    stages = difficulty.plan_stages(
         curriculum,
         size=len(source),
-        total_steps=total_steps(recipe, loader),
+        total_steps=count_total_steps(recipe, loader),
         steps_per_epoch=max(1, round(loader.steps_per_epoch)),
         batch_size=loader.batch_size,
-        times=loader.batch_size // recipe.training.batch_size,
+        batch_multiplier=loader.batch_size // recipe.training.batch_size,
     )
-    ranking = difficulty.ranking(source, curriculum.by)
-    return replace(loader, order=Staged(ranking, stages, seed=recipe.seed))
+    ranking = difficulty.rank_samples(source, curriculum.by)
+    return replace(loader, order=CurriculumOrder(ranking, stages, seed=recipe.seed))
 
 
-def total_steps(recipe: Recipe, loader: Loader) -> int:
+def count_total_steps(recipe: Recipe, loader: Loader) -> int:
     training = recipe.training
     if recipe.data.online is not None:
         return _stream_steps(recipe, loader)
     if training.max_steps is not None:
         return training.max_steps
     assert training.num_epochs is not None, "the schema asks for one of them"
-    if isinstance(loader.order, InTurn) and loader.order.lengths is not None:
-        return loader.order.steps(loader.batch_size)  # each turn of whole batches
+    if isinstance(loader.order, Sequential) and loader.order.lengths is not None:
+        return loader.order.num_steps(loader.batch_size)  # each turn of whole batches
     return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
 
 
@@ -121,26 +123,26 @@ def _stream_steps(recipe: Recipe, loader: Loader) -> int:
     return asked or whole
 
 
-def plan_rates(recipe: Recipe, engine: Engine, *, total: int, steps_per_epoch: int) -> None:
+def set_learning_rate_schedule(recipe: Recipe, engine: Engine, *, total: int, steps_per_epoch: int) -> None:
     """The shape of the schedule times the peak, which stages of a curriculum may have of their own."""
-    peaks: list[float] = [peak_rate(recipe)]
+    peaks: list[float] = [peak_learning_rate(recipe)]
     firsts: tuple[int, ...] = (0,)
     curriculum = recipe.data.curriculum
     if curriculum is not None and any(stage.learning_rate for stage in curriculum.stages):
         peaks = [stage.learning_rate or peaks[0] for stage in curriculum.stages]
-        firsts = difficulty.beginnings(curriculum, total, max(1, steps_per_epoch))
+        firsts = difficulty.stage_first_steps(curriculum, total, max(1, steps_per_epoch))
     shapes = [_shape(recipe, peak, total=total, steps_per_epoch=steps_per_epoch) for peak in peaks]
 
     def rate(step: int) -> float:
         stage = bisect_right(firsts, step) - 1
         return peaks[stage] * shapes[stage](step)
 
-    engine.plan(rate, total=total, steps_per_epoch=steps_per_epoch)
+    engine.set_schedule(rate, total=total, steps_per_epoch=steps_per_epoch)
 
 
-def list_shortened(recipe: Recipe, total: int, steps_per_epoch: int) -> list[str]:
+def describe_shortened_warmup(recipe: Recipe, total: int, steps_per_epoch: int) -> list[str]:
     """Return a line where the warm-up is longer than the run."""
-    warmup = recipe.training.scheduler.warmup_steps.steps(total, max(1, steps_per_epoch))
+    warmup = recipe.training.scheduler.warmup_steps.to_steps(total, max(1, steps_per_epoch))
     if warmup <= total or recipe.training.scheduler.name == "one_cycle":
         return []
     return [
@@ -149,7 +151,7 @@ def list_shortened(recipe: Recipe, total: int, steps_per_epoch: int) -> list[str
     ]
 
 
-def peak_rate(recipe: Recipe) -> float:
+def peak_learning_rate(recipe: Recipe) -> float:
     rate = recipe.training.learning_rate
     assert rate != "auto", "a range test settles it before anything is planned"
     return rate
@@ -157,7 +159,7 @@ def peak_rate(recipe: Recipe) -> float:
 
 def _shape(recipe: Recipe, peak: float, *, total: int, steps_per_epoch: int) -> Schedule:
     s = recipe.training.scheduler
-    warmup = s.warmup_steps.steps(total, steps_per_epoch)
+    warmup = s.warmup_steps.to_steps(total, steps_per_epoch)
     return Schedule(
         s.name,
         total=total,
@@ -177,16 +179,18 @@ def _floor(recipe: Recipe, peak: float) -> float:
     return min(1.0, share)
 
 
-def cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool) -> Every:
-    def steps(cadence: Cadence | None) -> int:
-        return total if cadence is None else cadence.steps(total, max(1, round(loader.steps_per_epoch)))
+def resolve_cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool) -> Cadences:
+    def steps(cadence: Interval | None) -> int:
+        return total if cadence is None else cadence.to_steps(total, max(1, round(loader.steps_per_epoch)))
 
     saving = recipe.checkpoint.every
     by_clock = saving.seconds if saving is not None else None
-    return Every(
+    return Cadences(
         log=steps(recipe.logging.every),
         evaluate=steps(recipe.evaluation.every) if has_validation else 0,
-        turns=frozenset(loader.order.turns(loader.batch_size)[1:]) if isinstance(loader.order, InTurn) else frozenset(),
+        evaluate_at=frozenset(loader.order.first_steps(loader.batch_size)[1:])
+        if isinstance(loader.order, Sequential)
+        else frozenset(),
         save=0 if by_clock is not None else steps(saving),
         save_seconds=by_clock,
         sample=steps(recipe.samples.every) if recipe.samples.every is not None else 0,
@@ -206,23 +210,23 @@ def check_metrics(recipe: Recipe, measured: tuple[str, ...], *, has_validation: 
         watched["training.early_stopping.metric"] = stopping.metric
     for key, metric in watched.items():
         if metric not in measured:
-            near = near_names(metric, measured)
+            near = find_similar_names(metric, measured)
             hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(measured)}"
             raise UsageError(f"{key}: {metric} is not measured; {hint}")
 
 
-def validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
+def make_validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
     """A function that starts one pass over the validation data."""
     # What fits in training fits here: no more at once than a forward of training sees.
-    micro = micro_batch(recipe)
+    micro = resolve_micro_batch_size(recipe)
     size = recipe.evaluation.batch_size or min(
         loader.batch_size, micro * loader.data_size if micro else loader.batch_size
     )
     limit = size * recipe.evaluation.max_batches if recipe.evaluation.max_batches else None
-    return lambda: evaluate_batches(source, size, data_rank=loader.data_rank, data_size=loader.data_size, limit=limit)
+    return lambda: iter_eval_batches(source, size, data_rank=loader.data_rank, data_size=loader.data_size, limit=limit)
 
 
-def watchers(recipe: Recipe, directory: RunDirectory, console: Console, *, is_main: bool) -> list[Callback]:
+def build_callbacks(recipe: Recipe, directory: RunDirectory, console: Console, *, is_main: bool) -> list[Callback]:
     """The rules that every process follows, and on the main one those who write down what happens."""
     rules = _rules(recipe)
     if not is_main:
@@ -232,11 +236,17 @@ def watchers(recipe: Recipe, directory: RunDirectory, console: Console, *, is_ma
     if recipe.logging.tensorboard:
         watching.append(TensorBoard(directory.path, console.warn))
     wandb = recipe.logging.wandb
-    if wandb.active:
+    if wandb.is_active:
         options = {**wandb.model_dump(), "name": wandb.name or directory.path.name}
         project = wandb.project or "bottega"
         watching.append(
-            WandB(folder=directory.path, project=project, options=options, config=recipe.plain(), warn=console.warn)
+            WandB(
+                folder=directory.path,
+                project=project,
+                options=options,
+                config=recipe.to_plain_dict(),
+                warn=console.warn,
+            )
         )
     return [*rules, *watching]
 
@@ -246,22 +256,22 @@ def _rules(recipe: Recipe) -> list[Callback]:
     stopping, scheduler = recipe.training.early_stopping, recipe.training.scheduler
     if stopping is not None:
         rules.append(
-            EarlyStop(
+            EarlyStopping(
                 metric=stopping.metric,
-                maximise=stopping.maximise,
+                maximise=stopping.is_maximised,
                 patience=stopping.patience,
                 threshold=stopping.threshold,
             )
         )
     if scheduler.name == "plateau":
         rules.append(
-            Plateau(
+            ReduceOnPlateau(
                 metric=recipe.evaluation.metric,
-                maximise=recipe.evaluation.maximise,
+                maximise=recipe.evaluation.is_maximised,
                 patience=scheduler.patience,
                 threshold=0.0,
                 factor=scheduler.factor,
-                floor=_floor(recipe, peak_rate(recipe)),
+                floor=_floor(recipe, peak_learning_rate(recipe)),
             )
         )
     return rules

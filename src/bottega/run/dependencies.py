@@ -15,9 +15,9 @@ from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, DirectoryInUse, PeerLost
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.signals import StopSignals
-from bottega.tasks import needs, plugins
+from bottega.tasks import dependencies, plugins
 from bottega.terminal import print_notice
-from bottega.world import World, environment_alone
+from bottega.world import World, get_standalone_environment
 
 POLL, PATIENT = 0.5, 5.0
 """Seconds between two looks at a part that somebody else makes, and until the first word about it."""
@@ -28,7 +28,7 @@ GRACE = 10.0
 
 
 @contextmanager
-def turn(run: Path, *, quiet: bool) -> Iterator[None]:
+def lock_dependency(run: Path, *, quiet: bool) -> Iterator[None]:
     """One process at a time makes a part; who comes later waits for it, and then looks again."""
     # Not the run's own lock, which is taken by who trains it, and moves with a run that is set aside.
     place = _work_place(run)
@@ -48,7 +48,7 @@ def turn(run: Path, *, quiet: bool) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            place.remove_unused([place.path, place.path.parent])
+            place.remove_if_unused([place.path, place.path.parent])
             raise
 
 
@@ -57,10 +57,10 @@ def _work_place(run: Path) -> RunDirectory:
     return RunDirectory(run.parent.with_name(f".{run.parent.name}") / run.name)
 
 
-def wait_for(run: Path, is_ready: Callable[[], bool], *, name: str, quiet: bool) -> None:
+def wait_for_dependency(run: Path, is_ready: Callable[[], bool], *, name: str, quiet: bool) -> None:
     """Until rank 0 has made a part. A launcher ends everybody if it fails; if it hangs, nobody else would notice."""
     if not quiet:
-        print_notice(f"bottega: rank {World.current().rank} waits for rank 0 to make needs.{name}: {run}")
+        print_notice(f"bottega: rank {World.from_environment().rank} waits for rank 0 to make needs.{name}: {run}")
     newest, since = 0.0, time.monotonic()
     while not is_ready():
         found = _newest(run)
@@ -77,7 +77,7 @@ def wait_for(run: Path, is_ready: Callable[[], bool], *, name: str, quiet: bool)
 def _newest(run: Path) -> float:
     """When something was last written by the training of a part, or of a part of it."""
     written = [0.0]
-    for path in [*run.glob("*"), *needs.parts_folder(run.parent).rglob("metrics.jsonl")]:
+    for path in [*run.glob("*"), *dependencies.dependencies_folder(run.parent).rglob("metrics.jsonl")]:
         try:
             written.append(path.stat().st_mtime)
         except OSError:  # a temporary file that has its own name by now
@@ -85,7 +85,7 @@ def _newest(run: Path) -> float:
     return max(written)
 
 
-class PartFailed(BottegaError):
+class DependencyFailed(BottegaError):
     """A part was trained in a process of its own, whose exit code is passed on."""
 
     def __init__(self, message: str, code: int) -> None:
@@ -93,7 +93,7 @@ class PartFailed(BottegaError):
         self.code = code if code > 0 else 128 - code  # as shells count those that a signal ended
 
 
-def train_apart(recipe: Recipe, run: Path, *, name: str, quiet: bool, allow_data_change: bool) -> None:
+def train_in_subprocess(recipe: Recipe, run: Path, *, name: str, quiet: bool, allow_data_change: bool) -> None:
     """A part is one process's work; inside a launched group it needs an environment without the group."""
     place = _work_place(run)
     place.path.mkdir(parents=True, exist_ok=True)
@@ -103,13 +103,13 @@ def train_apart(recipe: Recipe, run: Path, *, name: str, quiet: bool, allow_data
     for words in ([*train, "--allow-data-change"] if allow_data_change else train, ["export", str(run)]):
         code = _alone(words, quiet=quiet)
         if code:
-            raise PartFailed(f"needs.{name}: {run} could not be made: bottega {words[0]} ended with {code}", code)
+            raise DependencyFailed(f"needs.{name}: {run} could not be made: bottega {words[0]} ended with {code}", code)
 
 
 def _alone(words: list[str], *, quiet: bool) -> int:
     """The exit code of a verb that is not one of our group. What it says goes to stderr: our stdout may be JSON."""
-    command, out = plugins.command(words), subprocess.DEVNULL if quiet else 2
-    with StopSignals() as stop, subprocess.Popen(command, env=environment_alone(), stdout=out) as child:
+    command, out = plugins.bottega_command(words), subprocess.DEVNULL if quiet else 2
+    with StopSignals() as stop, subprocess.Popen(command, env=get_standalone_environment(), stdout=out) as child:
         heard: float | None = None
         while child.poll() is None:
             if stop.received is not None and heard is None:

@@ -12,28 +12,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from bottega import __version__
-from bottega.config.addresses import strip_text
+from bottega.config.credentials import strip_credentials_in_text
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "triton")
 
 
-def describe(device: str, world: int) -> dict[str, Any]:
+def describe_environment(device: str, world: int) -> dict[str, Any]:
     """No environment variables: that is where people keep their secrets."""
     return {
         "bottega": __version__,
         "python": platform.python_version(),
-        "packages": versions(),
+        "packages": package_versions(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "device": device,
         "world": world,
         "git": _git(),
-        "command": [os.path.basename(sys.argv[0]), *map(strip_text, sys.argv[1:])],
+        "command": [os.path.basename(sys.argv[0]), *map(strip_credentials_in_text, sys.argv[1:])],
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
 
 
-def fingerprint(
+def build_fingerprint(
     device: str,
     world: int,
     *,
@@ -43,13 +43,13 @@ def fingerprint(
     held_out: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What must be equal for a resumed run to be equal bit for bit; and by `held_out`, what it is measured on."""
-    found = {"packages": versions(), "device": device, "world": world, "data": data, "frozen": dict(frozen)}
+    found = {"packages": package_versions(), "device": device, "world": world, "data": data, "frozen": dict(frozen)}
     if held_out:
         found["held_out"] = dict(held_out)
     return found if derived is None else {**found, "derived": derived}
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
         try:

@@ -12,17 +12,17 @@ from typing import Any
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.core.model_spec import resolve
-from bottega.core.saver import explain
-from bottega.data.prepare.prepared import Prepared
-from bottega.data.prepare.preview import Preview, public_records
-from bottega.data.tables.cache import seal
+from bottega.core.model_spec import resolve_reference
+from bottega.core.saver import explain_os_error
+from bottega.data.prepare.prepared import PreparedData
+from bottega.data.prepare.preview import Preview, iter_public_records
+from bottega.data.tables.cache import write_manifest
 from bottega.storage.durable import writing_folder
 from bottega.tasks.recipes import check_recipe, parse_overrides
-from bottega.tasks.registry import TASKS, refusal, spec_of
+from bottega.tasks.registry import TASKS, find_spec, refusal_error
 from bottega.terminal import open_console
 
-Progress = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that go away where there is more room."""
 FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
@@ -34,25 +34,25 @@ def prepare(
     recipe: str | Path | Mapping[str, Any] | Sequence[str | Path | Mapping[str, Any]],
     overrides: Mapping[str, Any] | None = None,
     *,
-    progress: Progress = lambda stage, done, total: None,
-) -> Prepared:
+    progress: ProgressCallback = lambda stage, done, total: None,
+) -> PreparedData:
     """`bottega.prepare`: the data of a recipe by name, file or dict, ready on disk; later ones and overrides win."""
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
     return prepare_recipe(_complete([*sources, overrides or {}], ()), progress)
 
 
-def prepare_recipe(recipe: Recipe, progress: Progress) -> Prepared:
+def prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> PreparedData:
     """The recipe's data as tables, from the cache or made now."""
-    spec = spec_of(recipe)
+    spec = find_spec(recipe)
     if spec.prepare is None:
-        raise refusal(recipe, "prepare")
-    prepared: Prepared = resolve(spec.prepare)(recipe, progress=progress)
+        raise refusal_error(recipe, "prepare")
+    prepared: PreparedData = resolve_reference(spec.prepare)(recipe, progress=progress)
     return prepared
 
 
-def open_preview(prepared: Prepared) -> Preview:
+def open_preview(prepared: PreparedData) -> Preview:
     """What shows, draws and exports the rows of prepared data, by the task that it was prepared for."""
-    preview: Preview = resolve(TASKS[prepared.meta["task"]].preview)(prepared)
+    preview: Preview = resolve_reference(TASKS[prepared.metadata["task"]].preview)(prepared)
     return preview
 
 
@@ -68,7 +68,7 @@ def read_recipe(words: list[str], *, verb: str = "prepare") -> Recipe:
 
 def _complete(sources: list[Any], overrides: Any) -> Recipe:
     recipe = check_recipe(sources, overrides).recipe
-    problems = [(key, text) for key, text in recipe.missing() if key.startswith("data.")]
+    problems = [(key, text) for key, text in recipe.find_missing_keys() if key.startswith("data.")]
     if problems:
         raise UsageError("; ".join(f"{key}: {text}" for key, text in problems))
     return recipe
@@ -76,7 +76,7 @@ def _complete(sources: list[Any], overrides: Any) -> Recipe:
 
 def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, str]]) -> dict[str, Any]:
     """What `--json` prints."""
-    from bottega.callbacks.bars import bars
+    from bottega.callbacks.progress_bars import progress_bars
 
     for kind, _ in to:
         if kind not in FORMATS:
@@ -85,28 +85,28 @@ def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, s
     if out is not None:
         _check_out(out)
     begun = time.monotonic()
-    with bars(open_console()) as say:
+    with progress_bars(open_console()) as say:
         prepared = prepare_recipe(recipe, say)
         if out is not None:
             _copy(prepared, out)
         exported = [path for one in to for path in _export(prepared, one, say)]
     return {
-        **summary(prepared),
+        **summarise_prepared(prepared),
         "folder": str(out or prepared.folder),
         "exported": [str(path) for path in exported],
         "seconds": round(time.monotonic() - begun, 2),
     }
 
 
-def summary(prepared: Prepared) -> dict[str, Any]:
+def summarise_prepared(prepared: PreparedData) -> dict[str, Any]:
     """What is known without looking at a row, as plain values."""
-    meta = prepared.meta
+    meta = prepared.metadata
     return {
         "task": meta["task"],
         "folder": str(prepared.folder),
         "fingerprint": prepared.fingerprint,
-        "tables": train_first(meta["tables"]),
-        "unread_parts": list(prepared.unread_parts),
+        "tables": sort_train_first(meta["tables"]),
+        "unread_parts": list(prepared.unread_splits),
         "records": meta["records"],
         "bad": meta["bad"],
         **{name: meta[name] for name in KNOWN if name in meta},
@@ -115,20 +115,20 @@ def summary(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def train_first(tables: dict[str, Any]) -> dict[str, Any]:
+def sort_train_first(tables: dict[str, Any]) -> dict[str, Any]:
     """As people expect them; prepared first is what is held out."""
     return dict(sorted(tables.items(), key=lambda pair: (not pair[0].startswith("train"), pair[0] == "replay")))
 
 
-def counted(counts: dict[str, int]) -> list[str]:
+def format_counts(counts: dict[str, int]) -> list[str]:
     """1 row, 2 rows."""
     return [f"{count:,} {name.removesuffix('s') if count == 1 else name}" for name, count in counts.items()]
 
 
-def show(result: dict[str, Any]) -> str:
+def format_report(result: dict[str, Any]) -> str:
     lines = []
     for table, counts in result["tables"].items():
-        lines.append(f"{table:<12}{', '.join(counted(counts))}")
+        lines.append(f"{table:<12}{', '.join(format_counts(counts))}")
     if result["unread_parts"]:
         lines.append(f"{'not read':<12}the parts {', '.join(result['unread_parts'])} of the same folder")
     if result["bad"]:
@@ -137,7 +137,7 @@ def show(result: dict[str, Any]) -> str:
     for reason, count in sorted(result["dropped"].items()):
         lines.append(f"{'left out':<12}{count:,} {reason}")
     lines += [f"{'left out':<12}column {name!r}, which holds no numbers" for name in result.get("left_out_columns", ())]
-    lines += rules_shown(result)
+    lines += format_rules(result)
     lines.append(f"{'shards':<12}{result['folder']}")
     if result["exported"]:
         more = len(result["exported"]) - 1
@@ -146,11 +146,11 @@ def show(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def rules_shown(result: Mapping[str, Any]) -> list[str]:
+def format_rules(result: Mapping[str, Any]) -> list[str]:
     """What is known of the rule behind the rows, in words."""
     lines = [f"{'rules':<12}{result['num_rules']}"] if "num_rules" in result else []
     if "bayes_accuracy" in result:
-        shares = train_first(result["bayes_accuracy"])
+        shares = sort_train_first(result["bayes_accuracy"])
         said = ", ".join(f"{value:.4f} in {table}" for table, value in shares.items())
         lines.append(f"{'best':<12}{said}: how often the best possible answer is right (Bayes)")
     return lines
@@ -164,19 +164,19 @@ def _check_out(out: Path) -> None:
         raise UsageError(f"--out {out}: exists already and is not empty; choose another folder")
 
 
-def _copy(prepared: Prepared, out: Path) -> None:
+def _copy(prepared: PreparedData, out: Path) -> None:
     """The whole folder or nothing, with a manifest that knows the copy's times."""
     _check_out(out)
     try:
         with writing_folder(out, replace=False) as temporary:
             _copy_files(prepared.folder, temporary)
-            seal(temporary)
+            write_manifest(temporary)
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise EnvironmentProblem(f"--out {out}: {error.strerror or error}; choose another folder") from None
         size = sum(path.stat().st_size for path in prepared.folder.rglob("*") if path.is_file())
         raise EnvironmentProblem(
-            f"--out: {explain(error, out, size)}; make room there, or choose another folder"
+            f"--out: {explain_os_error(error, out, size)}; make room there, or choose another folder"
         ) from None
 
 
@@ -190,8 +190,8 @@ def _copy_files(folder: Path, target: Path) -> None:
             shutil.copy2(path, other)
 
 
-def _export(prepared: Prepared, to: tuple[str, str], say: Progress) -> list[Path]:
-    from bottega.data.formats.write import write
+def _export(prepared: PreparedData, to: tuple[str, str], say: ProgressCallback) -> list[Path]:
+    from bottega.data.formats.write import write_records
 
     kind: Any = to[0]
     folder = Path(to[1])
@@ -199,11 +199,11 @@ def _export(prepared: Prepared, to: tuple[str, str], say: Progress) -> list[Path
     preview = open_preview(prepared)
     total, before = sum(counts["rows"] for counts in prepared.tables.values()), 0
     for table, counts in prepared.tables.items():
-        records = public_records(preview, table, partial(_count, say, before, total))
-        paths += write(records, folder, to=kind, split=table.replace(".", "-"))
+        records = iter_public_records(preview, table, partial(_count, say, before, total))
+        paths += write_records(records, folder, to=kind, split=table.replace(".", "-"))
         before += counts["rows"]
     return paths
 
 
-def _count(say: Progress, before: int, total: int, done: int) -> None:
+def _count(say: ProgressCallback, before: int, total: int, done: int) -> None:
     say("export", before + done, total)

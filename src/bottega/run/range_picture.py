@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from bottega.data.image.page import BLUE, FAINT, GRID, INK, ORANGE, Sheet
+from bottega.data.image.canvas import BLUE, FAINT, GRID, INK, ORANGE, Canvas
 from bottega.storage.durable import replacing_file
 
 LEFT, TOP, WIDTH, HEIGHT = 66.0, 68.0, 560.0, 280.0
@@ -19,7 +19,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     # What diverges would press everything else flat.
     bottom, top = min([lowest, *curve["loss"]]) - 0.1 * (start - lowest), start + 0.7 * (start - lowest)
     left, right = math.log10(curve["rate"][0]), math.log10(curve["rate"][-1])
-    page = Sheet(LEFT + WIDTH + 30, TOP + HEIGHT + 62)
+    page = Canvas(LEFT + WIDTH + 30, TOP + HEIGHT + 62)
 
     def x_of(rate: float) -> float:
         return LEFT + WIDTH * (math.log10(rate) - left) / (right - left)
@@ -27,8 +27,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     def y_of(loss: float) -> float:
         return TOP + HEIGHT * (top - loss) / (top - bottom)
 
-    page.text(LEFT, 20, "learning-rate range test", anchor="lm", size=16)
-    page.text(
+    page.draw_text(LEFT, 20, "learning-rate range test", anchor="lm", size=16)
+    page.draw_text(
         LEFT,
         43,
         f"suggested {report['suggestion']:.2e}, steepest {report['steepest']:.2e}, minimum {report['minimum']:.2e}",
@@ -37,23 +37,23 @@ def draw(report: dict[str, Any], path: Path) -> None:
     )
     for exponent in range(math.ceil(left - 1e-9), math.floor(right + 1e-9) + 1):
         x = x_of(10.0**exponent)
-        page.line(x, TOP, x, TOP + HEIGHT, fill=GRID)
-        page.text(x, TOP + HEIGHT + 16, f"1e{exponent}" if exponent else "1", size=11, fill=FAINT)
+        page.draw_line(x, TOP, x, TOP + HEIGHT, fill=GRID)
+        page.draw_text(x, TOP + HEIGHT + 16, f"1e{exponent}" if exponent else "1", size=11, fill=FAINT)
     for value in _round_values(bottom, top):
-        page.line(LEFT, y_of(value), LEFT + WIDTH, y_of(value), fill=GRID)
-        page.text(LEFT - 8, y_of(value), f"{value:.4g}", anchor="rm", size=11, fill=FAINT)
+        page.draw_line(LEFT, y_of(value), LEFT + WIDTH, y_of(value), fill=GRID)
+        page.draw_text(LEFT - 8, y_of(value), f"{value:.4g}", anchor="rm", size=11, fill=FAINT)
     places = [x_of(rate) for rate in curve["rate"]]
     for name, fill, thick in (("loss", PALE, 1.0), ("smoothed", BLUE, 2.5)):
         for piece in below(TOP, list(zip(places, map(y_of, curve[name]), strict=True))):
-            page.line(*(end for point in piece for end in point), fill=fill, thick=thick)
+            page.draw_line(*(end for point in piece for end in point), fill=fill, thick=thick)
     x = x_of(report["suggestion"])
-    page.line(x, TOP, x, TOP + HEIGHT, fill=ORANGE, thick=1.5)
+    page.draw_line(x, TOP, x, TOP + HEIGHT, fill=ORANGE, thick=1.5)
     side = ("rm", -6) if x > LEFT + WIDTH / 2 else ("lm", 6)
-    page.text(x + side[1], TOP + 12, f"{report['suggestion']:.2e}", anchor=side[0], fill=ORANGE)
-    page.text(
+    page.draw_text(x + side[1], TOP + 12, f"{report['suggestion']:.2e}", anchor=side[0], fill=ORANGE)
+    page.draw_text(
         LEFT + WIDTH / 2, TOP + HEIGHT + 42, "learning rate; grey: each step; cut off at the top", size=12, fill=INK
     )
-    page.text(LEFT - 8, TOP - 10, "loss", anchor="rm", size=12, fill=INK)
+    page.draw_text(LEFT - 8, TOP - 10, "loss", anchor="rm", size=12, fill=INK)
     with replacing_file(path) as temporary:
         page.save(temporary)
 

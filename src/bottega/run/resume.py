@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bottega.config.recipe import Recipe, changed_keys
+from bottega.config.recipe import Recipe, diff_recipes
 from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.data.loading.loader import Loader
-from bottega.tasks.frozen import KEYS, check_same
+from bottega.tasks.frozen_models import RECIPE_KEYS, check_same_model
 from bottega.tasks.recipes import load_saved_recipe
 
 MAY_CHANGE = ("training.batch_size", "training.gradient_accumulation_steps", "training.mixed_precision")
@@ -35,25 +35,25 @@ ROUNDING = (
 LENGTH = ("training.max_steps", "training.num_epochs")
 
 
-def find(
+def find_checkpoint(
     run: RunDirectory, resume_from: Path | None, say: Callable[[str], None]
 ) -> tuple[Path, checkpoint.Manifest] | None:
     """The verified checkpoint to load. One asked for by name is used or refused, never silently replaced."""
-    own = checkpoint.candidates(run.checkpoints)
+    own = checkpoint.list_checkpoints(run.checkpoints)
     if resume_from is not None and own and run.path.resolve() not in resume_from.resolve().parents:
         # The same command again, perhaps by a scheduler: the run has gone on since it was started from there.
         say(f"{run.path} has checkpoints of its own; going on from those, not from {resume_from}")
         resume_from = None
     if resume_from is None:
-        good = checkpoint.newest_good(run.checkpoints, say)
+        good = checkpoint.find_newest_valid(run.checkpoints, say)
         if good is None and has_begun(run):
             raise CheckpointError(f"no checkpoint in {run.checkpoints} can be trusted; start over with --fresh")
         return good
-    path = named(resume_from)
+    path = resolve_checkpoint_path(resume_from)
     return path, checkpoint.verify(path)
 
 
-def named(path: Path) -> Path:
+def resolve_checkpoint_path(path: Path) -> Path:
     """A checkpoint folder from what a person gives: the folder itself, or a run (its last one)."""
     if path.is_file():
         raise CheckpointError(
@@ -65,9 +65,9 @@ def named(path: Path) -> Path:
     if last is not None:
         return last
     step = re.fullmatch(r"checkpoint-(\d+)", path.name)  # as other trainers name it
-    if step is not None and (path.parent / "checkpoints" / checkpoint.step_name(int(step[1]))).is_dir():
-        return path.parent / "checkpoints" / checkpoint.step_name(int(step[1]))
-    name = checkpoint.step_name(int(step[1]) if step is not None else 500)
+    if step is not None and (path.parent / "checkpoints" / checkpoint.step_folder_name(int(step[1]))).is_dir():
+        return path.parent / "checkpoints" / checkpoint.step_folder_name(int(step[1]))
+    name = checkpoint.step_folder_name(int(step[1]) if step is not None else 500)
     raise UsageError(f"no checkpoint at {path}: give a run directory or a folder such as runs/NAME/checkpoints/{name}")
 
 
@@ -84,8 +84,8 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
     # Stages that are a share of the run would move with its end, and with them what was seen already.
     is_sequence = recipe.data.mixture == "sequence"
     is_ordered = is_sequence or recipe.data.online is not None
-    can_differ = not is_sequence and (curriculum is None or not curriculum.follows_length)
-    for key, before, after in changed_keys(old, recipe):
+    can_differ = not is_sequence and (curriculum is None or not curriculum.depends_on_run_length)
+    for key, before, after in diff_recipes(old, recipe):
         if key in LENGTH and (before or 0) < (after or 0) and can_differ:
             noted.append(f"{key}: {before} -> {after}")
         elif key in LENGTH and can_differ and before is not None and after is not None:
@@ -107,7 +107,7 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
 
 def has_begun(run: RunDirectory) -> bool:
     """Whether there is a checkpoint, be it a damaged one."""
-    return bool(checkpoint.list_folders(run.checkpoints))
+    return bool(checkpoint.list_step_folders(run.checkpoints))
 
 
 def _said(value: Any) -> Any:
@@ -153,16 +153,16 @@ def check_frozen_unchanged(manifest: checkpoint.Manifest, now: Mapping[str, Any]
         return
     for name in sorted({*before, *now["frozen"]}):
         was, found = str(before.get(name))[:12], str(now["frozen"].get(name))[:12]
-        check_same(
+        check_same_model(
             name,
             now=now["frozen"].get(name),
             before=before.get(name),
-            named=KEYS.get(name, name),
-            was=f"content {was}, now {found}",
+            name=RECIPE_KEYS.get(name, name),
+            previous=f"content {was}, now {found}",
         )
 
 
-def progress_at(path: Path, *, loader: Loader, total: int, say: Callable[[str], None]) -> Progress:
+def load_progress(path: Path, *, loader: Loader, total: int, say: Callable[[str], None]) -> Progress:
     """Where the checkpoint stood. With another batch size the run goes on by samples."""
     progress = Progress.from_json(checkpoint.read_progress(path))
     progress.total = total

@@ -13,32 +13,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from bottega.config.data import source_names
+from bottega.config.conflicts import find_injection
+from bottega.config.data import get_source_names
 from bottega.config.recipe import Recipe
-from bottega.config.together import injection
 from bottega.core import checkpoint as checkpoints
 from bottega.core.engine import Engine
 from bottega.core.errors import CheckpointError, DataError, EnvironmentProblem, UsageError
-from bottega.core.loop import evaluated
-from bottega.core.rundir import RunDirectory, is_run, split_checkpoint
+from bottega.core.rundir import RunDirectory, is_run, split_checkpoint_path
+from bottega.core.trainer import evaluate_with_rows
 from bottega.core.types import Models, Rows
-from bottega.data.loading.loader import evaluate_batches
-from bottega.data.present import writing
+from bottega.data.loading.loader import iter_eval_batches
+from bottega.data.output_files import explain_write_errors
 from bottega.data.sources.source import Source
 from bottega.engines.backend import open_backend
-from bottega.models.decoder.layout import OWN, shape_from, why_own
+from bottega.models.decoder.layout import OWN_MODEL_TYPE, explain_own_layout, shape_from_config
 from bottega.models.folders.tensors import check_tensors, read_tensors
 from bottega.storage.durable import remove_leftovers, writing_folder
 from bottega.tasks import plugins, registry
-from bottega.tasks.branch import Branch
+from bottega.tasks.data_paths import DataMissing
 from bottega.tasks.evaluation_data import DataRequest, EvaluationData, choose_data
-from bottega.tasks.frozen import BASE
-from bottega.tasks.located import DataGone
+from bottega.tasks.frozen_models import BASE
 from bottega.tasks.prediction import NewSamples
 from bottega.tasks.recipes import load_saved_recipe
-from bottega.techniques.continual.by_source import BySource
-from bottega.techniques.inject import Injected
-from bottega.techniques.injection import injected
+from bottega.tasks.workload import Workload
+from bottega.techniques.apply_injection import build_injected_task
+from bottega.techniques.continual.per_source_metrics import PerSourceMetrics
+from bottega.techniques.injected_layers import InjectedTask
 from bottega.terminal import print_notice
 
 CARD = "README.md"
@@ -59,13 +59,13 @@ class SavedRun:
     directory: RunDirectory
     checkpoint: Path
     recipe: Recipe
-    branch: Branch
+    workload: Workload
     engine: Engine
     progress: dict[str, Any] = field(default_factory=dict)
     """Where the checkpoint stood."""
-    parts: Injected | None = None
+    injected: InjectedTask | None = None
     """What was put into the model, where something was."""
-    base: str | None = None
+    base_hash: str | None = None
     """The hash of what the model is then built on and does not train."""
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class SavedRun:
 
     @property
     def task(self) -> Any:
-        return self.branch.task
+        return self.workload.task
 
     @property
     def model(self) -> Any:
@@ -84,26 +84,26 @@ class SavedRun:
         """Means over the run's own validation or test part, or over other data."""
         path = str(data) if data is not None else None
         try:
-            return self.examined(self.chosen(DataRequest(path, split=split)))[0]
+            return self.evaluate_data(self.select_data(DataRequest(path, split=split)))[0]
         except UsageError as error:
-            raise without_dashes(error) from None
+            raise without_flag_dashes(error) from None
 
-    def chosen(self, request: DataRequest) -> EvaluationData:
+    def select_data(self, request: DataRequest) -> EvaluationData:
         """What of the run's own data, or of other data, a request means."""
         try:
-            return choose_data(self.branch, self.recipe, request)
-        except DataGone as error:
+            return choose_data(self.workload, self.recipe, request)
+        except DataMissing as error:
             raise DataError(f"{error}, or name data that it has not seen") from None
 
-    def examined(self, chosen: EvaluationData) -> tuple[dict[str, float], Rows, Source]:
+    def evaluate_data(self, chosen: EvaluationData) -> tuple[dict[str, float], Rows, Source]:
         """The metrics over some data, with what was found for each example, and the examples."""
         try:
-            source = chosen.source(self.branch)
-        except DataGone as error:
+            source = chosen.source(self.workload)
+        except DataMissing as error:
             raise DataError(f"{error}, or measure other data with --data") from None
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
-        means, rows = evaluated(self.engine, evaluate_batches(source, size))
-        return self.branch.summarise({**means, **(self.task.score(rows) if rows else {})}), rows, source
+        means, rows = evaluate_with_rows(self.engine, iter_eval_batches(source, size))
+        return self.workload.summarise({**means, **(self.task.score(rows) if rows else {})}), rows, source
 
     def predict(
         self,
@@ -117,32 +117,32 @@ class SavedRun:
         words = [inputs] if isinstance(inputs, str | Path) else inputs
         with self.engine.sampling() as models:
             new = NewSamples(list(map(str, words)), str(data) if data is not None else None, standard_input)
-            return self.branch.answer(models, new, part=part, device=self.engine.device)
+            return self.workload.predict_samples(models, new, part=part, device=self.engine.device)
 
     def generate(self, prompt: str | list[str] | None = None, **asked: Any) -> Any:
         """Texts that go on from the prompts, or an array of samples; options as `bottega generate --help` lists them."""
         if prompt is not None:
             asked["prompt"] = prompt
         try:
-            return self.answer(asked, stream=asked.pop("stream", None))
+            return self.generate_samples(asked, stream=asked.pop("stream", None))
         except UsageError as error:
-            raise without_dashes(error) from None
+            raise without_flag_dashes(error) from None
 
-    def answer(self, asked: dict[str, Any], **shown: Any) -> Any:
+    def generate_samples(self, asked: dict[str, Any], **shown: Any) -> Any:
         """The same for the command line. `shown` is how the work is followed: `stream`, `say`."""
-        self.branch.check_asked(asked)
+        self.workload.check_request(asked)
         with self.engine.sampling() as models:
-            return self.branch.generate(models, device=self.engine.device, **asked, **shown)
+            return self.workload.generate(models, device=self.engine.device, **asked, **shown)
 
     def export(self, folder: str | Path | None = None) -> Path:
         """The model in the layout of its ecosystem, with a card that says where it comes from. It is written beside the
         folder, checked, and put in its place: an earlier export is there until the new one is whole."""
         target = Path(folder) if folder is not None else self.directory.final
         if target.resolve() == self.directory.final.resolve():
-            self.directory.refuse_links()
+            self.directory.check_no_links()
         else:
             _refuse_foreign(target)
-        with writing(target):
+        with explain_write_errors(target):
             place = target.resolve()  # a link of the user's stays a link
             place.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(place.parent, place.name)
@@ -160,27 +160,27 @@ class SavedRun:
 
     def _written(self, models: Models, folder: Path) -> dict[str, Any]:
         def whole() -> dict[str, Any]:
-            return self.branch.export(models, folder)
+            return self.workload.export(models, folder)
 
-        if self.parts is None:
+        if self.injected is None:
             return whole()
-        return self.parts.export(models["model"], folder / ADAPTER, origin=self._start(), whole=whole)
+        return self.injected.export(models["model"], folder / ADAPTER, origin=self._start(), whole=whole)
 
     def _start(self) -> str | None:
         """The base as others would find it: a hub name or a folder as the recipe has it, and of a run its export."""
         named: str | None = getattr(self.recipe.model, "from_", None)
-        folder: str | None = getattr(self.branch.task, "pretrained", None)
+        folder: str | None = getattr(self.workload.task, "pretrained", None)
         is_export = folder is not None and is_run(Path(folder).parent)
         return folder if is_export else named
 
     def _about_base(self) -> str:
-        if self.parts is None:
+        if self.injected is None:
             return ""
         named = self._start()
         base = f"`{named}`" if named is not None else f"random weights of seed {self.recipe.seed}"
         return (
-            f"- `{ADAPTER}/` holds the parameters that learnt; {self.parts.of_export}\n"
-            f"- base: {base}, sha256 {self.base}\n"
+            f"- `{ADAPTER}/` holds the parameters that learnt; {self.injected.export_note}\n"
+            f"- base: {base}, sha256 {self.base_hash}\n"
         )
 
     def _about_data(self) -> str:
@@ -193,7 +193,7 @@ class SavedRun:
     def _card(self, facts: dict[str, Any]) -> str:
         progress = self.progress
         every = self.engine.parameters().values()
-        learnt, total = sum(one.size for one in every if one.learns), sum(one.size for one in every)
+        learnt, total = sum(one.size for one in every if one.is_trainable), sum(one.size for one in every)
         parameters = f"{total:,} parameters" if learnt == total else f"{learnt:,} of {total:,} parameters learnt"
         best = progress.get("best")
         measured = (
@@ -217,28 +217,28 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     Where the best checkpoint is gone or damaged the newest good one takes its place, and a line says so; with `needs_best`
     that is an error.
     """
-    path, checkpoint = named_checkpoint(path, checkpoint)
+    path, checkpoint = resolve_run_and_checkpoint(path, checkpoint)
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the run's directory. Pickled checkpoints are never read")
     directory = RunDirectory(path).must_exist()
     folder, manifest, progress, state = _read(directory, str(checkpoint), needs_best=needs_best)
     recipe = load_saved_recipe(directory.recipe)
-    if (changed := plugins.difference(recipe, directory.path)) is not None:
+    if (changed := plugins.plugin_change_note(recipe, directory.path)) is not None:
         print_notice(f"bottega: {changed}")
     here = recipe if device == "auto" else recipe.model_copy(update={"device": device})
-    branch = registry.reopen(here, directory.codec, str(manifest.fingerprint.get("data")))
+    workload = registry.reopen_workload(here, directory.processor, str(manifest.fingerprint.get("data")))
     # Trained in fp16 on a GPU, it can still be read where there is none.
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
-    technique = injection(recipe)
-    parts = injected(branch.task, technique, of=branch.task) if technique is not None else None
-    task = parts or branch.task
+    technique = find_injection(recipe)
+    parts = build_injected_task(workload.task, technique, of=workload.task) if technique is not None else None
+    task = parts or workload.task
     if recipe.data.mixture == "sequence":  # measured as training measures it
-        task = BySource(inner=task, names=tuple(source_names(recipe.data.sources or ())))
+        task = PerSourceMetrics(inner=task, names=tuple(get_source_names(recipe.data.sources or ())))
     backend = open_backend(recipe.engine)
     backend.limit_threads(recipe.cpu_threads)
     engine = backend.build_engine(task, training, seed=recipe.seed, device=device)
-    base = parts.base_of(engine.model) if parts is not None else None
+    base = parts.hash_base(engine.model) if parts is not None else None
     before = (manifest.fingerprint.get("frozen") or {}).get(BASE)
     if base != before:
         named = getattr(recipe.model, "from_", None)
@@ -247,12 +247,12 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
             f"({str(before)[:12]}, now {str(base)[:12]}); put that one back"
         )
     engine.load_weights(state, folder)
-    return SavedRun(directory, folder, recipe, branch, engine, progress, parts, base)
+    return SavedRun(directory, folder, recipe, workload, engine, progress, parts, base)
 
 
-def named_checkpoint(path: Path, checkpoint: str | int = "best") -> tuple[Path, str]:
+def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tuple[Path, str]:
     """A run directory and which checkpoint of it, where the path may name both."""
-    run, named = split_checkpoint(path)
+    run, named = split_checkpoint_path(path)
     if named is not None and str(checkpoint) not in ("best", named):
         raise UsageError(f"--checkpoint {checkpoint}: {path} is a checkpoint already; leave one of them out")
     return run, named or str(checkpoint)
@@ -263,7 +263,7 @@ def _read(
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
     """A verified checkpoint with its weights by file; looked for again where it was deleted while it was read."""
     for left in reversed(range(TRIES)):
-        folder = choose(directory, which, needs_best=needs_best)
+        folder = choose_checkpoint(directory, which, needs_best=needs_best)
         try:
             return _read_folder(folder)
         except (CheckpointError, OSError) as error:
@@ -272,7 +272,9 @@ def _read(
             if which == "best" and not needs_best:
                 return _read_instead(directory, folder, error)
             others = [
-                str(m.step) for path, m in reversed(checkpoints.candidates(directory.checkpoints)) if path != folder
+                str(m.step)
+                for path, m in reversed(checkpoints.list_checkpoints(directory.checkpoints))
+                if path != folder
             ]
             remedy = f"the steps {', '.join(others)} are there too" if others else "no other is there; train it again"
             raise CheckpointError(f"{directory.path}: {error}; {remedy}") from None
@@ -291,7 +293,7 @@ def _read_instead(
     directory: RunDirectory, damaged: Path, problem: Exception
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
     """The newest good checkpoint, because the best one cannot be used."""
-    good = checkpoints.newest_good(directory.checkpoints, lambda text: None)
+    good = checkpoints.find_newest_valid(directory.checkpoints, lambda text: None)
     if good is None:
         raise CheckpointError(f"{directory.path}: {problem}; no other is there; train it again")
     print_notice(
@@ -333,16 +335,16 @@ def _share(folder: Path) -> None:
                 path.chmod(mode)
 
 
-def notes_on(folder: Path) -> list[str]:
+def list_export_notes(folder: Path) -> list[str]:
     """What who opens an export elsewhere must know: which models of it no other library computes."""
     found = []
     for path in sorted(folder.rglob("config.json")):
         config = json.loads(path.read_text(encoding="utf-8"))
-        if config.get("model_type") == OWN:
+        if config.get("model_type") == OWN_MODEL_TYPE:
             where = "" if path.parent == folder else f"{path.parent.relative_to(folder)}: "
             found.append(
-                f"{where}written in our own layout ({OWN}), which model.from reads; transformers has no class for it, "
-                f"because {why_own(shape_from(config, path))}"
+                f"{where}written in our own layout ({OWN_MODEL_TYPE}), which model.from reads; transformers has no class for it, "
+                f"because {explain_own_layout(shape_from_config(config, path))}"
             )
     return found
 
@@ -351,7 +353,7 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def without_dashes(error: UsageError) -> UsageError:
+def without_flag_dashes(error: UsageError) -> UsageError:
     """Who calls from Python has given a name, not a flag."""
     return UsageError(re.sub(r"(?<!\S)--(?=[a-z])", "", str(error)))
 
@@ -366,21 +368,21 @@ def _refuse_foreign(folder: Path) -> None:
             raise UsageError(f"{folder}: exists already and is no export of ours; choose another folder, or empty it")
 
 
-def choose(directory: RunDirectory, which: str, *, needs_best: bool = False) -> Path:
+def choose_checkpoint(directory: RunDirectory, which: str, *, needs_best: bool = False) -> Path:
     """best (or last where nothing was evaluated), last, or a step number."""
     folder = directory.checkpoints
     if which in ("best", "last"):
         newest = checkpoints.find_newest(folder)
         if newest is None:
-            is_empty = not checkpoints.list_folders(folder)
+            is_empty = not checkpoints.list_step_folders(folder)
             problem = "has no checkpoint yet" if is_empty else "has no checkpoint with a readable MANIFEST.json"
             raise CheckpointError(f"{directory.path} {problem}")
         return newest if which == "last" else _choose_best(directory, newest, needs_best=needs_best)
     if not which.isdigit():
         raise UsageError(f"--checkpoint {which}: expected best, last or a step number")
-    path = folder / checkpoints.step_name(int(which))
+    path = folder / checkpoints.step_folder_name(int(which))
     if not path.is_dir():
-        kept = ", ".join(str(m.step) for _, m in reversed(checkpoints.candidates(folder)))
+        kept = ", ".join(str(m.step) for _, m in reversed(checkpoints.list_checkpoints(folder)))
         raise UsageError(f"{directory.path} has no checkpoint at step {which}; there is {kept or 'none'}")
     return path
 

@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 from bottega.callbacks.log_file import Level, LogFile
 from bottega.config.launch import check_launch_variables
-from bottega.config.load import Resolved
+from bottega.config.load import ResolvedRecipe
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint
 from bottega.core.errors import Interrupted, UsageError, describe_error
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.engines.backend import open_backend
 from bottega.run import resume
-from bottega.run.checks import find_problems, list_unused, load_checked, parse_words, raise_together
-from bottega.run.dependencies import train_apart, turn, wait_for
+from bottega.run.checks import find_problems, list_unused, load_checked, parse_words, raise_all
+from bottega.run.dependencies import lock_dependency, train_in_subprocess, wait_for_dependency
 from bottega.run.prepare import prepare_recipe
 from bottega.run.session import Run, Session
 from bottega.storage.durable import remove_leftovers, rename_aside
-from bottega.tasks import needs
-from bottega.tasks.located import locate
-from bottega.tasks.registry import spec_of
+from bottega.tasks import dependencies as needs
+from bottega.tasks.data_paths import resolve_paths
+from bottega.tasks.registry import find_spec
 from bottega.terminal import open_console, print_notice
 from bottega.world import World
 
 if TYPE_CHECKING:
-    from bottega.data.prepare.prepared import Prepared
+    from bottega.data.prepare.prepared import PreparedData
     from bottega.run.saved import SavedRun
 
-__all__ = ["Run", "load", "part", "train", "train_command"]
+__all__ = ["Run", "ensure_dependency", "load", "train", "train_command"]
 
 
 def train(
@@ -50,12 +50,12 @@ def train(
 
 def load(path: str | Path, *, checkpoint: str | int = "best", device: str = "auto") -> SavedRun:
     """A run back from its directory: its task, its model, and what one can do with them."""
-    from bottega.run.saved import open_run, without_dashes
+    from bottega.run.saved import open_run, without_flag_dashes
 
     try:
         return open_run(Path(path), checkpoint=checkpoint, device=device)
     except UsageError as error:
-        raise without_dashes(error) from None
+        raise without_flag_dashes(error) from None
 
 
 def train_command(
@@ -75,9 +75,9 @@ def train_command(
     return {"run": str(run.path), "step": run.step, "metrics": run.metrics}
 
 
-def _train(resolved: Resolved, **options: Any) -> Run:
+def _train(resolved: ResolvedRecipe, **options: Any) -> Run:
     """Train; where there are several ranks, each watches the others from the start."""
-    if World.current().size == 1:
+    if World.from_environment().size == 1:
         return _train_rank(resolved, **options)
     recipe = resolved.recipe
     log = RunDirectory(Path(recipe.output_dir) / recipe.run_name()).log
@@ -86,7 +86,7 @@ def _train(resolved: Resolved, **options: Any) -> Run:
 
 
 def _train_rank(
-    resolved: Resolved,
+    resolved: ResolvedRecipe,
     *,
     quiet: bool,
     fresh: bool = False,
@@ -94,14 +94,14 @@ def _train_rank(
     allow_data_change: bool = False,
 ) -> Run:
     recipe = resolved.recipe
-    raise_together(find_problems(recipe))  # before anybody waits for the other processes, or for a part
-    parts = needs.referenced(recipe)
+    raise_all(find_problems(recipe))  # before anybody waits for the other processes, or for a part
+    parts = needs.referenced_dependencies(recipe)
     directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
-    is_main = World.current().is_main
+    is_main = World.from_environment().is_main
 
     def session() -> Session:
         for name in parts:
-            part(recipe, name, quiet=quiet, allow_data_change=allow_data_change)
+            ensure_dependency(recipe, name, quiet=quiet, allow_data_change=allow_data_change)
         is_silent = quiet or not is_main
         return Session(
             recipe, directory, quiet=is_silent, fresh=fresh, resume_from=resume_from, allow=allow_data_change
@@ -116,7 +116,7 @@ def _train_rank(
             _check_start(recipe, directory, resume_from, allow=allow_data_change, quiet=quiet)
         main = session()
         for note in (*resolved.notes, *list_unused(recipe)):
-            main.console.say(note)
+            main.console.info(note)
         return main.run()
 
 
@@ -137,7 +137,7 @@ def lock_directory(directory: RunDirectory, *, has_log: bool = True) -> Iterator
             if has_log and isinstance(error, Exception | KeyboardInterrupt):
                 LogFile(directory.log).write(describe_error(error)[1], level)
             if not directory.recipe.exists():
-                directory.remove_unused(missing)
+                directory.remove_if_unused(missing)
             raise
 
 
@@ -147,15 +147,15 @@ def _check_start(
     """What would keep the run from going on, looked at before its parts are trained; the session looks again."""
     resume.check_recipe_unchanged(directory, recipe)
     now = _data_now(recipe, quiet=quiet)
-    manifest = next((one for _, one in checkpoint.candidates(directory.checkpoints)), None)
+    manifest = next((one for _, one in checkpoint.list_checkpoints(directory.checkpoints)), None)
     if manifest is None and resume_from is not None:
-        manifest = checkpoint.read_manifest(resume.named(resume_from))
+        manifest = checkpoint.read_manifest(resume.resolve_checkpoint_path(resume_from))
     if manifest is not None and now is not None:
         found = {**manifest.fingerprint, "data": now}
         resume.check_data_unchanged(manifest, found, allow=allow, say=lambda text: None)
 
 
-def part(
+def ensure_dependency(
     recipe: Recipe,
     name: str,
     *,
@@ -169,46 +169,46 @@ def part(
     Known by its recipe and by its data: a judge must not have learnt from what is held out by now. `started_in` are the
     folders that relative data paths of the recipe may start from, where that is not the working directory.
     """
-    run, need = needs.part_run(recipe, name, beside=beside), recipe.needs[name]
+    run, need = needs.dependency_run(recipe, name, beside=beside), recipe.needs[name]
     if need.run is not None:
         RunDirectory(run).must_exist()
         return run
-    wanted = needs.part_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
-    data_here = locate(wanted.data, started_in)
+    wanted = needs.dependency_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
+    data_here = resolve_paths(wanted.data, started_in)
     if data_here != wanted.data:  # its name stays that of the recipe as it was written
         wanted = wanted.model_copy(update={"data": data_here, "name": run.name})
-    is_main = World.current().is_main
+    is_main = World.from_environment().is_main
     data = None if need.own_data or allow_data_change else _data_now(wanted, quiet=quiet or not is_main)
     if _is_ready(run, data):
         return run
     if not is_main:
         _data_now(wanted, quiet=True)  # may take longer than anybody would wait for a file
-        wait_for(run, lambda: _is_ready(run, data), name=name, quiet=quiet)
+        wait_for_dependency(run, lambda: _is_ready(run, data), name=name, quiet=quiet)
         return run
-    with turn(run, quiet=quiet):
+    with lock_dependency(run, quiet=quiet):
         if not _is_ready(run, data):  # whoever was first may have made it
             _make(wanted, run, data, name=name, quiet=quiet, allow_data_change=allow_data_change)
     return run
 
 
 def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool, allow_data_change: bool) -> None:
-    is_begun = (run / "final").exists() or bool(checkpoint.candidates(run / "checkpoints"))
+    is_begun = (run / "final").exists() or bool(checkpoint.list_checkpoints(run / "checkpoints"))
     if data is not None and is_begun and _data_of(run) != data:
         set_aside(run, why=f"needs.{name} has learnt from other data than there is now, and is trained anew; ")
     if not quiet:
         print_notice(f"bottega: needs.{name} is trained first: {run}")
     recipe = _fitted(recipe, run, name=name, quiet=quiet)
-    if World.current().size > 1:
-        train_apart(recipe, run, name=name, quiet=quiet, allow_data_change=allow_data_change)
+    if World.from_environment().size > 1:
+        train_in_subprocess(recipe, run, name=name, quiet=quiet, allow_data_change=allow_data_change)
         return
-    _train(Resolved(recipe, (recipe.task,)), quiet=quiet, allow_data_change=allow_data_change)
+    _train(ResolvedRecipe(recipe, (recipe.task,)), quiet=quiet, allow_data_change=allow_data_change)
     load(run).export()
 
 
 def _fitted(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Recipe:
     """A part over fewer samples than its recipe was made for takes smaller batches. Its name stays, which is a hash of
     what was asked for; on the same data the same size is found again."""
-    prepared = prepare_data(recipe, quiet=quiet) if spec_of(recipe).rows_are_samples else None
+    prepared = prepare_data(recipe, quiet=quiet) if find_spec(recipe).rows_are_samples else None
     if prepared is None:
         return recipe
     there = sum(prepared.tables[table]["rows"] for table in prepared.training_tables)
@@ -227,16 +227,16 @@ def _fitted(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Recipe:
 
 def _is_ready(run: Path, data: str | None) -> bool:
     """Whether a part is exported and, unless that does not matter (None), has learnt from this data."""
-    return is_made(run) and (data is None or _data_of(run) == data)
+    return is_exported(run) and (data is None or _data_of(run) == data)
 
 
-def is_made(run: Path) -> bool:
+def is_exported(run: Path) -> bool:
     """Whether a part is trained and exported, from whatever data."""
     return (run / "final" / "README.md").is_file()
 
 
 def _data_of(run: Path) -> str | None:
-    found = [manifest.fingerprint.get("data") for _, manifest in checkpoint.candidates(run / "checkpoints")]
+    found = [manifest.fingerprint.get("data") for _, manifest in checkpoint.list_checkpoints(run / "checkpoints")]
     return str(found[0]) if found else None
 
 
@@ -246,24 +246,24 @@ def _data_now(recipe: Recipe, *, quiet: bool) -> str | None:
     return prepared.fingerprint if prepared is not None else None
 
 
-def prepare_data(recipe: Recipe, *, quiet: bool) -> Prepared | None:
+def prepare_data(recipe: Recipe, *, quiet: bool) -> PreparedData | None:
     """A recipe's data as it is now; prepared if need be, which training would do next.
 
     None where its tokens are those of a part that may not be there yet.
     """
-    from bottega.callbacks.bars import bars
+    from bottega.callbacks.progress_bars import progress_bars
 
     if str(getattr(recipe.model, "from_", None)).startswith(needs.PREFIX):
         return None
     if getattr(recipe.data, "latents", False):  # which an autoencoder computes
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"latents": False})})
-    with bars(open_console(quiet=quiet)) as say:
+    with progress_bars(open_console(quiet=quiet)) as say:
         return prepare_recipe(recipe, say)
 
 
 def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
     """--fresh loses nothing: the old run keeps its files under another name."""
-    RunDirectory(path).refuse_foreign()
+    RunDirectory(path).check_is_run()
     with Lock(RunDirectory(path)):
         other = rename_aside(path)
     print_notice(f"bottega: {why}the old {what} kept as {other}")

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import psutil
 
-TEMPORARY = (".tmp-", ".trash-", ".probe-")
+TEMPORARY_PREFIXES = (".tmp-", ".trash-", ".probe-")
 """How the names of files begin that only a process that was killed leaves behind."""
-OLD = ".old-"
+OLD_PREFIX = ".old-"
 """How the name of a folder begins while it is being replaced."""
 
 MANY = 64
@@ -55,12 +55,12 @@ def flush_many(folder: Path) -> None:
         flush_all(folder)
 
 
-def open_unlinked(path: str | Path, flags: int) -> int:
+def open_without_following_links(path: str | Path, flags: int) -> int:
     """An opener for `open` that refuses a symbolic link: writing through it would change a file elsewhere."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def temporary_name(path: Path, prefix: str = TEMPORARY[0]) -> Path:
+def temporary_name(path: Path, prefix: str = TEMPORARY_PREFIXES[0]) -> Path:
     """An unused hidden name beside `path`, with the same ending, since libraries that write go by that."""
     return path.with_name(f"{prefix}{path.name}-{uuid.uuid4().hex[:8]}{path.suffix}")
 
@@ -103,7 +103,7 @@ def rename_aside(folder: Path) -> Path:
     return other
 
 
-def discard(folder: Path) -> None:
+def delete_folder(folder: Path) -> None:
     """Delete a folder so that a half-deleted one is never taken for a whole one."""
     trash = temporary_name(folder, ".trash-")
     os.rename(folder, trash)
@@ -123,7 +123,7 @@ def replace_folder(new: Path, target: Path) -> None:
     if _exchange(new, target):
         old = new
     else:
-        old = temporary_name(target, OLD)
+        old = temporary_name(target, OLD_PREFIX)
         os.rename(target, old)
         try:
             os.rename(new, target)
@@ -217,9 +217,9 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
         original = _original_name(path.name)
         if name is not None and original != name:
             continue
-        if path.name.startswith(OLD) and original and not os.path.lexists(folder / original):
+        if path.name.startswith(OLD_PREFIX) and original and not os.path.lexists(folder / original):
             os.rename(path, folder / original)
-        elif not path.name.startswith((*TEMPORARY, OLD)):
+        elif not path.name.startswith((*TEMPORARY_PREFIXES, OLD_PREFIX)):
             continue
         elif path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)

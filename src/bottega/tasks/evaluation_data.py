@@ -11,16 +11,16 @@ from bottega.config.data import Data, HeldOut
 from bottega.config.data import Source as SourceOptions
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
-from bottega.data.formats import find
-from bottega.data.formats.fingerprint import content_hashes
-from bottega.data.formats.parts import meaning
-from bottega.data.prepare.prepared import is_prepared, opened
-from bottega.data.sources.given import GivenData
+from bottega.data.formats import find_files
+from bottega.data.formats.fingerprint import hash_files
+from bottega.data.formats.split_names import normalize_split_name
+from bottega.data.prepare.prepared import is_prepared, open_prepared
+from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
-from bottega.tasks.branch import Branch
-from bottega.tasks.from_tables import TableBranch
-from bottega.tasks.multitask.branch import MultitaskBranch
+from bottega.tasks.multitask.workload import MultitaskWorkload
 from bottega.tasks.recipes import check_recipe
+from bottega.tasks.table_workload import TableWorkload
+from bottega.tasks.workload import Workload
 
 SPLITS = ("validation", "test", "train")
 READING = ("label_field", "label_separator", "condition_field")
@@ -52,7 +52,7 @@ class EvaluationData:
 
     split: str | None
     """Of the run's own data, or of what was given; None is all of it."""
-    given: GivenData | None = None
+    given: ExternalData | None = None
     """None is the run's own."""
     notes: list[str] = field(default_factory=list)
 
@@ -60,18 +60,18 @@ class EvaluationData:
     def path(self) -> str | None:
         return self.given.path if self.given is not None else None
 
-    def source(self, branch: Branch) -> Source:
+    def source(self, workload: Workload) -> Source:
         """Its samples."""
         if self.given is not None:
-            return branch.other(self.given)
+            return workload.read_given(self.given)
         assert self.split is not None
-        samples = branch.part(self.split)
+        samples = workload.split(self.split)
         if samples is None:
             raise UsageError(f"this run has no {self.split} data; name other data with --data")
         return samples
 
 
-def choose_data(branch: Branch, recipe: Recipe, request: DataRequest) -> EvaluationData:
+def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> EvaluationData:
     """What `request` comes to for a run. Data that the run has learnt from is measured by what was held back of it."""
     if request.split is not None and request.split not in SPLITS:
         raise UsageError(f"--split {request.split}: there is {', '.join(SPLITS)}")
@@ -82,21 +82,21 @@ def choose_data(branch: Branch, recipe: Recipe, request: DataRequest) -> Evaluat
             )
         return EvaluationData(request.split or "validation")
     given, split = _given(recipe, request)
-    if isinstance(branch, MultitaskBranch):
+    if isinstance(workload, MultitaskWorkload):
         if request.path is None:
             raise UsageError(f"--data_config {request.config}: name data of one part with --data PART=PATH")
-        name, path = branch.named_part(given.path)
+        name, path = workload.parse_part_path(given.path)
         inner = replace(given, source=given.source.model_copy(update={"path": path}))
-        shared, notes = _shared_files(inner, branch.parts[name])
+        shared, notes = _shared_files(inner, workload.parts[name])
     else:
         given, split = _named_part(given, split, explicit=request.split)
-        shared, notes = _shared_files(given, branch)
+        shared, notes = _shared_files(given, workload)
     if not shared:
         return EvaluationData(split, given, notes)
-    return _held_back(branch, given, shared, request.split or split or "validation")
+    return _held_back(workload, given, shared, request.split or split or "validation")
 
 
-def _held_back(branch: Branch, given: GivenData, shared: str, split: str) -> EvaluationData:
+def _held_back(workload: Workload, given: ExternalData, shared: str, split: str) -> EvaluationData:
     """The run's own part in place of data that it has learnt from."""
     if shared != "all":
         raise UsageError(
@@ -105,7 +105,7 @@ def _held_back(branch: Branch, given: GivenData, shared: str, split: str) -> Eva
         )
     if split == "train":
         return EvaluationData("train", None, [f"{given.path} is what this run has learnt from: training samples"])
-    if branch.part(split) is None:
+    if workload.split(split) is None:
         raise UsageError(
             f"{given.path} is what this run has learnt from, and no {split} part of it was held back; name other data, "
             "or say --split train to measure training samples"
@@ -114,14 +114,14 @@ def _held_back(branch: Branch, given: GivenData, shared: str, split: str) -> Eva
     return EvaluationData(split, None, [note])
 
 
-def _given(recipe: Recipe, request: DataRequest) -> tuple[GivenData, str | None]:
+def _given(recipe: Recipe, request: DataRequest) -> tuple[ExternalData, str | None]:
     """The data that is named, and which part of it."""
     if request.config is None and not request.settings:
-        return GivenData(_source({"path": request.path})), None
+        return ExternalData(_source({"path": request.path})), None
     data = _section(recipe, request)
     fields = {key: getattr(data, key) for key in READING if key in data.model_fields_set}
     if request.path is not None:
-        return GivenData(_source({**_said(data.train), "path": request.path}), fields=fields), None
+        return ExternalData(_source({**_said(data.train), "path": request.path}), fields=fields), None
     wanted = [request.split] if request.split not in (None, "train") else ["test", "validation"]
     for name in wanted if request.split != "train" else ():
         part = getattr(data, str(name), None) if name in data.model_fields_set else None
@@ -129,7 +129,7 @@ def _given(recipe: Recipe, request: DataRequest) -> tuple[GivenData, str | None]
             return replace(_part(data, part, str(name)), fields=fields), name
     if data.train.path is None and data.train.kind == "auto":
         raise UsageError(f"{request.config} names no data: data.test.path or data.train.path")
-    return GivenData(data.train, fields=fields), None
+    return ExternalData(data.train, fields=fields), None
 
 
 def _section(recipe: Recipe, request: DataRequest) -> Data:
@@ -145,18 +145,18 @@ def _section(recipe: Recipe, request: DataRequest) -> Data:
 
 
 def _is_of_data(key: str) -> bool:
-    from bottega.config.aliases import spell
+    from bottega.config.aliases import resolve_alias
 
-    return all(spelled.startswith("data.") for spelled in spell(key, 0))
+    return all(spelled.startswith("data.") for spelled in resolve_alias(key, 0))
 
 
-def _part(data: Data, part: HeldOut, name: str) -> GivenData:
+def _part(data: Data, part: HeldOut, name: str) -> ExternalData:
     if isinstance(part.split, float) or (part.path is None and part.kind == "auto" and part.split is None):
-        return GivenData(data.train, table=name, held_out=part, split=data.split)
+        return ExternalData(data.train, table=name, held_out=part, split=data.split)
     options = {key: getattr(part, key) for key in part.model_fields_set}
     if part.path is None and part.kind == "auto":  # another named part of where train is from
-        return GivenData(_source({**_said(data.train), **options}))
-    return GivenData(_source({**{k: v for k, v in _said(data.train).items() if k in INHERITED}, **options}))
+        return ExternalData(_source({**_said(data.train), **options}))
+    return ExternalData(_source({**{k: v for k, v in _said(data.train).items() if k in INHERITED}, **options}))
 
 
 def _said(source: SourceOptions) -> dict[str, Any]:
@@ -167,21 +167,21 @@ def _source(values: Mapping[str, Any]) -> SourceOptions:
     return SourceOptions(**values)
 
 
-def _named_part(given: GivenData, split: str | None, *, explicit: str | None) -> tuple[GivenData, str | None]:
+def _named_part(given: ExternalData, split: str | None, *, explicit: str | None) -> tuple[ExternalData, str | None]:
     """Where a folder holds train and test, or prepared tables, the part that is asked for."""
     source = given.source
     if source.path is None or "://" in source.path or source.kind not in ("auto", "shards"):
         return given, split
     folder = Path(source.path).expanduser()
     if is_prepared(folder):
-        tables = opened(folder, task=_task_of(folder)).tables
+        tables = open_prepared(folder, task=_task_of(folder)).tables
         wanted = [explicit] if explicit is not None else ["validation", "test"]
         table = next((name for name in wanted if name in tables), "train")
         return replace(given, table=table), table
     if explicit is None or source.split is not None or not folder.is_dir():
         return given, split
-    files = find(source)
-    if files.part is None or meaning(explicit) not in (files.part, *files.other_parts):
+    files = find_files(source)
+    if files.split_name is None or normalize_split_name(explicit) not in (files.split_name, *files.other_splits):
         return given, split
     return replace(given, source=source.model_copy(update={"split": explicit})), explicit
 
@@ -192,22 +192,22 @@ def _task_of(folder: Path) -> str:
     return str(json.loads((folder / "meta.json").read_bytes())["task"])
 
 
-def _shared_files(given: GivenData, branch: Branch) -> tuple[str | None, list[str]]:
+def _shared_files(given: ExternalData, workload: Workload) -> tuple[str | None, list[str]]:
     """Whether the files of `given` are training files of the run: "all", or the first of some; with notes."""
-    if not isinstance(branch, TableBranch):
+    if not isinstance(workload, TableWorkload):
         return None, []
     folder = Path(given.path).expanduser()
-    if is_prepared(folder) and opened(folder, task=_task_of(folder)).fingerprint == branch.data_fingerprint:
+    if is_prepared(folder) and open_prepared(folder, task=_task_of(folder)).fingerprint == workload.data_fingerprint:
         return "all", []
-    data = branch.located_recipe().data
+    data = workload.located_recipe().data
     own = [*(data.sources or (data.train,)), *([data.replay] if data.replay is not None else [])]
-    merged = given.section(data).train
+    merged = given.replace_in(data).train
     if merged.kind in ("embedded", "synthetic"):
         return ("all" if merged.kind in [one.kind for one in own] else None), []
     try:
         learnt = {content for one in own for content in _contents(one).values()}
     except (DataError, UsageError, OSError):
-        reason = f"{branch.named_data()} is not there any more"
+        reason = f"{workload.describe_source()} is not there any more"
         return None, [f"whether {given.path} was learnt from cannot be told: {reason}"]
     contents = _contents(merged)
     shared = [name for name, content in contents.items() if content in learnt]
@@ -220,8 +220,8 @@ def _contents(source: SourceOptions) -> dict[str, str]:
     """The files of a source with a hash of each; a data set of a hub stands for itself."""
     if source.kind == "embedded":
         return {}
-    listing = find(source)
+    listing = find_files(source)
     if listing.kind == "huggingface":
         return {str(source.path): listing.fingerprint}
     files = [file for file in listing.files if file.stat().st_size]
-    return dict(zip(map(str, files), content_hashes(files), strict=True))
+    return dict(zip(map(str, files), hash_files(files), strict=True))

@@ -27,7 +27,7 @@ from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.tasks.registry import TASKS
 from bottega.terminal import print_notice
 
-GROUP = "bottega.tasks"
+ENTRY_POINT_GROUP = "bottega.tasks"
 FLAG = "--plugin"
 RECORD = "plugin"
 """In environment.json of a run: the plugin that its task came from."""
@@ -49,7 +49,7 @@ _LOADED: dict[str, Plugin] = {}
 """Task -> who brought it."""
 
 
-def take_flags(words: Sequence[str]) -> list[str]:
+def load_plugin_flags(words: Sequence[str]) -> list[str]:
     """Load each `--plugin FILE` of a command line, and give the rest of the line."""
     rest: list[str] = []
     waiting = list(words)
@@ -72,20 +72,20 @@ def _missing_file() -> NoReturn:
     raise UsageError(f"{FLAG}: needs a file: {FLAG} my_task.py")
 
 
-def flags() -> list[str]:
+def plugin_flags() -> list[str]:
     """The flags that hand our plugins on to another `bottega`: a fold, a dependency, a trial."""
     files = dict.fromkeys(plugin.path for plugin in _LOADED.values() if plugin.path is not None)
     return [word for path in files for word in (FLAG, path)]
 
 
-def shown_flags() -> str:
+def quoted_plugin_flags() -> str:
     """The same for a command that a person is to type."""
-    return "".join(f" {word}" for word in map(shlex.quote, flags()))
+    return "".join(f" {word}" for word in map(shlex.quote, plugin_flags()))
 
 
-def command(words: Sequence[str]) -> list[str]:
+def bottega_command(words: Sequence[str]) -> list[str]:
     """A `bottega` of its own, with the plugins that this one has."""
-    return [sys.executable, "-m", "bottega", *words, *flags()]
+    return [sys.executable, "-m", "bottega", *words, *plugin_flags()]
 
 
 def load_plugin(file: str | Path) -> list[str]:
@@ -102,7 +102,7 @@ def load_plugin(file: str | Path) -> list[str]:
 
 def load_installed() -> None:
     """Add the tasks of installed packages. One that cannot be loaded is reported and left out: other tasks do not need it."""
-    for point in importlib.metadata.entry_points(group=GROUP):
+    for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         package = point.dist.name if point.dist is not None else point.value
         try:
             loaded = point.load()
@@ -115,7 +115,7 @@ def load_installed() -> None:
             print_notice(f"bottega: the installed plugin {package} is left out: {type(error).__name__}: {error}")
 
 
-def record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[str, str] | None:
+def plugin_record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[str, str] | None:
     """What a run keeps of the plugin that its task came from, as it was when the run began; None for a bundled task."""
     plugin = _LOADED.get(recipe.task)
     if plugin is None:
@@ -124,7 +124,7 @@ def record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[str, str] | No
     return known or {key: value for key, value in asdict(plugin).items() if value is not None}
 
 
-def blame(error: BaseException) -> str | None:
+def describe_plugin_error(error: BaseException) -> str | None:
     """Where in a plugin an error came from; None where no plugin had a part in it."""
     files = {plugin.path: plugin.name for plugin in _LOADED.values() if plugin.path is not None}
     place, trace = None, error.__traceback__
@@ -142,7 +142,7 @@ def blame(error: BaseException) -> str | None:
     return None
 
 
-def difference(recipe: Recipe, run: Path) -> str | None:
+def plugin_change_note(recipe: Recipe, run: Path) -> str | None:
     """What to say where a run was begun with another version of its plugin."""
     plugin, known = _LOADED.get(recipe.task), _recorded(run)
     if plugin is None or known.get("sha256") in (None, plugin.sha256):
@@ -150,7 +150,7 @@ def difference(recipe: Recipe, run: Path) -> str | None:
     return f"the plugin {plugin.name} has changed since this run began; what it computes may have, too"
 
 
-def request(run: Path) -> str | None:
+def missing_plugin_hint(run: Path) -> str | None:
     """How to ask for the plugin of a run, where it had one."""
     known = _recorded(run)
     name = known.get("name")
@@ -161,7 +161,7 @@ def request(run: Path) -> str | None:
     return f"its task came from the plugin {name}.py; give it again: {FLAG} {known['path']}"
 
 
-def is_loaded(run: Path) -> bool:
+def is_plugin_loaded(run: Path) -> bool:
     """Whether the plugin of a run, in this or another version, is here."""
     return any(plugin.name == _recorded(run).get("name") for plugin in _LOADED.values())
 

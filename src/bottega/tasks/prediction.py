@@ -9,9 +9,9 @@ from typing import Any, TextIO
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.prepare.inputs import find_in_utf8
+from bottega.data.prepare.inputs import find_utf8_files
 from bottega.data.prepare.rules import Rules
-from bottega.data.records.record import Bad, Record
+from bottega.data.records.record import BadRecord, Record
 
 
 @dataclass(frozen=True)
@@ -33,36 +33,36 @@ def is_missing(path: str) -> bool:
     return "://" not in path and not any(sign in path for sign in "*?[{") and not Path(path).expanduser().exists()
 
 
-def most_likely(names: Sequence[str], chances: Sequence[float]) -> dict[str, Any]:
+def predict_class(names: Sequence[str], chances: Sequence[float]) -> dict[str, Any]:
     """The class of a sample, how likely it is, and how likely all are."""
     best = max(range(len(chances)), key=chances.__getitem__)
     every = dict(zip(names, chances, strict=True))
     return {"predicted": names[best], "probability": chances[best], "probabilities": every}
 
 
-def texts_in(path: str, own: Source) -> list[str]:
+def read_texts(path: str, own: Source) -> list[str]:
     """The texts of a file: its lines, or the rows of a table, by the fields that a run has learnt from."""
     options = own.model_dump(include={"field", "columns", "delimiter", "encoding"})
-    listing = find_in_utf8(Source(path=path, **options))
+    listing = find_utf8_files(Source(path=path, **options))
     if listing.kind == "text":
         with listing.files[0].open("rb") as file:
-            return lines_of(file, where=path)
+            return read_lines(file, where=path)
     rules, usual = Rules("text"), listing.source.model_copy(update={"field": None})
     by_number = listing.kind == "csv"
     texts = []
-    for piece in listing.pieces(1 << 20):
+    for piece in listing.list_pieces(1 << 20):
         for record in listing.read(piece):
-            row = record if isinstance(record, Bad) else rules.apply(record, listing.source, by_number=by_number)
-            if isinstance(row, Bad) and not isinstance(record, Bad) and own.field is not None:
+            row = record if isinstance(record, BadRecord) else rules.apply(record, listing.source, by_number=by_number)
+            if isinstance(row, BadRecord) and not isinstance(record, BadRecord) and own.field is not None:
                 retried = rules.apply(record, usual, by_number=by_number)
-                row = row if isinstance(retried, Bad) else retried
-            if isinstance(row, Bad):
+                row = row if isinstance(retried, BadRecord) else retried
+            if isinstance(row, BadRecord):
                 raise DataError(f"{row.where}: {row.reason.partition('; name the right one')[0]}")
             texts.append(row.fields["text"] if isinstance(row, Record) else "")
     return texts
 
 
-def lines_of(lines: Iterable[str] | Iterable[bytes] | TextIO, *, where: str = "standard input") -> list[str]:
+def read_lines(lines: Iterable[str] | Iterable[bytes] | TextIO, *, where: str = "standard input") -> list[str]:
     """One text a line, also where it is blank: answers are to be laid beside what was asked."""
     texts = []
     # As bytes where they are to be had: a bad one can then be named by its line.

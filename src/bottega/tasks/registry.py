@@ -11,10 +11,10 @@ from bottega.config.recipe import Recipe
 from bottega.config.registry import TaskRegistry
 from bottega.config.task_spec import TaskSpec
 from bottega.core.errors import UsageError
-from bottega.core.model_spec import resolve
+from bottega.core.model_spec import resolve_reference
 
 if TYPE_CHECKING:
-    from bottega.tasks.branch import Branch
+    from bottega.tasks.workload import Workload
 
 FIRST = ("language", "classify", "generation", "autoencode", "align", "personalize", "routing", "recall", "multitask")
 """The order in which they are listed; others follow by name."""
@@ -37,37 +37,37 @@ def _bundled() -> Iterator[TaskSpec]:
 TASKS = TaskRegistry(_bundled(), discover=_load_installed)
 
 
-def spec_of(recipe: Recipe) -> TaskSpec:
+def find_spec(recipe: Recipe) -> TaskSpec:
     """The task of a recipe."""
     return TASKS[recipe.task]
 
 
-def refusal(recipe: Recipe, verb: str) -> UsageError:
+def refusal_error(recipe: Recipe, verb: str) -> UsageError:
     """What to say to a verb that the task does not answer."""
     usual = {
         "generate": f"a run of {recipe.task} does not generate; bottega evaluate measures it",
         "predict": f"this is a run of {recipe.task}, which is not a classifier",
         "prepare": f"task: the data of {recipe.task} cannot be prepared",
     }
-    reason = spec_of(recipe).refuses.get(verb) or usual[verb]
+    reason = find_spec(recipe).refuses.get(verb) or usual[verb]
     return UsageError(reason.format(input=getattr(recipe.data, "input", None)))
 
 
-def prepare(recipe: Recipe, *, say: Any, codec: Path | None = None) -> Branch:
+def open_workload(recipe: Recipe, *, progress: Any, processor: Path | None = None) -> Workload:
     """Everything that happens before an engine exists: data read, tokenised and cached, the task known.
 
     `codec` is of a run that goes on; a task that keeps in it what models could say otherwise today `remembers`.
     """
-    spec = spec_of(recipe)
-    more = {"codec": codec} if codec is not None and spec.remembers else {}
-    branch: Branch = resolve(spec.open)(recipe, say=say, **more)
-    return branch
+    spec = find_spec(recipe)
+    more = {"processor": processor} if processor is not None and spec.reuses_processor else {}
+    workload: Workload = resolve_reference(spec.open)(recipe, say=progress, **more)
+    return workload
 
 
-def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> Branch:
+def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
     """The branch of a finished run, from its own codec. Its data is read when asked for, and must be the same still."""
-    from bottega.tasks.located import recorded_folders
+    from bottega.tasks.data_paths import read_start_folders
 
-    branch: Branch = resolve(spec_of(recipe).reopen)(recipe, codec, fingerprint)
-    branch.started_in = recorded_folders(codec)
-    return branch
+    workload: Workload = resolve_reference(find_spec(recipe).reopen)(recipe, processor, fingerprint)
+    workload.started_in = read_start_folders(processor)
+    return workload

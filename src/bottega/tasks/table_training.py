@@ -18,18 +18,18 @@ from bottega.core.errors import DataError, UsageError
 from bottega.core.task import Task
 from bottega.core.types import Models
 from bottega.data.prepare.encoder import Encoder
-from bottega.data.prepare.inputs import check_medium, find_in_utf8, inputs_of
-from bottega.data.prepare.jobs import Progress
-from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
+from bottega.data.prepare.inputs import check_medium, collect_inputs, find_utf8_files
+from bottega.data.prepare.jobs import ProgressCallback
+from bottega.data.prepare.prepared import PreparationPlan, PreparedData, open_if_prepared, prepare
 from bottega.data.prepare.rules import Rules
-from bottega.data.records.record import Bad, Record, Unreadable
-from bottega.data.sources.given import GivenData
+from bottega.data.records.record import BadRecord, Record, Unreadable
+from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
 from bottega.data.tables.cache import default_cache
 from bottega.data.tables.shards import Table
-from bottega.tasks.from_tables import TableBranch
-from bottega.tasks.kept import keep_once, read_kept
+from bottega.tasks.metadata import read_metadata, write_metadata_once
 from bottega.tasks.prediction import NewSamples, is_missing
+from bottega.tasks.table_workload import TableWorkload
 
 STATISTICS = "statistics.json"
 
@@ -71,7 +71,7 @@ class TableRows(Source):
         return "\n".join((f"row {index} of {len(self)}: {self.table.row('key', index)}", *values))
 
 
-class TableTraining(TableBranch):
+class TableTraining(TableWorkload):
     """The data of a run as tables and the task that learns from them.
 
     A subclass says how a record becomes a row (`encoder`), what the run must know of its training rows (`fit_statistics`), and
@@ -83,7 +83,11 @@ class TableTraining(TableBranch):
     """Raised when the same records would give other rows, where the encoder's fields and its own lines do not show it."""
 
     def __init__(
-        self, recipe: Any, statistics: Mapping[str, Any], prepared: Prepared | None = None, expected: str | None = None
+        self,
+        recipe: Any,
+        statistics: Mapping[str, Any],
+        prepared: PreparedData | None = None,
+        expected: str | None = None,
     ) -> None:
         self.recipe, self.statistics = recipe, statistics
         self._prepared, self._expected = prepared, expected
@@ -113,31 +117,31 @@ class TableTraining(TableBranch):
     def spec(cls, recipe: type[Recipe], **more: Any) -> TaskSpec:
         """The entry of the registry for a task of this class."""
         name = str(recipe.model_fields["task"].default)
-        asks = {"asks": lambda recipe, codec: recipe.data.train.path} if cls.predicts is not None else {}
+        asks = {"asks": lambda recipe, processor: recipe.data.train.path} if cls.predicts is not None else {}
         functions = {"open": cls.open, "reopen": cls.reopen, "prepare": cls.prepare}
         return TaskSpec(name=name, recipe=recipe, **{**functions, **asks, "combines": False, **more})
 
     @classmethod
-    def open(cls, recipe: Recipe, *, say: Progress) -> Self:
+    def open(cls, recipe: Recipe, *, say: ProgressCallback) -> Self:
         prepared = cls.prepare(recipe, say)
         content = f"{prepared.fingerprint} {prepared.training_tables[0]}"
         statistics = cls.fit_statistics(recipe, TableRows(prepared.table(prepared.training_tables[0]), content))
         return cls(recipe, json.loads(json.dumps(statistics)), prepared)
 
     @classmethod
-    def reopen(cls, recipe: Recipe, codec: Path, fingerprint: str) -> Self:
-        return cls(recipe, read_kept(codec / STATISTICS, json.loads), expected=fingerprint)
+    def reopen(cls, recipe: Recipe, processor: Path, fingerprint: str) -> Self:
+        return cls(recipe, read_metadata(processor / STATISTICS, json.loads), expected=fingerprint)
 
     @classmethod
-    def prepare(cls, recipe: Recipe, progress: Progress, cache: Path | None = None) -> Prepared:
+    def prepare(cls, recipe: Recipe, progress: ProgressCallback, cache: Path | None = None) -> PreparedData:
         """The rows of the recipe's data, from the cache or made now."""
-        ready = opened_where_prepared(recipe.data, task=recipe.task)
+        ready = open_if_prepared(recipe.data, task=recipe.task)
         if ready is not None:
             return ready
-        inputs, shares = inputs_of(recipe.data)
+        inputs, shares = collect_inputs(recipe.data)
         check_medium(inputs, "x")
         encoder = cls.encoder(recipe)
-        plan = Plan(
+        plan = PreparationPlan(
             task=recipe.task,
             inputs=inputs,
             shares=shares,
@@ -150,24 +154,24 @@ class TableTraining(TableBranch):
 
     # What a run asks
 
-    def prepare_again(self, recipe: Any) -> Prepared:
+    def prepare_again(self, recipe: Any) -> PreparedData:
         return self.prepare(recipe, lambda stage, done, total: None)
 
     def table(self, name: str, *, is_training: bool) -> Source:
         return TableRows(self.prepared.table(name), f"{self.prepared.fingerprint} {name}")
 
-    def other(self, given: GivenData) -> Source:
-        recipe = self.recipe.model_copy(update={"data": given.section(self.recipe.data)})
+    def read_given(self, given: ExternalData) -> Source:
+        recipe = self.recipe.model_copy(update={"data": given.replace_in(self.recipe.data)})
         prepared = self.prepare_again(recipe)
         return TableRows(prepared.table(given.table), f"{prepared.fingerprint} {given.table}")
 
-    def save_codec(self, folder: Path) -> None:
-        keep_once(
+    def save_processor(self, folder: Path) -> None:
+        write_metadata_once(
             folder / STATISTICS,
             json.dumps(self.statistics, indent=1) + "\n",
             parse=json.loads,
             is_same=lambda known: bool(known == self.statistics),
-            otherwise="the data has other statistics than those this run was trained with; use --fresh",
+            mismatch="the data has other statistics than those this run was trained with; use --fresh",
         )
 
     def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
@@ -189,9 +193,9 @@ class TableTraining(TableBranch):
         options = self.recipe.data.train.model_dump(include={"field", "columns", "delimiter", "encoding"})
         records = []
         for path in paths:
-            listing = find_in_utf8(type(self.recipe.data.train)(path=path, **options))
-            for record in (record for piece in listing.pieces(1 << 20) for record in listing.read(piece)):
-                if isinstance(record, Bad):
+            listing = find_utf8_files(type(self.recipe.data.train)(path=path, **options))
+            for record in (record for piece in listing.list_pieces(1 << 20) for record in listing.read(piece)):
+                if isinstance(record, BadRecord):
                     raise DataError(f"{record.where}: {record.reason}")
                 records.append(record)
         return records
@@ -199,7 +203,7 @@ class TableTraining(TableBranch):
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Nothing is drawn while training, unless a subclass does."""
 
-    def example(self) -> str | None:
+    def example_flags(self) -> str | None:
         return None
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:

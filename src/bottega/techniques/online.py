@@ -17,27 +17,27 @@ from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.rundir import RunDirectory
 from bottega.core.types import Batch, Sums
 from bottega.data.loading.loader import Loader
-from bottega.data.order.online import stream
-from bottega.data.order.orders import Order, Streamed
-from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
+from bottega.data.order.online import build_online_stream
+from bottega.data.order.orders import OnlineOrder, Order
 from bottega.data.sources.source import Source
-from bottega.tasks.branch import Branch
-from bottega.techniques.lesson import Lesson
+from bottega.data.sources.zip_sources import Unshuffled, Zip
+from bottega.tasks.workload import Workload
+from bottega.techniques.training_plan import TrainingPlan
 
 
-def streamed(lesson: Lesson, recipe: Recipe, branch: Branch) -> Lesson:
+def apply_stream(plan: TrainingPlan, recipe: Recipe, workload: Workload) -> TrainingPlan:
     """The lesson as a stream, once all techniques have had their say."""
     online = recipe.data.online
     assert online is not None, "asked for by data.online"
-    order = lesson.order
+    order = plan.order
     if order is None:
-        order = stream(recipe, len(lesson.training))
-    elif not isinstance(order, AsTheyStand):
+        order = build_online_stream(recipe, len(plan.training))
+    elif not isinstance(order, Unshuffled):
         raise UsageError(
             "data.online: a stream takes its samples as they come, and these have an order of their own (a mixture, or images "
             "in buckets); leave one out"
         )
-    watch = Prequential(branch.summarise)
+    watch = Prequential(workload.summarise)
 
     def begin(engine: Engine, loader: Loader, *, resumed: bool) -> None:
         def measure(step: int, batch: Batch) -> None:
@@ -47,14 +47,14 @@ def streamed(lesson: Lesson, recipe: Recipe, branch: Branch) -> Lesson:
         engine.add_hook(measure)
 
     changed = replace(
-        lesson,
+        plan,
         order=order,
-        notes=(*lesson.notes, _told(recipe, order, lesson.training)),
-        callbacks=(*lesson.callbacks, watch),
-        summary=lambda metrics: watch.with_measured(lesson.summary(metrics)),
-        finish=lambda directory, console: _finish(lesson, watch, directory, console),
+        notes=(*plan.notes, _told(recipe, order, plan.training)),
+        callbacks=(*plan.callbacks, watch),
+        summary=lambda metrics: watch.add_metrics(plan.summary(metrics)),
+        finish=lambda directory, console: _finish(plan, watch, directory, console),
     )
-    return changed.beginning(begin)
+    return changed.with_train_start_hook(begin)
 
 
 def _measured(engine: Engine, batch: Batch, *, at_most: int | None) -> Iterator[Sums]:
@@ -81,14 +81,14 @@ def _weighed(batch: Batch, loader: Loader, step: int) -> dict[str, Any]:
     positions = loader.samples_before(step) + loader.data_rank * share + np.arange(share)
     source, order = loader.source, loader.order
     assert order is not None
-    if isinstance(source, SideBySide) and source.orders is not None:
+    if isinstance(source, Zip) and source.orders is not None:
         parts = {name: _only_new(batch[name], own, positions) for name, own in source.orders.items()}
         return {**batch, **parts, "index": positions}
     return {**_only_new(batch, order, positions), "index": positions}
 
 
 def _only_new(batch: Batch, order: Order, positions: np.ndarray) -> dict[str, Any]:
-    assert isinstance(order, Streamed), "asked for when the stream was made"
+    assert isinstance(order, OnlineOrder), "asked for when the stream was made"
     is_new = order.is_new(positions).astype(np.float32)
     return {**batch, "weight": batch["weight"] * is_new if "weight" in batch else is_new}
 
@@ -96,16 +96,16 @@ def _only_new(batch: Batch, order: Order, positions: np.ndarray) -> dict[str, An
 def _told(recipe: Recipe, order: Order, source: Source) -> str:
     online = recipe.data.online
     assert online is not None
-    longest = max(map(len, source.sources.values())) if isinstance(source, SideBySide) else len(source)
+    longest = max(map(len, source.sources.values())) if isinstance(source, Zip) else len(source)
     of = f"the last {online.memory:,}" if online.memory is not None else "all"
     again = f", and {online.replay:.0%} of what is seen comes again, of {of} before" if online.replay else ""
     return f"online: {longest:,} samples once each, in the order of the data{again}; online/... measures each when it is new"
 
 
-def _finish(lesson: Lesson, watch: Prequential, directory: RunDirectory, console: Console) -> None:
-    if lesson.finish is not None:
-        lesson.finish(directory, console)
-    found = console.chosen(watch.measured())
+def _finish(plan: TrainingPlan, watch: Prequential, directory: RunDirectory, console: Console) -> None:
+    if plan.finish is not None:
+        plan.finish(directory, console)
+    found = console.headline_metrics(watch.compute_metrics())
     if found:
         said = ", ".join(f"{name.removeprefix(PREFIX)} {value:.4f}" for name, value in found.items())
-        console.say(f"\nonline, each sample before it was learnt from: {said}")
+        console.info(f"\nonline, each sample before it was learnt from: {said}")

@@ -11,7 +11,7 @@ FIRST = ("lora", "adapter", "distill", "ewc", "replay", "maml", "plasticity")
 """The order in which they are listed; others follow by name."""
 
 
-def find() -> dict[str, TechniqueSpec]:
+def find_techniques() -> dict[str, TechniqueSpec]:
     """Import the specs, which load no framework."""
     there = {path.parent.name for path in Path(__file__).parent.glob("*/config.py")}
     specs = [import_module(f"bottega.techniques.{name}.config").SPEC for name in (*FIRST, *sorted(there - {*FIRST}))]

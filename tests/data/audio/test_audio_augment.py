@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.data.audio.augment import (
-    Draw,
+    RandomKey,
     add_noise,
-    augment,
+    augment_audio,
     change_gain,
-    crop_start,
-    mask_band,
+    choose_crop_start,
+    mask_frequency_band,
     mask_spectrogram,
     mask_time,
 )
@@ -25,12 +25,12 @@ from bottega.data.audio.spectrogram import hertz_to_mel
 RATE = 8000
 SOUND = np.random.default_rng(0).standard_normal(4000).astype(np.float32) * np.float32(0.2)
 MANY = 400
-CHANGES: dict[str, Callable[[Draw], np.ndarray]] = {
-    "noise": lambda draw: add_noise(SOUND, 0.3, draw=draw),
-    "gain": lambda draw: change_gain(SOUND, 6, draw=draw),
-    "time": lambda draw: mask_time(SOUND, 0.4, draw=draw),
-    "band": lambda draw: mask_band(SOUND, 0.4, rate=RATE, draw=draw),
-    "spectrogram": lambda draw: mask_spectrogram(SOUND.reshape(80, 50), time=0.4, frequency=0.4, draw=draw),
+CHANGES: dict[str, Callable[[RandomKey], np.ndarray]] = {
+    "noise": lambda draw: add_noise(SOUND, 0.3, random_key=draw),
+    "gain": lambda draw: change_gain(SOUND, 6, random_key=draw),
+    "time": lambda draw: mask_time(SOUND, 0.4, random_key=draw),
+    "band": lambda draw: mask_frequency_band(SOUND, 0.4, rate=RATE, random_key=draw),
+    "spectrogram": lambda draw: mask_spectrogram(SOUND.reshape(80, 50), time=0.4, frequency=0.4, random_key=draw),
 }
 
 
@@ -47,14 +47,14 @@ def test_a_change_is_a_function_of_seed_epoch_and_index(name: str) -> None:
 
 @given(st.floats(0.01, 2))
 def test_noise_has_the_share_asked_for(share: float) -> None:
-    noise = add_noise(SOUND, share, draw=(0, 0, 0)) - SOUND
+    noise = add_noise(SOUND, share, random_key=(0, 0, 0)) - SOUND
     # 4,000 draws: the deviation is known to 1.1 %.
     assert noise.std() / SOUND.std() == pytest.approx(share, rel=0.05)
     assert abs(noise.mean()) < 0.1 * share * SOUND.std()
 
 
 def test_gain_is_even_over_its_whole_range() -> None:
-    ratios = np.array([change_gain(SOUND, 6, draw=(0, 0, i))[0] / SOUND[0] for i in range(MANY)])
+    ratios = np.array([change_gain(SOUND, 6, random_key=(0, 0, i))[0] / SOUND[0] for i in range(MANY)])
     decibels = 20 * np.log10(ratios)
     assert np.abs(decibels).max() <= 6 + 1e-4
     assert decibels.min() < -5.8
@@ -64,7 +64,7 @@ def test_gain_is_even_over_its_whole_range() -> None:
 
 
 def test_a_time_mask_is_one_stretch_of_up_to_the_share_anywhere() -> None:
-    masked = np.array([mask_time(SOUND, 0.4, draw=(0, 0, i)) == 0 for i in range(MANY)])
+    masked = np.array([mask_time(SOUND, 0.4, random_key=(0, 0, i)) == 0 for i in range(MANY)])
     shares = masked.mean(1)
     assert shares.max() <= 0.4
     assert shares.max() > 0.38
@@ -80,7 +80,7 @@ def test_a_band_mask_silences_the_share_of_the_mel_scale() -> None:
     weights = np.gradient(mels) / np.gradient(mels).sum()
     shares = []
     for i in range(100):
-        spectrum = np.abs(np.fft.rfft(mask_band(SOUND, 0.4, rate=RATE, draw=(0, 0, i))))
+        spectrum = np.abs(np.fft.rfft(mask_frequency_band(SOUND, 0.4, rate=RATE, random_key=(0, 0, i))))
         silent = spectrum < 1e-3 * np.abs(np.fft.rfft(SOUND))
         shares.append(weights[silent].sum())
         assert np.abs(np.diff(silent.astype(int))).sum() <= 2
@@ -92,19 +92,19 @@ def test_a_spectrogram_is_masked_in_time_and_in_bands() -> None:
     frames = np.random.default_rng(1).standard_normal((100, 64)).astype(np.float32)
     times, bands = [], []
     for i in range(MANY):
-        changed = mask_spectrogram(frames, time=0.3, frequency=0.5, draw=(0, 0, i), value=-11.5) == -11.5
+        changed = mask_spectrogram(frames, time=0.3, frequency=0.5, random_key=(0, 0, i), value=-11.5) == -11.5
         times.append(changed.all(1).mean())
         bands.append(changed.all(0).mean())
     assert max(times) == 0.3
     assert max(bands) == 0.5
     assert np.mean(times) == pytest.approx(0.15, abs=0.02)
     assert np.mean(bands) == pytest.approx(0.25, abs=0.03)
-    np.testing.assert_array_equal(mask_spectrogram(frames, time=0, frequency=0, draw=(0, 0, 0)), frames)
+    np.testing.assert_array_equal(mask_spectrogram(frames, time=0, frequency=0, random_key=(0, 0, 0)), frames)
 
 
 @given(st.integers(0, 300), st.integers(1, 300), st.sampled_from(["random", "start", "centre"]), st.integers(0, 50))
 def test_a_crop_lies_within_the_sound(length: int, wanted: int, crop: str, index: int) -> None:
-    start = crop_start(length, wanted, crop=crop, draw=(0, 0, index))  # type: ignore[arg-type]
+    start = choose_crop_start(length, wanted, crop=crop, random_key=(0, 0, index))  # type: ignore[arg-type]
     assert 0 <= start <= max(0, length - wanted)
     if crop == "start":
         assert start == 0
@@ -113,7 +113,7 @@ def test_a_crop_lies_within_the_sound(length: int, wanted: int, crop: str, index
 
 
 def test_random_crops_reach_every_place_equally() -> None:
-    starts = [crop_start(14, 10, crop="random", draw=(0, epoch, 7)) for epoch in range(500)]
+    starts = [choose_crop_start(14, 10, crop="random", random_key=(0, epoch, 7)) for epoch in range(500)]
     counts = np.bincount(starts, minlength=5)
     assert len(counts) == 5
     assert counts.min() > 70  # 100 expected, with a deviation of 9
@@ -121,13 +121,13 @@ def test_random_crops_reach_every_place_equally() -> None:
 
 def test_all_options_together_and_none() -> None:
     options = AudioAugmentation(noise=0.1, gain=3.0, time_mask=0.2, frequency_mask=0.2)
-    changed = augment(SOUND, options, rate=RATE, draw=(0, 0, 0))
+    changed = augment_audio(SOUND, options, rate=RATE, random_key=(0, 0, 0))
     assert changed.dtype == np.float32
     assert changed.shape == SOUND.shape
     # One more option leaves the draws of the others alone.
-    quiet = augment(SOUND, AudioAugmentation(gain=3.0), rate=RATE, draw=(0, 0, 0))
-    np.testing.assert_array_equal(quiet, change_gain(SOUND, 3.0, draw=(0, 0, 0)))
+    quiet = augment_audio(SOUND, AudioAugmentation(gain=3.0), rate=RATE, random_key=(0, 0, 0))
+    np.testing.assert_array_equal(quiet, change_gain(SOUND, 3.0, random_key=(0, 0, 0)))
     for nothing in (AudioAugmentation(), AudioAugmentation(enabled=False, noise=1.0)):
-        assert augment(SOUND, nothing, rate=RATE, draw=(0, 0, 0)) is SOUND
+        assert augment_audio(SOUND, nothing, rate=RATE, random_key=(0, 0, 0)) is SOUND
     empty = np.zeros(0, np.float32)
-    assert len(augment(empty, options, rate=RATE, draw=(0, 0, 0))) == 0
+    assert len(augment_audio(empty, options, rate=RATE, random_key=(0, 0, 0))) == 0

@@ -16,7 +16,7 @@ import pytest
 
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.audio import decode as decoding
-from bottega.data.audio.decode import decode, encode_flac, encode_wav, header, mono
+from bottega.data.audio.decode import decode_audio, encode_flac, encode_wav, read_audio_header, to_mono
 from bottega.data.records.record import Unreadable
 
 soundfile = pytest.importorskip("soundfile")
@@ -83,7 +83,7 @@ def rate_of(name: str) -> int:
 def test_every_format_comes_back_at_its_length_and_in_time(name: str) -> None:
     rate = rate_of(name)
     sound = voice(rate=rate)
-    samples, found = decode(written(name, sound, rate))
+    samples, found = decode_audio(written(name, sound, rate))
     assert (found, samples.dtype, samples.shape[1]) == (rate, np.float32, 1)
     exact = (name in FORMATS and name != "wav adpcm") or name in ("m4a", "webm")
     if exact:
@@ -103,7 +103,7 @@ def test_every_format_comes_back_at_its_length_and_in_time(name: str) -> None:
 def test_a_file_that_is_cut_is_never_silently_short(name: str, share: float) -> None:
     data = written(name, voice(rate=rate_of(name)), rate_of(name))
     with pytest.raises(Unreadable):
-        decode(data[: int(len(data) * share)])
+        decode_audio(data[: int(len(data) * share)])
 
 
 @needs_data
@@ -112,9 +112,9 @@ def test_real_flac_is_read_whole_and_refused_cut(tmp_path: Path) -> None:
     files = sorted(Path(DATA, "audio-ljspeech-sample", "wavs").glob("*.flac"))
     seconds = 0.0
     for file in files:
-        samples, rate = decode(file)
+        samples, rate = decode_audio(file)
         assert (rate, samples.shape[1]) == (22050, 1)
-        assert header(file).frames == len(samples)
+        assert read_audio_header(file).frames == len(samples)
         seconds += len(samples) / rate
     assert len(files) == 16
     assert seconds == pytest.approx(106.5, abs=0.05)  # as its SOURCE.txt says
@@ -123,7 +123,7 @@ def test_real_flac_is_read_whole_and_refused_cut(tmp_path: Path) -> None:
         cut = tmp_path / file.name
         cut.write_bytes(raw[: len(raw) // 2])
         with pytest.raises(Unreadable):
-            decode(cut)
+            decode_audio(cut)
 
 
 @needs_data
@@ -134,21 +134,21 @@ def test_real_wavs_are_read_whole_and_refused_cut() -> None:
             file = archive.extractfile(member)
             assert file is not None
             raw = file.read()
-            samples, rate = decode(raw)
+            samples, rate = decode_audio(raw)
             assert rate == 8000
             # 16 bit and one channel: all that follows the header of 44 bytes is sound.
             assert len(samples) * 2 == len(raw) - 44
             with pytest.raises(Unreadable, match="cut off"):
-                decode(raw[: len(raw) // 2])
+                decode_audio(raw[: len(raw) // 2])
 
 
 @needs_data
 def test_the_sound_of_a_video_is_its_first_track() -> None:
     assert DATA is not None
-    samples, rate = decode(Path(DATA, "video-clips", "nasa_13013.mp4"))
+    samples, rate = decode_audio(Path(DATA, "video-clips", "nasa_13013.mp4"))
     assert (samples.shape, rate) == ((104448, 2), 8000)
     with pytest.raises(Unreadable, match="no sound in it"):
-        decode(Path(DATA, "video-clips", "bikes.mp4"))
+        decode_audio(Path(DATA, "video-clips", "bikes.mp4"))
 
 
 def wav_claiming(count: int) -> bytes:
@@ -164,18 +164,18 @@ def wav_claiming(count: int) -> bytes:
 )
 def test_a_wav_header_that_lies_about_its_length_is_noticed(count: int, message: str) -> None:
     with pytest.raises(Unreadable, match=message):
-        decode(wav_claiming(count))
+        decode_audio(wav_claiming(count))
 
 
 def test_a_wav_from_a_pipe_has_no_length_and_is_read_to_its_end() -> None:
-    samples, _ = decode(wav_claiming(0xFFFFFFFF))
+    samples, _ = decode_audio(wav_claiming(0xFFFFFFFF))
     np.testing.assert_allclose(samples[:, 0], voice(), atol=2**-15)
 
 
 def test_what_follows_the_sound_of_a_wav_may_be_chunks_or_padding() -> None:
     data = encode_wav(voice(), RATE)
     for rest in (b"\0" * 4000, b"TAG" + b"\1" * 125, b"LIST" + struct.pack("<I", 300) + b"\1" * 300):
-        assert len(decode(data + rest)[0]) == len(voice())
+        assert len(decode_audio(data + rest)[0]) == len(voice())
 
 
 def flac_claiming(count: int) -> bytes:
@@ -193,23 +193,23 @@ def test_samples_that_a_header_claims_are_not_allocated(count: int, message: str
     tracemalloc.start()
     try:
         with pytest.raises(Unreadable, match=message):
-            decode(data)
+            decode_audio(data)
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
 
 
 def test_a_flac_from_a_pipe_claims_nothing_and_is_read() -> None:
-    np.testing.assert_allclose(decode(flac_claiming(0))[0][:, 0], voice(), atol=2**-15)
+    np.testing.assert_allclose(decode_audio(flac_claiming(0))[0][:, 0], voice(), atol=2**-15)
 
 
 def test_the_limit_counts_the_samples_of_all_channels() -> None:
     stereo = encode_wav(np.stack([voice(), voice()], axis=1), RATE)
-    decode(stereo, limit_samples=2 * len(voice()))
+    decode_audio(stereo, limit_samples=2 * len(voice()))
     with pytest.raises(Unreadable, match="limit is 88,199"):
-        decode(stereo, limit_samples=2 * len(voice()) - 1)
+        decode_audio(stereo, limit_samples=2 * len(voice()) - 1)
     with pytest.raises(Unreadable, match="limit"):
-        decode(written("aac", voice()), limit_samples=len(voice()) // 2)
+        decode_audio(written("aac", voice()), limit_samples=len(voice()) // 2)
 
 
 def test_what_is_no_sound_says_so_in_one_line(tmp_path: Path) -> None:
@@ -228,26 +228,26 @@ def test_what_is_no_sound_says_so_in_one_line(tmp_path: Path) -> None:
     ]
     for data, message in cases:
         with pytest.raises(Unreadable, match=message) as caught:
-            decode(data)
+            decode_audio(data)
         assert "\n" not in str(caught.value)
 
 
 def test_a_wrong_suffix_does_not_matter(tmp_path: Path) -> None:
     file = tmp_path / "sound.wav"
     file.write_bytes(encode_flac(voice(), RATE))
-    assert len(decode(file)[0]) == len(voice())
+    assert len(decode_audio(file)[0]) == len(voice())
 
 
 def test_sixteen_bits_come_back_as_they_were() -> None:
     every = (np.arange(-32768, 32768) / 32768).astype(np.float32)
     for data in (encode_wav(every, RATE), encode_flac(every, RATE)):
-        np.testing.assert_array_equal(decode(data)[0][:, 0], every)
+        np.testing.assert_array_equal(decode_audio(data)[0][:, 0], every)
     loud = np.array([1.5, -2.0, 0.25], np.float32)
-    np.testing.assert_allclose(decode(encode_wav(loud, RATE))[0][:, 0], [32767 / 32768, -1, 0.25])
+    np.testing.assert_allclose(decode_audio(encode_wav(loud, RATE))[0][:, 0], [32767 / 32768, -1, 0.25])
 
 
 def test_mono_is_the_mean_of_the_channels() -> None:
-    np.testing.assert_array_equal(mono(np.array([[1, 0], [0.5, -0.5]], np.float32)), [0.5, 0])
+    np.testing.assert_array_equal(to_mono(np.array([[1, 0], [0.5, -0.5]], np.float32)), [0.5, 0])
 
 
 def test_without_pyav_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import pytest
 from bottega.core.errors import DataError
 from bottega.data.audio.config import AudioAugmentation
 from bottega.data.audio.decode import encode_flac, encode_wav
-from bottega.data.audio.encoder import AudioEncoder, native_rate
-from bottega.data.audio.loudness import loudness
+from bottega.data.audio.encoder import AudioEncoder, read_sample_rate
+from bottega.data.audio.loudness import measure_loudness
 from bottega.data.audio.source import AudioRows
 from bottega.data.loading.loader import Loader
 from bottega.data.records.record import Record, Unreadable
@@ -73,7 +73,7 @@ def test_a_sound_is_found_in_every_usual_form(tmp_path: Path) -> None:
         made = row(fields)
         np.testing.assert_allclose(made["audio"], sound, atol=2**-15, err_msg=str(list(fields)))
         assert made["audio"].dtype == np.float32
-        assert native_rate(Record("a", "a", fields)) == RATE
+        assert read_sample_rate(Record("a", "a", fields)) == RATE
     np.testing.assert_allclose(row({"other": wav, "audio": file}, field="other")["audio"], sound, atol=2**-15)
 
 
@@ -117,9 +117,9 @@ def test_sounds_are_brought_to_one_rate_and_level() -> None:
     made = row({"audio": sound, "sample_rate": 44100}, normalise="peak")["audio"]
     assert len(made) == 4000
     assert np.abs(made).max() == pytest.approx(0.95, abs=1e-6)
-    assert loudness(row({"audio": sound, "sample_rate": 44100}, normalise="loudness")["audio"], RATE) == pytest.approx(
-        -23, abs=0.01
-    )
+    assert measure_loudness(
+        row({"audio": sound, "sample_rate": 44100}, normalise="loudness")["audio"], RATE
+    ) == pytest.approx(-23, abs=0.01)
 
 
 def test_a_batch_has_exactly_what_is_asked_for(tmp_path: Path) -> None:
@@ -241,6 +241,6 @@ def test_real_recordings_become_batches(tmp_path: Path) -> None:
     assert rows["audio"].shape == (40, 8000)
     assert np.isfinite(rows["audio"]).all()
     assert np.abs(rows["audio"]).max() <= 0.951
-    levels = [loudness(data.row("audio", i), 16000) for i in range(40)]
+    levels = [measure_loudness(data.row("audio", i), 16000) for i in range(40)]
     assert max(levels) < -22.9
     assert np.median(levels) == pytest.approx(-23, abs=0.01)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.audio.spectrogram import Mel, hertz_to_mel, istft, mel_bank, mel_to_hertz, stft
+from bottega.data.audio.spectrogram import MelSpectrogram, hertz_to_mel, istft, mel_filter_bank, mel_to_hertz, stft
 
 DATA = os.environ.get("BOTTEGA_DATA")
 
@@ -44,7 +44,7 @@ def test_the_scale_is_slaneys() -> None:
 
 @pytest.mark.parametrize(("rate", "fft_size", "mels"), [(8000, 1024, 64), (16000, 1024, 64), (22050, 1024, 80)])
 def test_each_band_is_a_triangle_of_area_one(rate: int, fft_size: int, mels: int) -> None:
-    bank = mel_bank(sample_rate=rate, fft_size=fft_size, num_mels=mels, low=0.0, high=rate / 2)
+    bank = mel_filter_bank(sample_rate=rate, fft_size=fft_size, num_mels=mels, low=0.0, high=rate / 2)
     assert bank.shape == (mels, fft_size // 2 + 1)
     assert (bank >= 0).all()
     # Sampled at the frequencies of the FFT, a triangle of two of them has its area only about.
@@ -60,35 +60,35 @@ def test_each_band_is_a_triangle_of_area_one(rate: int, fft_size: int, mels: int
 
 def test_more_bands_than_frequencies_are_refused() -> None:
     with pytest.raises(UsageError, match="num_mels=256 is too many for fft_size=256"):
-        Mel(sample_rate=16000, fft_size=256, hop_size=64, num_mels=256)
+        MelSpectrogram(sample_rate=16000, fft_size=256, hop_size=64, num_mels=256)
 
 
 def test_settings_that_lose_sound_are_refused() -> None:
     with pytest.raises(UsageError, match="hop_size=600 is more than half of fft_size=1024"):
-        Mel(sample_rate=16000, hop_size=600)
+        MelSpectrogram(sample_rate=16000, hop_size=600)
     with pytest.raises(UsageError, match="do not fit a sample_rate of 16000"):
-        Mel(sample_rate=16000, high=9000)
+        MelSpectrogram(sample_rate=16000, high=9000)
 
 
 def test_a_batch_is_its_sounds_and_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    mel = Mel(sample_rate=16000)
+    mel = MelSpectrogram(sample_rate=16000)
     sounds = np.random.default_rng(0).uniform(-1, 1, (5, 4000)).astype(np.float32)
     batch = mel.encode(sounds)
     assert batch.shape == (5, mel.num_frames(4000), 64)
     assert batch.dtype == np.float32
-    monkeypatch.setattr("bottega.data.audio.spectrogram.FRAMES", 40)
+    monkeypatch.setattr("bottega.data.audio.spectrogram.MAX_FRAMES_AT_ONCE", 40)
     np.testing.assert_allclose(mel.encode(sounds), batch, atol=1e-5)
     np.testing.assert_allclose(mel.encode(sounds[3]), batch[3], atol=1e-5)
 
 
 def test_silence_is_the_floor_and_comes_back_silent() -> None:
-    mel = Mel(sample_rate=16000)
+    mel = MelSpectrogram(sample_rate=16000)
     frames = mel.encode(np.zeros(4000, np.float32))
     np.testing.assert_allclose(frames, np.log(1e-5), rtol=1e-6)
     assert np.abs(mel.decode(frames, iterations=4)).max() < 1e-3
 
 
-def difference(mel: Mel, sound: np.ndarray, back: np.ndarray) -> float:
+def difference(mel: MelSpectrogram, sound: np.ndarray, back: np.ndarray) -> float:
     """Spectral convergence: the error of the bands' magnitudes over their norm."""
     wanted = np.exp(mel.encode(sound))
     return float(np.linalg.norm(np.exp(mel.encode(back)) - wanted) / np.linalg.norm(wanted))
@@ -102,7 +102,7 @@ def test_speech_has_its_bands_again(num_mels: int) -> None:
     for name in ("LJ001-0002", "LJ001-0008"):
         samples, rate = decode(Path(DATA, "audio-ljspeech-sample", "wavs", f"{name}.flac"))
         sound = samples[:, 0]
-        mel = Mel(sample_rate=rate, num_mels=num_mels)
+        mel = MelSpectrogram(sample_rate=rate, num_mels=num_mels)
         back = mel.decode(mel.encode(sound), num_samples=len(sound))
         assert back.shape == sound.shape
         # Measured 0.015 to 0.018; 0.066 with the plain Griffin-Lim algorithm.
@@ -112,7 +112,7 @@ def test_speech_has_its_bands_again(num_mels: int) -> None:
 
 
 def test_decoding_is_a_function_of_the_seed_and_not_of_the_batch() -> None:
-    mel = Mel(sample_rate=8000, fft_size=256, hop_size=64, num_mels=32)
+    mel = MelSpectrogram(sample_rate=8000, fft_size=256, hop_size=64, num_mels=32)
     frames = mel.encode(np.random.default_rng(1).uniform(-1, 1, (3, 2000)).astype(np.float32))
     sounds = mel.decode(frames, iterations=5)
     np.testing.assert_array_equal(sounds, mel.decode(frames, iterations=5))
@@ -123,7 +123,7 @@ def test_decoding_is_a_function_of_the_seed_and_not_of_the_batch() -> None:
 
 @pytest.mark.parametrize("hertz", [220.0, 440.0, 1000.0, 2500.0])
 def test_the_pitch_of_a_tone_survives(hertz: float) -> None:
-    mel = Mel(sample_rate=16000)
+    mel = MelSpectrogram(sample_rate=16000)
     tone = np.sin(2 * np.pi * hertz * np.arange(16000) / 16000).astype(np.float32) * 0.5
     back = mel.decode(mel.encode(tone), num_samples=16000)
     power = np.abs(np.fft.rfft(back * np.hanning(16000))) ** 2
@@ -132,30 +132,32 @@ def test_the_pitch_of_a_tone_survives(hertz: float) -> None:
 
 
 def test_what_a_model_dreams_up_makes_finite_sound() -> None:
-    mel = Mel(sample_rate=8000, fft_size=256, hop_size=64, num_mels=32)
+    mel = MelSpectrogram(sample_rate=8000, fft_size=256, hop_size=64, num_mels=32)
     for value in (-1e4, 50.0, 1e30):
         assert np.isfinite(mel.decode(np.full((20, 32), value, np.float32), iterations=3)).all()
 
 
 def test_settings_are_saved_with_a_run(tmp_path: Path) -> None:
-    mel = Mel(sample_rate=22050, num_mels=80, low=20.0, high=8000.0)
-    mel.save(tmp_path / "codec")
-    assert Mel.load(tmp_path / "codec") == mel
-    (tmp_path / "codec" / "mel.json").write_text('{"sample_rate": "fast"}')
+    mel = MelSpectrogram(sample_rate=22050, num_mels=80, low=20.0, high=8000.0)
+    mel.save(tmp_path / "processor")
+    assert MelSpectrogram.load(tmp_path / "processor") == mel
+    (tmp_path / "processor" / "mel.json").write_text('{"sample_rate": "fast"}')
     with pytest.raises(DataError, match=r"mel\.json holds no mel settings: sample_rate"):
-        Mel.load(tmp_path / "codec")
+        MelSpectrogram.load(tmp_path / "processor")
     with pytest.raises(DataError, match="cannot be read"):
-        Mel.load(tmp_path)
+        MelSpectrogram.load(tmp_path)
 
 
 def test_bands_that_hear_nothing_are_counted() -> None:
-    assert Mel(sample_rate=44_100, fft_size=1024, num_mels=128).num_deaf == 0
+    assert MelSpectrogram(sample_rate=44_100, fft_size=1024, num_mels=128).num_empty_bands == 0
     with pytest.raises(UsageError, match=r"num_mels=500 is too many for fft_size=256 at 8000 Hz: \d+ of the bands"):
-        Mel(sample_rate=8000, fft_size=256, hop_size=64, num_mels=500)
+        MelSpectrogram(sample_rate=8000, fft_size=256, hop_size=64, num_mels=500)
     deaf = 0
     for num_mels in range(60, 200):  # between all that hear and one that is empty some only hear next to nothing
         try:
-            deaf = max(deaf, Mel(sample_rate=8000, fft_size=256, hop_size=64, num_mels=num_mels).num_deaf)
+            deaf = max(
+                deaf, MelSpectrogram(sample_rate=8000, fft_size=256, hop_size=64, num_mels=num_mels).num_empty_bands
+            )
         except UsageError:
             break
     assert deaf

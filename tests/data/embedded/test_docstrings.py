@@ -14,9 +14,9 @@ import pytest
 
 from bottega.config.data import HeldOut, Source
 from bottega.data.embedded.docstrings import FILE
-from bottega.data.tables.classes import texts_of
-from bottega.data.text.duplicates import keep_near, signature
-from bottega.data.text.labelled import labelled_texts
+from bottega.data.tables.classes import read_text_column
+from bottega.data.text.duplicates import find_near_unique, minhash_signature
+from bottega.data.text.labelled import open_labelled_texts
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.tasks.classify.config import ClassifyData, ClassifyRecipe
 from bottega.tasks.classify.prepare import prepare_classify
@@ -50,7 +50,7 @@ def test_no_text_says_which_package_it_is_from() -> None:
 
 
 def test_no_two_are_nearly_alike() -> None:
-    assert keep_near(np.stack([signature(row["text"]) for row in ROWS]), 0.5).all()
+    assert find_near_unique(np.stack([minhash_signature(row["text"]) for row in ROWS]), 0.5).all()
 
 
 def test_the_recipe_holds_whole_classes_back(tmp_path: Path) -> None:
@@ -60,12 +60,12 @@ def test_the_recipe_holds_whole_classes_back(tmp_path: Path) -> None:
     assert ready.classes.names == PACKAGES
     sides = {}
     for name in ("train", "validation"):
-        keys = texts_of(ready.table(name), "key")
+        keys = read_text_column(ready.table(name), "key")
         sides[name] = {ROWS[int(key.rpartition(":")[2]) - 1]["group"] for key in keys}
-        assert set(texts_of(ready.table(name), "label")) == set(PACKAGES), "every class is on both sides"
+        assert set(read_text_column(ready.table(name), "label")) == set(PACKAGES), "every class is on both sides"
     assert not sides["train"] & sides["validation"]
     assert len(ready.table("validation")) == pytest.approx(0.2 * len(ROWS), abs=25)
-    assert len(labelled_texts(ready, "train")) + len(ready.table("validation")) == len(ROWS)
+    assert len(open_labelled_texts(ready, "train")) + len(ready.table("validation")) == len(ROWS)
 
 
 def test_any_source_may_be_embedded_and_other_data_needs_no_group(tmp_path: Path) -> None:

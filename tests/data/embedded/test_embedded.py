@@ -11,14 +11,14 @@ import pytest
 
 from bottega.config.data import HeldOut, Replay, Source, Splitting
 from bottega.core.errors import UsageError
-from bottega.core.noise import generator
-from bottega.data.embedded import NAMES, Medium, digits, materialise, moving, tones
+from bottega.core.noise import numpy_generator
+from bottega.data.embedded import CACHE_NAMES, Medium, digits, materialise_embedded, moving_digits, tones
 from bottega.data.prepare.media import prepare_media, prepare_vectors
-from bottega.data.prepare.prepared import Prepared
-from bottega.data.sources.samples import media_samples
+from bottega.data.prepare.prepared import PreparedData
+from bottega.data.sources.samples import open_media_source
 from bottega.tasks.autoencode import config as autoencode
+from bottega.tasks.dependencies import dependency_recipe
 from bottega.tasks.generation import config as media
-from bottega.tasks.needs import part_recipe
 from bottega.tasks.recipes import check_recipe
 from bottega.tasks.routing.config import RoutingData
 
@@ -40,12 +40,12 @@ def recipe(medium: str, **data: Any) -> media.MediaRecipe:
     return media.ImageRecipe(data=media.ImageData(**data))
 
 
-def prepared(medium: str, cache: Path, **data: Any) -> Prepared:
+def prepared(medium: str, cache: Path, **data: Any) -> PreparedData:
     return prepare_media(recipe(medium, **data), progress=quiet, cache=cache)
 
 
 def written(medium: Medium) -> dict[str, np.ndarray]:
-    return {file.stem: np.load(file) for file in materialise(medium).iterdir()}
+    return {file.stem: np.load(file) for file in materialise_embedded(medium).iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def clips() -> dict[str, np.ndarray]:
 def test_the_digits_are_those_of_scikit_learn() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
     theirs = datasets.load_digits()
-    pixels, labels = digits.digits()
+    pixels, labels = digits.load_digits()
     assert pixels.shape == (1797, 8, 8)
     np.testing.assert_array_equal(labels, theirs.target)
     np.testing.assert_array_equal(pixels, np.rint(theirs.images * 255 / 16))
@@ -71,12 +71,12 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
 @pytest.mark.parametrize("medium", get_args(Medium))
 def test_what_is_written_is_the_same_everywhere(medium: Medium) -> None:
     """The name holds the hash of the content: another one of either means another name."""
-    folder = materialise(medium)
+    folder = materialise_embedded(medium)
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
         digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    assert NAMES[medium] == f"{folder.name}-{digest.hexdigest()[:16]}"
-    assert folder.parent.name == NAMES[medium]
+    assert CACHE_NAMES[medium] == f"{folder.name}-{digest.hexdigest()[:16]}"
+    assert folder.parent.name == CACHE_NAMES[medium]
 
 
 @pytest.mark.parametrize("medium", get_args(Medium))
@@ -88,7 +88,7 @@ def test_a_fingerprint_knows_no_paths(
     there = prepared(medium, tmp_path / "b")
     assert (tmp_path / "elsewhere/bottega/embedded").is_dir()
     assert here.fingerprint == there.fingerprint
-    assert here.meta == there.meta
+    assert here.metadata == there.metadata
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_a_recipe_reads_them_with_classes(
 ) -> None:
     ready = prepared(medium, tmp_path)
     assert list(ready.classes.names) == names
-    assert (ready.meta["bad"], ready.meta["dropped"]) == (0, {})
+    assert (ready.metadata["bad"], ready.metadata["dropped"]) == (0, {})
     for table, count in zip(("train", "validation"), rows, strict=True):
-        source = media_samples(recipe(medium), ready, table, is_training=False)
+        source = open_media_source(recipe(medium), ready, table, is_training=False)
         assert len(source) == count
         index = np.arange(count)
         batch = source.rows(index, np.zeros(count, dtype=int))
@@ -130,7 +130,7 @@ def test_held_out_clips_show_pictures_that_training_never_saw(
 ) -> None:
     """A picture goes up to four ways; by shares of the clips 363 of 400 would have been seen going another."""
     chosen = check_recipe([whose.removeprefix("judge of ")]).recipe
-    chosen = part_recipe(chosen, "judge") if whose.startswith("judge") else chosen
+    chosen = dependency_recipe(chosen, "judge") if whose.startswith("judge") else chosen
     assert isinstance(chosen, media.MediaRecipe)
     ready = prepare_media(chosen, progress=quiet, cache=tmp_path)
 
@@ -140,16 +140,16 @@ def test_held_out_clips_show_pictures_that_training_never_saw(
         return set(clips["picture"][[int(key.rpartition(":")[2]) for key in keys]].tolist())
 
     share = 0.2 if whose == "classify/video" else 0.1
-    assert len(ready.table("validation")) == pytest.approx(share * moving.COUNT, abs=4)
+    assert len(ready.table("validation")) == pytest.approx(share * moving_digits.COUNT, abs=4)
     assert not pictures("validation") & pictures("train")
     assert len(pictures("validation") | pictures("train")) == len(np.unique(clips["picture"]))
     for table in ("train", "validation"):
-        rows = media_samples(chosen, ready, table, is_training=False)
+        rows = open_media_source(chosen, ready, table, is_training=False)
         assert len(set(rows.rows(np.arange(len(rows)), np.zeros(len(rows), int))["label"].tolist())) == 40
 
 
 def test_the_number_of_a_picture_is_that_of_the_digit_shown(clips: dict[str, np.ndarray]) -> None:
-    pixels, _ = digits.digits()
+    pixels, _ = digits.load_digits()
     for video, picture in zip(clips["video"][::13], clips["picture"][::13], strict=True):
         np.testing.assert_array_equal(_inked(video[0]), _inked(pixels[picture]))
 
@@ -164,7 +164,7 @@ def test_a_split_of_embedded_data_is_not_asked_of_other_data() -> None:
         assert own == Splitting(by="stratified")
     kept = check_recipe(["image", {"data.split.by": "stratified"}, given]).recipe.data.split
     assert kept == Splitting(by="stratified"), "a split that names no field fits any data"
-    assert part_recipe(check_recipe(["video", given]).recipe, "judge").data.split is None
+    assert dependency_recipe(check_recipe(["video", given]).recipe, "judge").data.split is None
 
 
 @pytest.mark.parametrize("part", ["sources", "validation", "test", "replay"])
@@ -200,7 +200,7 @@ def test_image_tasks_share_the_digits(tmp_path: Path) -> None:
 
 def test_sounds_are_in_tune(sounds: dict[str, np.ndarray]) -> None:
     """The largest peak near the note, measured to 0.03 Hz; a whole number of samples a period would be 33 cents off."""
-    detuned = tones.pitches(np.array([generator("tones", i).random() for i in range(tones.COUNT)]))
+    detuned = tones.compute_pitches(np.array([numpy_generator("tones", i).random() for i in range(tones.COUNT)]))
     semitones = np.arange(tones.COUNT) % 13
     equal = 440 * 2 ** ((semitones - 9) / 12)
     np.testing.assert_allclose(1200 * np.log2(detuned / equal), 0, atol=10)
@@ -234,7 +234,7 @@ def test_digits_move_as_they_are_called(clips: dict[str, np.ndarray]) -> None:
     """The centre of a digit goes one pixel on its way at each frame, and straight."""
     video = clips["video"].astype(float)
     rows, columns = (np.arange(12) @ video.sum(axis).transpose(0, 2, 1) / video.sum((2, 3)) for axis in (3, 2))
-    for direction, (down, right) in moving.DIRECTIONS.items():
+    for direction, (down, right) in moving_digits.DIRECTIONS.items():
         chosen = np.char.endswith(clips["label"], f" direction={direction}")
         along, across = (rows, columns) if down else (columns, rows)
         steps = (down + right) * np.diff(along[chosen], axis=1)
@@ -245,7 +245,7 @@ def test_digits_move_as_they_are_called(clips: dict[str, np.ndarray]) -> None:
 
 def test_digits_that_move_are_what_they_are_called(clips: dict[str, np.ndarray]) -> None:
     """Always in full view: every frame is one of the digits, on black."""
-    pixels, labels = digits.digits()
+    pixels, labels = digits.load_digits()
     known = {_inked(picture).tobytes(): str(label) for picture, label in zip(pixels, labels, strict=True)}
     for video, label in zip(clips["video"][::9], clips["label"][::9], strict=True):
         for frame in video:

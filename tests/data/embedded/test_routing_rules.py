@@ -8,25 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.analysis.data_report import describe, show
+from bottega.analysis.data_report import describe_data, format_report
 from bottega.core.errors import DataError, UsageError
 from bottega.data.embedded.rules import (
     BLOCK,
     STREAM,
     RuleOptions,
-    bayes,
     bayes_accuracy,
-    draw,
-    family,
+    draw_samples,
+    get_rule_family,
+    label_posterior,
     rule_posterior,
 )
-from bottega.data.numbers.config import MOST, RoutingData
-from bottega.data.order.episodes import Episodes, by_label, by_source
-from bottega.data.order.in_turn import InTurn
-from bottega.data.order.spread import Spread
+from bottega.data.numbers.config import MAX_RULES, RoutingData
+from bottega.data.order.episodes import Episodes, group_by_label, group_by_source
+from bottega.data.order.interleaved import Interleaved
+from bottega.data.order.sequential import Sequential
 from bottega.data.prepare.media import prepare_vectors
-from bottega.data.prepare.prepared import Prepared
-from bottega.data.sources.samples import media_samples
+from bottega.data.prepare.prepared import PreparedData
+from bottega.data.sources.samples import open_media_source
 from bottega.run.prepare import open_preview
 from bottega.tasks.recipes import load_recipe
 from bottega.tasks.routing.config import RoutingRecipe
@@ -51,7 +51,7 @@ def recipe(**data: Any) -> RoutingRecipe:
     return found
 
 
-def prepared(**data: Any) -> Prepared:
+def prepared(**data: Any) -> PreparedData:
     return prepare_vectors(recipe(**data).data, progress=quiet)
 
 
@@ -61,8 +61,8 @@ def prepared(**data: Any) -> Prepared:
 @pytest.mark.parametrize("options", KINDS, ids=ids)
 def test_who_knows_the_rule_is_right_as_often_as_is_said(options: RuleOptions) -> None:
     """Within four standard errors of 200,000 samples: of the mean of the best posterior, and of its calibration."""
-    samples = draw(options, 17, 200_000)
-    posterior = bayes(options, samples["x"])
+    samples = draw_samples(options, 17, 200_000)
+    posterior = label_posterior(options, samples["x"])
     np.testing.assert_allclose(posterior.sum(axis=1), 1.0, atol=1e-12)
     best, is_right = posterior.max(axis=1), posterior.argmax(axis=1) == samples["label"]
     error = 4 * np.sqrt((best * (1 - best)).mean() / len(best))
@@ -77,20 +77,24 @@ def test_who_knows_the_rule_is_right_as_often_as_is_said(options: RuleOptions) -
 @pytest.mark.parametrize("options", KINDS, ids=ids)
 def test_nobody_who_knows_less_does_better(options: RuleOptions) -> None:
     """Without the gate, without the content, or with the wrong rule, the best answer is worse than the best of all."""
-    samples = draw(options, 0, 40_000)
+    samples = draw_samples(options, 0, 40_000)
     x, label = samples["x"], samples["label"]
-    everything = (bayes(options, x).argmax(axis=1) == label).mean()
+    everything = (label_posterior(options, x).argmax(axis=1) == label).mean()
     for hidden in (slice(0, options.gate_inputs), slice(options.gate_inputs, None)):
         if options.num_rules == 1 and hidden.start == 0:
             continue  # there is nothing to tell
         blind = x.copy()
         blind[:, hidden] = 0
-        assert (bayes(options, blind).argmax(axis=1) == label).mean() < everything - 0.05
+        assert (label_posterior(options, blind).argmax(axis=1) == label).mean() < everything - 0.05
 
 
 def test_the_rules_contradict_each_other_and_none_is_another() -> None:
-    for options in (*KINDS, RuleOptions(num_rules=MOST, num_labels=2), RuleOptions(num_rules=MOST, num_inputs=200)):
-        labels = family(options).labels
+    for options in (
+        *KINDS,
+        RuleOptions(num_rules=MAX_RULES, num_labels=2),
+        RuleOptions(num_rules=MAX_RULES, num_inputs=200),
+    ):
+        labels = get_rule_family(options).labels
         assert labels.shape == (options.num_rules, options.num_cells)
         assert len(np.unique(labels, axis=0)) == options.num_rules
         assert all(len(np.unique(row)) == options.num_labels for row in labels)
@@ -103,7 +107,7 @@ def test_the_hard_rules_are_no_lines() -> None:
     """The best linear answer under one rule is far below what is possible; of the plain rules it is not."""
 
     def linear(options: RuleOptions) -> float:
-        samples = draw(options, 0, 30_000)
+        samples = draw_samples(options, 0, 30_000)
         mine = samples["rule"] == 0
         x = np.c_[samples["x"][mine].astype(np.float64), np.ones(mine.sum())]
         target = np.eye(options.num_labels)[samples["label"][mine]]
@@ -120,10 +124,10 @@ def test_distance_says_how_much_rules_overlap() -> None:
     found = []
     for separation in (1.0, 2.0, 4.0, 8.0):
         options = RuleOptions(separation=separation)
-        samples = draw(options, 0, 20_000)
+        samples = draw_samples(options, 0, 20_000)
         posterior = rule_posterior(options, samples["x"])
         found.append(float((posterior.argmax(axis=1) == samples["rule"]).mean()))
-        gates = family(options).gates
+        gates = get_rule_family(options).gates
         apart = np.linalg.norm(gates[:, None] - gates[None], axis=-1)[~np.eye(4, dtype=bool)]
         np.testing.assert_allclose(apart, separation, atol=1e-9)
     assert found == sorted(found)
@@ -133,19 +137,21 @@ def test_distance_says_how_much_rules_overlap() -> None:
 
 def test_a_sample_is_a_function_of_the_seed_and_its_number() -> None:
     options = RuleOptions(num_inputs=16)
-    whole = draw(options, 0, 3 * BLOCK)
+    whole = draw_samples(options, 0, 3 * BLOCK)
     for first, count in ((0, 1), (BLOCK - 3, 7), (1500, 1000)):
-        for name, values in draw(options, first, count).items():
+        for name, values in draw_samples(options, first, count).items():
             np.testing.assert_array_equal(values, whole[name][first : first + count])
     assert {name: values.dtype.str for name, values in whole.items()} == {"x": "<f4", "label": "<i4", "rule": "<i4"}
-    assert len(np.unique(draw(options, STREAM, BLOCK)["x"][:, 0])) > 500
-    assert not np.isin(draw(options, STREAM, 50)["x"][:, 0], whole["x"][:50, 0]).all()
+    assert len(np.unique(draw_samples(options, STREAM, BLOCK)["x"][:, 0])) > 500
+    assert not np.isin(draw_samples(options, STREAM, 50)["x"][:, 0], whole["x"][:50, 0]).all()
     for another in (RuleOptions(num_inputs=16, rule_seed=1), RuleOptions(num_inputs=16, rule=1)):
-        assert not np.array_equal(draw(another, 0, 10)["x"], whole["x"][:10])
-        assert not np.array_equal(family(another).labels, family(options).labels)
-        assert not np.array_equal(family(another).gates, family(options).gates)
+        assert not np.array_equal(draw_samples(another, 0, 10)["x"], whole["x"][:10])
+        assert not np.array_equal(get_rule_family(another).labels, get_rule_family(options).labels)
+        assert not np.array_equal(get_rule_family(another).gates, get_rule_family(options).gates)
         # Rules of one family are about the same content, so that what was learned of it is of use for the next.
-        assert np.array_equal(family(another).cells, family(options).cells) == (another.rule_seed == 0)
+        assert np.array_equal(get_rule_family(another).cells, get_rule_family(options).cells) == (
+            another.rule_seed == 0
+        )
     # The last bits of a product differ between processors, and must not be in the data.
     assert (np.rint(whole["x"] * 1024) == whole["x"] * 1024).all()
 
@@ -160,15 +166,15 @@ def test_what_is_prepared_says_what_is_known() -> None:
         "train": 240,
         "validation": 60,
     }
-    assert found.meta["num_rules"] == 4
-    assert found.meta["classes"] == ["0", "1", "2", "3"]
+    assert found.metadata["num_rules"] == 4
+    assert found.metadata["classes"] == ["0", "1", "2", "3"]
     options = RuleOptions(num_inputs=20)
-    for table, accuracy in found.meta["bayes_accuracy"].items():
+    for table, accuracy in found.metadata["bayes_accuracy"].items():
         x = found.table(table).values("x").reshape(-1, 20)
-        assert accuracy == pytest.approx(bayes(options, x).max(axis=1).mean(), abs=1e-5)
-    report = describe(open_preview(found))
+        assert accuracy == pytest.approx(label_posterior(options, x).max(axis=1).mean(), abs=1e-5)
+    report = describe_data(open_preview(found))
     assert sum(report["rules"]["train"].values()) == 240
-    shown = show({**report, "examples": [], "pictures": []})
+    shown = format_report({**report, "examples": [], "pictures": []})
     assert "rules       4" in shown
     assert "best possible answer" in shown
     assert set(report["duplicates"]) >= {"train", "test", "train and test", "train and validation"}
@@ -178,10 +184,10 @@ def test_what_is_prepared_says_what_is_known() -> None:
 def test_a_batch_has_inputs_label_and_rule() -> None:
     one = recipe(num_samples=100, num_inputs=20)
     found = prepare_vectors(one.data, progress=quiet)
-    rows = media_samples(one, found, "train", is_training=True).rows(np.arange(7), np.zeros(7, np.int64))
+    rows = open_media_source(one, found, "train", is_training=True).rows(np.arange(7), np.zeros(7, np.int64))
     forms = {name: (value.dtype.str, value.shape) for name, value in rows.items()}
     assert forms == {"x": ("<f4", (7, 20)), "label": ("<i4", (7,)), "rule": ("<i4", (7,))}
-    raw = draw(RuleOptions(num_inputs=20), 0, 100)
+    raw = draw_samples(RuleOptions(num_inputs=20), 0, 100)
     at = [int(np.flatnonzero((raw["x"] == x).all(axis=1))[0]) for x in rows["x"]]
     np.testing.assert_array_equal(raw["label"][at], rows["label"])
     np.testing.assert_array_equal(raw["rule"][at], rows["rule"])
@@ -189,9 +195,9 @@ def test_a_batch_has_inputs_label_and_rule() -> None:
 
 def test_samples_are_drawn_by_the_block() -> None:
     options = RuleOptions(num_inputs=20, rule_seed=77)
-    few, many = (count_operations(lambda n=n: draw(options, 0, n * BLOCK)) for n in (1, 9))
+    few, many = (count_operations(lambda n=n: draw_samples(options, 0, n * BLOCK)) for n in (1, 9))
     assert many - few < 8 * 200
-    assert len(draw(options, 0, 70_000)["label"]) == 70_000
+    assert len(draw_samples(options, 0, 70_000)["label"]) == 70_000
 
 
 SEQUENCE: dict[str, Any] = {
@@ -203,23 +209,27 @@ SEQUENCE: dict[str, Any] = {
 
 def test_a_sequence_of_rules_is_measured_rule_by_rule() -> None:
     found = prepared(**SEQUENCE, mixture="sequence", validation={"split": 0.25}, test={"num_samples": 30})
-    assert found.meta["by_source"]["test"] == [30, 30]
-    assert sum(found.meta["by_source"]["validation"]) == 40
+    assert found.metadata["by_source"]["test"] == [30, 30]
+    assert sum(found.metadata["by_source"]["validation"]) == 40
     x = found.table("test").values("x").reshape(-1, 16)
     for rule, part in ((1, x[:30]), (2, x[30:])):
-        expected = draw(RuleOptions(num_inputs=16, rule=rule), 2 * STREAM + (rule - 1) * (STREAM >> 10), 30)["x"]
+        expected = draw_samples(RuleOptions(num_inputs=16, rule=rule), 2 * STREAM + (rule - 1) * (STREAM >> 10), 30)[
+            "x"
+        ]
         np.testing.assert_array_equal(part, expected)
-    order = InTurn((5, 3), seed=0)
+    order = Sequential((5, 3), seed=0)
     assert order.size == 8  # sources of one form can stand in one order
 
 
 def test_a_family_of_rules_gives_tasks_to_adapt_to() -> None:
     one = recipe(**SEQUENCE, validation={"rules": [7, 8, 9], "num_samples": 40})
     found = prepare_vectors(one.data, progress=quiet)
-    held_out = Spread(
-        media_samples(one, found, "validation", is_training=False), found.meta["by_source"]["validation"], name="x"
+    held_out = Interleaved(
+        open_media_source(one, found, "validation", is_training=False),
+        found.metadata["by_source"]["validation"],
+        name="x",
     )
-    tasks = by_source(held_out)
+    tasks = group_by_source(held_out)
     assert tasks is not None
     assert np.bincount(tasks).tolist() == [40, 40, 40]
     episodes = Episodes(held_out, tasks, shots=4, queries=6, length=12, seed=0)
@@ -229,7 +239,7 @@ def test_a_family_of_rules_gives_tasks_to_adapt_to() -> None:
     rows = episodes.rows(np.arange(3), np.zeros(3, np.int64))
     assert rows["support"]["x"].shape == (3, 4, 16)
     assert rows["query"]["rule"].shape == (3, 6)
-    assert by_label(held_out) is not None
+    assert group_by_label(held_out) is not None
 
 
 # Rows of a person's own
@@ -245,9 +255,9 @@ def test_a_column_says_the_right_expert(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / "rows.csv", f"a,b,{name},label", "1,2,0,x", "3,4,2,y", "5,6,1,x", "7,8,2,y")
     one = recipe(train={"path": str(file)}, validation=None)
     found = prepare_vectors(one.data, progress=quiet)
-    assert found.meta["num_rules"] == 3
-    assert "bayes_accuracy" not in found.meta
-    rows = media_samples(one, found, "train", is_training=True).rows(np.arange(4), np.zeros(4, np.int64))
+    assert found.metadata["num_rules"] == 3
+    assert "bayes_accuracy" not in found.metadata
+    rows = open_media_source(one, found, "train", is_training=True).rows(np.arange(4), np.zeros(4, np.int64))
     np.testing.assert_array_equal(rows["x"], [[1, 2], [3, 4], [5, 6], [7, 8]])
     np.testing.assert_array_equal(rows["rule"], [0, 2, 1, 2])
 
@@ -256,8 +266,8 @@ def test_rows_without_a_rule_have_none(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.csv", "a,b,label", "1,2,x", "3,4,y")
     one = recipe(train={"path": str(file)}, validation=None)
     found = prepare_vectors(one.data, progress=quiet)
-    assert "num_rules" not in found.meta
-    rows = media_samples(one, found, "train", is_training=True).rows(np.arange(2), np.zeros(2, np.int64))
+    assert "num_rules" not in found.metadata
+    rows = open_media_source(one, found, "train", is_training=True).rows(np.arange(2), np.zeros(2, np.int64))
     assert set(rows) == {"x", "label"}
 
 
@@ -304,10 +314,10 @@ def test_what_no_rule_can_be_is_said(data: dict[str, Any], said: str) -> None:
 
 def test_the_least_inputs_are_enough() -> None:
     for difficulty in ("plain", "hard"):
-        for rules, labels in ((4, 4), (MOST, 2), (1, MOST)):
+        for rules, labels in ((4, 4), (MAX_RULES, 2), (1, MAX_RULES)):
             with pytest.raises(ValueError, match="or more") as caught:
                 RoutingData(num_inputs=1, num_rules=rules, num_labels=labels, difficulty=difficulty)
             least = int(str(caught.value).split("give ")[1].split()[0])
             options = RuleOptions(num_inputs=least, num_rules=rules, num_labels=labels, difficulty=difficulty)
-            assert draw(options, 0, 5)["x"].shape == (5, least)
+            assert draw_samples(options, 0, 5)["x"].shape == (5, least)
             assert options.num_inputs - options.gate_inputs > 0

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from bottega.core.errors import UsageError
-from bottega.data.embedded.sticker_texts import NAMES, materialise_texts, texts
-from bottega.data.embedded.stickers import COLOURS, HELD_OUT, PAIRS, PATTERNS, SEEN, SHAPES
+from bottega.data.embedded.sticker_texts import CACHE_NAMES, build_texts, materialise_texts
+from bottega.data.embedded.stickers import COLOURS, HELD_OUT_PAIRS, PAIRS, PATTERNS, SHAPES, TRAINING_PAIRS
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.tasks.language.prepare import prepare_language
@@ -30,7 +30,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def written() -> list[str]:
-    return texts()
+    return build_texts()
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def test_no_text_names_a_held_out_pair(written: list[str]) -> None:
             found = [(colour, pattern) for colour in words_in(line, COLOURS) for pattern in words_in(line, PATTERNS)]
             assert len(found) <= 1, line
             pairs.update(found)
-    assert set(pairs) == set(SEEN)
+    assert set(pairs) == set(TRAINING_PAIRS)
     assert min(pairs.values()) > 100
-    assert not HELD_OUT & set(pairs)
+    assert not HELD_OUT_PAIRS & set(pairs)
 
 
 def test_the_answer_is_what_most_of_the_liked_have(histories: list[re.Match[str]]) -> None:
@@ -108,16 +108,16 @@ def test_the_forms_are_those_that_the_recipe_asks_in(histories: list[re.Match[st
 
 
 def test_the_variant_with_all_pairs_has_them_all() -> None:
-    lines = [line for text in texts(PAIRS) for line in text.splitlines() if line.startswith("likes")]
+    lines = [line for text in build_texts(PAIRS) for line in text.splitlines() if line.startswith("likes")]
     assert {tuple(line.removeprefix("likes: ").split(", ")[:2]) for line in lines} == set(PAIRS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CACHE_NAMES)
 def test_the_name_holds_the_hash(name: str) -> None:
     file = materialise_texts(name)
     digest = hashlib.sha256(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    assert NAMES[name].rpartition("-")[2] == digest.hexdigest()[:16]
-    assert NAMES[name].startswith(name.replace("stickers", "sticker-texts"))
+    assert CACHE_NAMES[name].rpartition("-")[2] == digest.hexdigest()[:16]
+    assert CACHE_NAMES[name].startswith(name.replace("stickers", "sticker-texts"))
 
 
 def test_the_recipe_reads_each_text_as_a_whole(tmp_path: Path, written: list[str]) -> None:
@@ -149,5 +149,5 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_texts_are_the_same_each_time(written: list[str]) -> None:
-    assert texts()[:50] == written[:50]
+    assert build_texts()[:50] == written[:50]
     assert len(np.unique(written)) > 0.8 * len(written)

@@ -15,29 +15,29 @@ import pytest
 
 from bottega.config.data import HeldOut, Source
 from bottega.core.errors import UsageError
-from bottega.core.noise import generator
-from bottega.data.embedded import NAMES, materialise, sticker_people
-from bottega.data.embedded.sticker_people import FIRST, TABLES, materialise_people, png
-from bottega.data.embedded.sticker_truth import NONE, read, reading
+from bottega.core.noise import numpy_generator
+from bottega.data.embedded import CACHE_NAMES, materialise_embedded, sticker_people
+from bottega.data.embedded.sticker_people import FIRST_USER_ID, TABLES, encode_png, materialise_people
+from bottega.data.embedded.sticker_recognition import NO_STICKER, match_drawings, recognise_stickers
 from bottega.data.embedded.stickers import (
     BACKGROUNDS,
     COLOURS,
-    HELD_OUT,
+    HELD_OUT_PAIRS,
     PAIRS,
     PATTERNS,
-    SEEN,
     SHAPES,
     SIDE,
     TEST_PAIRS,
+    TRAINING_PAIRS,
     VALIDATION_PAIRS,
-    caption,
-    captions,
-    draw,
+    draw_sticker,
+    format_caption,
+    list_caption_forms,
 )
-from bottega.data.image.decode import decode
+from bottega.data.image.decode import decode_image
 from bottega.data.prepare.media import prepare_media
-from bottega.data.sources.samples import media_samples
-from bottega.data.text.captions import captions_of
+from bottega.data.sources.samples import open_media_source
+from bottega.data.text.captions import read_captions
 from bottega.tasks.align import config as align
 from bottega.tasks.autoencode import config as autoencode
 from bottega.tasks.generation import config as media
@@ -61,7 +61,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, np.ndarray]:
-    return {file.stem: np.load(file) for file in materialise("image", "stickers").iterdir()}
+    return {file.stem: np.load(file) for file in materialise_embedded("image", "stickers").iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -76,67 +76,67 @@ def people() -> dict[str, list[dict[str, Any]]]:
 
 def test_every_colour_and_pattern_is_also_seen() -> None:
     assert len(PAIRS) == 40
-    assert len(HELD_OUT) == 10
+    assert len(HELD_OUT_PAIRS) == 10
     assert not set(VALIDATION_PAIRS) & set(TEST_PAIRS)
     for pairs in (VALIDATION_PAIRS, TEST_PAIRS):
         assert len({colour for colour, _ in pairs}) == 5, (
             "who answers one colour to all is right for one in five at most"
         )
         assert {pattern for _, pattern in pairs} == set(PATTERNS)
-    by_colour, by_pattern = (Counter(pair[part] for pair in SEEN) for part in (0, 1))
+    by_colour, by_pattern = (Counter(pair[part] for pair in TRAINING_PAIRS) for part in (0, 1))
     assert min(by_colour[colour] for colour in COLOURS) >= 3
     assert min(by_pattern[pattern] for pattern in PATTERNS) >= 6
 
 
 def test_what_is_embedded_shows_and_names_seen_pairs_only(seen: dict[str, np.ndarray]) -> None:
     shown = set(zip(seen["colour"].tolist(), seen["pattern"].tolist(), strict=True))
-    assert shown == set(SEEN)
+    assert shown == set(TRAINING_PAIRS)
     assert set(seen["shape"].tolist()) == set(SHAPES)
     for said in seen["caption"].tolist():
         words = set(said.replace(",", "").split())
-        assert not [pair for pair in HELD_OUT if set(pair) <= words], said
+        assert not [pair for pair in HELD_OUT_PAIRS if set(pair) <= words], said
 
 
 def test_a_caption_says_nothing_that_the_picture_does_not_show(seen: dict[str, np.ndarray]) -> None:
     rows = zip(*(seen[name].tolist() for name in ("caption", *ATTRIBUTES, "background")), strict=True)
     forms = Counter()
     for said, shape, colour, pattern, background in rows:
-        known = captions(shape, colour, pattern, background)
+        known = list_caption_forms(shape, colour, pattern, background)
         assert said in known
         forms[known.index(said)] += 1
-    assert len(forms) == len(set(captions("star", "red", "plain", "sky")))
+    assert len(forms) == len(set(list_caption_forms("star", "red", "plain", "sky")))
     assert min(forms.values()) > 0.08 * len(seen["caption"])
 
 
 def test_the_variant_with_all_pairs_has_them_all(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bottega.data.embedded.stickers.COPIES", 1)
-    monkeypatch.setitem(NAMES, "stickers-all", "stickers-all-test")
-    folder = materialise("image", "stickers-all")
+    monkeypatch.setitem(CACHE_NAMES, "stickers-all", "stickers-all-test")
+    folder = materialise_embedded("image", "stickers-all")
     colours, patterns = (np.load(folder / f"{name}.npy").tolist() for name in ("colour", "pattern"))
     assert set(zip(colours, patterns, strict=True)) == set(PAIRS)
 
 
 def test_captions_read_well() -> None:
-    assert caption("star", "red", "striped", "white") == "a red striped star on a white background"
-    assert caption("star", "orange") == "an orange star"
-    assert caption("moon") == "a moon"
-    assert "red, striped, star" in captions("star", "red", "striped", "sky")
+    assert format_caption("star", "red", "striped", "white") == "a red striped star on a white background"
+    assert format_caption("star", "orange") == "an orange star"
+    assert format_caption("moon") == "a moon"
+    assert "red, striped, star" in list_caption_forms("star", "red", "striped", "sky")
 
 
 # The same everywhere
 
 
 def test_the_name_of_the_pictures_holds_their_hash() -> None:
-    assert NAMES["stickers"] == f"stickers-{content(materialise('image', 'stickers'))}"
+    assert CACHE_NAMES["stickers"] == f"stickers-{content(materialise_embedded('image', 'stickers'))}"
 
 
 def test_the_name_of_the_people_holds_their_hash() -> None:
-    assert f"people-{content(materialise_people())}" == sticker_people.NAME
+    assert f"people-{content(materialise_people())}" == sticker_people.CACHE_NAME
 
 
 @pytest.mark.slow
 def test_the_name_of_all_pictures_holds_their_hash() -> None:
-    assert NAMES["stickers-all"] == f"stickers-all-{content(materialise('image', 'stickers-all'))}"
+    assert CACHE_NAMES["stickers-all"] == f"stickers-all-{content(materialise_embedded('image', 'stickers-all'))}"
 
 
 # Recipes
@@ -158,14 +158,14 @@ def prepared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["image", "image_vae", "align"])
 def test_a_recipe_reads_them_with_captions(kind: str, prepared_cache: Path, seen: dict[str, np.ndarray]) -> None:
     ready = prepare_media(recipe(kind), progress=quiet, cache=prepared_cache)
-    assert (ready.meta["bad"], ready.meta["dropped"]) == (0, {})
+    assert (ready.metadata["bad"], ready.metadata["dropped"]) == (0, {})
     train, validation = (
-        media_samples(recipe(kind), ready, name, is_training=False) for name in ("train", "validation")
+        open_media_source(recipe(kind), ready, name, is_training=False) for name in ("train", "validation")
     )
     total = len(seen["caption"])
     assert (len(train), len(validation)) == (total - round(0.05 * total), round(0.05 * total))
     assert train.rows(np.arange(4), np.zeros(4, np.int64))["image"].shape == (4, SIDE, SIDE, 3)
-    said = [one for name in ("train", "validation") for one in captions_of(ready.table(name))]
+    said = [one for name in ("train", "validation") for one in read_captions(ready.table(name))]
     assert sorted(said) == sorted(seen["caption"].tolist())
 
 
@@ -195,8 +195,8 @@ def test_people_are_of_one_table_and_like_what_is_theirs(people: dict[str, list[
     assert {table: len(names) for table, names in users.items()} == {"train": 300, "validation": 48, "test": 48}
     assert len(set.union(*users.values())) == 396
     assert "17" in users["validation"]
-    assert {table: min(map(int, names)) for table, names in users.items()} == FIRST
-    liked = {"train": set(SEEN), "validation": set(VALIDATION_PAIRS), "test": set(TEST_PAIRS)}
+    assert {table: min(map(int, names)) for table, names in users.items()} == FIRST_USER_ID
+    liked = {"train": set(TRAINING_PAIRS), "validation": set(VALIDATION_PAIRS), "test": set(TEST_PAIRS)}
     for table, records in people.items():
         pairs = {(record["truth"]["colour"], record["truth"]["pattern"]) for record in records}
         assert pairs == liked[table]
@@ -216,8 +216,10 @@ def test_five_of_six_have_the_favourite_and_none_the_wished_shape(people: dict[s
             )
             assert (sum(colours), sum(patterns)) == (5, 5)
             assert not any(truth["shape"] in words for words in said)
-            assert record["wish"] == caption(truth["shape"])
-            assert record["target"]["caption"].startswith(caption(truth["shape"], truth["colour"], truth["pattern"]))
+            assert record["wish"] == format_caption(truth["shape"])
+            assert record["target"]["caption"].startswith(
+                format_caption(truth["shape"], truth["colour"], truth["pattern"])
+            )
             together[colours.index(False) == patterns.index(False)] += 1
     assert 0.1 < together[True] / together.total() < 0.25, "one in six is odd in both"
 
@@ -225,27 +227,27 @@ def test_five_of_six_have_the_favourite_and_none_the_wished_shape(people: dict[s
 def test_training_people_are_shown_no_held_out_pair(people: dict[str, list[dict[str, Any]]]) -> None:
     for record in people["train"]:
         for item in (*record["history"], record["target"]):
-            assert not [pair for pair in HELD_OUT if set(pair) <= set(item["caption"].split())]
+            assert not [pair for pair in HELD_OUT_PAIRS if set(pair) <= set(item["caption"].split())]
 
 
 def test_pictures_of_people_show_what_their_captions_say(people: dict[str, list[dict[str, Any]]]) -> None:
     folder = materialise_people()
     some = [record for records in people.values() for record in records[:12]]
-    targets = np.stack([decode(folder / record["target"]["image"], channels=3) for record in some])
-    found = read(targets)
+    targets = np.stack([decode_image(folder / record["target"]["image"], channels=3) for record in some])
+    found = recognise_stickers(targets)
     assert [
         dict(zip(ATTRIBUTES, names, strict=True)) for names in zip(*(found[a] for a in ATTRIBUTES), strict=True)
     ] == [record["truth"] for record in some]
     for item in some[0]["history"]:
-        picture = decode(folder / item["image"], channels=3)[None]
-        (shape,), (colour,), (pattern,) = (read(picture)[name] for name in ATTRIBUTES)
-        assert item["caption"].startswith(caption(shape, colour, pattern))
+        picture = decode_image(folder / item["image"], channels=3)[None]
+        (shape,), (colour,), (pattern,) = (recognise_stickers(picture)[name] for name in ATTRIBUTES)
+        assert item["caption"].startswith(format_caption(shape, colour, pattern))
 
 
 def test_a_picture_is_written_as_it_is(tmp_path: Path) -> None:
-    pixels = generator("png").integers(0, 256, (SIDE, SIDE, 3), np.uint8)
-    (tmp_path / "a.png").write_bytes(png(pixels))
-    np.testing.assert_array_equal(decode(tmp_path / "a.png", channels=3), pixels)
+    pixels = numpy_generator("png").integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+    (tmp_path / "a.png").write_bytes(encode_png(pixels))
+    np.testing.assert_array_equal(decode_image(tmp_path / "a.png", channels=3), pixels)
 
 
 # The ruler
@@ -274,8 +276,8 @@ def fresh() -> tuple[list[tuple[str, str, str, str]], np.ndarray]:
         for turn in (0, 1)
         for number, (shape, pair) in enumerate(product(SHAPES, PAIRS))
     ]
-    rng = generator("fresh stickers")
-    return names, np.stack([draw(*one, rng=rng) for one in names])
+    rng = numpy_generator("fresh stickers")
+    return names, np.stack([draw_sticker(*one, rng=rng) for one in names])
 
 
 def noisy(pictures: np.ndarray, *, sigma: float, rng: np.random.Generator) -> np.ndarray:
@@ -295,14 +297,14 @@ def noisy(pictures: np.ndarray, *, sigma: float, rng: np.random.Generator) -> np
 )
 def test_the_ruler_reads_what_was_drawn(change: Any, least: float, fresh: tuple[list[Any], np.ndarray]) -> None:
     names, pictures = fresh
-    found = read(pixels(change(pictures, rng=generator("change"))))
+    found = recognise_stickers(pixels(change(pictures, rng=numpy_generator("change"))))
     for part, attribute in enumerate(ATTRIBUTES):
         right = np.mean([said == one[part] for said, one in zip(found[attribute], names, strict=True)])
         assert right >= least, attribute
 
 
 def test_what_shows_no_sticker_is_read_as_none(fresh: tuple[list[Any], np.ndarray]) -> None:
-    rng = generator("no stickers")
+    rng = numpy_generator("no stickers")
     _, pictures = fresh
     shuffled = rng.permuted(pictures[:24].reshape(24, -1, 3), axis=1).reshape(24, SIDE, SIDE, 3)
     for nothing in (
@@ -313,14 +315,14 @@ def test_what_shows_no_sticker_is_read_as_none(fresh: tuple[list[Any], np.ndarra
         np.full((2, SIDE, SIDE, 3), 200),
         pictures.mean(axis=0, keepdims=True),
     ):
-        found = reading(pixels(nothing))
-        assert set(found.shape + found.colour + found.pattern) == {NONE}
-        assert found.explained.max() < 0.2
+        found = match_drawings(pixels(nothing))
+        assert set(found.shape + found.colour + found.pattern) == {NO_STICKER}
+        assert found.explained_variance.max() < 0.2
 
 
 def test_a_larger_picture_is_read_at_its_own_size(fresh: tuple[list[Any], np.ndarray]) -> None:
     names, pictures = fresh
     large = pictures[:16].repeat(2, axis=1).repeat(2, axis=2)
-    found = read(large)
+    found = recognise_stickers(large)
     assert [found["pattern"][i] for i in range(16)] == [one[2] for one in names[:16]]
-    assert read(pictures[:0]) == {"shape": [], "colour": [], "pattern": []}
+    assert recognise_stickers(pictures[:0]) == {"shape": [], "colour": [], "pattern": []}

@@ -28,7 +28,7 @@ needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
 
 def read(format: Format, file: Path, size: int = 1 << 20, **options: Any) -> list[Record]:
     source = Source(**options)
-    pieces = format.pieces(file, file.name, source, size)
+    pieces = format.list_pieces(file, file.name, source, size)
     return [record for piece in pieces for record in format.read(piece, source)]  # type: ignore[misc]
 
 
@@ -43,7 +43,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
 def test_fashion_mnist(split: str | None, count: int) -> None:
     folder = Path(DATA or "", "image-fashion-mnist")
     images = folder / f"{'t10k' if split == 'test' else 'train'}-images-idx3-ubyte.gz"
-    assert idx.images_in(folder, split) == images
+    assert idx.find_images(folder, split) == images
     if split is None:
         return
     records = read(idx.FORMAT, folder, split=split)
@@ -61,11 +61,11 @@ def test_a_listed_folder_is_read_once() -> None:
     for split, chosen in (("test", "t10k-images-idx3-ubyte.gz"), (None, "train-images-idx3-ubyte.gz")):
         source = Source(path=str(folder), split=split)
         found = [
-            piece for file in sorted(folder.glob("*.gz")) for piece in idx.pieces(file, file.name, source, 1 << 20)
+            piece for file in sorted(folder.glob("*.gz")) for piece in idx.list_pieces(file, file.name, source, 1 << 20)
         ]
         assert found == [Piece(folder / chosen, chosen)]
     named = Source(path=str(folder / "t10k-images-idx3-ubyte.gz"))
-    assert len(idx.pieces(folder / "t10k-images-idx3-ubyte.gz", "t10k", named, 1)) == 1
+    assert len(idx.list_pieces(folder / "t10k-images-idx3-ubyte.gz", "t10k", named, 1)) == 1
 
 
 @given(
@@ -177,7 +177,7 @@ def test_names_and_listings(tmp_path: Path) -> None:
     np.save(tmp_path / "labels.npy", np.arange(3))
     assert read(arrays.FORMAT, tmp_path / "x.npy", field="inputs")[0].fields.keys() == {"inputs"}
     source = Source(path=str(tmp_path))
-    pieces = [p for file in sorted(tmp_path.iterdir()) for p in arrays.pieces(file, file.name, source, 1 << 20)]
+    pieces = [p for file in sorted(tmp_path.iterdir()) for p in arrays.list_pieces(file, file.name, source, 1 << 20)]
     assert pieces == [Piece(tmp_path, tmp_path.name, 0, 3)]
     assert read(arrays.FORMAT, tmp_path)[2].fields["labels"] == 2
 

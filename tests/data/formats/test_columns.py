@@ -11,15 +11,15 @@ import pytest
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats import find
-from bottega.data.records.record import Bad, Record
+from bottega.data.formats import find_files
+from bottega.data.records.record import BadRecord, Record
 
 pa = pytest.importorskip("pyarrow")
 
 
-def read(path: Path, size: int = 1) -> list[Record | Bad]:
-    found = find(Source(path=str(path)))
-    return [record for piece in found.pieces(size) for record in found.read(piece)]
+def read(path: Path, size: int = 1) -> list[Record | BadRecord]:
+    found = find_files(Source(path=str(path)))
+    return [record for piece in found.list_pieces(size) for record in found.read(piece)]
 
 
 def table(rows: int = 10) -> Any:
@@ -89,8 +89,8 @@ FILES = ["a.parquet", "file.arrow", "stream.arrow", "compressed.feather"]
 def test_rows_in_plain_types_whatever_the_pieces(tmp_path: Path, name: str) -> None:
     path = written(tmp_path, name, table())
     records = read(path)
-    assert len(find(Source(path=str(path))).pieces(1)) == 4
-    assert len(find(Source(path=str(path))).pieces(1 << 30)) == 1
+    assert len(find_files(Source(path=str(path))).list_pieces(1)) == 4
+    assert len(find_files(Source(path=str(path))).list_pieces(1 << 30)) == 1
     assert records[3] == Record(f"{name}:4", f"{path}, row 4", EXPECTED)
     assert [record.key for record in records] == [f"{name}:{row}" for row in range(1, 11)]
     assert read(path, 1 << 30) == read(path, 500) == records

@@ -10,12 +10,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from source_files import names, write
+from source_files import relative_names, write_files
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.formats import FORMATS, files, find, fingerprint, format_of
-from bottega.data.records.record import Bad
+from bottega.data.formats import FORMATS, files, find_files, fingerprint, get_format
+from bottega.data.records.record import BadRecord
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(16)
 ROW = b'{"text": "fine"}\n'
@@ -28,7 +28,7 @@ def real(name: str = "") -> Path:
 
 
 def kind_of(source: Source) -> str:
-    return find(source).kind
+    return find_files(source).kind
 
 
 REAL_KINDS = {
@@ -76,10 +76,12 @@ def test_every_real_file_is_recognised() -> None:
     ],
 )
 def test_every_real_folder_is_recognised(folder: str, kind: str, count: int) -> None:
-    found = find(Source(path=str(real(folder))))
+    found = find_files(Source(path=str(real(folder))))
     assert (found.kind, len(found.files), found.format.kind) == (kind, count, kind)
     assert found.is_media == found.format.is_media == (kind not in ("text", "csv", "tfrecord"))
-    assert names(Source(path=str(real(folder)), kind=kind)) == [found.name(file) for file in found.files]  # type: ignore[arg-type]
+    assert relative_names(Source(path=str(real(folder)), kind=kind)) == [
+        found.relative_name(file) for file in found.files
+    ]  # type: ignore[arg-type]
     expected = found.fingerprint
     again = pickle.loads(pickle.dumps(found))
     assert (again, again.fingerprint) == (found, expected)
@@ -88,7 +90,7 @@ def test_every_real_folder_is_recognised(folder: str, kind: str, count: int) -> 
 
 def tar_bytes(tmp_path: Path) -> bytes:
     with tarfile.open(tmp_path / "made.tar", "w") as archive:
-        archive.add(write(tmp_path, {"one.txt": b"1"}) / "one.txt", "one.txt")
+        archive.add(write_files(tmp_path, {"one.txt": b"1"}) / "one.txt", "one.txt")
     return (tmp_path / "made.tar").read_bytes()
 
 
@@ -98,7 +100,7 @@ def test_what_no_suffix_tells_the_first_bytes_do(tmp_path: Path) -> None:
     from bottega.data.formats import crc32c
 
     length = (3).to_bytes(8, "little")
-    record = length + crc32c.masked(crc32c.crc32c(length)).to_bytes(4, "little") + b"abc" + bytes(4)
+    record = length + crc32c.mask_crc(crc32c.crc32c(length)).to_bytes(4, "little") + b"abc" + bytes(4)
     riff = b"RIFF" + bytes(4)
     contents = {
         "images": (PNG, b"\xff\xd8\xff\xe0", riff + b"WEBP", b"GIF89a"),
@@ -124,7 +126,7 @@ def test_what_no_suffix_tells_the_first_bytes_do(tmp_path: Path) -> None:
 
 
 def test_typescript_is_text_and_a_transport_stream_is_video(tmp_path: Path) -> None:
-    write(tmp_path, {"a.ts": b"G = 1", "b.ts": (b"G" + bytes(187)) * 3})
+    write_files(tmp_path, {"a.ts": b"G = 1", "b.ts": (b"G" + bytes(187)) * 3})
     assert kind_of(Source(path=str(tmp_path / "a.ts"))) == "text"
     assert kind_of(Source(path=str(tmp_path / "b.ts"))) == "video"
 
@@ -153,76 +155,76 @@ def test_suffixes(tmp_path: Path, name: str, kind: str) -> None:
 
 def test_every_kind_has_a_format() -> None:
     for kind in FORMATS:
-        assert format_of(kind).kind == kind
-        assert all(suffix == suffix.lower() and suffix.startswith(".") for suffix in format_of(kind).suffixes)
+        assert get_format(kind).kind == kind
+        assert all(suffix == suffix.lower() and suffix.startswith(".") for suffix in get_format(kind).suffixes)
 
 
 def test_the_embedded_corpus_needs_nothing() -> None:
-    found = find(Source())
+    found = find_files(Source())
     assert (found.kind, found.is_media) == ("embedded", False)
-    records = [record for piece in found.pieces(1 << 20) for record in found.read(piece)]
+    records = [record for piece in found.list_pieces(1 << 20) for record in found.read(piece)]
     keys = [record.key for record in records]
     assert keys == sorted(keys)
     assert "argparse.py" in keys
     assert not any(part in ("test", "tests", "idlelib", "site-packages") for key in keys for part in key.split("/"))
-    assert not any(isinstance(record, Bad) for record in records)
+    assert not any(isinstance(record, BadRecord) for record in records)
     assert 5e6 < sum(len(record.fields["text"]) for record in records) < 15e6
-    assert found.fingerprint == find(Source(kind="embedded")).fingerprint
+    assert found.fingerprint == find_files(Source(kind="embedded")).fingerprint
 
 
 def test_folders_and_patterns_are_listed_in_the_order_of_names(tmp_path: Path) -> None:
     listed = ("b.md", "a/z.txt", "a/y.py", "a.txt", ".hidden.txt", ".git/config.txt", "c.png", "a/unknown.xyz")
-    write(tmp_path, dict.fromkeys(listed, b"x"))
+    write_files(tmp_path, dict.fromkeys(listed, b"x"))
     os.mkfifo(tmp_path / "pipe.txt")
-    assert names(Source(path=str(tmp_path))) == ["a.txt", "a/y.py", "a/z.txt", "b.md"]
-    assert names(Source(path=str(tmp_path / "**" / "*.txt"))) == ["a.txt", "a/z.txt"]
-    write(tmp_path, {f"many{i:02}.rst": b"x" for i in reversed(range(30))})
-    assert names(Source(path=str(tmp_path / "*.rst"))) == [f"many{i:02}.rst" for i in range(30)]
-    assert names(Source(path=str(tmp_path / "a"), kind="text")) == ["y.py", "z.txt"]
+    assert relative_names(Source(path=str(tmp_path))) == ["a.txt", "a/y.py", "a/z.txt", "b.md"]
+    assert relative_names(Source(path=str(tmp_path / "**" / "*.txt"))) == ["a.txt", "a/z.txt"]
+    write_files(tmp_path, {f"many{i:02}.rst": b"x" for i in reversed(range(30))})
+    assert relative_names(Source(path=str(tmp_path / "*.rst"))) == [f"many{i:02}.rst" for i in range(30)]
+    assert relative_names(Source(path=str(tmp_path / "a"), kind="text")) == ["y.py", "z.txt"]
 
 
 def test_notes_at_the_top_and_tables_beside_media_do_not_count(tmp_path: Path) -> None:
     notes = {"README.md": b"r", "LICENSE": b"l", "SOURCE.txt": b"s"}
-    write(tmp_path / "rows", {"a.jsonl": ROW, **notes})
-    assert (kind_of(Source(path=str(tmp_path / "rows"))), names(Source(path=str(tmp_path / "rows")))) == (
+    write_files(tmp_path / "rows", {"a.jsonl": ROW, **notes})
+    assert (kind_of(Source(path=str(tmp_path / "rows"))), relative_names(Source(path=str(tmp_path / "rows")))) == (
         "jsonl",
         ["a.jsonl"],
     )
-    write(tmp_path / "texts", {"a.txt": b"t", "deep/README.md": b"d", **notes})
-    assert names(Source(path=str(tmp_path / "texts"))) == ["a.txt", "deep/README.md"]
-    assert names(Source(path=str(tmp_path / "texts"), kind="text")) == ["a.txt", "deep/README.md"]
-    write(tmp_path / "only", notes)
-    assert names(Source(path=str(tmp_path / "only"))) == ["README.md", "SOURCE.txt"]
-    write(tmp_path / "photos", {"cat/1.png": PNG, "metadata.csv": b"file_name,text\n1.png,a\n", **notes})
-    assert (kind_of(Source(path=str(tmp_path / "photos"))), names(Source(path=str(tmp_path / "photos")))) == (
+    write_files(tmp_path / "texts", {"a.txt": b"t", "deep/README.md": b"d", **notes})
+    assert relative_names(Source(path=str(tmp_path / "texts"))) == ["a.txt", "deep/README.md"]
+    assert relative_names(Source(path=str(tmp_path / "texts"), kind="text")) == ["a.txt", "deep/README.md"]
+    write_files(tmp_path / "only", notes)
+    assert relative_names(Source(path=str(tmp_path / "only"))) == ["README.md", "SOURCE.txt"]
+    write_files(tmp_path / "photos", {"cat/1.png": PNG, "metadata.csv": b"file_name,text\n1.png,a\n", **notes})
+    assert (kind_of(Source(path=str(tmp_path / "photos"))), relative_names(Source(path=str(tmp_path / "photos")))) == (
         "images",
         ["cat/1.png"],
     )
 
 
 def test_a_mixture_is_refused_and_a_few_others_are_passed_over(tmp_path: Path) -> None:
-    write(tmp_path, {f"{i}.txt": b"t" for i in range(6)} | {"a.png": PNG, "b.png": PNG})
-    assert len(names(Source(path=str(tmp_path)))) == 6
-    write(tmp_path, {"c.png": PNG})
+    write_files(tmp_path, {f"{i}.txt": b"t" for i in range(6)} | {"a.png": PNG, "b.png": PNG})
+    assert len(relative_names(Source(path=str(tmp_path)))) == 6
+    write_files(tmp_path, {"c.png": PNG})
     with pytest.raises(DataError, match=r"0\.txt is text and .*a\.png is images; set kind to text or images") as caught:
-        find(Source(path=str(tmp_path)))
+        find_files(Source(path=str(tmp_path)))
     assert "\n" not in str(caught.value)
-    assert names(Source(path=str(tmp_path), kind="images")) == ["a.png", "b.png", "c.png"]
+    assert relative_names(Source(path=str(tmp_path), kind="images")) == ["a.png", "b.png", "c.png"]
     # What a pattern names is all meant.
     with pytest.raises(DataError, match=r"0\.txt is text and .*a\.png is images"):
-        find(Source(path=str(tmp_path / "[0-5a].*")))
+        find_files(Source(path=str(tmp_path / "[0-5a].*")))
 
 
 def test_ranges_in_braces_name_shards(tmp_path: Path) -> None:
-    write(tmp_path, {f"data-{i:06}.tar": b"" for i in range(8, 13)})
+    write_files(tmp_path, {f"data-{i:06}.tar": b"" for i in range(8, 13)})
     source = Source(path=str(tmp_path / "data-{000008..000011}.tar"))
-    assert (kind_of(source), names(source)) == ("webdataset", [f"data-{i:06}.tar" for i in range(8, 12)])
-    assert names(Source(path=str(tmp_path / "data-{000008..000011}.*"))) == names(source)
+    assert (kind_of(source), relative_names(source)) == ("webdataset", [f"data-{i:06}.tar" for i in range(8, 12)])
+    assert relative_names(Source(path=str(tmp_path / "data-{000008..000011}.*"))) == relative_names(source)
     with pytest.raises(DataError, match=r"no file matches .*data-000013\.tar, which .*\{000012\.\.000014\}"):
-        find(Source(path=str(tmp_path / "data-{000012..000014}.tar")))
+        find_files(Source(path=str(tmp_path / "data-{000012..000014}.tar")))
     with pytest.raises(UsageError, match="names 99,999,999 files"):
-        find(Source(path=str(tmp_path / "{1..99999999}.tar")))
-    assert list(files.expanded("{9..11}-{1..0}")) == ["9-1", "9-0", "10-1", "10-0", "11-1", "11-0"]
+        find_files(Source(path=str(tmp_path / "{1..99999999}.tar")))
+    assert list(files.expand_ranges("{9..11}-{1..0}")) == ["9-1", "9-0", "10-1", "10-0", "11-1", "11-0"]
 
 
 @pytest.mark.parametrize(
@@ -246,38 +248,41 @@ def test_ranges_in_braces_name_shards(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_path_is_answered_in_one_line(tmp_path: Path, name: str, kind: str, message: str) -> None:
-    write(tmp_path, {"empty.txt": b"", "table.xyz": b"a,b", "mixed/a.txt": b"a", "mixed/b.jsonl": ROW})
+    write_files(tmp_path, {"empty.txt": b"", "table.xyz": b"a,b", "mixed/a.txt": b"a", "mixed/b.jsonl": ROW})
     (tmp_path / "nothing").mkdir()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match=message) as caught:
-        find(Source(path=str(tmp_path / name), kind=kind))  # type: ignore[arg-type]
+        find_files(Source(path=str(tmp_path / name), kind=kind))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 def test_a_name_of_the_hub_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"does not exist; .*hub set kind: huggingface"):
-        find(Source(path="owner/name"))
+        find_files(Source(path="owner/name"))
     with pytest.raises(UsageError, match="kind jsonl needs a path"):
-        find(Source(kind="jsonl"))
+        find_files(Source(kind="jsonl"))
     with pytest.raises(UsageError, match="synthetic is made, not read"):
-        find(Source(kind="synthetic"))
+        find_files(Source(kind="synthetic"))
 
 
 def test_prepared_data_is_recognised(tmp_path: Path) -> None:
-    write(tmp_path, {"meta.json": b"{}", "train/tokens.bin": b"1234"})
+    write_files(tmp_path, {"meta.json": b"{}", "train/tokens.bin": b"1234"})
     assert kind_of(Source(path=str(tmp_path))) == kind_of(Source(path=str(tmp_path), kind="shards")) == "shards"
-    assert not find(Source(path=str(tmp_path))).is_media
-    write(tmp_path / "texts", {"meta.json": b"{}", "a.txt": b"", "b.txt": b"", "c.txt": b""})
+    assert not find_files(Source(path=str(tmp_path))).is_media
+    write_files(tmp_path / "texts", {"meta.json": b"{}", "a.txt": b"", "b.txt": b"", "c.txt": b""})
     assert kind_of(Source(path=str(tmp_path / "texts"))) == "text"
 
 
 def test_home_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, {"corpus/a.txt": b"a"})
+    write_files(tmp_path, {"corpus/a.txt": b"a"})
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert (
-        names(Source(path="~/corpus")) == names(Source(path="corpus")) == names(Source(path="~/corpus/*")) == ["a.txt"]
+        relative_names(Source(path="~/corpus"))
+        == relative_names(Source(path="corpus"))
+        == relative_names(Source(path="~/corpus/*"))
+        == ["a.txt"]
     )
 
 
@@ -287,10 +292,10 @@ def test_what_may_not_be_read_is_an_environment_problem(tmp_path: Path, monkeypa
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    found = find(Source(path=str(tmp_path / "a.txt")))
+    found = find_files(Source(path=str(tmp_path / "a.txt")))
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(EnvironmentProblem, match=r"a\.txt may not be read"):
-        list(found.read(found.pieces(1)[0]))
+        list(found.read(found.list_pieces(1)[0]))
     with pytest.raises(EnvironmentProblem, match=r"a\.txt may not be read"):
         _ = found.fingerprint
 
@@ -299,12 +304,12 @@ def test_what_another_process_gets_is_small_and_reads_the_same(tmp_path: Path) -
     one = b"\0\0\0\1"
     idx3, idx1 = b"\x00\x00\x08\x03" + one * 3 + b"\5", b"\x00\x00\x08\x01" + one + b"\7"
     table = {"metadata.csv": b"file_name,text\n7.png,seven\n"}
-    write(tmp_path / "photos", {f"{i}.png": PNG for i in range(1000)} | table)
-    write(tmp_path / "idx", {"train-images-idx3-ubyte": idx3, "train-labels-idx1-ubyte": idx1})
-    write(tmp_path / "rows", {"a.jsonl": ROW})
+    write_files(tmp_path / "photos", {f"{i}.png": PNG for i in range(1000)} | table)
+    write_files(tmp_path / "idx", {"train-images-idx3-ubyte": idx3, "train-labels-idx1-ubyte": idx1})
+    write_files(tmp_path / "rows", {"a.jsonl": ROW})
     for kind, name in (("images", "photos"), ("idx", "idx"), ("jsonl", "rows")):
-        found = find(Source(path=str(tmp_path / name)))
-        pieces = found.pieces(1 << 20)
+        found = find_files(Source(path=str(tmp_path / name)))
+        pieces = found.list_pieces(1 << 20)
         sent = pickle.dumps(found)
         assert len(sent) < 2000
         again = pickle.loads(sent)
@@ -320,25 +325,25 @@ def test_what_another_process_gets_is_small_and_reads_the_same(tmp_path: Path) -
 def test_the_fingerprint_follows_names_contents_and_options_alone(tmp_path: Path) -> None:
     seen = []
     for name, content in (("a/x.csv", "1,2"), ("a/x.csv", "1,3"), ("a/y.csv", "1,2")):
-        write(tmp_path, {name: content.encode()})
-        seen.append(find(Source(path=str(tmp_path / "a"))).fingerprint)
+        write_files(tmp_path, {name: content.encode()})
+        seen.append(find_files(Source(path=str(tmp_path / "a"))).fingerprint)
     assert len(set(seen)) == 3
     (tmp_path / "a").rename(tmp_path / "b")
-    moved = find(Source(path=str(tmp_path / "b")))
+    moved = find_files(Source(path=str(tmp_path / "b")))
     assert moved.fingerprint == seen[-1]
     for option in ({"columns": ("u", "v")}, {"delimiter": ";"}, {"kind": "text"}):
         changed = Source(path=str(tmp_path / "b" / "x.csv"), **option)  # type: ignore[arg-type]
-        assert find(changed).fingerprint != find(Source(path=str(tmp_path / "b" / "x.csv"))).fingerprint
-    assert find(Source(path=str(tmp_path / "b"), weight=2.0, limit=5)).fingerprint == moved.fingerprint
+        assert find_files(changed).fingerprint != find_files(Source(path=str(tmp_path / "b" / "x.csv"))).fingerprint
+    assert find_files(Source(path=str(tmp_path / "b"), weight=2.0, limit=5)).fingerprint == moved.fingerprint
 
 
 def test_the_fingerprint_covers_what_lies_beside_the_records(tmp_path: Path) -> None:
     idx3, idx1 = b"\x00\x00\x08\x03" + bytes(12), b"\x00\x00\x08\x01" + bytes(4)
-    write(tmp_path, {"1.png": PNG, "train-images-idx3-ubyte": idx3, "train-labels-idx1-ubyte": idx1})
+    write_files(tmp_path, {"1.png": PNG, "train-images-idx3-ubyte": idx3, "train-labels-idx1-ubyte": idx1})
     for path, beside in (("1.png", "metadata.csv"), ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")):
-        before = find(Source(path=str(tmp_path / path))).fingerprint
-        write(tmp_path, {beside: b"file_name,text\n1.png,one\n"})
-        assert find(Source(path=str(tmp_path / path))).fingerprint != before
+        before = find_files(Source(path=str(tmp_path / path))).fingerprint
+        write_files(tmp_path, {beside: b"file_name,text\n1.png,one\n"})
+        assert find_files(Source(path=str(tmp_path / path))).fingerprint != before
 
 
 def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,32 +351,32 @@ def test_a_hash_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch
     hashed: list[str] = []
     original = fingerprint._hashed
     monkeypatch.setattr(fingerprint, "_hashed", lambda name: hashed.append(name) or original(name))
-    paths = [write(tmp_path, {name: name.encode()}) / name for name in ("a", "b")]
-    first = fingerprint.content_hashes([*paths, paths[0]])
+    paths = [write_files(tmp_path, {name: name.encode()}) / name for name in ("a", "b")]
+    first = fingerprint.hash_files([*paths, paths[0]])
     assert first[0] == first[2] != first[1]
     assert len(hashed) == 2
     # Written a moment ago: it may change again without looking different, so it is not remembered.
-    assert fingerprint.content_hashes(paths) == first[:2]
+    assert fingerprint.hash_files(paths) == first[:2]
     assert len(hashed) == 4
     monkeypatch.setattr(fingerprint, "RACY_NS", -1)
     for _ in range(2):
-        assert fingerprint.content_hash(paths[0]) == first[0]
+        assert fingerprint.hash_file(paths[0]) == first[0]
     assert len(hashed) == 5
     status = paths[0].stat()
     paths[0].write_bytes(b"c")
     os.utime(paths[0], ns=(status.st_atime_ns, status.st_mtime_ns))  # of the same size and seemingly as old
-    assert fingerprint.content_hash(paths[0]) != first[0]
+    assert fingerprint.hash_file(paths[0]) != first[0]
     # A database that cannot be used costs time and nothing else.
     (tmp_path / "cache" / "bottega" / "hashes.sqlite").write_bytes(b"no database at all" * 100)
-    assert fingerprint.content_hash(paths[1]) == first[1]
+    assert fingerprint.hash_file(paths[1]) == first[1]
 
     def broken(*_: object, **__: object) -> None:
         raise sqlite3.OperationalError("disk I/O error")
 
     monkeypatch.setattr(sqlite3, "connect", broken)
-    assert fingerprint.content_hash(paths[1]) == first[1]
+    assert fingerprint.hash_file(paths[1]) == first[1]
     with pytest.raises(DataError, match="nowhere cannot be read: No such file"):
-        fingerprint.content_hash(tmp_path / "nowhere")
+        fingerprint.hash_file(tmp_path / "nowhere")
 
 
 def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
@@ -379,7 +384,7 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(fingerprint, "RACY_NS", -1)
-    file = write(tmp_path, {"a": b"old"}) / "a"
+    file = write_files(tmp_path, {"a": b"old"}) / "a"
     original = fingerprint._hashed
 
     def interrupted(name: str) -> str:
@@ -388,9 +393,9 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
         return result
 
     monkeypatch.setattr(fingerprint, "_hashed", interrupted)
-    old = fingerprint.content_hash(file)
+    old = fingerprint.hash_file(file)
     monkeypatch.setattr(fingerprint, "_hashed", original)
-    assert fingerprint.content_hash(file) != old
+    assert fingerprint.hash_file(file) != old
 
 
 def test_several_folders_without_a_file_are_named(tmp_path: Path) -> None:
@@ -400,8 +405,8 @@ def test_several_folders_without_a_file_are_named(tmp_path: Path) -> None:
     (folders[0] / ".hidden").write_text("not data")
     for kind in ("auto", "text"):
         with pytest.raises(DataError) as caught:
-            find(Source(path=str(folders[0]), more_paths=(str(folders[1]),), kind=kind))
+            find_files(Source(path=str(folders[0]), more_paths=(str(folders[1]),), kind=kind))
         assert str(folders[0]) in str(caught.value)
         assert "\n" not in str(caught.value)
     (folders[1] / "a.txt").write_text("data")
-    assert find(Source(path=str(folders[0]), more_paths=(str(folders[1]),))).files == [folders[1] / "a.txt"]
+    assert find_files(Source(path=str(folders[0]), more_paths=(str(folders[1]),))).files == [folders[1] / "a.txt"]

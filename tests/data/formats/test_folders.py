@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats import find, folders, metadata
+from bottega.data.formats import find_files, folders, metadata
 from bottega.data.formats.folders import AUDIO, IMAGES, VIDEO
-from bottega.data.formats.metadata import TABLES, table_of
+from bottega.data.formats.metadata import TABLES, find_table
 from bottega.data.formats.reader import Format
-from bottega.data.records.record import Bad, Record
+from bottega.data.records.record import BadRecord, Record
 
 DATA = os.environ.get("BOTTEGA_DATA")
 
@@ -28,25 +28,25 @@ def put(root: Path, *names: str) -> Path:
     return root
 
 
-def read(root: Path, form: Format = IMAGES, **options: object) -> list[Record | Bad]:
+def read(root: Path, form: Format = IMAGES, **options: object) -> list[Record | BadRecord]:
     """All pieces in the order of their names, as preparing does it."""
     source = Source(path=str(root), **options)  # type: ignore[arg-type]
     files = sorted(path for path in root.rglob("*") if path.suffix.lower() in form.suffixes)
     pieces = [
-        piece for file in files for piece in form.pieces(file, file.relative_to(root).as_posix(), source, 1 << 20)
+        piece for file in files for piece in form.list_pieces(file, file.relative_to(root).as_posix(), source, 1 << 20)
     ]
     assert len(pieces) == len(files)
     return [record for piece in pieces for record in form.read(piece, source)]
 
 
-def good(found: list[Record | Bad]) -> dict[str, dict[str, object]]:
+def good(found: list[Record | BadRecord]) -> dict[str, dict[str, object]]:
     records = [record for record in found if isinstance(record, Record)]
     assert len({record.key for record in records}) == len(records)
     return {record.key: record.fields for record in records}
 
 
-def bad(found: list[Record | Bad]) -> list[str]:
-    return [str(record) for record in found if isinstance(record, Bad)]
+def bad(found: list[Record | BadRecord]) -> list[str]:
+    return [str(record) for record in found if isinstance(record, BadRecord)]
 
 
 def test_sub_folders_are_classes_and_a_flat_folder_has_none(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_the_nearest_table_counts(tmp_path: Path, inner: str) -> None:
         " the image 'lost.png', which is missing",
     ]
     source = Source(path=str(tmp_path))
-    assert table_of(tmp_path / inner / "c/2.png", tmp_path, source) == tmp_path / inner / "metadata.csv"
+    assert find_table(tmp_path / inner / "c/2.png", tmp_path, source) == tmp_path / inner / "metadata.csv"
 
 
 @pytest.mark.parametrize("mark", ["|", "\t"])
@@ -273,14 +273,14 @@ def test_every_table_that_is_passed_over_as_one_is_read(tmp_path: Path) -> None:
             parquet.write_table(pyarrow.Table.from_pylist([row, {"file_name": "gone.png"}]), root / name)
         else:
             (root / name).write_text(contents[suffix])
-        found = find(Source(path=str(root)))
+        found = find_files(Source(path=str(root)))
         assert (found.kind, len(found.files)) == ("images", 2)
-        records = [record for piece in found.pieces(1) for record in found.read(piece)]
+        records = [record for piece in found.list_pieces(1) for record in found.read(piece)]
         assert good(records)["1.png"] == {"text": "a, b", "image": root / "1.png"}
         assert good(records)["2.png"] == {"image": root / "2.png"}
         before = found.fingerprint
         (root / name).write_bytes((root / name).read_bytes().replace(b"a, b", b"a, c"))
-        assert find(Source(path=str(root))).fingerprint != before
+        assert find_files(Source(path=str(root))).fingerprint != before
     assert bad(records) == [f"{root / name}, row 2: names the image 'gone.png', which is missing"]
 
 
@@ -306,7 +306,9 @@ def test_an_object_about_the_whole_is_no_table(tmp_path: Path) -> None:
 
 
 names = st.text(
-    st.characters(codec="utf-8", exclude_characters="/\0\n\r", exclude_categories=("Cs", "Cc")), min_size=1, max_size=6
+    st.characters(processor="utf-8", exclude_characters="/\0\n\r", exclude_categories=("Cs", "Cc")),
+    min_size=1,
+    max_size=6,
 )
 
 

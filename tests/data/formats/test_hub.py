@@ -14,8 +14,8 @@ import pytest
 
 from bottega.config.data import Source
 from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
-from bottega.data.formats import find, hub
-from bottega.data.records.record import Bad, Record
+from bottega.data.formats import find_files, hub
+from bottega.data.records.record import BadRecord, Record
 
 datasets = pytest.importorskip("datasets")
 pyarrow = pytest.importorskip("pyarrow")
@@ -45,10 +45,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(path: Path, **options: str) -> list[Record | Bad]:
-    found = find(Source(path=str(path), **options))  # type: ignore[arg-type]
+def read(path: Path, **options: str) -> list[Record | BadRecord]:
+    found = find_files(Source(path=str(path), **options))  # type: ignore[arg-type]
     assert found.kind == "huggingface"
-    return [record for piece in found.pieces(1) for record in found.read(piece)]
+    return [record for piece in found.list_pieces(1) for record in found.read(piece)]
 
 
 def rows(path: Path, **options: str) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ def rows(path: Path, **options: str) -> list[dict[str, Any]]:
 def test_saved_sets_are_recognised_and_read(saved: Path) -> None:
     assert rows(saved / "one") == rows(saved / "parts") == ROWS
     assert [record.key for record in read(saved / "one")] == [f"one:{i}" for i in range(1, 9)]
-    assert len(find(Source(path=str(saved / "one"))).pieces(1)) == 2
+    assert len(find_files(Source(path=str(saved / "one"))).list_pieces(1)) == 2
     assert rows(saved / "parts", split="test") == [ROWS[5], ROWS[2]]
     with pytest.raises(DataError, match="has no part 'dev'; set split to one of train, test"):
         read(saved / "parts", split="dev")
@@ -68,8 +68,8 @@ def test_saved_sets_are_recognised_and_read(saved: Path) -> None:
 
 def test_the_size_is_that_of_the_files_rows_come_from(saved: Path) -> None:
     expected = sum(file.stat().st_size for file in (saved / "one").glob("*.arrow"))
-    assert find(Source(path=str(saved / "one"))).total_bytes == expected > 0
-    assert find(Source(path=str(saved / "parts"), split="test")).total_bytes > 0
+    assert find_files(Source(path=str(saved / "one"))).total_bytes == expected > 0
+    assert find_files(Source(path=str(saved / "parts"), split="test")).total_bytes > 0
 
 
 def test_a_folder_is_read_as_the_library_reads_it(saved: Path) -> None:
@@ -84,8 +84,8 @@ def test_a_folder_is_read_as_the_library_reads_it(saved: Path) -> None:
 
 
 def test_workers_read_without_the_library(saved: Path, tmp_path: Path) -> None:
-    found = find(Source(path=str(saved / "one")))
-    (tmp_path / "job").write_bytes(pickle.dumps((found, found.pieces(1))))
+    found = find_files(Source(path=str(saved / "one")))
+    (tmp_path / "job").write_bytes(pickle.dumps((found, found.list_pieces(1))))
     script = (
         "import pickle, sys, pathlib; sys.modules['datasets'] = None\n"
         "found, pieces = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
@@ -96,12 +96,12 @@ def test_workers_read_without_the_library(saved: Path, tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_follows_content_and_part(saved: Path, tmp_path: Path) -> None:
-    whole = find(Source(path=str(saved / "parts"))).fingerprint
-    assert find(Source(path=str(saved / "parts"), split="test")).fingerprint != whole
+    whole = find_files(Source(path=str(saved / "parts"))).fingerprint
+    assert find_files(Source(path=str(saved / "parts"), split="test")).fingerprint != whole
     shutil.copytree(saved / "parts", tmp_path / "copy")
-    assert find(Source(path=str(tmp_path / "copy"))).fingerprint == whole
+    assert find_files(Source(path=str(tmp_path / "copy"))).fingerprint == whole
     (tmp_path / "copy" / "train" / "more").write_text("x")
-    assert find(Source(path=str(tmp_path / "copy"))).fingerprint != whole
+    assert find_files(Source(path=str(tmp_path / "copy"))).fingerprint != whole
 
 
 def test_media_are_bytes_or_files_of_the_set(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_what_the_hub_does_not_give(
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    found = find(Source(path="owner/name", kind="huggingface"))
-    for ask in (lambda: found.fingerprint, lambda: found.pieces(1)):
+    found = find_files(Source(path="owner/name", kind="huggingface"))
+    for ask in (lambda: found.fingerprint, lambda: found.list_pieces(1)):
         with pytest.raises(kind, match=message) as caught:
             ask()
         assert "\n" not in str(caught.value)

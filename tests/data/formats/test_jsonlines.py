@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats import compressed, find, jsonlines, jsonlist
-from bottega.data.records.record import Bad, Record
+from bottega.data.formats import compression, find_files, jsonlines, jsonlist
+from bottega.data.records.record import BadRecord, Record
 from operations import CountedText
 
 
-def read(path: Path, size: int = 1 << 20, **options: str) -> list[Record | Bad]:
-    found = find(Source(path=str(path), **options))  # type: ignore[arg-type]
-    return [record for piece in found.pieces(size) for record in found.read(piece)]
+def read(path: Path, size: int = 1 << 20, **options: str) -> list[Record | BadRecord]:
+    found = find_files(Source(path=str(path), **options))  # type: ignore[arg-type]
+    return [record for piece in found.list_pieces(size) for record in found.read(piece)]
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -59,7 +59,7 @@ def test_rows_come_back_for_every_size_of_piece(
 def test_pieces_are_about_as_large_as_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"".join(b'{"n": %d}\n' % i for i in range(10_000)))
-    pieces = find(Source(path=str(file))).pieces(10_000)
+    pieces = find_files(Source(path=str(file))).list_pieces(10_000)
     assert len(pieces) == file.stat().st_size // 10_000 + 1
     # 10 rows of 9 bytes, 90 of 10, 820 of 11: 10,010 bytes.
     assert [(piece.start, piece.line) for piece in pieces[:2]] == [(0, 0), (10_010, 920)]
@@ -107,7 +107,7 @@ def test_a_bad_line_costs_that_line(tmp_path: Path, line: bytes, where: str, rea
     file = tmp_path / "a.jsonl"
     file.write_bytes(GOOD + line + b"\n" + GOOD)
     first, bad, last = read(file, size)
-    assert bad == Bad("a.jsonl:3", f"{file}, {where}", reason)
+    assert bad == BadRecord("a.jsonl:3", f"{file}, {where}", reason)
     assert [record.key for record in (first, last)] == ["a.jsonl:1", "a.jsonl:4"]
     assert all(isinstance(record, Record) and record.fields == {"text": "fine"} for record in (first, last))
     assert "\n" not in str(bad)
@@ -116,7 +116,7 @@ def test_a_bad_line_costs_that_line(tmp_path: Path, line: bytes, where: str, rea
 def test_a_number_without_end_is_bad(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": ' + b"9" * 5000 + b"}\n" + GOOD)
     bad, good = read(tmp_path / "a.jsonl")
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.reason.startswith("no valid JSON: Exceeds the limit")
     assert isinstance(good, Record)
 
@@ -130,18 +130,18 @@ def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1 << 20, 50])
 def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(compressed, "LINE_LIMIT", 100)
-    monkeypatch.setattr(compressed, "_CHUNK", 16)
+    monkeypatch.setattr(compression, "LINE_LIMIT", 100)
+    monkeypatch.setattr(compression, "_CHUNK", 16)
     file = tmp_path / "a.jsonl"
     fits = json.dumps({"text": "x" * 88}).encode()
     assert len(fits) == 100
     file.write_bytes(fits + b"\n" + b" " + fits + b"\n" + b"y" * 5000 + b"\n" + GOOD + b"z" * 101)
     records = read(file, size)
     assert [record.key for record in records] == [f"a.jsonl:{line}" for line in (1, 2, 3, 4, 6)]
-    assert [type(record) for record in records] == [Record, Bad, Bad, Record, Bad]
+    assert [type(record) for record in records] == [Record, BadRecord, BadRecord, Record, BadRecord]
     assert str(records[2]) == f"{file}, line 3: longer than 100 bytes; is it one line of JSON per row?"
     with file.open("rb", buffering=16) as stream:
-        assert all(len(raw) <= 101 for raw in compressed.lines(stream))
+        assert all(len(raw) <= 101 for raw in compression.iter_lines(stream))
 
 
 def test_surrogate_pairs_are_whole_characters(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_surrogate_pairs_are_whole_characters(tmp_path: Path) -> None:
 
 
 def test_a_packed_bomb_of_a_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "ALWAYS_ALLOWED", 1 << 20)
+    monkeypatch.setattr(compression, "ALWAYS_ALLOWED", 1 << 20)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(bytes(16 << 20)))
     with pytest.raises(DataError, match="a bomb"):
         read(tmp_path / "a.jsonl.gz")
@@ -175,7 +175,7 @@ def test_a_bad_element_of_a_list_costs_that_element(tmp_path: Path, element: byt
     file = tmp_path / "a.json"
     file.write_bytes(around % (LIST % element))
     first, bad, last = read(file)
-    assert bad == Bad("a.json:2", f"{file}, line 3, column 2", reason)
+    assert bad == BadRecord("a.json:2", f"{file}, line 3, column 2", reason)
     assert [(record.key, record.fields["text"]) for record in (first, last) if isinstance(record, Record)] == [
         ("a.json:1", "one"),
         ("a.json:3", "two"),
@@ -229,7 +229,7 @@ def test_a_packed_list_stays_within_a_few_times_its_text(tmp_path: Path, monkeyp
 
 def test_half_pairs_are_found_in_their_element_alone(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"a": "\\ud800"}, {"a": "fine"}, {"a": "\\ud83d\\ude00"}, {"a": "\\udc00"}]')
-    assert [isinstance(record, Bad) for record in read(tmp_path / "a.json")] == [True, False, False, True]
+    assert [isinstance(record, BadRecord) for record in read(tmp_path / "a.json")] == [True, False, False, True]
 
 
 def test_a_file_that_became_shorter_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_a_file_that_became_shorter_ends(tmp_path: Path, monkeypatch: pytest.Mon
     file.write_bytes(b"{}\n" * 1000)
     monkeypatch.setattr(jsonlines.os.path, "getsize", lambda _: 10**6)
     for size in (1000, 1001, 5000):
-        pieces = jsonlines.pieces(file, "a", Source(), size)
+        pieces = jsonlines.list_pieces(file, "a", Source(), size)
         assert sum(len(list(jsonlines.read(piece, Source()))) for piece in pieces) == 1000
 
 
@@ -245,11 +245,11 @@ def test_each_key_of_a_row_is_compared_with_few_others(tmp_path: Path) -> None:
     row = "{" + ", ".join(f'"{i}": 1' for i in range(100_000)) + ', "99999": 2}'
     (tmp_path / "a.jsonl").write_text(row)
     (bad,) = read(tmp_path / "a.jsonl")
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.reason == "key '99999' stands twice in one object"
     keys = [CountedText(i) for i in (*range(1000), 999)]
     before = CountedText.comparisons
-    with pytest.raises(jsonlines.NotARow, match="key '999' stands twice"):
+    with pytest.raises(jsonlines.InvalidRow, match="key '999' stands twice"):
         jsonlines._unique([(key, 1) for key in keys])
     assert CountedText.comparisons - before < 10 * len(keys)
 
@@ -269,4 +269,4 @@ def test_empty_lists_and_files_have_no_rows(tmp_path: Path) -> None:
 
 def test_the_row_reader_is_what_the_standard_library_reads() -> None:
     text = '{"a": [1, 2.5, {"b": null}], "c": "\\u00e9\\"\\\\"}'
-    assert jsonlines.row(text) == json.loads(text)
+    assert jsonlines.parse_row(text) == json.loads(text)

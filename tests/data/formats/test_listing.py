@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from source_files import names, write
+from source_files import relative_names, write_files
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats import find
+from bottega.data.formats import find_files
 from bottega.data.records.record import Record
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(16)
@@ -21,34 +21,35 @@ ROW = b'{"text": "fine"}\n'
 def test_links_that_leave_a_folder_are_refused_for_every_kind(tmp_path: Path, kind: str) -> None:
     suffix = {"auto": "txt", "text": "txt", "images": "png", "webdataset": "tar"}.get(kind, kind)
     root = (
-        write(tmp_path, {f"data/deep/a.{suffix}": b"a", f"secret.{suffix}": b"s", f"other/b.{suffix}": b"b"}) / "data"
+        write_files(tmp_path, {f"data/deep/a.{suffix}": b"a", f"secret.{suffix}": b"s", f"other/b.{suffix}": b"b"})
+        / "data"
     )
     (root / f"b.{suffix}").symlink_to(Path("deep") / f"a.{suffix}")
     (tmp_path / "link").symlink_to(root)
     for path in (root, tmp_path / "link"):  # links that stay inside, and a folder that is one
-        assert names(Source(path=str(path), kind=kind)) == [f"b.{suffix}", f"deep/a.{suffix}"]  # type: ignore[arg-type]
+        assert relative_names(Source(path=str(path), kind=kind)) == [f"b.{suffix}", f"deep/a.{suffix}"]  # type: ignore[arg-type]
     link = root / "deep" / f"c.{suffix}"
     link.symlink_to(tmp_path / f"secret.{suffix}")
     for path in (root, tmp_path / "link", root / "**" / f"*.{suffix}"):
         with pytest.raises(DataError, match=rf"deep/c\.{suffix} is a link to .*/secret\.{suffix}, outside") as caught:
-            find(Source(path=str(path), kind=kind))  # type: ignore[arg-type]
+            find_files(Source(path=str(path), kind=kind))  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
-    assert names(Source(path=str(link), kind=kind)) == [f"c.{suffix}"]  # type: ignore[arg-type]
+    assert relative_names(Source(path=str(link), kind=kind)) == [f"c.{suffix}"]  # type: ignore[arg-type]
     link.unlink()
     (root / "further").symlink_to(tmp_path / "other")
     for path in (root, root / "**" / f"*.{suffix}"):
         with pytest.raises(DataError, match=r"data/further is a link to .*/other, outside"):
-            find(Source(path=str(path), kind=kind))  # type: ignore[arg-type]
+            find_files(Source(path=str(path), kind=kind))  # type: ignore[arg-type]
     (root / "further").unlink()
     (root / "circle").symlink_to("circle")
-    assert len(names(Source(path=str(root), kind=kind))) == 2  # type: ignore[arg-type]
+    assert len(relative_names(Source(path=str(root), kind=kind))) == 2  # type: ignore[arg-type]
 
 
 def test_a_link_to_a_medium_may_be_named(tmp_path: Path) -> None:
-    write(tmp_path, {"far/a.png": PNG, "near/x.txt": b""})
+    write_files(tmp_path, {"far/a.png": PNG, "near/x.txt": b""})
     (tmp_path / "near" / "b.png").symlink_to(tmp_path / "far" / "a.png")
-    found = find(Source(path=str(tmp_path / "near" / "b.png")))
-    (record,) = found.read(found.pieces(1)[0])
+    found = find_files(Source(path=str(tmp_path / "near" / "b.png")))
+    (record,) = found.read(found.list_pieces(1)[0])
     assert isinstance(record, Record)
 
 
@@ -69,8 +70,8 @@ def test_names_of_any_bytes_give_keys_that_can_be_printed(tmp_path: Path, suffix
     for i in range(2):
         Path(os.fsdecode(folder + b"/%d\xff." % i + suffix.encode())).write_bytes(content)
     for path in (tmp_path, Path(os.fsdecode(folder))):
-        found = find(Source(path=str(path)))
-        records = [record for piece in found.pieces(1) for record in found.read(piece)]
+        found = find_files(Source(path=str(path)))
+        records = [record for piece in found.list_pieces(1) for record in found.read(piece)]
         assert len({record.key for record in records}) == 2
         for record in records:
             for text in (record.key, record.where, *getattr(record, "fields", {}).values()):

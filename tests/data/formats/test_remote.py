@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from bottega.config.addresses import REMEMBERED
+from bottega.config.credentials import CREDENTIALS_VARIABLE
 from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.formats import find, remote
+from bottega.data.formats import find_files, remote
 from bottega.data.records.record import Record
 from bottega.data.tables.cache import default_cache
 
@@ -25,7 +25,7 @@ FILES = {"/far/a.jsonl": b'{"n": 1}\n', "/far/deep/b.jsonl": b'{"n": 2}\n{"n": 3
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(REMEMBERED, "{}")
+    monkeypatch.setenv(CREDENTIALS_VARIABLE, "{}")
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     for name, content in FILES.items():
@@ -49,8 +49,8 @@ def copies(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def keys(path: str, **options: str) -> list[str]:
-    found = find(Source(path=path, **options))  # type: ignore[arg-type]
-    return [record.key for piece in found.pieces(1) for record in found.read(piece) if isinstance(record, Record)]
+    found = find_files(Source(path=path, **options))  # type: ignore[arg-type]
+    return [record.key for piece in found.list_pieces(1) for record in found.read(piece) if isinstance(record, Record)]
 
 
 def test_files_folders_and_patterns_are_copied_once(copies: list[str]) -> None:
@@ -65,11 +65,11 @@ def test_files_folders_and_patterns_are_copied_once(copies: list[str]) -> None:
 
 def test_another_version_is_another_copy(store: Any, copies: list[str]) -> None:
     source = Source(path="memory://far/a.jsonl")
-    first = find(source)
+    first = find_files(source)
     assert first.source.path == str(first.root)
     assert first.root.is_relative_to(default_cache() / "remote")
     store.pipe_file("/far/a.jsonl", b'{"n": 9}\n')
-    second = find(source)
+    second = find_files(source)
     assert (len(copies), second.root.name) == (2, first.root.name)
     assert second.fingerprint != first.fingerprint
     assert first.root.read_bytes() == FILES["/far/a.jsonl"]
@@ -87,7 +87,7 @@ def test_a_local_address_is_read_in_place(tmp_path: Path) -> None:
     (tmp_path / "with space.jsonl").write_bytes(b'{"n": 1}\n')
     address = (tmp_path / "with space.jsonl").as_uri()
     assert "%20" in address
-    assert find(Source(path=address)).root == tmp_path / "with space.jsonl"
+    assert find_files(Source(path=address)).root == tmp_path / "with space.jsonl"
 
 
 @pytest.mark.parametrize("name", ["../../evil.txt", "a/../../evil.txt", "/evil.txt", "a//b.txt", "a/./b.txt"])
@@ -164,7 +164,7 @@ def test_half_a_copy_is_never_seen(store: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_damaged_copy_is_made_again(store: Any, copies: list[str]) -> None:
-    first = find(Source(path="memory://far", kind="jsonl"))
+    first = find_files(Source(path="memory://far", kind="jsonl"))
     for damage in ("cut", "other", "gone"):
         before = len(copies)
         file = first.root / "deep" / "b.jsonl"
@@ -172,7 +172,7 @@ def test_a_damaged_copy_is_made_again(store: Any, copies: list[str]) -> None:
             file.unlink()
         else:
             file.write_bytes(FILES["/far/deep/b.jsonl"][:4] if damage == "cut" else b'{"n": 5}\n{"n": 6}\n')
-        found = find(Source(path="memory://far", kind="jsonl"))
+        found = find_files(Source(path="memory://far", kind="jsonl"))
         assert found.root == first.root
         assert file.read_bytes() == FILES["/far/deep/b.jsonl"]
         assert len(copies) == before + 3

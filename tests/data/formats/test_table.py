@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
-from bottega.data.formats import compressed, find, table
-from bottega.data.records.record import Bad, Record
+from bottega.data.formats import compression, find_files, table
+from bottega.data.records.record import BadRecord, Record
 from operations import CountedText
 
 needs_data = pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA names no folder of real data")
 
 
-def read(path: Path, **options: object) -> list[Record | Bad]:
-    found = find(Source(path=str(path), **options))  # type: ignore[arg-type]
-    return [record for piece in found.pieces(1) for record in found.read(piece)]
+def read(path: Path, **options: object) -> list[Record | BadRecord]:
+    found = find_files(Source(path=str(path), **options))  # type: ignore[arg-type]
+    return [record for piece in found.list_pieces(1) for record in found.read(piece)]
 
 
 def rows(path: Path, **options: object) -> list[dict[str, str]]:
@@ -155,7 +155,7 @@ BAD_ROWS = [
 def test_a_bad_row_costs_that_row(tmp_path: Path, row: str, reason: str) -> None:
     file = made(tmp_path, f'text,label\n"two\n\nlines",x\n{row}\nlast,y\nvery last,z\n')
     records = read(file)
-    assert records[1] == Bad("a.csv:5", f"{file}, line 5", reason)
+    assert records[1] == BadRecord("a.csv:5", f"{file}, line 5", reason)
     assert [record.key for record in records] == ["a.csv:2", "a.csv:5", "a.csv:6", "a.csv:7"]
     assert [record.fields["label"] for record in records if isinstance(record, Record)] == ["x", "y", "z"]
 
@@ -164,7 +164,7 @@ def test_bytes_that_are_no_text_cost_their_row(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes(b"na\xefve,label\ntext,label\na,b\nc\xff,d\ne,f\n")
     records = read(file)
-    assert [str(record) for record in records if isinstance(record, Bad)] == [
+    assert [str(record) for record in records if isinstance(record, BadRecord)] == [
         f"{file}, line 1: not UTF-8: byte 0xef at column 3 of line 1; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
         f"{file}, line 4: not UTF-8: byte 0xff at column 2 of line 4; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
     ]
@@ -175,11 +175,11 @@ def test_bytes_that_are_no_text_cost_their_row(tmp_path: Path) -> None:
 
 
 def test_rows_without_end_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "LINE_LIMIT", 200)
+    monkeypatch.setattr(compression, "LINE_LIMIT", 200)
     lines = "".join(f"row {i},x\n" for i in range(100))
     file = made(tmp_path, f'text,label\n"open,x\n{lines}{"w" * 300},x\nlast,y\n')
     records = read(file, delimiter=",")
-    bad = [record for record in records if isinstance(record, Bad)]
+    bad = [record for record in records if isinstance(record, BadRecord)]
     assert [record.key for record in bad] == ["a.csv:2", "a.csv:103"]
     assert all(record.reason == "longer than 200 bytes; is a quotation mark never closed?" for record in bad)
     assert len(records) == 103
@@ -203,7 +203,7 @@ def test_the_sample_is_small_however_long_the_rows_are(tmp_path: Path, mark: str
     file = made(tmp_path, f"text{mark}label\n" + f"{cell}{mark}x\n" * 30)
     tracemalloc.start()
     try:
-        layout = table.layout_of(file, Source())
+        layout = table.detect_layout(file, Source())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -215,7 +215,7 @@ def test_the_sample_is_small_however_long_the_rows_are(tmp_path: Path, mark: str
 def test_rows_that_are_bad_from_the_beginning_are_all_said(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes(b"caf\xe9,x\n" * 150)
-    assert len([record for record in read(file) if isinstance(record, Bad)]) == 150
+    assert len([record for record in read(file) if isinstance(record, BadRecord)]) == 150
     file.write_bytes(b"caf\xe9,x\n" * 150 + b"text,label\na,b\n")
     assert [record.fields for record in read(file) if isinstance(record, Record)] == [{"text": "a", "label": "b"}]
 
@@ -232,5 +232,5 @@ def test_each_name_of_a_header_is_compared_with_few_others(tmp_path: Path) -> No
     names = [Cell(f"c{i}") for i in (*range(1000), 999)]
     before = CountedText.comparisons
     with pytest.raises(DataError, match="two columns are called 'c999'"):
-        table.names_in(names, file)
+        table.parse_header(names, file)
     assert CountedText.comparisons - before < 10 * len(names)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.core.noise import generator
-from bottega.data.formats import compressed, find, text
-from bottega.data.records.record import Bad, Record
+from bottega.core.noise import numpy_generator
+from bottega.data.formats import compression, find_files, text
+from bottega.data.records.record import BadRecord, Record
 
 
-def read(path: Path, **options: str) -> list[Record | Bad]:
-    found = find(Source(path=str(path), **options))  # type: ignore[arg-type]
-    return [record for piece in found.pieces(1) for record in found.read(piece)]
+def read(path: Path, **options: str) -> list[Record | BadRecord]:
+    found = find_files(Source(path=str(path), **options))  # type: ignore[arg-type]
+    return [record for piece in found.list_pieces(1) for record in found.read(piece)]
 
 
 def test_text_is_kept_as_it_is_but_for_the_mark_of_its_encoding(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_text_is_kept_as_it_is_but_for_the_mark_of_its_encoding(tmp_path: Path) 
 def test_what_is_no_text_is_bad(tmp_path: Path, content: bytes, reason: str) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(content)
-    assert read(file) == [Bad("a.txt", str(file), reason)]
+    assert read(file) == [BadRecord("a.txt", str(file), reason)]
 
 
 # Characters of one to four bytes, and white space that is no newline before newlines: the two things a cut must mind.
@@ -106,7 +106,7 @@ def test_a_bad_piece_costs_that_piece(tmp_path: Path, monkeypatch: pytest.Monkey
     file.write_bytes(b"0123456789\n0123\xff6789\n0123456789\n")
     first, bad, *rest = read(file)
     assert isinstance(first, Record)
-    assert bad == Bad(
+    assert bad == BadRecord(
         "a.txt@10",
         f"{file}, from byte 10 on",
         "not UTF-8: byte 0xff at offset 15; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
@@ -117,9 +117,9 @@ def test_a_bad_piece_costs_that_piece(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_packed_text_cannot_be_cut_from_outside(tmp_path: Path) -> None:
     file = tmp_path / "a.txt.bz2"
     file.write_bytes(bz2.compress(b"0123456789"))
-    found = find(Source(path=str(file)))
+    found = find_files(Source(path=str(file)))
     with pytest.raises(DataError, match=r"a\.txt\.bz2 is packed and cannot be read from its middle"):
-        list(found.read(found.pieces(1)[0]._replace(stop=5)))
+        list(found.read(found.list_pieces(1)[0]._replace(stop=5)))
 
 
 def packed(packing: str, content: bytes) -> bytes:
@@ -129,46 +129,55 @@ def packed(packing: str, content: bytes) -> bytes:
     return {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd.compress}[packing](content)
 
 
-@pytest.mark.parametrize("packing", compressed.SUFFIXES)
+@pytest.mark.parametrize("packing", compression.SUFFIXES)
 def test_packed_files(tmp_path: Path, packing: str) -> None:
-    content = generator(0, "packed").bytes(3000) * 400  # 1.2 MB, in several blocks
+    content = numpy_generator(0, "packed").bytes(3000) * 400  # 1.2 MB, in several blocks
     file = tmp_path / f"a{packing}"
     for parts in ([content], [content[:70], content[70:]], [b""], [b"", content[:9]]):
         # Several members are one stream, and zeros may stand between and behind them.
         file.write_bytes(b"".join(packed(packing, part) + bytes(8) for part in parts) + bytes(1 << 17))
-        with compressed.unpacked(file) as stream:
+        with compression.open_decompressed(file) as stream:
             assert stream.read() == b"".join(parts)
-        with compressed.unpacked(file) as stream:
-            assert b"".join(compressed.lines(stream)) == b"".join(parts)
+        with compression.open_decompressed(file) as stream:
+            assert b"".join(compression.iter_lines(stream)) == b"".join(parts)
     whole = packed(packing, content)
     for cut in (len(whole) - 1, len(whole) // 2, 12):
         file.write_bytes(whole[:cut])
-        with pytest.raises(DataError, match=rf"a\{packing} is cut short"), compressed.unpacked(file) as stream:
+        with (
+            pytest.raises(DataError, match=rf"a\{packing} is cut short"),
+            compression.open_decompressed(file) as stream,
+        ):
             stream.read()
     middle = len(whole) // 2
     file.write_bytes(
         whole[:middle] + bytes(byte ^ 0x55 for byte in whole[middle : middle + 400]) + whole[middle + 400 :]
     )
-    with pytest.raises(DataError, match=rf"a\{packing} is (damaged|cut short)"), compressed.unpacked(file) as stream:
+    with (
+        pytest.raises(DataError, match=rf"a\{packing} is (damaged|cut short)"),
+        compression.open_decompressed(file) as stream,
+    ):
         stream.read()
     file.write_bytes(b"plain text")
     with pytest.raises(DataError, match=rf"is no \w+ file; take \{packing} off its name"):
-        compressed.unpacked(file)
+        compression.open_decompressed(file)
     file.write_bytes(whole + b"more")
-    with pytest.raises(DataError, match=rf"a\{packing} is (damaged|cut short)"), compressed.unpacked(file) as stream:
+    with (
+        pytest.raises(DataError, match=rf"a\{packing} is (damaged|cut short)"),
+        compression.open_decompressed(file) as stream,
+    ):
         stream.read()
 
 
 @pytest.mark.parametrize("packing", [".gz", ".zst", ".bz2"])
 def test_a_bomb_is_stopped_early(tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "ALWAYS_ALLOWED", 1 << 20)
+    monkeypatch.setattr(compression, "ALWAYS_ALLOWED", 1 << 20)
     file = tmp_path / f"bomb{packing}"
     file.write_bytes(packed(packing, bytes(96 << 20)))
     given = 0
 
     def read_all() -> None:
         nonlocal given
-        with compressed.unpacked(file) as stream:
+        with compression.open_decompressed(file) as stream:
             while block := stream.read(1 << 20):
                 given += len(block)
 
@@ -188,7 +197,7 @@ def test_a_file_that_became_shorter_ends(tmp_path: Path, monkeypatch: pytest.Mon
     file = tmp_path / "a.txt"
     file.write_bytes(b"x" * there)
     monkeypatch.setattr(text.os.path, "getsize", lambda _: 10_000)
-    pieces = text.pieces(file, "a", Source(), 1)
+    pieces = text.list_pieces(file, "a", Source(), 1)
     found = [
         record.fields["text"] for piece in pieces for record in text.read(piece, Source()) if isinstance(record, Record)
     ]

@@ -21,7 +21,7 @@ from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.formats import crc32c, tfrecord
 from bottega.data.formats.reader import Piece
-from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.records.record import BadRecord, Record, Unreadable
 
 DATA = os.environ.get("BOTTEGA_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
@@ -96,7 +96,7 @@ def framed(*payloads: bytes) -> bytes:
     return out
 
 
-def read(file: Path) -> list[Record | Bad]:
+def read(file: Path) -> list[Record | BadRecord]:
     return list(tfrecord.read(Piece(file, file.name), Source()))
 
 
@@ -108,7 +108,7 @@ def test_published_checksums() -> None:
     assert crc32c.crc32c(bytes(range(31, -1, -1))) == 0x113FDB5C
     assert crc32c.crc32c(b"123456789") == 0xE3069283
     assert crc32c.crc32c(b"") == 0
-    assert crc32c.masked(crc32c.crc32c(b"123456789")) == masked_crc32c(b"123456789")
+    assert crc32c.mask_crc(crc32c.crc32c(b"123456789")) == masked_crc32c(b"123456789")
 
 
 @given(st.lists(st.integers(0, 3000), max_size=12), st.integers(0, 2**32 - 1))
@@ -116,9 +116,9 @@ def test_checksums_of_many_spans(lengths: list[int], seed: int) -> None:
     data = np.random.Generator(np.random.Philox(seed)).bytes(sum(lengths) + 7)
     stops = np.cumsum(lengths, dtype=np.int64) + 3
     starts = stops - np.array(lengths, np.int64)
-    found = crc32c.of_spans(data, starts, stops)
+    found = crc32c.crc32c_of_spans(data, starts, stops)
     assert found.tolist() == [reference(data[a:b]) for a, b in zip(starts, stops, strict=True)]
-    assert crc32c.masked_all(found).tolist() == [crc32c.masked(int(crc)) for crc in found]
+    assert crc32c.mask_crcs(found).tolist() == [crc32c.mask_crc(int(crc)) for crc in found]
     assert crc32c.crc32c(data) == reference(data)
 
 
@@ -141,7 +141,7 @@ def test_examples_as_protobuf_writes_them(values: dict[str, list[Any]]) -> None:
     for name, value in values.items():
         put(example.features.feature[name], value)
     data = example.SerializeToString()
-    found = tfrecord.example(data)
+    found = tfrecord.parse_example(data)
     wanted = {name: expected(value) for name, value in values.items()}
     assert found.keys() == wanted.keys()
     assert all(same(found[name], wanted[name]) for name in wanted)
@@ -166,7 +166,7 @@ def test_sequence_examples(values: dict[str, list[list[int]]]) -> None:
         example.feature_lists.feature_list[name].feature.extend([])
         for step in steps:
             put(example.feature_lists.feature_list[name].feature.add(), step)
-    found = tfrecord.example(example.SerializeToString())
+    found = tfrecord.parse_example(example.SerializeToString())
     assert found.pop("id\0") == 7
     for name, steps in values.items():
         widths = {len(step) for step in steps}
@@ -193,15 +193,15 @@ def test_forms_that_are_rare_but_allowed() -> None:
     twice = field(
         1, entry(b"b", field(3, field(1, b"\x09")))
     )  # messages that come twice are merged, the last value counts
-    found = tfrecord.example(data + b"\x19" + bytes(8) + twice)
+    found = tfrecord.parse_example(data + b"\x19" + bytes(8) + twice)
     joined = field(3, field(1, b"\x01")) + field(3, field(1, b"\x02"))
-    assert tfrecord.example(field(1, entry(b"j", joined)))["j"].tolist() == [1, 2]
-    assert tfrecord.example(field(1, entry(b"j", joined + field(1, field(1, b"last")))))["j"] == "last"
+    assert tfrecord.parse_example(field(1, entry(b"j", joined)))["j"].tolist() == [1, 2]
+    assert tfrecord.parse_example(field(1, entry(b"j", joined + field(1, field(1, b"last")))))["j"] == "last"
     assert found["i"].tolist() == [5, -1]
     assert found["f"].tolist() == [0.5, 2.0]
     assert (found["b"], found["none"]) == (9, None)
     assert (found["e"].dtype, len(found["e"])) == (np.float32, 0)
-    assert tfrecord.example(b"") == {}
+    assert tfrecord.parse_example(b"") == {}
 
 
 def test_text_and_bytes_are_told_apart() -> None:
@@ -213,7 +213,7 @@ def test_text_and_bytes_are_told_apart() -> None:
 @given(st.binary(max_size=200))
 def test_noise_is_no_example(data: bytes) -> None:
     try:
-        assert isinstance(tfrecord.example(data), dict)
+        assert isinstance(tfrecord.parse_example(data), dict)
     except Unreadable:
         pass
 
@@ -231,7 +231,7 @@ def test_noise_is_no_example(data: bytes) -> None:
 )
 def test_real_files(name: str, count: int, num_fields: int | None) -> None:
     file = Path(DATA or "", "readers-tfrecord", name)
-    assert tfrecord.looks_like(file.read_bytes()[:512])
+    assert tfrecord.is_tfrecord(file.read_bytes()[:512])
     records = read(file)
     assert Counter(map(type, records)) == {Record: count}
     assert records[-1].key == f"{file.name}:{count}"
@@ -253,7 +253,7 @@ def test_real_files(name: str, count: int, num_fields: int | None) -> None:
 @needs_data
 def test_a_real_file_in_pieces() -> None:
     file = Path(DATA or "", "readers-tfrecord", "mnist.tfrecord")
-    pieces = tfrecord.pieces(file, file.name, Source(), 100_000)
+    pieces = tfrecord.list_pieces(file, file.name, Source(), 100_000)
     assert len(pieces) > 25
     assert pieces[3].line == 3 * pieces[1].line
     found = [record for piece in pieces for record in tfrecord.read(piece, Source())]
@@ -280,23 +280,23 @@ def test_damage_names_the_record(tmp_path: Path) -> None:
     data[starts[4] + 14] ^= 1
     file.write_bytes(data)
     found = read(file)
-    assert [type(r) for r in found] == [Record] * 4 + [Bad] + [Record] * 15
-    assert found[4] == Bad(
+    assert [type(r) for r in found] == [Record] * 4 + [BadRecord] + [Record] * 15
+    assert found[4] == BadRecord(
         "a.tfrecord:5", f"{file}, record 5 at byte {starts[4]}", "its checksum is wrong: the data are damaged"
     )
     data[starts[9] + 1] ^= 1
     file.write_bytes(data)
     *good, bad = read(file)
     assert len(good) == 9
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadRecord)
     assert bad.where == f"{file}, record 10 at byte {starts[9]}"
     assert "cannot be found" in bad.reason
     # Cut into pieces it ends at the same place.
-    pieces = tfrecord.pieces(file, "a.tfrecord", Source(), 60)
+    pieces = tfrecord.list_pieces(file, "a.tfrecord", Source(), 60)
     assert len(pieces) > 3
     assert [r for piece in pieces for r in tfrecord.read(piece, Source())] == [*good, bad]
     file.write_bytes(whole[:-3])
-    assert [type(r) for r in read(file)] == [Record] * 19 + [Bad]
+    assert [type(r) for r in read(file)] == [Record] * 19 + [BadRecord]
     file.write_bytes(whole + b"abc")
     assert "cut off" in str(read(file)[-1])
     file.write_bytes(gzip.compress(whole)[:-40])
@@ -314,13 +314,13 @@ def test_pieces_end_where_lengths_cannot_be_trusted(tmp_path: Path, monkeypatch:
     # Records of one size, so that a scan that believed a wrong length would find further ones behind it.
     data = bytearray(framed(*[b""] * 40))
     file.write_bytes(data)
-    assert len(tfrecord.pieces(file, "a", Source(), 16)) == 40
+    assert len(tfrecord.list_pieces(file, "a", Source(), 16)) == 40
     data[16 * 10 : 16 * 10 + 1] = b"\x10"
     file.write_bytes(data)
-    pieces = tfrecord.pieces(file, "a", Source(), 16)
+    pieces = tfrecord.list_pieces(file, "a", Source(), 16)
     assert [piece.start for piece in pieces] == [16 * i for i in range(10)]
     found = [record for piece in pieces for record in tfrecord.read(piece, Source())]
-    assert [type(record) for record in found] == [Record] * 10 + [Bad]
+    assert [type(record) for record in found] == [Record] * 10 + [BadRecord]
 
 
 @given(st.integers(0, 600), st.binary(min_size=1, max_size=2), st.integers(1, 200))
@@ -331,8 +331,8 @@ def test_damage_anywhere(tmp_path_factory: pytest.TempPathFactory, place: int, n
     data[place : place + len(noise)] = noise
     file.write_bytes(data)
     found = read(file)
-    assert (bytes(data) == before) == (not any(isinstance(r, Bad) for r in found))
-    pieces = tfrecord.pieces(file, file.name, Source(), size)
+    assert (bytes(data) == before) == (not any(isinstance(r, BadRecord) for r in found))
+    pieces = tfrecord.list_pieces(file, file.name, Source(), size)
     assert [r for piece in pieces for r in tfrecord.read(piece, Source())] == found
 
 
@@ -350,9 +350,9 @@ def test_records_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_other_files_do_not_look_like_it() -> None:
     record = framed(b"x")
-    assert tfrecord.looks_like(record)
-    assert tfrecord.looks_like(record[:12])
-    assert tfrecord.looks_like(gzip.compress(record))
+    assert tfrecord.is_tfrecord(record)
+    assert tfrecord.is_tfrecord(record[:12])
+    assert tfrecord.is_tfrecord(gzip.compress(record))
     for head in (
         b"",
         record[:11],
@@ -361,4 +361,4 @@ def test_other_files_do_not_look_like_it() -> None:
         gzip.compress(b"no" * 40, mtime=0),
         b"\x1f\x8b\x08broken",
     ):
-        assert not tfrecord.looks_like(head)
+        assert not tfrecord.is_tfrecord(head)

@@ -22,9 +22,9 @@ from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
 from bottega.data.formats import tar, tfrecord
 from bottega.data.formats.reader import Piece
-from bottega.data.formats.write import NOTE, Names, To, write
-from bottega.data.records.members import known
-from bottega.data.records.record import Bad, Record
+from bottega.data.formats.write import NOTE, OutputFormat, UniqueNames, write_records
+from bottega.data.records.archive_members import is_supported_field
+from bottega.data.records.record import BadRecord, Record
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 WAV = b"RIFF\x24\0\0\0WAVEfmt " + bytes(range(100))
@@ -57,7 +57,7 @@ def same(a: Any, b: Any) -> bool:
 
 def read_back(files: list[Path], format: Any) -> list[Record]:
     found = [record for file in files for record in format.read(Piece(file, file.name), Source())]
-    assert not [record for record in found if isinstance(record, Bad)]
+    assert not [record for record in found if isinstance(record, BadRecord)]
     return found
 
 
@@ -76,7 +76,7 @@ def decoded(sample: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_webdataset_package_reads_it(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
-    (file,) = write(rows(ROW, {**ROW, "label": 9}), tmp_path / "out", to="webdataset", split="train")
+    (file,) = write_records(rows(ROW, {**ROW, "label": 9}), tmp_path / "out", to="webdataset", split="train")
     assert file.name == "train-000000.tar"
     with file.open("rb") as stream:
         members = webdataset.tariterators.tar_file_expander([{"url": str(file), "stream": stream}])
@@ -93,8 +93,8 @@ def test_the_webdataset_package_reads_it(tmp_path: Path) -> None:
 
 
 def test_tar_shards_are_the_same_bytes_again(tmp_path: Path) -> None:
-    first = write(rows(ROW), tmp_path / "a", to="webdataset")[0]
-    again = write(rows(ROW), tmp_path / "b", to="webdataset")[0]
+    first = write_records(rows(ROW), tmp_path / "a", to="webdataset")[0]
+    again = write_records(rows(ROW), tmp_path / "b", to="webdataset")[0]
     assert first.read_bytes() == again.read_bytes()
     with tarfile.open(first) as archive:
         assert {(info.mtime, info.uid, info.gid, info.uname) for info in archive} == {(0, 0, 0, "")}
@@ -142,7 +142,7 @@ def by_tensorboard(file: Path) -> Iterator[dict[str, list[Any]]]:
 
 def test_tensorboard_and_protobuf_read_it(tmp_path: Path) -> None:
     many = rows(ROW, *({"n": i, "pad": b"\0" * (i * 37 % 2000)} for i in range(500)))
-    (file,) = write(many, tmp_path / "out", to="tfrecord", split="test")
+    (file,) = write_records(many, tmp_path / "out", to="tfrecord", split="test")
     assert file.name == "test-000000.tfrecord"
     first, *rest = by_tensorboard(file)
     assert first == {
@@ -158,7 +158,7 @@ def test_pyarrow_reads_it(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     row = {**ROW, "extra": {"a": [1, None]}}  # a list of several types has no column
-    (file,) = write(rows(row, {**row, "caption": None}), tmp_path / "out", to="parquet", split="train")
+    (file,) = write_records(rows(row, {**row, "caption": None}), tmp_path / "out", to="parquet", split="train")
     found = pyarrow.parquet.read_table(file).to_pylist()
     assert found[0] == {**row, "boxes": ROW["boxes"].tolist(), "ids": ROW["ids"].tolist()}
     assert found[1]["caption"] is None
@@ -171,27 +171,27 @@ def test_parquet_has_row_groups_and_one_set_of_columns(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     big = rows(*({"n": i, "data": os.urandom(1 << 20)} for i in range(20)))
-    (file,) = write(big, tmp_path / "a", to="parquet")
+    (file,) = write_records(big, tmp_path / "a", to="parquet")
     meta = pyarrow.parquet.ParquetFile(file).metadata
     assert [meta.row_group(i).num_rows for i in range(meta.num_row_groups)] == [8, 8, 4]
     with pytest.raises(DataError, match=r"line 20: field 'new' is new"):
-        write([*big[:-1], big[-1]._replace(fields={"new": 1})], tmp_path / "b", to="parquet")
+        write_records([*big[:-1], big[-1]._replace(fields={"new": 1})], tmp_path / "b", to="parquet")
     with pytest.raises(DataError, match=r"field 'n' is not of one type"):
-        write(rows({"n": 1}, {"n": "x"}), tmp_path / "b", to="parquet")
+        write_records(rows({"n": 1}, {"n": "x"}), tmp_path / "b", to="parquet")
     assert os.listdir(tmp_path / "b") == []
 
 
 def test_json_lines_without_media_are_shards(tmp_path: Path) -> None:
     plain = {name: value for name, value in ROW.items() if not isinstance(value, bytes)}
-    files = write(rows(*[plain] * 5), tmp_path / "out", to="jsonl", split="train", shard_bytes=600)
+    files = write_records(rows(*[plain] * 5), tmp_path / "out", to="jsonl", split="train", shard_bytes=600)
     assert [file.name for file in files] == ["train-000000.jsonl", "train-000001.jsonl"]
     assert files[0].stat().st_size >= 600
     found = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
     assert found == [{**plain, "boxes": ROW["boxes"].tolist(), "ids": ROW["ids"].tolist()}] * 5
     with pytest.raises(DataError, match=r"field 'x'.*JSON"):
-        write(rows({"x": float("nan")}), tmp_path / "nan", to="jsonl")
+        write_records(rows({"x": float("nan")}), tmp_path / "nan", to="jsonl")
     with pytest.raises(DataError, match="line 2: has png, and the rows before it have no media"):
-        write(rows({"x": 1}, {"png": PNG}), tmp_path / "nan", to="jsonl")
+        write_records(rows({"x": 1}, {"png": PNG}), tmp_path / "nan", to="jsonl")
 
 
 def test_json_lines_with_media_are_a_folder_of_images(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_json_lines_with_media_are_a_folder_of_images(tmp_path: Path) -> None:
         Record("cats_1", "x", {"image": PNG, "label": 2, "file_name": "old.png"}),
         Record("../../etc/passwd", "x", {"audio": song, "seg.png": PNG, "text": "both"}),
     ]
-    (file,) = write(records, tmp_path / "out", to="jsonl", split="train")
+    (file,) = write_records(records, tmp_path / "out", to="jsonl", split="train")
     assert file == tmp_path / "out" / "train" / "metadata.jsonl"
     assert [json.loads(line) for line in file.read_bytes().splitlines()] == [
         {"file_name": "cats_1.jpg", "label": 1},
@@ -215,8 +215,8 @@ def test_json_lines_with_media_are_a_folder_of_images(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-names = st.text(st.characters(codec="utf-8", categories=("L", "N")), min_size=1, max_size=8).map(str.lower)
-texts = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), max_size=30)
+names = st.text(st.characters(processor="utf-8", categories=("L", "N")), min_size=1, max_size=8).map(str.lower)
+texts = st.text(st.characters(processor="utf-8", exclude_categories=("C",)), max_size=30)
 numbers = st.integers(-(2**63), 2**63 - 1)
 some_arrays = hnp.arrays(st.sampled_from((np.int64, np.float32)), hnp.array_shapes(min_dims=1, max_dims=3, max_side=4))
 
@@ -229,7 +229,7 @@ some_arrays = hnp.arrays(st.sampled_from((np.int64, np.float32)), hnp.array_shap
     )
 )
 def test_tfrecord_and_back(tmp_path_factory: pytest.TempPathFactory, values: list[dict[str, Any]]) -> None:
-    files = write(rows(*values), tmp_path_factory.mktemp("out") / "x", to="tfrecord", shard_bytes=300)
+    files = write_records(rows(*values), tmp_path_factory.mktemp("out") / "x", to="tfrecord", shard_bytes=300)
     found = read_back(files, tfrecord.FORMAT)
     assert [record.fields.keys() for record in found] == [row.keys() for row in values]
     for record, row in zip(found, values, strict=True):
@@ -244,7 +244,7 @@ def test_tfrecord_and_back(tmp_path_factory: pytest.TempPathFactory, values: lis
 
 def has_own_suffix(name: str) -> bool:
     """Written under another name: see test_text_with_a_nul_and_names_that_meet."""
-    return known(name) or name in ("label", "class", "image", "audio", "video")
+    return is_supported_field(name) or name in ("label", "class", "image", "audio", "video")
 
 
 plain_values = st.recursive(
@@ -266,7 +266,7 @@ plain_values = st.recursive(
     )
 )
 def test_webdataset_and_back(tmp_path_factory: pytest.TempPathFactory, values: list[dict[str, Any]]) -> None:
-    files = write(rows(*values), tmp_path_factory.mktemp("out") / "x", to="webdataset", shard_bytes=4000)
+    files = write_records(rows(*values), tmp_path_factory.mktemp("out") / "x", to="webdataset", shard_bytes=4000)
     found = read_back(files, tar.FORMAT)
     assert len(found) == len(values)
     for record, row in zip(found, values, strict=True):
@@ -283,7 +283,7 @@ def test_webdataset_and_back(tmp_path_factory: pytest.TempPathFactory, values: l
 
 def test_text_with_a_nul_and_names_that_meet(tmp_path: Path) -> None:
     row = {"note": "a\0b", "text": "one", "txt": "two", "image": PNG, "png": PNG[:9], "label": 2**62, "id": 7}
-    (found,) = read_back(write(rows(row), tmp_path / "out", to="webdataset"), tar.FORMAT)
+    (found,) = read_back(write_records(rows(row), tmp_path / "out", to="webdataset"), tar.FORMAT)
     assert found.fields == {
         "json": {"note": "a\0b", "label": 2**62}, "note": "a\0b", "label": 2**62, "txt": "one", "txt.txt": "two",
         "png": PNG, "png.png": PNG[:9], "id": 7
@@ -292,7 +292,7 @@ def test_text_with_a_nul_and_names_that_meet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("label", "member"), [("7", "cls"), ("cat", "label.txt"), ("07", "label.txt"), (7, "cls")])
 def test_a_class_is_a_number_or_a_text(tmp_path: Path, label: object, member: str) -> None:
-    files = write(rows({"png": PNG, "label": label}), tmp_path / "out", to="webdataset")
+    files = write_records(rows({"png": PNG, "label": label}), tmp_path / "out", to="webdataset")
     with tarfile.open(files[0]) as archive:
         assert {name.partition(".")[2] for name in archive.getnames()} == {"png", member}
     (found,) = read_back(files, tar.FORMAT)
@@ -301,7 +301,7 @@ def test_a_class_is_a_number_or_a_text(tmp_path: Path, label: object, member: st
 
 def test_shards_are_cut_at_their_size(tmp_path: Path) -> None:
     many = rows(*({"png": PNG + bytes(4000)} for _ in range(100)))
-    files = write(many, tmp_path / "out", to="webdataset", split="train", shard_bytes=100_000)
+    files = write_records(many, tmp_path / "out", to="webdataset", split="train", shard_bytes=100_000)
     assert [file.name for file in files] == [f"train-{i:06d}.tar" for i in range(5)]
     assert all(100_000 <= file.stat().st_size < 107_000 for file in files[:-1])
     assert len(read_back(files, tar.FORMAT)) == 100
@@ -310,36 +310,36 @@ def test_shards_are_cut_at_their_size(tmp_path: Path) -> None:
 def test_only_our_own_files_are_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     many = rows(*({"n": i} for i in range(20)))
-    assert len(write(many, out, to="tfrecord", split="train", shard_bytes=50)) > 2
-    write(many, out, to="tfrecord", split="test")
-    again = write(many, out, to="tfrecord", split="train")
+    assert len(write_records(many, out, to="tfrecord", split="train", shard_bytes=50)) > 2
+    write_records(many, out, to="tfrecord", split="test")
+    again = write_records(many, out, to="tfrecord", split="train")
     assert {file.name for file in out.iterdir()} == {NOTE, "train-000000.tfrecord", "test-000000.tfrecord"}
     with pytest.raises(UsageError, match="holds tfrecord already"):
-        write(many, out, to="parquet")
+        write_records(many, out, to="parquet")
     (out / "mine.txt").write_text("keep")
     before = {file: file.read_bytes() for file in out.iterdir()}
     with pytest.raises(UsageError, match=r"holds mine\.txt, which was not written here"):
-        write(many, out, to="tfrecord")
+        write_records(many, out, to="tfrecord")
     assert {file: file.read_bytes() for file in out.iterdir()} == before
     # A shard of the same name that somebody else made is theirs.
     theirs = tmp_path / "theirs" / "train-000000.tfrecord"
     theirs.parent.mkdir()
     theirs.write_bytes(again[0].read_bytes())
     with pytest.raises(UsageError, match="not written here"):
-        write(many, theirs.parent, to="tfrecord")
+        write_records(many, theirs.parent, to="tfrecord")
     # Nor does a note make a file outside ours.
     (tmp_path / "note").mkdir()
     note = {"to": "tfrecord", "splits": {"train": ["../out/mine.txt"]}}
     (tmp_path / "note" / NOTE).write_text(json.dumps(note))
     with pytest.raises(UsageError, match="cannot be read"):
-        write(many, tmp_path / "note", to="tfrecord")
+        write_records(many, tmp_path / "note", to="tfrecord")
     assert (out / "mine.txt").read_text() == "keep"
 
 
 @pytest.mark.parametrize("to", ["webdataset", "tfrecord", "parquet", "jsonl"])
-def test_a_failure_leaves_what_was_there(tmp_path: Path, to: To) -> None:
+def test_a_failure_leaves_what_was_there(tmp_path: Path, to: OutputFormat) -> None:
     out = tmp_path / "out"
-    files = write(rows({"png": PNG}), out, to=to)
+    files = write_records(rows({"png": PNG}), out, to=to)
     before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
 
     def broken() -> Iterator[Record]:
@@ -347,12 +347,12 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, to: To) -> None:
         raise DataError("the reader stops here")
 
     with pytest.raises(DataError, match="the reader stops here"):
-        write(broken(), out, to=to, shard_bytes=10)
+        write_records(broken(), out, to=to, shard_bytes=10)
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
     assert files[0] in before
     with pytest.raises(DataError, match="nothing to write"):
-        write([], out, to=to)
-    write(rows({"png": PNG + b"new"}), out, to=to)
+        write_records([], out, to=to)
+    write_records(rows({"png": PNG + b"new"}), out, to=to)
     assert any(b"new" in file.read_bytes() for file in out.rglob("*") if file.is_file()) or to == "parquet"
 
 
@@ -372,28 +372,28 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, to: To) -> None:
         ("jsonl", {"x": b"\1\2\3"}, "bytes of no kind"),
     ],
 )
-def test_values_that_cannot_be_written(tmp_path: Path, to: To, fields: dict[str, Any], message: str) -> None:
+def test_values_that_cannot_be_written(tmp_path: Path, to: OutputFormat, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"line 1.*{message}") as caught:
-        write(rows(fields), tmp_path / "out", to=to)
+        write_records(rows(fields), tmp_path / "out", to=to)
     assert "\n" not in str(caught.value)
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="choose webdataset, tfrecord, parquet, jsonl"):
-        write([], tmp_path, to="pickle")  # type: ignore[arg-type]
+        write_records([], tmp_path, to="pickle")  # type: ignore[arg-type]
     for split in ("", "../x", ".x", "a/b"):
         with pytest.raises(UsageError, match="split"):
-            write([], tmp_path, to="jsonl", split=split)
+            write_records([], tmp_path, to="jsonl", split=split)
     (tmp_path / "file").write_text("x")
     with pytest.raises(UsageError, match="is a file"):
-        write(rows({"a": 1}), tmp_path / "file", to="jsonl")
+        write_records(rows({"a": 1}), tmp_path / "file", to="jsonl")
 
 
 @given(st.lists(st.text(max_size=200), max_size=20))
 def test_keys_become_unique_file_names(keys: list[str]) -> None:
-    names = Names()
-    made = [names.of(key) for key in keys]
+    names = UniqueNames()
+    made = [names.make_unique(key) for key in keys]
     assert len({name.casefold() for name in made}) == len(keys)
     for name in made:
         assert 0 < len(name.encode()) < 130

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from PIL import Image, ImageOps
 
-from bottega.data.image.decode import MAX_PIXELS, decode, kind, probe
+from bottega.data.image.decode import MAX_PIXELS, decode_image, detect_image_format, read_image_shape
 from bottega.data.records.record import Unreadable
 
 DATA = os.environ.get("BOTTEGA_DATA")
@@ -44,9 +44,9 @@ pictures = arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.j
 @given(pictures, st.sampled_from(LOSSLESS))
 def test_lossless_formats_give_the_pixels_back(pixels: np.ndarray, form: str) -> None:
     data = saved(Image.fromarray(pixels), form)
-    np.testing.assert_array_equal(decode(data, channels=3), pixels)
-    assert probe(data) == pixels.shape
-    assert kind(data) == form
+    np.testing.assert_array_equal(decode_image(data, channels=3), pixels)
+    assert read_image_shape(data) == pixels.shape
+    assert detect_image_format(data) == form
 
 
 @given(
@@ -54,9 +54,9 @@ def test_lossless_formats_give_the_pixels_back(pixels: np.ndarray, form: str) ->
 )
 def test_grey_stays_grey_or_becomes_three_equal_channels(pixels: np.ndarray, form: str) -> None:
     data = saved(Image.fromarray(pixels), form)
-    np.testing.assert_array_equal(decode(data, channels=None), pixels[..., None])
-    np.testing.assert_array_equal(decode(data, channels=3), np.repeat(pixels[..., None], 3, axis=2))
-    assert probe(data) == (*pixels.shape, 1)
+    np.testing.assert_array_equal(decode_image(data, channels=None), pixels[..., None])
+    np.testing.assert_array_equal(decode_image(data, channels=3), np.repeat(pixels[..., None], 3, axis=2))
+    assert read_image_shape(data) == (*pixels.shape, 1)
 
 
 @given(arrays(np.uint8, (4, 5, 4)))
@@ -64,39 +64,42 @@ def test_what_is_transparent_lets_white_through(pixels: np.ndarray) -> None:
     alpha = pixels[..., 3:] / 255
     expected = pixels[..., :3] * alpha + 255 * (1 - alpha)
     for data in (saved(Image.fromarray(pixels, "RGBA"), "PNG"), pixels):
-        assert np.abs(decode(data, channels=3) - expected).max() <= 1
+        assert np.abs(decode_image(data, channels=3) - expected).max() <= 1
 
 
 def test_the_other_modes_are_converted_on_purpose() -> None:
     pixels = photo()
     colour = Image.fromarray(pixels)
     palette = colour.quantize(8)
-    np.testing.assert_array_equal(decode(saved(palette, "PNG"), channels=3), np.asarray(palette.convert("RGB")))
+    np.testing.assert_array_equal(decode_image(saved(palette, "PNG"), channels=3), np.asarray(palette.convert("RGB")))
     clear = palette.copy()
     clear.info["transparency"] = 0
-    through = decode(saved(clear, "PNG"), channels=3)
+    through = decode_image(saved(clear, "PNG"), channels=3)
     assert (through[np.asarray(palette) == 0] == 255).all()
     partly = palette.copy()
     partly.info["transparency"] = bytes([0, 255])  # an alpha for each colour of the palette
-    assert (decode(saved(partly, "PNG"), channels=3)[np.asarray(palette) == 0] == 255).all()
+    assert (decode_image(saved(partly, "PNG"), channels=3)[np.asarray(palette) == 0] == 255).all()
 
     deep = (pixels[..., 0].astype(np.uint16)) * 257
     for form in ("PNG", "TIFF"):
-        np.testing.assert_array_equal(decode(saved(Image.fromarray(deep), form), channels=1)[..., 0], pixels[..., 0])
+        np.testing.assert_array_equal(
+            decode_image(saved(Image.fromarray(deep), form), channels=1)[..., 0], pixels[..., 0]
+        )
     np.testing.assert_array_equal(
-        decode(saved(Image.fromarray(pixels[..., 0] > 99), "PNG"), channels=1)[..., 0], (pixels[..., 0] > 99) * 255
+        decode_image(saved(Image.fromarray(pixels[..., 0] > 99), "PNG"), channels=1)[..., 0],
+        (pixels[..., 0] > 99) * 255,
     )
-    cmyk = decode(saved(colour.convert("CMYK"), "JPEG", quality=100), channels=3)
+    cmyk = decode_image(saved(colour.convert("CMYK"), "JPEG", quality=100), channels=3)
     assert np.abs(cmyk.astype(int) - pixels).mean() < 3
     grey_alpha = Image.merge("LA", (Image.new("L", (5, 4), 0), Image.new("L", (5, 4), 0)))
-    assert decode(saved(grey_alpha, "PNG"), channels=None).shape == (4, 5, 1)
-    assert (decode(saved(grey_alpha, "PNG"), channels=1) == 255).all()
+    assert decode_image(saved(grey_alpha, "PNG"), channels=None).shape == (4, 5, 1)
+    assert (decode_image(saved(grey_alpha, "PNG"), channels=1) == 255).all()
 
 
 def test_pixels_without_a_known_range_are_refused() -> None:
     for array in (np.ones((3, 3), np.float32), np.ones((3, 3), np.int32)):
         with pytest.raises(Unreadable, match="save it with 8 or 16"):
-            decode(saved(Image.fromarray(array), "TIFF"), channels=None)
+            decode_image(saved(Image.fromarray(array), "TIFF"), channels=None)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
@@ -107,14 +110,14 @@ def test_images_are_turned_as_exif_says(form: str, orientation: int) -> None:
     data = saved(Image.fromarray(photo()), form, exif=exif.tobytes() if form != "TIFF" else exif)
     with Image.open(io.BytesIO(data)) as image:
         expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-    np.testing.assert_array_equal(decode(data, channels=3), expected)
-    assert probe(data)[:2] == expected.shape[:2] == ((64, 48) if orientation > 4 else (48, 64))
+    np.testing.assert_array_equal(decode_image(data, channels=3), expected)
+    assert read_image_shape(data)[:2] == expected.shape[:2] == ((64, 48) if orientation > 4 else (48, 64))
 
 
 @given(st.binary(max_size=60))
 def test_damaged_exif_does_no_harm(noise: bytes) -> None:
     data = saved(Image.fromarray(photo()), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0" + noise)
-    assert sorted(decode(data, channels=3).shape) == [3, 48, 64]
+    assert sorted(decode_image(data, channels=3).shape) == [3, 48, 64]
 
 
 @pytest.mark.parametrize("form", ALL)
@@ -122,7 +125,7 @@ def test_damaged_exif_does_no_harm(noise: bytes) -> None:
 def test_a_file_cut_short_is_refused(form: str, share: float) -> None:
     data = saved(Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)), form)
     with pytest.raises(Unreadable) as caught:
-        decode(data[: int(len(data) * share)], channels=3)
+        decode_image(data[: int(len(data) * share)], channels=3)
     assert "\n" not in str(caught.value)
     assert str(caught.value)
 
@@ -137,11 +140,11 @@ def test_real_photographs_cut_at_half_are_refused(tmp_path: Path) -> None:
             if not member.name.endswith((".jpg", ".jpeg", ".png")) or seen == 12:
                 continue
             data = archive.extractfile(member).read()  # type: ignore[union-attr]
-            assert decode(data, channels=3).shape == (*probe(data)[:2], 3)
+            assert decode_image(data, channels=3).shape == (*read_image_shape(data)[:2], 3)
             path = tmp_path / "cut.jpg"
             path.write_bytes(data[: len(data) // 2])
             with pytest.raises(Unreadable, match=r"truncated|cut|broken"):
-                decode(path, channels=3)
+                decode_image(path, channels=3)
             seen += 1
     assert seen
 
@@ -165,7 +168,7 @@ def test_a_bomb_is_refused_from_its_header(side: int) -> None:
     data = bomb(side)
     assert len(data) < 60_000
     tracemalloc.start()
-    for read in (lambda: decode(data, channels=3), lambda: probe(data)):
+    for read in (lambda: decode_image(data, channels=3), lambda: read_image_shape(data)):
         with pytest.raises(Unreadable, match="more pixels"):
             read()
     assert tracemalloc.get_traced_memory()[1] < 2**20
@@ -174,26 +177,26 @@ def test_a_bomb_is_refused_from_its_header(side: int) -> None:
 
 def test_the_limit_is_no_lower_than_it_says() -> None:
     assert MAX_PIXELS == 67_108_864
-    assert decode(bomb(4096), channels=1).shape == (4096, 4096, 1)
+    assert decode_image(bomb(4096), channels=1).shape == (4096, 4096, 1)
 
 
 @pytest.mark.parametrize("form", ["EPS", "PDF", "ICO"])
 def test_other_formats_are_not_even_tried(form: str) -> None:
     with pytest.raises(Unreadable, match="no image of a known format"):
-        decode(saved(Image.fromarray(photo()), form), channels=3)
+        decode_image(saved(Image.fromarray(photo()), form), channels=3)
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"\xff\xd8\xff\xe0", b"II*\0"]))
 def test_whatever_the_bytes_are_they_are_an_image_or_unreadable(noise: bytes, magic: bytes) -> None:
     try:
-        channels = decode(magic + noise, channels=3).shape[2]
+        channels = decode_image(magic + noise, channels=3).shape[2]
     except Unreadable:
         channels = 3
     assert channels == 3
 
 
 def test_a_file_that_is_gone_is_unreadable(tmp_path: Path) -> None:
-    for read in (lambda: decode(tmp_path / "no.png", channels=3), lambda: probe(tmp_path / "no.png")):
+    for read in (lambda: decode_image(tmp_path / "no.png", channels=3), lambda: read_image_shape(tmp_path / "no.png")):
         with pytest.raises(Unreadable, match="cannot be read"):
             read()
 
@@ -202,34 +205,36 @@ def test_a_gif_gives_its_first_picture() -> None:
     first, second = Image.new("L", (6, 4), 10), Image.new("L", (6, 4), 200)
     out = io.BytesIO()
     first.save(out, format="GIF", save_all=True, append_images=[second])
-    assert (decode(out.getvalue(), channels=1) == 10).all()
+    assert (decode_image(out.getvalue(), channels=1) == 10).all()
 
 
 @given(arrays(np.uint16, (3, 4)))
 def test_16_bits_are_rounded_to_the_nearest_of_8(pixels: np.ndarray) -> None:
     for data in (saved(Image.fromarray(pixels), "PNG"), saved(Image.fromarray(pixels), "TIFF"), pixels):
-        assert np.abs(decode(data, channels=1)[..., 0].astype(int) * 257 - pixels).max() <= 128
+        assert np.abs(decode_image(data, channels=1)[..., 0].astype(int) * 257 - pixels).max() <= 128
 
 
 class TestArrays:
     @given(pictures)
     def test_pixels_pass_through(self, pixels: np.ndarray) -> None:
-        np.testing.assert_array_equal(decode(pixels, channels=3), pixels)
-        np.testing.assert_array_equal(decode(pixels[..., 0], channels=None), pixels[..., :1])
-        np.testing.assert_array_equal(decode(pixels.astype(np.int64), channels=3), pixels)
-        assert probe(pixels) == pixels.shape
+        np.testing.assert_array_equal(decode_image(pixels, channels=3), pixels)
+        np.testing.assert_array_equal(decode_image(pixels[..., 0], channels=None), pixels[..., :1])
+        np.testing.assert_array_equal(decode_image(pixels.astype(np.int64), channels=3), pixels)
+        assert read_image_shape(pixels) == pixels.shape
 
     @given(pictures)
     def test_fractions_and_16_bits_come_back_to_8(self, pixels: np.ndarray) -> None:
-        np.testing.assert_array_equal(decode((pixels / 255).astype(np.float32), channels=3), pixels)
-        np.testing.assert_array_equal(decode(pixels.astype(np.uint16) * 257, channels=3), pixels)
+        np.testing.assert_array_equal(decode_image((pixels / 255).astype(np.float32), channels=3), pixels)
+        np.testing.assert_array_equal(decode_image(pixels.astype(np.uint16) * 257, channels=3), pixels)
 
     def test_channels_may_come_first_where_there_is_no_doubt(self) -> None:
-        np.testing.assert_array_equal(decode(photo().transpose(2, 0, 1), channels=3), photo())
+        np.testing.assert_array_equal(decode_image(photo().transpose(2, 0, 1), channels=3), photo())
 
     def test_colour_becomes_grey_by_the_usual_weights(self) -> None:
         pure = np.eye(3, dtype=np.uint8)[None] * np.uint8(255)
-        np.testing.assert_array_equal(decode(pure, channels=1)[0, :, 0], [76, 150, 29])  # 255 times 0.299 0.587 0.114
+        np.testing.assert_array_equal(
+            decode_image(pure, channels=1)[0, :, 0], [76, 150, 29]
+        )  # 255 times 0.299 0.587 0.114
 
     @pytest.mark.parametrize(
         "array",
@@ -245,4 +250,4 @@ class TestArrays:
     )
     def test_what_is_no_image_is_refused(self, array: np.ndarray) -> None:
         with pytest.raises(Unreadable):
-            decode(array, channels=3)
+            decode_image(array, channels=3)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from bottega.core.errors import DataError
-from bottega.data.image.augment import denormalise
-from bottega.data.image.buckets import shapes
+from bottega.data.image.augment import denormalise_pixels
+from bottega.data.image.buckets import compute_bucket_shapes
 from bottega.data.image.config import ImageAugmentation
+from bottega.data.image.contact_sheet import write_contact_sheet
 from bottega.data.image.encoder import ImageEncoder
-from bottega.data.image.sheet import sheet
 from bottega.data.image.source import ImageRows
 from bottega.data.records.record import Record, Unreadable
-from bottega.data.tables.classes import Classes, Conditions, classes_of, find_classes
+from bottega.data.tables.classes import Classes, Conditions, find_classes, find_classes_if_labelled
 from bottega.data.tables.shards import ShardWriter, Table
 
 
@@ -132,7 +132,7 @@ class TestStoring:
         shrunk = one(encoder, image=saved(large))["image"]
         assert Image.open(io.BytesIO(shrunk)).format == "PNG"
         decoded = one(ImageEncoder((16, 16), 3), image=saved(large))["image"]
-        np.testing.assert_array_equal(encoder.pixels(shrunk, 0), decoded)
+        np.testing.assert_array_equal(encoder.decode_row(shrunk, 0), decoded)
         lossy = one(encoder, image=saved(large, "JPEG"))["image"]
         picture = Image.open(io.BytesIO(lossy))
         assert (picture.format, picture.size) == ("JPEG", (16, 16))
@@ -155,7 +155,7 @@ class TestStoring:
 
     @pytest.mark.parametrize("store", ["decoded", "encoded"])
     def test_buckets_serve_each_image_in_its_shape(self, tmp_path: Path, store: Any) -> None:
-        forms = shapes(3, 16)
+        forms = compute_bucket_shapes(3, 16)
         encoder = ImageEncoder(None, 3, buckets=forms, store=store)
         sizes = [(10, 20), (20, 10), (16, 16), (30, 66), (64, 64)]
         records = [record(str(n), image=noise(*size, 3, seed=n)) for n, size in enumerate(sizes)]
@@ -198,7 +198,7 @@ class TestBatches:
             assert rows["label"].tolist() == [0, 1, 1]
             for place, number in enumerate(index):
                 np.testing.assert_array_equal(
-                    denormalise(rows["image"][place], how="symmetric"), noise(8, 8, 3, seed=int(number))
+                    denormalise_pixels(rows["image"][place], mode="symmetric"), noise(8, 8, 3, seed=int(number))
                 )
         assert list(ImageRows(labelled, PLAIN, content="x").rows(index, epoch)) == ["image", "condition"]
 
@@ -284,9 +284,9 @@ class TestClasses:
             find_classes(["cat", "dog", "cow"], num_classes=2)
 
     def test_half_of_the_labels_are_none_where_no_class_is_asked_for(self, tmp_path: Path) -> None:
-        assert classes_of(["a", "", "b"], required=False).names == ()
-        assert classes_of(["a", "b"], required=False).names == ("a", "b")
-        assert classes_of(["a", "", "b"], required=True).names == ("a", "b")
+        assert find_classes_if_labelled(["a", "", "b"], required=False).names == ()
+        assert find_classes_if_labelled(["a", "b"], required=False).names == ("a", "b")
+        assert find_classes_if_labelled(["a", "", "b"], required=True).names == ("a", "b")
         half = table(
             tmp_path, PLAIN, (record(f"r{n}", image=noise(8, 8, 3), label="ab"[n] if n < 2 else None) for n in range(3))
         )
@@ -303,7 +303,7 @@ class TestClasses:
 
 def test_a_sheet_shows_every_picture_once(tmp_path: Path) -> None:
     colours = [np.full((30, 40, 3), 20 * n, np.uint8) for n in range(7)]
-    sheet(colours, tmp_path / "plain.png", columns=4)
+    write_contact_sheet(colours, tmp_path / "plain.png", columns=4)
     with Image.open(tmp_path / "plain.png") as image:
         page = np.asarray(image)
     assert page.shape == (8 + 2 * (90 + 8), 8 + 4 * (120 + 8), 3)  # each enlarged three times
@@ -312,6 +312,6 @@ def test_a_sheet_shows_every_picture_once(tmp_path: Path) -> None:
         cell = page[8 + row * 98 : 8 + row * 98 + 90, 8 + column * 128 : 8 + column * 128 + 120]
         assert (cell == 20 * n).all()
     captions = [f"sample {n} with a rather long caption that does not fit" for n in range(7)]
-    sheet([*colours[:6], noise(200, 50, 1)], tmp_path / "captions.png", captions=captions)
+    write_contact_sheet([*colours[:6], noise(200, 50, 1)], tmp_path / "captions.png", captions=captions)
     with Image.open(tmp_path / "captions.png") as image:
         assert image.size[1] > 3 * 200

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from bottega.data.image.buckets import assign, shapes
-from bottega.data.image.resize import Mode, resize
+from bottega.data.image.buckets import assign_bucket, compute_bucket_shapes
+from bottega.data.image.resize import ResizeMode, resize_image
 
 sides = st.integers(1, 24)
 modes = st.sampled_from(("crop", "pad", "stretch"))
@@ -26,36 +26,36 @@ def ramp(height: int, width: int) -> np.ndarray:
 
 @given(sides, sides, sides, sides, st.sampled_from((1, 3)), modes)
 def test_the_shape_is_what_was_asked_for_and_flat_colour_stays(
-    height: int, width: int, tall: int, wide: int, channels: int, mode: Mode
+    height: int, width: int, tall: int, wide: int, channels: int, mode: ResizeMode
 ) -> None:
-    done = resize(np.full((height, width, channels), 77, np.uint8), (tall, wide), mode=mode)
+    done = resize_image(np.full((height, width, channels), 77, np.uint8), (tall, wide), mode=mode)
     assert done.shape == (tall, wide, channels)
     assert done.dtype == np.uint8
     assert (done == 77).all() if mode != "pad" else set(np.unique(done)) <= {0, 77}
 
 
 @given(arrays(np.uint8, st.tuples(sides, sides, st.sampled_from((1, 3)))), modes)
-def test_the_right_size_is_left_alone(pixels: np.ndarray, mode: Mode) -> None:
-    assert resize(pixels, pixels.shape[:2], mode=mode) is pixels
+def test_the_right_size_is_left_alone(pixels: np.ndarray, mode: ResizeMode) -> None:
+    assert resize_image(pixels, pixels.shape[:2], mode=mode) is pixels
 
 
 def test_crop_keeps_the_middle_of_the_longer_side() -> None:
-    done = resize(ramp(100, 200), (50, 50), mode="crop")
+    done = resize_image(ramp(100, 200), (50, 50), mode="crop")
     # The middle half of the width: from 25 to 75 % of red; all of green.
     np.testing.assert_allclose(done[25, [0, -1], 0] / 255, [0.255, 0.745], atol=0.01)
     np.testing.assert_allclose(done[[0, -1], 25, 1] / 255, [0.01, 0.99], atol=0.01)
 
 
 def test_pad_keeps_everything_between_black_bars() -> None:
-    done = resize(ramp(100, 200), (50, 50), mode="pad")
+    done = resize_image(ramp(100, 200), (50, 50), mode="pad")
     assert (done[:12] == 0).all()
     assert (done[38:] == 0).all()
     np.testing.assert_allclose(done[25, [0, -1], 0] / 255, [0.01, 0.99], atol=0.01)
-    assert resize(ramp(10, 10), (10, 14), mode="pad")[:, 2:12].tolist() == ramp(10, 10).tolist()
+    assert resize_image(ramp(10, 10), (10, 14), mode="pad")[:, 2:12].tolist() == ramp(10, 10).tolist()
 
 
 def test_stretch_keeps_everything_and_no_proportions() -> None:
-    done = resize(ramp(100, 200), (50, 50), mode="stretch")
+    done = resize_image(ramp(100, 200), (50, 50), mode="stretch")
     np.testing.assert_allclose(done[25, [0, -1], 0] / 255, [0.01, 0.99], atol=0.01)
     np.testing.assert_allclose(done[[0, -1], 25, 1] / 255, [0.01, 0.99], atol=0.01)
 
@@ -64,14 +64,14 @@ def test_going_down_is_antialiased() -> None:
     """Lines of one pixel become grey; taking every eighth pixel would give black or white."""
     lines = np.zeros((64, 64, 1), np.uint8)
     lines[:, ::2] = 255
-    done = resize(lines, (8, 8), mode="stretch")
+    done = resize_image(lines, (8, 8), mode="stretch")
     assert np.abs(done[:, 1:-1].astype(int) - 127).max() <= 1
     assert np.abs(done.astype(int) - 127).max() <= 8  # the outermost see one line more of one kind
 
 
 @given(st.integers(1, 24), st.sampled_from((64, 128, 256, 512)), st.sampled_from((8, 16)))
 def test_buckets_have_about_as_many_pixels_each(count: int, image_size: int, multiple: int) -> None:
-    found = shapes(count, image_size, multiple=multiple)
+    found = compute_bucket_shapes(count, image_size, multiple=multiple)
     assert 1 <= len(found) <= count
     assert len(set(found)) == len(found)
     for height, width in found:
@@ -86,13 +86,13 @@ def test_buckets_have_about_as_many_pixels_each(count: int, image_size: int, mul
 
 def test_five_buckets_of_512() -> None:
     # Sides 512 * 2^(k/4) for k = -2 .. 2: 362.04, 430.54, 512, 608.87, 724.08, to the nearest multiple of 8.
-    assert shapes(5, 512) == ((728, 360), (608, 432), (512, 512), (432, 608), (360, 728))
+    assert compute_bucket_shapes(5, 512) == ((728, 360), (608, 432), (512, 512), (432, 608), (360, 728))
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_an_image_goes_to_the_nearest_aspect(height: int, width: int) -> None:
-    found = shapes(7, 256)
-    chosen = assign(height, width, found)
+    found = compute_bucket_shapes(7, 256)
+    chosen = assign_bucket(height, width, found)
     distance = [abs(math.log(wide / tall) - math.log(width / height)) for tall, wide in found]
     assert distance[chosen] == pytest.approx(min(distance), abs=1e-12)
-    assert assign(*found[chosen], found) == chosen
+    assert assign_bucket(*found[chosen], found) == chosen

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bottega.core.callback import Callback, Progress
-from bottega.core.engine import Evaluated, Snapshot
+from bottega.core.engine import EvaluationOutput, Snapshot
 from bottega.core.errors import DataError, UsageError
-from bottega.core.loop import Every, Fit
+from bottega.core.trainer import Cadences, Trainer
 from bottega.core.types import Batch
-from bottega.data.loading.loader import BLOCK, Loader, evaluate_batches
-from bottega.data.order.orders import Mixture, Stage, Staged
+from bottega.data.loading.loader import BLOCK, Loader, iter_eval_batches
+from bottega.data.order.orders import CurriculumOrder, CurriculumStage, Mixture
 from bottega.data.sources.source import ArraySource
 from fake_engine import FakeEngine
 from operations import count_operations
@@ -76,11 +76,11 @@ def test_a_batch_that_ranks_cannot_share_is_refused_with_the_sizes_that_fit() ->
         Loader(numbers(30), 8, seed=0, data_size=3)
 
 
-STAGES = (Stage(0, 4, 10), Stage(3, 8, 20), Stage(5, 6, 30))
+STAGES = (CurriculumStage(0, 4, 10), CurriculumStage(3, 8, 20), CurriculumStage(5, 6, 30))
 
 
 def staged(**options: Any) -> Loader:
-    return Loader(numbers(30), 8, seed=0, order=Staged(np.arange(30)[::-1], STAGES, seed=1), **options)
+    return Loader(numbers(30), 8, seed=0, order=CurriculumOrder(np.arange(30)[::-1], STAGES, seed=1), **options)
 
 
 def test_stages_have_batches_of_their_own_sizes() -> None:
@@ -95,7 +95,7 @@ def test_stages_have_batches_of_their_own_sizes() -> None:
     assert [loader.step_at(samples) for samples in (0, 3, 4, 12, 27, 28, 33, 34)] == [0, 0, 1, 3, 4, 5, 5, 6]
     assert loader.steps_per_epoch == 30 / 8
     seen = np.concatenate([batch["x"] for batch in islice(loader(0), 10)])
-    assert np.array_equal(seen, loader.order.places(np.arange(len(seen)))[0])  # type: ignore[union-attr]
+    assert np.array_equal(seen, loader.order.indices(np.arange(len(seen)))[0])  # type: ignore[union-attr]
 
 
 def test_a_stage_that_ranks_cannot_share_is_named() -> None:
@@ -120,7 +120,7 @@ class Sizes(FakeEngine):
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         return {name: float(value) for name, value in metrics.items()}
 
-    def eval_step(self, batch: Batch) -> Evaluated:
+    def eval_step(self, batch: Batch) -> EvaluationOutput:
         raise NotImplementedError
 
     def snapshot(self) -> Snapshot:
@@ -144,7 +144,9 @@ class Told(Callback):
 
 def test_the_loop_counts_the_samples_of_every_stage() -> None:
     engine, told = Sizes(), Told()
-    fit = Fit(engine=engine, batches=staged(), progress=Progress(total=9), every=Every(log=3), callbacks=[told])
+    fit = Trainer(
+        engine=engine, batches=staged(), progress=Progress(total=9), cadences=Cadences(log=3), callbacks=[told]
+    )
     assert fit.run().samples == engine.seen == 12 + 16 + 24
     assert told.samples == [12, 34, 52]
     assert told.per_log == [12, 22, 18]
@@ -155,7 +157,7 @@ def test_the_loop_counts_the_samples_of_every_stage() -> None:
 def test_evaluation_sees_every_sample_exactly_once_in_order(world: int, limit: int | None) -> None:
     source = numbers(22)
     expected = np.arange(22 if limit is None else min(limit, 22))
-    ranks = [list(evaluate_batches(source, 8, data_rank=rank, data_size=world, limit=limit)) for rank in range(world)]
+    ranks = [list(iter_eval_batches(source, 8, data_rank=rank, data_size=world, limit=limit)) for rank in range(world)]
     seen, total = [], 0.0
     for parts in zip(*ranks, strict=True):
         assert len({len(part["x"]) for part in parts}) == 1
@@ -176,14 +178,14 @@ def test_evaluation_tells_the_number_of_each_sample(world: int) -> None:
     """Noise is drawn for it, so that a sample has the same in every batch size and on every rank."""
     source = numbers(10)
     for rank in range(world):
-        for batch in evaluate_batches(source, 4, data_rank=rank, data_size=world):
+        for batch in iter_eval_batches(source, 4, data_rank=rank, data_size=world):
             assert batch["index"].dtype == np.int64
             assert np.array_equal(batch["index"], batch["x"])
 
 
 def test_padding_keeps_the_weights_a_source_has() -> None:
     source = ArraySource({"weight": np.array([0.5, 2.0, 3.0], np.float32)})
-    parts = [next(iter(evaluate_batches(source, 4, data_rank=rank, data_size=2))) for rank in range(2)]
+    parts = [next(iter(iter_eval_batches(source, 4, data_rank=rank, data_size=2))) for rank in range(2)]
     assert np.concatenate([part["weight"] for part in parts]).tolist() == [0.5, 2.0, 3.0, 0.0]
 
 

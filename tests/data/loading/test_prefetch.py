@@ -24,7 +24,7 @@ from bottega.core.types import Batch
 from bottega.data.loading.loader import Loader
 from bottega.data.loading.prefetch import prefetch
 from bottega.data.sources.source import ArraySource, Source
-from bottega.signals import StoppedWaiting, StopSignals
+from bottega.signals import StopSignals, WaitInterrupted
 
 # Larger than a socket's buffer, so that a killed worker is often in the middle of a message.
 SOURCE = ArraySource({"x": np.arange(64), "y": np.ones((64, 50_000), np.float32)})
@@ -267,7 +267,7 @@ def test_a_slow_worker_is_said_and_a_signal_does_not_wait_for_it(monkeypatch: py
     warnings: list[str] = []
     with StopSignals() as stop:
         stream = prefetch(asleep, 0, workers=1, depth=1, warn=lambda text: warnings.append(text) or stop_now())
-        with pytest.raises(StoppedWaiting):
+        with pytest.raises(WaitInterrupted):
             next(stream)
         assert stop.received == signal.SIGTERM
     assert "has sent nothing for 1 s" in warnings[0]

@@ -60,7 +60,7 @@ def test_memory_that_is_held_is_not_written_and_memory_let_go_is_used_again(ends
     for number in range(1, 4):
         sender.send(batch(number))
         check(receiver.receive()[0], batch(number))
-        sender.let_go(receiver.take_freed())
+        sender.release(receiver.take_freed())
     assert len(sender.segments) == 2, "one is held, one is written again and again"
     assert np.array_equal(held, batch(0)["image"][1:])
     del held
@@ -73,5 +73,5 @@ def test_a_larger_batch_gets_larger_memory(ends: Any) -> None:
     for size in (LARGE, 2 * LARGE, LARGE):
         sender.send(batch(size, size))
         check(receiver.receive()[0], batch(size, size))
-        sender.let_go(receiver.take_freed())
+        sender.release(receiver.take_freed())
     assert [len(view) >= size for view, size in zip(sender.segments, (LARGE, 2 * LARGE), strict=True)] == [True, True]

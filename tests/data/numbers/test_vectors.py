@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from bottega.core.errors import DataError
 from bottega.data.loading.loader import Loader
-from bottega.data.numbers.numbers import Layout, layout_of
-from bottega.data.numbers.vectors import VectorEncoder, VectorRows, vary
+from bottega.data.numbers.numeric_fields import Layout, infer_layout
+from bottega.data.numbers.vectors import VectorEncoder, VectorRows, augment_vectors
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.shards import ShardWriter, Table
 from bottega.tasks.routing.config import VectorAugmentation
@@ -90,7 +90,7 @@ def test_a_rule_is_found_however_it_is_written_and_is_never_an_input(name: str) 
 
 
 def told(*rows: dict[str, Any]) -> Layout | None:
-    return layout_of(Record(f"a:{i}", f"a, line {i}", fields) for i, fields in enumerate(rows))
+    return infer_layout(Record(f"a:{i}", f"a, line {i}", fields) for i, fields in enumerate(rows))
 
 
 def test_the_first_rows_tell_which_columns_are_inputs() -> None:
@@ -142,10 +142,10 @@ def test_wrong_data_is_refused_at_once(tmp_path: Path) -> None:
 def test_noise_and_holes_are_as_strong_as_asked(level: float, share: float) -> None:
     x = np.full((100, 200), 100, np.float32)
     index, epoch = np.arange(100), np.zeros(100, int)
-    noise = vary(x, VectorAugmentation(noise_level=level), seed=0, epoch=epoch, index=index) - x
+    noise = augment_vectors(x, VectorAugmentation(noise_level=level), seed=0, epoch=epoch, index=index) - x
     assert noise.std() == pytest.approx(level, rel=0.03)
     assert abs(noise.mean()) < 0.05 * level
-    holes = vary(x, VectorAugmentation(mask_probability=share), seed=0, epoch=epoch, index=index) == 0
+    holes = augment_vectors(x, VectorAugmentation(mask_probability=share), seed=0, epoch=epoch, index=index) == 0
     assert holes.mean() == pytest.approx(share, abs=0.015)
     # Everywhere alike, over rows and over inputs.
     assert np.abs(holes.mean(0) - share).max() < 0.25
@@ -167,7 +167,7 @@ def test_a_change_is_a_function_of_seed_epoch_and_index() -> None:
     x = np.zeros((1, 8), np.float32)
 
     def noise(seed: int, epoch: int, index: int) -> np.ndarray:
-        return vary(x, options, seed=seed, epoch=np.array([epoch]), index=np.array([index]))
+        return augment_vectors(x, options, seed=seed, epoch=np.array([epoch]), index=np.array([index]))
 
     drawn = [noise(0, 0, 0), noise(1, 0, 0), noise(0, 1, 0), noise(0, 0, 1)]
     assert len({values.tobytes() for values in drawn}) == 4

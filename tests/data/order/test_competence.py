@@ -21,10 +21,10 @@ from bottega.config.data import Competence, Curriculum
 from bottega.core.errors import BottegaError, UsageError
 from bottega.core.schedule import Schedule
 from bottega.data.loading.loader import Loader
-from bottega.data.order.difficulty import LEVELS, competence_at, ranking, stages
-from bottega.data.order.orders import Staged
+from bottega.data.order.curriculum import LEVELS, competence_at, plan_stages, rank_samples
+from bottega.data.order.orders import CurriculumOrder
 from bottega.data.sources.source import ArraySource
-from bottega.run.compose import plain_loader, total_steps
+from bottega.run.compose import build_plain_loader, count_total_steps
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
 from small_run import different, tensors
@@ -32,15 +32,20 @@ from small_run import different, tensors
 
 def staged(
     competence: Competence, *, size: int, total: int, batch_size: int, steps_per_epoch: int = 10
-) -> tuple[Staged, np.ndarray]:
+) -> tuple[CurriculumOrder, np.ndarray]:
     """An order over scores that are shuffled, and the place of each sample in the ranking."""
     scores = np.random.default_rng(size).permutation(size)
     ranked = np.argsort(scores)
     curriculum = Curriculum(competence=competence)
-    found = stages(
-        curriculum, size=size, total_steps=total, steps_per_epoch=steps_per_epoch, batch_size=batch_size, times=1
+    found = plan_stages(
+        curriculum,
+        size=size,
+        total_steps=total,
+        steps_per_epoch=steps_per_epoch,
+        batch_size=batch_size,
+        batch_multiplier=1,
     )
-    return Staged(ranked, found, seed=3), scores
+    return CurriculumOrder(ranked, found, seed=3), scores
 
 
 @given(
@@ -61,13 +66,13 @@ def test_only_the_easiest_are_seen_and_all_of_them_in_the_end(
         able = competence_at(step, competence, steps=steps)
         index, _ = loader.indices(step)
         assert place[index].max() < able * size + 1e-6
-        pool = order.stages[order.pace.stage(step)].count
+        pool = order.stages[order.schedule.stage_at(step)].num_samples
         assert pool > (able - (1 - initial) / LEVELS) * size - 1 - 1e-6, "it lags by less than a level"
     assert competence_at(steps, competence, steps=steps) == pytest.approx(1)
-    assert order.stages[-1].count == size
+    assert order.stages[-1].num_samples == size
     assert len(order.stages) <= LEVELS + 1
-    last = order.pace.starts[-1]
-    assert set(order.places(np.arange(last, last + size))[0]) == set(range(size))
+    last = order.schedule.start_positions[-1]
+    assert set(order.indices(np.arange(last, last + size))[0]) == set(range(size))
 
 
 def test_competence_is_the_published_formula() -> None:
@@ -165,8 +170,8 @@ def test_the_score_of_a_picture_is_its_own(tmp_path: Path) -> None:
     recipe = load_recipe(
         [name, {**values, "data.curriculum": {"by": "hardness", "competence": {"initial": 0.5}}}]
     ).recipe
-    source = registry.prepare(recipe, say=lambda stage, done, total: None).training()
-    ranked = ranking(source, "hardness")
+    source = registry.open_workload(recipe, progress=lambda stage, done, total: None).training()
+    ranked = rank_samples(source, "hardness")
     light = source.rows(ranked, np.zeros_like(ranked))["image"].mean(axis=(1, 2, 3))
     assert (np.diff(light) <= 1e-6).all()
     assert light[0] > light[-1] + 0.5
@@ -177,10 +182,10 @@ def test_each_stage_sees_what_it_declares(medium: Any, tmp_path: Path) -> None:
     name, values = medium(tmp_path)
     curriculum = {"data.curriculum": {"by": "hardness", "stages": STAGES}}
     recipe = load_recipe([name, {**values, **COMMON, **curriculum}]).recipe
-    source = registry.prepare(recipe, say=lambda stage, done, total: None).training()
-    loader = plain_loader(recipe, source, data_size=1)
-    assert total_steps(recipe, loader) == 8
-    place = np.argsort(ranking(source, "hardness"))
+    source = registry.open_workload(recipe, progress=lambda stage, done, total: None).training()
+    loader = build_plain_loader(recipe, source, data_size=1)
+    assert count_total_steps(recipe, loader) == 8
+    place = np.argsort(rank_samples(source, "hardness"))
     for step in range(8):
         stage = sum(step >= first for first in FIRSTS) - 1
         index, _ = loader.indices(step)
@@ -227,11 +232,11 @@ def test_what_a_curriculum_can_go_by(tmp_path: Path) -> None:
             said = refused.get((name, by), None if by != "mood" else "must be a number")
 
             def ordered(recipe: Any = recipe) -> Loader:
-                branch = registry.prepare(recipe, say=lambda stage, done, total: None)
-                return plain_loader(recipe, branch.training(), data_size=1)
+                workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
+                return build_plain_loader(recipe, workload.training(), data_size=1)
 
             if said is None:
-                assert isinstance(ordered().order, Staged)
+                assert isinstance(ordered().order, CurriculumOrder)
             else:
                 with pytest.raises(BottegaError, match=said):
                     ordered()

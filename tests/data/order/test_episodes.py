@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import small_media
 import small_texts
 from bottega.core.errors import DataError, UsageError
-from bottega.data.loading.loader import Loader, evaluate_batches
+from bottega.data.loading.loader import Loader, iter_eval_batches
 from bottega.data.order import episodes
-from bottega.data.order.episodes import LEFT_OUT, Episodes
+from bottega.data.order.episodes import NO_TASK, Episodes
 from bottega.data.sources.combine import Concat
-from bottega.data.sources.first import First
 from bottega.data.sources.source import ArraySource
+from bottega.data.sources.take import Take
 
 SAMPLES = 60
 
@@ -105,15 +105,15 @@ def test_ranks_share_the_episodes_of_a_batch(world: int) -> None:
 
 def test_an_evaluation_sees_the_same_episodes_each_time() -> None:
     def seen(size: int) -> np.ndarray:
-        return np.concatenate([batch["query"]["number"] for batch in evaluate_batches(made(length=7), size)])
+        return np.concatenate([batch["query"]["number"] for batch in iter_eval_batches(made(length=7), size)])
 
     np.testing.assert_array_equal(seen(7), seen(2))
 
 
 def test_tasks_of_too_few_samples_are_left_out_or_an_error() -> None:
-    tasks = np.repeat([0, 1, 2, LEFT_OUT], [20, 4, 20, 16])
+    tasks = np.repeat([0, 1, 2, NO_TASK], [20, 4, 20, 16])
     one = Episodes(source(), tasks, shots=2, queries=3, length=30, seed=0)
-    assert (len(one.members), one.num_tasks) == (2, 3)
+    assert (len(one.task_samples), one.num_tasks) == (2, 3)
     assert {int(one.draw(i, 0).tasks[0]) for i in range(30)} == {0, 2}
     with pytest.raises(
         DataError, match=r"^data.train: 2 of 3 tasks have 5 samples or more, and an episode takes 3"
@@ -124,20 +124,20 @@ def test_tasks_of_too_few_samples_are_left_out_or_an_error() -> None:
 
 def test_copies_of_a_sample_are_no_other_samples() -> None:
     twice = Concat([source(10), source(5)], repeats=[2, 1])
-    labels, sources = episodes.by_label(twice), episodes.by_source(twice)
+    labels, sources = episodes.group_by_label(twice), episodes.group_by_source(twice)
     assert labels is not None
     assert sources is not None
-    assert labels.tolist() == [n % 6 for n in range(10)] + [LEFT_OUT] * 10 + [n % 6 for n in range(5)]
-    assert sources.tolist() == [0] * 10 + [LEFT_OUT] * 10 + [1] * 5
-    assert episodes.by_label(First(twice, 4)).tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
+    assert labels.tolist() == [n % 6 for n in range(10)] + [NO_TASK] * 10 + [n % 6 for n in range(5)]
+    assert sources.tolist() == [0] * 10 + [NO_TASK] * 10 + [1] * 5
+    assert episodes.group_by_label(Take(twice, 4)).tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
 
 
 def test_regions_are_equal_and_large_enough() -> None:
-    found = episodes.by_region(source(), size=7, parts=64)
+    found = episodes.group_by_region(source(), size=7, parts=64)
     assert (np.diff(found) >= 0).all()
     assert np.bincount(found).min() >= 7
     assert np.bincount(found).tolist() == [8, 7, 8, 7, 8, 7, 8, 7]
-    assert episodes.by_region(source(3), size=7).tolist() == [0, 0, 0]
+    assert episodes.group_by_region(source(3), size=7).tolist() == [0, 0, 0]
 
 
 def test_tables_tell_their_labels_and_fields(tmp_path: Path) -> None:
@@ -146,20 +146,20 @@ def test_tables_tell_their_labels_and_fields(tmp_path: Path) -> None:
 
     def training(name: str, values: dict[str, object]) -> object:
         recipe = load_recipe([name, values]).recipe
-        return registry.prepare(recipe, say=lambda stage, done, total: None).training()
+        return registry.open_workload(recipe, progress=lambda stage, done, total: None).training()
 
     for name, values in (("image", small_media.image(tmp_path)), ("audio", small_media.audio(tmp_path))):
         rows = training(name, values)
-        labels, field = episodes.by_label(rows), episodes.by_field(rows, "label")  # type: ignore[arg-type]
+        labels, field = episodes.group_by_label(rows), episodes.group_by_field(rows, "label")  # type: ignore[arg-type]
         index = np.arange(len(rows))  # type: ignore[arg-type]
         np.testing.assert_array_equal(labels, rows.rows(index, 0 * index)["label"])  # type: ignore[attr-defined]
         np.testing.assert_array_equal(np.unique(labels, return_inverse=True)[1].shape, field.shape)  # type: ignore[arg-type]
     texts = training("classify", small_texts.settings(tmp_path))
-    one = Episodes(texts, episodes.by_label(texts), shots=2, queries=2, length=9, seed=0, ways=3)  # type: ignore[arg-type]
+    one = Episodes(texts, episodes.group_by_label(texts), shots=2, queries=2, length=9, seed=0, ways=3)  # type: ignore[arg-type]
     rows = one.rows(np.arange(4), np.zeros(4, np.int64))
     assert rows["support"]["input_ids"].shape[:2] == (4, 6)
     assert rows["support"]["input_ids"].shape[2] == rows["query"]["input_ids"].shape[2]
     assert "numbered" not in one.describe(0, 0)
     assert one.describe(0, 0).startswith("episode 0, epoch 0: tasks ")
     with pytest.raises(UsageError, match=r"no field 'speaker'; there is .*label.*source"):
-        episodes.by_field(texts, "speaker")  # type: ignore[arg-type]
+        episodes.group_by_field(texts, "speaker")  # type: ignore[arg-type]

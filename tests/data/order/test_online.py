@@ -14,27 +14,27 @@ from hypothesis import strategies as st
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.data.loading.loader import Loader
-from bottega.data.order.online import NEW, Stream, stream
-from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
+from bottega.data.order.online import FIRST_EPOCH, OnlineStream, build_online_stream
 from bottega.data.sources.source import ArraySource
+from bottega.data.sources.zip_sources import Unshuffled, Zip
 from bottega.tasks.recipes import load_recipe, parse_overrides
 
 SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.25, 1 / 3, 0.5, 0.9])
 LENGTHS, GRAINS = st.integers(1, 90), st.integers(1, 12)
 
 
-def whole(order: Stream) -> np.ndarray:
+def whole(order: OnlineStream) -> np.ndarray:
     """All positions of the run, to the end of its last batch."""
-    return np.arange(-(-order.epoch // order.grain) * order.grain)
+    return np.arange(-(-order.epoch_length // order.batch_size) * order.batch_size)
 
 
 @given(LENGTHS, GRAINS, SHARES)
 def test_each_sample_is_new_once_and_in_order(length: int, grain: int, share: float) -> None:
-    order = Stream(length, 3, share=share, grain=grain)
-    index, epoch = order.places(whole(order))
-    np.testing.assert_array_equal(index[epoch == NEW], np.arange(length))
-    last = int(np.flatnonzero(epoch == NEW)[-1])
-    assert order.epoch == last + 1  # and not one step more is taken than that needs
+    order = OnlineStream(length, 3, replay_fraction=share, batch_size=grain)
+    index, epoch = order.indices(whole(order))
+    np.testing.assert_array_equal(index[epoch == FIRST_EPOCH], np.arange(length))
+    last = int(np.flatnonzero(epoch == FIRST_EPOCH)[-1])
+    assert order.epoch_length == last + 1  # and not one step more is taken than that needs
     assert (index >= 0).all()
     assert (index < length).all()
 
@@ -43,12 +43,12 @@ def test_each_sample_is_new_once_and_in_order(length: int, grain: int, share: fl
 def test_what_comes_again_was_new_in_an_earlier_batch_and_is_remembered(
     length: int, grain: int, share: float, memory: int | None
 ) -> None:
-    order = Stream(length, 3, share=share, memory=memory, grain=grain)
+    order = OnlineStream(length, 3, replay_fraction=share, memory_size=memory, batch_size=grain)
     positions = whole(order)
-    index, epoch = order.places(positions)
+    index, epoch = order.indices(positions)
     for first in range(0, len(positions), grain):
-        mine, is_new = index[first : first + grain], epoch[first : first + grain] == NEW
-        before = int((epoch[:first] == NEW).sum())
+        mine, is_new = index[first : first + grain], epoch[first : first + grain] == FIRST_EPOCH
+        before = int((epoch[:first] == FIRST_EPOCH).sum())
         again = mine[~is_new]
         if first == 0:
             assert is_new[: min(grain, length)].all()
@@ -64,8 +64,8 @@ def test_what_comes_again_was_new_in_an_earlier_batch_and_is_remembered(
 
 @given(LENGTHS, GRAINS, SHARES)
 def test_no_sample_is_twice_in_one_epoch(length: int, grain: int, share: float) -> None:
-    order = Stream(length, 3, share=share, grain=grain)
-    index, epoch = order.places(whole(order))
+    order = OnlineStream(length, 3, replay_fraction=share, batch_size=grain)
+    index, epoch = order.indices(whole(order))
     pairs = Counter(zip(index.tolist(), epoch.tolist(), strict=True))
     first = [pair for pair, count in pairs.items() if count > 1]
     assert not [pair for pair in first if length >= grain], first  # a loader has a batch of samples at least
@@ -73,64 +73,64 @@ def test_no_sample_is_twice_in_one_epoch(length: int, grain: int, share: float) 
 
 @given(LENGTHS, GRAINS, SHARES, st.integers(0, 10**12))
 def test_a_place_is_a_function_of_its_position(length: int, grain: int, share: float, far: int) -> None:
-    order = Stream(length, 3, share=share, grain=grain)
-    positions = np.r_[np.arange(2 * order.epoch), far + np.arange(5)]
-    index, epoch = order.places(positions)
+    order = OnlineStream(length, 3, replay_fraction=share, batch_size=grain)
+    positions = np.r_[np.arange(2 * order.epoch_length), far + np.arange(5)]
+    index, epoch = order.indices(positions)
     some = np.random.default_rng(0).permutation(len(positions))[:7]
     again = pickle.loads(pickle.dumps(order)).places(positions[some])
     np.testing.assert_array_equal(again, (index[some], epoch[some]))
-    shaped = order.places(positions[: 2 * (len(positions) // 2)].reshape(2, -1))
+    shaped = order.indices(positions[: 2 * (len(positions) // 2)].reshape(2, -1))
     np.testing.assert_array_equal(shaped[0].ravel(), index[: shaped[0].size])
-    assert epoch.max() < order.epochs(int(positions.max()) + 1)
+    assert epoch.max() < order.num_epochs(int(positions.max()) + 1)
 
 
 @given(LENGTHS, GRAINS, SHARES)
 def test_new_is_what_no_position_before_had(length: int, grain: int, share: float) -> None:
-    order = Stream(length, 3, share=share, grain=grain)
-    positions = np.arange(2 * order.epoch + grain)
-    index, epoch = order.places(positions)
-    np.testing.assert_array_equal(order.is_new(positions), epoch == NEW)
+    order = OnlineStream(length, 3, replay_fraction=share, batch_size=grain)
+    positions = np.arange(2 * order.epoch_length + grain)
+    index, epoch = order.indices(positions)
+    np.testing.assert_array_equal(order.is_new(positions), epoch == FIRST_EPOCH)
     first = np.r_[[i not in index[:at] for at, i in enumerate(index)]]
     np.testing.assert_array_equal(order.is_new(positions), first)
 
 
 def test_what_has_no_end_is_always_new() -> None:
     positions = np.arange(25).reshape(5, 5)
-    np.testing.assert_array_equal(AsTheyStand(10).is_new(positions), positions < 10)
-    assert AsTheyStand(10, is_endless=True).is_new(positions).all()
+    np.testing.assert_array_equal(Unshuffled(10).is_new(positions), positions < 10)
+    assert Unshuffled(10, is_endless=True).is_new(positions).all()
 
 
 @pytest.mark.parametrize(("length", "memory"), [(1, None), (5, None), (5, 6), (11, None)])
 def test_a_stream_shorter_than_a_batch_fills_it_with_all_it_has(length: int, memory: int | None) -> None:
     """Each about equally often, as in every batch after its end."""
-    order = Stream(length, 3, memory=memory, grain=12)
+    order = OnlineStream(length, 3, memory_size=memory, batch_size=12)
     for first in (0, 12, 24):
-        index, epoch = order.places(np.arange(first, first + 12))
-        times = np.bincount(index[epoch != NEW], minlength=length)
+        index, epoch = order.indices(np.arange(first, first + 12))
+        times = np.bincount(index[epoch != FIRST_EPOCH], minlength=length)
         assert times.max() - times.min() <= 1
         assert times.sum() == (12 - length if first == 0 else 12)
 
 
 def test_what_comes_again_is_drawn_evenly() -> None:
     """Of a memory of 40 at each step; the oldest as often as the newest, within four standard errors."""
-    order = Stream(60_000, 1, share=0.25, memory=40, grain=8)
-    positions = np.arange(8, order.epoch)
-    index, epoch = order.places(positions)
-    again = epoch != NEW
-    age = order.new_before(positions // 8 * 8)[again] - 1 - index[again]
+    order = OnlineStream(60_000, 1, replay_fraction=0.25, memory_size=40, batch_size=8)
+    positions = np.arange(8, order.epoch_length)
+    index, epoch = order.indices(positions)
+    again = epoch != FIRST_EPOCH
+    age = order.num_new_before(positions // 8 * 8)[again] - 1 - index[again]
     settled = positions[again] > 8 * 40
     counts = np.bincount(age[settled], minlength=40)
     assert len(counts) == 40
     expected = settled.sum() / 40
     assert np.abs(counts - expected).max() < 4 * np.sqrt(expected)
-    other = Stream(60_000, 2, share=0.25, memory=40, grain=8).places(positions)[0]
+    other = OnlineStream(60_000, 2, replay_fraction=0.25, memory_size=40, batch_size=8).indices(positions)[0]
     assert (other != index)[again].mean() > 0.9
     np.testing.assert_array_equal(other[~again], index[~again])
 
 
 def test_ranks_and_workers_and_a_restart_change_nothing() -> None:
     source = ArraySource({"x": np.arange(100)})
-    order = Stream(100, 5, share=0.25, memory=30, grain=8)
+    order = OnlineStream(100, 5, replay_fraction=0.25, memory_size=30, batch_size=8)
     plain = [Loader(source, 8, seed=0, order=order).batch(step)["x"] for step in range(15)]
     for world, workers in ((1, 0), (2, 0), (4, 0), (1, 1)):
         loaders = [
@@ -147,15 +147,17 @@ def test_ranks_and_workers_and_a_restart_change_nothing() -> None:
 
 def test_parts_side_by_side_have_a_stream_each() -> None:
     sources = {"long": ArraySource({"x": np.arange(50)}), "short": ArraySource({"x": np.arange(20)})}
-    orders = {name: Stream(len(source), 1, share=0.25, grain=8) for name, source in sources.items()}
-    both = SideBySide(sources, orders=orders, length=max(order.epoch for order in orders.values()))
-    loader = Loader(both, 8, seed=0, order=AsTheyStand(len(both)))
+    orders = {
+        name: OnlineStream(len(source), 1, replay_fraction=0.25, batch_size=8) for name, source in sources.items()
+    }
+    both = Zip(sources, orders=orders, length=max(order.epoch_length for order in orders.values()))
+    loader = Loader(both, 8, seed=0, order=Unshuffled(len(both)))
     steps = int(np.ceil(loader.steps_per_epoch))
     for name, order in orders.items():
         seen = np.concatenate([loader.batch(step)[name]["x"] for step in range(steps)])
-        index, epoch = order.places(np.arange(steps * 8))
+        index, epoch = order.indices(np.arange(steps * 8))
         np.testing.assert_array_equal(seen, index)
-        np.testing.assert_array_equal(index[epoch == NEW], np.arange(len(sources[name])))
+        np.testing.assert_array_equal(index[epoch == FIRST_EPOCH], np.arange(len(sources[name])))
 
 
 # What a recipe says
@@ -182,9 +184,11 @@ def test_the_length_is_the_streams_own() -> None:
 
 def test_a_batch_is_that_of_the_recipe_whatever_the_ranks() -> None:
     one = recipe("routing", "data.online={replay: 0.25, memory: 99}", "training.batch_size=16")
-    assert stream(one, 200) == Stream(200, one.seed, share=0.25, memory=99, grain=16)
+    assert build_online_stream(one, 200) == OnlineStream(
+        200, one.seed, replay_fraction=0.25, memory_size=99, batch_size=16
+    )
     more = recipe("routing", "--online", "training.batch_size=16", "training.gradient_accumulation_steps=3")
-    assert stream(more, 200).grain == 48
+    assert build_online_stream(more, 200).batch_size == 48
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ def test_what_makes_no_stream_is_said_in_a_line(words: list[str], said: str) -> 
 
 def test_a_memory_too_small_for_its_share_is_refused() -> None:
     with pytest.raises(UsageError, match=r"data\.online\.memory: 3 cannot fill the 8 samples of a batch of 32"):
-        Stream(100, 0, share=0.25, memory=3, grain=32)
+        OnlineStream(100, 0, replay_fraction=0.25, memory_size=3, batch_size=32)
 
 
 def test_runs_without_a_stream_have_the_names_they_had() -> None:

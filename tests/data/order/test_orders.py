@@ -14,25 +14,39 @@ from hypothesis import strategies as st
 
 from bottega.config.data import Curriculum
 from bottega.core.errors import DataError, UsageError
-from bottega.core.noise import seed_of
+from bottega.core.noise import derive_seed
 from bottega.data.loading.loader import BLOCK, Cursor, Loader
 from bottega.data.loading.prefetch import prefetch
-from bottega.data.order import difficulty
-from bottega.data.order.orders import EXACT, Mixture, Order, Pace, Shuffled, Stage, Staged, quotas
+from bottega.data.order import curriculum
+from bottega.data.order.orders import (
+    EXACT,
+    BatchSizeSchedule,
+    CurriculumOrder,
+    CurriculumStage,
+    Mixture,
+    Order,
+    Shuffled,
+    compute_quotas,
+)
 from bottega.data.sources.combine import Concat
-from bottega.data.sources.first import First
 from bottega.data.sources.source import ArraySource, Source
+from bottega.data.sources.take import Take
 from operations import count_operations
 
 SIZES = (70, 33, 17)
 HARDER = np.random.default_rng(0).permutation(120)
-STAGES = (Stage(0, 24, 30), Stage(7, 48, 80, replay=0.25), Stage(20, 24, 120, replay=0.5), Stage(31, 48, 120))
+STAGES = (
+    CurriculumStage(0, 24, 30),
+    CurriculumStage(7, 48, 80, replay_fraction=0.25),
+    CurriculumStage(20, 24, 120, replay_fraction=0.5),
+    CurriculumStage(31, 48, 120),
+)
 ORDERS: dict[str, Order] = {
     "shuffled": Shuffled(120, 5),
     "mixture": Mixture(SIZES, (0.7, 0.2, 0.1), seed=5),
     "odd mixture": Mixture(SIZES, (1.0, 0.123456789, 3.14159), seed=5),
-    "coarse mixture": Mixture(SIZES, (0.7, 0.2, 0.1), seed=5, grain=24),
-    "staged": Staged(HARDER, STAGES, seed=5),
+    "coarse mixture": Mixture(SIZES, (0.7, 0.2, 0.1), seed=5, slot_size=24),
+    "staged": CurriculumOrder(HARDER, STAGES, seed=5),
 }
 SOURCE = ArraySource({"x": np.arange(120)})
 
@@ -66,26 +80,26 @@ GOLDEN = "e4c1b07df4060e1245db9ea9206762104eb9a778e81369d9757ec9eaace7e0d3"
 @given(st.data())
 def test_any_position_can_be_asked_for_in_any_shape(name: str, data: st.DataObject) -> None:
     order = ORDERS[name]
-    index, epoch = order.places(np.arange(3000))
+    index, epoch = order.indices(np.arange(3000))
     asked = np.array(data.draw(st.lists(st.integers(0, 2999), min_size=1, max_size=60)))
     for positions in (asked, asked.reshape(-1, 1), asked.reshape(1, -1)):
-        got = order.places(positions)
+        got = order.indices(positions)
         assert got[0].dtype == got[1].dtype == np.int64
         assert np.array_equal(got[0], index[positions])
         assert np.array_equal(got[1], epoch[positions])
-    assert [part.shape for part in order.places(np.empty(0, np.int64))] == [(0,), (0,)]
+    assert [part.shape for part in order.indices(np.empty(0, np.int64))] == [(0,), (0,)]
 
 
 @orders
 def test_no_sample_is_seen_twice_in_one_epoch_and_epochs_are_counted(name: str) -> None:
     order = ORDERS[name]
-    index, epoch = order.places(np.arange(5000))
+    index, epoch = order.indices(np.arange(5000))
     assert max(Counter(zip(index.tolist(), epoch.tolist(), strict=True)).values()) == 1
     assert set(index.tolist()) == set(range(order.size)) == set(range(120))
     for positions in (1, 24, 500, 1233, 5000):
         begun = int(epoch[:positions].max()) + 1
         window = 256 // 17  # a mixture counts its smallest source to the end of a window
-        assert begun <= order.epochs(positions) <= begun + window
+        assert begun <= order.num_epochs(positions) <= begun + window
 
 
 @orders
@@ -147,16 +161,16 @@ def test_a_mixture_is_each_source_in_its_own_order_with_its_exact_share(
     parts: list[tuple[int, int]], seed: int, grain: int
 ) -> None:
     sizes, weights = zip(*parts, strict=True)
-    mixture = Mixture(sizes, weights, seed=seed, grain=grain)
+    mixture = Mixture(sizes, weights, seed=seed, slot_size=grain)
     blocks = 4
-    index, epoch = mixture.places(np.arange(blocks * mixture.block * grain))
+    index, epoch = mixture.indices(np.arange(blocks * mixture.block * grain))
     owner = owners(mixture, index)
     by_block = owner.reshape(blocks, -1)
     offset = 0
     for i, (size, weight) in enumerate(parts):
         assert ((by_block == i).sum(axis=1) * sum(weights) == weight * mixture.block * grain).all()
         mine = owner == i
-        expected = Shuffled(size, seed_of("mixture", seed, i)).places(np.arange(mine.sum()))
+        expected = Shuffled(size, derive_seed("mixture", seed, i)).indices(np.arange(mine.sum()))
         assert np.array_equal(index[mine] - offset, expected[0])
         assert np.array_equal(epoch[mine], expected[1])
         whole_epochs = int(mine.sum()) // size
@@ -170,8 +184,8 @@ def test_a_mixture_is_each_source_in_its_own_order_with_its_exact_share(
 @given(sources, st.integers(2, 9))
 def test_a_grain_comes_from_one_source(parts: list[tuple[int, int]], grain: int) -> None:
     sizes, weights = zip(*parts, strict=True)
-    mixture = Mixture(sizes, weights, seed=1, grain=grain)
-    index, _ = mixture.places(np.arange(grain * 100))
+    mixture = Mixture(sizes, weights, seed=1, slot_size=grain)
+    index, _ = mixture.indices(np.arange(grain * 100))
     owner = owners(mixture, index).reshape(100, grain)
     assert (owner == owner[:, :1]).all()
 
@@ -180,7 +194,7 @@ def test_a_grain_comes_from_one_source(parts: list[tuple[int, int]], grain: int)
 def test_odd_shares_are_kept_to_a_few_samples_all_along(shares: list[float], seed: int) -> None:
     mixture = Mixture((50,) * len(shares), tuple(shares), seed=seed)
     length = 20 * mixture.window
-    owner = owners(mixture, mixture.places(np.arange(length))[0])
+    owner = owners(mixture, mixture.indices(np.arange(length))[0])
     ends = np.arange(1, length // mixture.window + 1) * mixture.window
     for i, share in enumerate(shares):
         had = np.cumsum(owner == i)[ends - 1]
@@ -189,7 +203,7 @@ def test_odd_shares_are_kept_to_a_few_samples_all_along(shares: list[float], see
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=50))
 def test_quotas_are_in_proportion_and_leave_nobody_out(shares: list[float]) -> None:
-    whole = np.array(quotas(tuple(shares)))
+    whole = np.array(compute_quotas(tuple(shares)))
     assert whole.min() >= 1
     assert whole.sum() <= EXACT or whole.sum() == 2**30
     share = np.array(shares) / sum(shares)
@@ -198,18 +212,18 @@ def test_quotas_are_in_proportion_and_leave_nobody_out(shares: list[float]) -> N
 
 
 def test_small_proportions_are_exact_and_tiny_ones_are_there() -> None:
-    assert quotas((0.7, 0.2, 0.1)) == (7, 2, 1)
-    assert quotas((1 / 3, 1 / 6, 1 / 2)) == (2, 1, 3)
-    assert quotas((60_000, 10_000)) == (6, 1)
-    assert quotas((1023, 1)) == (1023, 1)
-    assert sum(quotas((1024, 1))) > EXACT
-    assert quotas((1.0, 1e-30))[1] == 1
+    assert compute_quotas((0.7, 0.2, 0.1)) == (7, 2, 1)
+    assert compute_quotas((1 / 3, 1 / 6, 1 / 2)) == (2, 1, 3)
+    assert compute_quotas((60_000, 10_000)) == (6, 1)
+    assert compute_quotas((1023, 1)) == (1023, 1)
+    assert sum(compute_quotas((1024, 1))) > EXACT
+    assert compute_quotas((1.0, 1e-30))[1] == 1
 
 
 def test_which_slot_is_whose_differs_between_blocks_and_seeds() -> None:
     def dealt(seed: int) -> list[list[int]]:
         mixture = Mixture((1000, 1000), (0.5, 0.25), seed=seed)
-        return owners(mixture, mixture.places(np.arange(300))[0]).reshape(-1, 3).tolist()
+        return owners(mixture, mixture.indices(np.arange(300))[0]).reshape(-1, 3).tolist()
 
     assert len({tuple(block) for block in dealt(0)}) == 3
     assert dealt(0) != dealt(1)
@@ -226,15 +240,17 @@ def test_stages_see_the_easiest_with_their_share_of_old_ones(
     ranking = np.random.default_rng(size).permutation(size)
     stages, first = [], 0
     for steps, batch, share, again in shape[:5]:
-        stages.append(Stage(first, batch, max(1, round(share * size)), replay=0.25 if again else 0.0))
+        stages.append(
+            CurriculumStage(first, batch, max(1, round(share * size)), replay_fraction=0.25 if again else 0.0)
+        )
         first += steps
-    order = Staged(ranking, tuple(stages), seed=seed)
+    order = CurriculumOrder(ranking, tuple(stages), seed=seed)
     place = np.argsort(ranking)
     pairs: list[tuple[int, int]] = []
     position = 0
     for i, stage in enumerate(stages):
         steps = (stages[i + 1].first if i + 1 < len(stages) else first + 40) - stage.first
-        index, epoch = order.places(np.arange(position, position + steps * stage.batch_size))
+        index, epoch = order.indices(np.arange(position, position + steps * stage.batch_size))
         position += len(index)
         pairs += zip(index.tolist(), epoch.tolist(), strict=True)
         rank = place[index]
@@ -250,20 +266,22 @@ def test_stages_see_the_easiest_with_their_share_of_old_ones(
 
 
 def test_a_stage_is_a_function_of_its_own_number_alone() -> None:
-    late = (Stage(0, 8, 30), Stage(10, 16, 90))
-    later = (Stage(0, 8, 60), Stage(25, 16, 90))
-    first, second = (Staged(HARDER, stages, seed=1) for stages in (late, later))
-    assert np.array_equal(first.places(80 + np.arange(500))[0], second.places(200 + np.arange(500))[0])
-    same = Staged(HARDER, (Stage(0, 16, 90), Stage(10, 16, 90)), seed=1).places(np.arange(320))[0]
+    late = (CurriculumStage(0, 8, 30), CurriculumStage(10, 16, 90))
+    later = (CurriculumStage(0, 8, 60), CurriculumStage(25, 16, 90))
+    first, second = (CurriculumOrder(HARDER, stages, seed=1) for stages in (late, later))
+    assert np.array_equal(first.indices(80 + np.arange(500))[0], second.indices(200 + np.arange(500))[0])
+    same = CurriculumOrder(HARDER, (CurriculumStage(0, 16, 90), CurriculumStage(10, 16, 90)), seed=1).indices(
+        np.arange(320)
+    )[0]
     assert not np.array_equal(same[:160], same[160:])
-    other = Staged(HARDER, late, seed=2)
-    assert not np.array_equal(first.places(80 + np.arange(500))[0], other.places(80 + np.arange(500))[0])
+    other = CurriculumOrder(HARDER, late, seed=2)
+    assert not np.array_equal(first.indices(80 + np.arange(500))[0], other.indices(80 + np.arange(500))[0])
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
 def test_the_pace_adds_up(stages: list[tuple[int, int]]) -> None:
     firsts = np.cumsum([0, *(steps for steps, _ in stages)])[:-1]
-    pace = Pace(tuple(firsts.tolist()), tuple(size for _, size in stages))
+    pace = BatchSizeSchedule(tuple(firsts.tolist()), tuple(size for _, size in stages))
     expected = [size for steps, size in stages for _ in range(steps)] + [stages[-1][1]] * 20
     assert [pace.batch_size_at(step) for step in range(len(expected))] == expected
     before = np.cumsum([0, *expected])
@@ -292,25 +310,25 @@ def test_a_ranking_goes_from_easy_to_hard_and_keeps_ties_in_order() -> None:
             return ""
 
     source = Lengthy()
-    assert difficulty.ranking(source, "length").tolist() == [3, 1, 0, 2]
-    assert difficulty.ranking(First(source, 3), "length").tolist() == [1, 0, 2]
+    assert curriculum.rank_samples(source, "length").tolist() == [3, 1, 0, 2]
+    assert curriculum.rank_samples(Take(source, 3), "length").tolist() == [1, 0, 2]
     twice = Concat([source, source], repeats=[1, 2], limits=[2, None])
-    assert difficulty.ranking(twice, "length").tolist() == [5, 9, 1, 3, 7, 0, 2, 4, 6, 8]
-    assert difficulty.ranking(source, "score").tolist() == [0, 2, 1, 3]
-    assert difficulty.ranking(source, np.array([4, 3, 2, 1])).tolist() == [3, 2, 1, 0]
-    assert difficulty.ranking(source, lambda s: -np.arange(len(s))).tolist() == [3, 2, 1, 0]
+    assert curriculum.rank_samples(twice, "length").tolist() == [5, 9, 1, 3, 7, 0, 2, 4, 6, 8]
+    assert curriculum.rank_samples(source, "score").tolist() == [0, 2, 1, 3]
+    assert curriculum.rank_samples(source, np.array([4, 3, 2, 1])).tolist() == [3, 2, 1, 0]
+    assert curriculum.rank_samples(source, lambda s: -np.arange(len(s))).tolist() == [3, 2, 1, 0]
     with pytest.raises(UsageError, match=r"all of one length; use rarity"):
-        difficulty.ranking(SOURCE, "length")
+        curriculum.rank_samples(SOURCE, "length")
     with pytest.raises(
         UsageError, match=r"by=age: the samples have no such field; there is length, rarity, score, pair"
     ):
-        difficulty.ranking(source, "age")
+        curriculum.rank_samples(source, "age")
     with pytest.raises(DataError, match=r"by=pair gives float64 \[4, 2\], not one number for each of the 4 samples"):
-        difficulty.ranking(source, "pair")
+        curriculum.rank_samples(source, "pair")
     with pytest.raises(DataError, match="nan for sample 2"):
-        difficulty.ranking(source, np.array([1, 2, np.nan, np.inf]))
+        curriculum.rank_samples(source, np.array([1, 2, np.nan, np.inf]))
     with pytest.raises(UsageError, match="rarity needs tokens, and the samples have score, pair"):
-        difficulty.ranking(source, "rarity")
+        curriculum.rank_samples(source, "rarity")
 
 
 def test_rarity_is_the_mean_surprise_of_the_tokens() -> None:
@@ -319,12 +337,12 @@ def test_rarity_is_the_mean_surprise_of_the_tokens() -> None:
     surprise = -np.log(counts / counts.sum())
     expected = surprise[tokens].mean(axis=1)
     for name in ("tokens", "input_ids"):
-        assert np.allclose(difficulty.rarity(ArraySource({name: tokens})), expected, rtol=1e-12)
-    order = difficulty.ranking(ArraySource({"tokens": tokens}), "rarity")
+        assert np.allclose(curriculum.compute_rarity(ArraySource({name: tokens})), expected, rtol=1e-12)
+    order = curriculum.rank_samples(ArraySource({"tokens": tokens}), "rarity")
     assert order.tolist() == [0, *range(3, 303), 2, 1]
     mask = np.ones_like(tokens)
     mask[1, 3] = 0
-    masked = difficulty.rarity(ArraySource({"tokens": tokens, "attention_mask": mask}))
+    masked = curriculum.compute_rarity(ArraySource({"tokens": tokens, "attention_mask": mask}))
     total = 303 * 4 - 1
     assert masked[1] == pytest.approx((2 * np.log(total / (total - 2)) + np.log(total)) / 3, rel=1e-12)
 
@@ -339,8 +357,14 @@ def test_stages_are_counted_in_steps_and_samples() -> None:
             ]
         }
     )
-    made = difficulty.stages(options, size=200, total_steps=100, steps_per_epoch=25, batch_size=8, times=2)
-    assert made == (Stage(0, 8, 50), Stage(25, 8, 100, replay=0.1), Stage(45, 8, 200))
+    made = curriculum.plan_stages(
+        options, size=200, total_steps=100, steps_per_epoch=25, batch_size=8, batch_multiplier=2
+    )
+    assert made == (
+        CurriculumStage(0, 8, 50),
+        CurriculumStage(25, 8, 100, replay_fraction=0.1),
+        CurriculumStage(45, 8, 200),
+    )
 
 
 @pytest.mark.parametrize(
@@ -358,4 +382,4 @@ def test_stages_are_counted_in_steps_and_samples() -> None:
 def test_stages_that_cannot_be_are_refused_by_name(stages: list[dict[str, Any]], message: str) -> None:
     options = Curriculum.model_validate({"stages": stages})
     with pytest.raises(UsageError, match=message):
-        difficulty.stages(options, size=200, total_steps=100, steps_per_epoch=25, batch_size=8)
+        curriculum.plan_stages(options, size=200, total_steps=100, steps_per_epoch=25, batch_size=8)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from bottega.config.data import HeldOut, Source
-from bottega.data.formats import find, fingerprint, metadata
+from bottega.data.formats import find_files, fingerprint, metadata
 from bottega.data.image.config import ImageData
 from bottega.data.prepare import inputs, jobs
 from bottega.data.prepare.media import prepare_media
@@ -44,16 +44,16 @@ def test_progress_is_told_while_files_are_hashed_and_read(tmp_path: Path, monkey
 
 
 def test_jobs_hold_few_files_and_keep_their_order(tmp_path: Path) -> None:
-    found = find(Source(path=str(write_pictures(tmp_path, 30))))
+    found = find_files(Source(path=str(write_pictures(tmp_path, 30))))
     whole = (inputs.Input(found, "train"),)
-    items = inputs.items_of(whole, inputs.Shares(None, None), cut_single_text=True) * 100
-    jobs = inputs.jobs_of(items, whole)
+    items = inputs.list_items(whole, inputs.Shares(None, None), cut_single_text=True) * 100
+    jobs = inputs.group_into_jobs(items, whole)
     assert max(map(len, jobs)) <= 1000
     assert [item for job in jobs for item in job] == items
 
 
 def test_hashes_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = find(Source(path=str(write_pictures(tmp_path, 20)))).files
+    files = find_files(Source(path=str(write_pictures(tmp_path, 20)))).files
     merged = []
 
     class Known(dict[str, str]):
@@ -62,21 +62,21 @@ def test_hashes_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return {**self, **other}
 
     monkeypatch.setattr(fingerprint, "_remembered", lambda states: Known())
-    assert len(set(fingerprint.content_hashes(files))) == 20
+    assert len(set(fingerprint.hash_files(files))) == 20
     assert len(merged) <= 1
 
 
 def test_what_is_remembered_of_many_files_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_QUERIED", 3)
     folder = write_pictures(tmp_path, 7)
-    files = find(Source(path=str(folder))).files
-    first = fingerprint.content_hashes(files)
+    files = find_files(Source(path=str(folder))).files
+    first = fingerprint.hash_files(files)
     for file in files:
         os.utime(file, (1e9, 1e9))
     states = {str(file): fingerprint._state(file)._replace(changed=0) for file in files}
     fingerprint._remember((name, str(state), "hash") for name, state in states.items())
     assert fingerprint._remembered(states) == dict.fromkeys(states, "hash")
-    assert fingerprint.content_hashes(files) == first, "their times have changed, so they are hashed again"
+    assert fingerprint.hash_files(files) == first, "their times have changed, so they are hashed again"
 
 
 def test_a_folder_is_looked_at_once_for_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +87,12 @@ def test_a_folder_is_looked_at_once_for_a_table(tmp_path: Path, monkeypatch: pyt
     )
     os.utime(folder, (1e9, 1e9))
     for _ in range(10):
-        assert metadata.table_in(folder) is None
+        assert metadata.find_table_in(folder) is None
     assert len(asked) == 1
     (folder / "metadata.csv").write_text("file_name,text\n0.png,a\n")
-    assert metadata.table_in(folder) == folder / "metadata.csv", "it was written just now, and is seen"
+    assert metadata.find_table_in(folder) == folder / "metadata.csv", "it was written just now, and is seen"
     (folder / "metadata.csv").unlink()
-    assert metadata.table_in(folder) is None
+    assert metadata.find_table_in(folder) is None
 
 
 def test_many_small_files_are_worth_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from bottega.config.data import HeldOut, Source, Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.data.prepare.inputs import inputs_of
-from bottega.data.prepare.prepared import Prepared, opened
-from bottega.data.tables.classes import texts_of
+from bottega.data.prepare.inputs import collect_inputs
+from bottega.data.prepare.prepared import PreparedData, open_prepared
+from bottega.data.tables.classes import read_text_column
 from bottega.data.text.config import TextAugmentation
-from bottega.data.text.labelled import TextForm, labelled_texts
+from bottega.data.text.labelled import TextCollator, open_labelled_texts
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.tasks.classify.config import ClassifyData
 from bottega.tasks.classify.prepare import prepare_classify
@@ -31,20 +31,22 @@ def quiet(stage: str, done: int, total: int) -> None:
     """No bar."""
 
 
-def prepared(folder: Path, labels: list[Any], spec: TokenizerSpec = BYTES, **options: Any) -> Prepared:
+def prepared(folder: Path, labels: list[Any], spec: TokenizerSpec = BYTES, **options: Any) -> PreparedData:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"text {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
     return read(path, folder, spec, **options)
 
 
-def read(path: Path, folder: Path, spec: TokenizerSpec = BYTES, num_classes: Any = None, **options: Any) -> Prepared:
+def read(
+    path: Path, folder: Path, spec: TokenizerSpec = BYTES, num_classes: Any = None, **options: Any
+) -> PreparedData:
     data = ClassifyData(train=Source(path=str(path)), **{"validation": None, **options})
     cache = folder / "cache"
     return prepare_classify(data, spec, seed=0, progress=quiet, cache=cache, num_classes=num_classes)
 
 
-def stored(ready: Prepared) -> list[str]:
-    return texts_of(ready.table("train"), "label")
+def stored(ready: PreparedData) -> list[str]:
+    return read_text_column(ready.table("train"), "label")
 
 
 def test_spellings_of_a_number_are_one_class_and_truth_has_names(tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_every_form_of_several_labels(tmp_path: Path, given: Any, kept: list[str
     ready = prepared(tmp_path, [given, ["z"]], multi_label=True)
     assert [json.loads(text) for text in stored(ready)] == [kept, ["z"]]
     assert ready.classes.names == (*kept, "z")
-    assert ready.meta["multi_label"] is True
+    assert ready.metadata["multi_label"] is True
 
 
 def test_several_labels_of_numbers(tmp_path: Path) -> None:
@@ -151,7 +153,7 @@ def test_more_folds_than_members_of_a_class(tmp_path: Path) -> None:
             prepared(tmp_path, labels, split=split, augmentation=changes)
     for fold in range(3):
         ready = prepared(tmp_path, labels, split=Splitting(by="stratified", folds=3, fold=fold))
-        assert texts_of(ready.table("validation"), "label").count("rare") == 1
+        assert read_text_column(ready.table("validation"), "label").count("rare") == 1
 
 
 def test_words_are_learnt_from_training_texts_alone(tmp_path: Path) -> None:
@@ -160,12 +162,12 @@ def test_words_are_learnt_from_training_texts_alone(tmp_path: Path) -> None:
     held_out.write_text('{"text": "secret secret words", "label": 0}\n')
     ready = read(path, tmp_path, WORDS, validation=HeldOut(path=str(held_out)))
     words = ready.tokenizer
-    assert words.core.get_vocab().keys() == {"<unk>", "<|endoftext|>", "known", "words"}
-    assert (ready.meta["unknown"], ready.meta["padding"], ready.meta["frame"]) == (0, 1, [[], []])
-    assert ready.table("validation").row("input_ids", 0).tolist() == [0, 0, words.core.token_to_id("words")]
+    assert words.backend.get_vocab().keys() == {"<unk>", "<|endoftext|>", "known", "words"}
+    assert (ready.metadata["unknown"], ready.metadata["padding"], ready.metadata["frame"]) == (0, 1, [[], []])
+    assert ready.table("validation").row("input_ids", 0).tolist() == [0, 0, words.backend.token_to_id("words")]
     fewer = read(path, tmp_path, TokenizerSpec(kind="words", min_frequency=3))
     assert fewer.fingerprint != read(path, tmp_path, WORDS).fingerprint
-    assert fewer.meta["vocab_size"] == 3
+    assert fewer.metadata["vocab_size"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +198,9 @@ def test_a_pretrained_encoder_reads_what_transformers_would_give_it(bert: Path, 
     path.write_text("".join(json.dumps({"text": text, "label": n}) + "\n" for n, text in enumerate(texts)))
     spec = TokenizerSpec(kind="pretrained", path=str(bert))
     ready = read(path, tmp_path, spec)
-    assert (ready.meta["longest"], ready.meta["padding"], ready.meta["unknown"]) == (12, 0, 1)
+    assert (ready.metadata["longest"], ready.metadata["padding"], ready.metadata["unknown"]) == (12, 0, 1)
     for length in (None, 6):
-        source = labelled_texts(ready, "train", sequence_length=length)
+        source = open_labelled_texts(ready, "train", sequence_length=length)
         ours = source.rows(np.arange(3), np.zeros(3, int))
         width = ours["input_ids"].shape[1]
         assert width == (length or 12)
@@ -208,7 +210,7 @@ def test_a_pretrained_encoder_reads_what_transformers_would_give_it(bert: Path, 
     # And a text that spells a special token is a text.
     assert (source.rows(np.array([3]), np.zeros(1, int))["input_ids"] == 3).sum() == 1
     encoded = list(ready.tokenizer.encode_documents(texts[:3]))
-    made = TextForm.of(ready.tokenizer, sequence_length=6).batch(encoded)
+    made = TextCollator.from_tokenizer(ready.tokenizer, sequence_length=6).collate(encoded)
     np.testing.assert_array_equal(made["input_ids"], ours["input_ids"])
 
 
@@ -218,7 +220,7 @@ def test_a_length_that_a_pretrained_encoder_cannot_read(bert: Path, tmp_path: Pa
         prepared(tmp_path, ["a", "b"], spec, sequence_length=64)
     ready = prepared(tmp_path, ["a", "b"], spec)
     with pytest.raises(DataError, match=r"data\.sequence_length=2 leaves no room beside 2 special tokens"):
-        labelled_texts(ready, "train", sequence_length=2)
+        open_labelled_texts(ready, "train", sequence_length=2)
     with pytest.raises(DataError, match="another tokenizer"):
         read(prepared(tmp_path, ["a", "b"]).folder, tmp_path, spec)
 
@@ -237,7 +239,7 @@ def test_sst2(tmp_path: Path) -> None:
         "train": 6920,
     }
     assert ready.classes.names == ("0", "1")
-    train = labelled_texts(ready, "train")
+    train = open_labelled_texts(ready, "train")
     # The files are divided into words already, and by their own account 3,610 of the sentences are friendly.
     assert train.labels.sum() == 3610
     first = (SST2 / "train.tsv").read_text().split("\n")[0].split("\t")[0]
@@ -264,7 +266,7 @@ def test_held_out_data_of_a_folder_is_never_its_part_train(
     for part in parts:
         (tmp_path / f"{part}.csv").write_text(f"text,label\nwords of {part},a\n")
     held_out = HeldOut(path=str(tmp_path))
-    inputs, _ = inputs_of(ClassifyData(train=Source(path=str(tmp_path)), validation=held_out, test=held_out))
+    inputs, _ = collect_inputs(ClassifyData(train=Source(path=str(tmp_path)), validation=held_out, test=held_out))
     files = {one.table: [file.stem for file in one.found.files] for one in inputs}
     assert files == {"validation": [validation], "test": [test], "train": ["train"]}
 
@@ -278,8 +280,8 @@ def test_what_is_held_out_has_a_hash_of_its_files_however_they_are_read(tmp_path
         train = {"path": str(file), **options}
         data = ClassifyData(train=train, validation={"split": 0.2}, test={"split": 0.2}, label_field="label")
         ready = prepare_classify(data, BYTES, seed=0, progress=quiet, cache=tmp_path / "cache")
-        assert opened(ready.folder, task="classify").contents == ready.contents
-        return {**ready.contents, "samples": ready.hash_samples("validation")}
+        assert open_prepared(ready.folder, task="classify").held_out_hashes == ready.held_out_hashes
+        return {**ready.held_out_hashes, "samples": ready.hash_samples("validation")}
 
     one = contents("a", "good")
     assert one.keys() == {"validation", "test", "samples"}

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from bottega.config.data import Duplicates, HeldOut, Replay, Source, Splitting, TextData
+from bottega.config.data import Deduplication, HeldOut, Replay, Source, Splitting, TextData
 from bottega.core.errors import DataError
 from bottega.data.prepare import inputs, jobs
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.prepare.prepared import PreparedData
 from bottega.data.tables.cache import MANIFEST
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.tasks.language.prepare import prepare_language
@@ -38,7 +38,7 @@ def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
     return path
 
 
-def prepared(path: Path, cache: Path, **options: Any) -> Prepared:
+def prepared(path: Path, cache: Path, **options: Any) -> PreparedData:
     data = TextData(train=Source(path=str(path)), **{"validation": HeldOut(split=0.2), **options})
     return prepare_language(data, BYTES, progress=lambda stage, done, total: None, cache=cache)
 
@@ -48,7 +48,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def texts(ready: Prepared, table: str) -> list[str]:
+def texts(ready: PreparedData, table: str) -> list[str]:
     rows = ready.table(table)
     return [ready.tokenizer.decode(rows.row("tokens", n)[:-1]) for n in range(len(rows))]
 
@@ -102,11 +102,11 @@ def test_duplicates_stay_with_what_is_held_out(tmp_path: Path) -> None:
         tmp_path / "train.jsonl",
         tmp_path / "cache",
         validation=HeldOut(path=str(tmp_path / "held.jsonl")),
-        deduplicate=Duplicates(),
+        deduplicate=Deduplication(),
     )
     assert texts(ready, "validation") == ["Held  out text"]
     assert sorted(texts(ready, "train")) == sorted(row["text"] for row in rows)
-    assert ready.meta["dropped"] == {"duplicate": 11}
+    assert ready.metadata["dropped"] == {"duplicate": 11}
 
 
 def test_bad_rows_stop_or_are_skipped_counted_and_named(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_bad_rows_stop_or_are_skipped_counted_and_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 42.*1 of 100 records are bad, more than data\.max_bad=0\.001"):
         prepared(path, tmp_path / "cache", bad_records="skip")
     ready = prepared(path, tmp_path / "cache", bad_records="skip", max_bad=0.02)
-    assert ready.meta["bad"] == 1
-    assert "line 42" in ready.meta["named"][0]
+    assert ready.metadata["bad"] == 1
+    assert "line 42" in ready.metadata["named"][0]
     assert len(texts(ready, "train")) + len(texts(ready, "validation")) == 99
 
 
@@ -128,20 +128,20 @@ SLOW = """
     import sys, threading
     from pathlib import Path
     from bottega.data.prepare import inputs, jobs
-    from bottega.data.prepare.encode import Encode
+    from bottega.data.prepare.encode import EncodeJobs
     from bottega.tasks.language.prepare import prepare_language
     from bottega.data.text.vocabulary import TokenizerSpec
     from bottega.config.data import HeldOut, Source, TextData
 
     inputs.JOB_BYTES = 2000
-    work = Encode.work
+    work = EncodeJobs.work
     def noted(self, number, out):
         with open(sys.argv[3], "a") as log:
             log.write(f"{number}\\n")
         if number == int(sys.argv[4]):
             threading.Event().wait()  # for the kill
         return work(self, number, out)
-    Encode.work = noted
+    EncodeJobs.work = noted
     data = TextData(train=Source(path=sys.argv[1]), validation=HeldOut(split=0.2))
     prepare_language(data, TokenizerSpec(kind="bytes"), progress=lambda *a: None, cache=Path(sys.argv[2]))
 """

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.config.data import Cleaning, Curriculum, Duplicates, Filter, HeldOut, Source, Splitting, TextData
+from bottega.config.data import Cleaning, Curriculum, Deduplication, Filter, HeldOut, Source, Splitting, TextData
 from bottega.core.errors import DataError
 from bottega.data.audio.decode import encode_wav
 from bottega.data.audio.encoder import AudioEncoder
@@ -22,13 +22,13 @@ from bottega.data.formats import text as text_files
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.numbers.vectors import VectorEncoder
 from bottega.data.prepare import scan as scanning
-from bottega.data.prepare.inputs import inputs_of, items_of
+from bottega.data.prepare.inputs import collect_inputs, list_items
 from bottega.data.prepare.media import prepare_media, prepare_vectors
-from bottega.data.prepare.prepared import Prepared
-from bottega.data.prepare.rules import Dropped, Rules, records
+from bottega.data.prepare.prepared import PreparedData
+from bottega.data.prepare.rules import DroppedRecord, Rules, read_records
 from bottega.data.records import fields
-from bottega.data.records.record import Bad, Record, Unreadable
-from bottega.data.tables.classes import texts_of
+from bottega.data.records.record import BadRecord, Record, Unreadable
+from bottega.data.tables.classes import read_text_column
 from bottega.data.text.duplicates import PERMUTATIONS
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.tasks.classify.config import ClassifyData
@@ -55,46 +55,46 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def language(path: Path, cache: Path, **options: Any) -> Prepared:
+def language(path: Path, cache: Path, **options: Any) -> PreparedData:
     train = Source(path=str(path), **options.pop("train", {}))
     data = TextData(train=train, **{"validation": HeldOut(split=0.2), **options})
     return prepare_language(data, BYTES, progress=quiet, cache=cache)
 
 
-def texts(ready: Prepared, table: str) -> list[str]:
+def texts(ready: PreparedData, table: str) -> list[str]:
     rows = ready.table(table)
     return [ready.tokenizer.decode(rows.row("tokens", n)[:-1]) for n in range(len(rows))]
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-@pytest.mark.parametrize("name", fields.LABELS)
+@pytest.mark.parametrize("name", fields.LABEL_FIELDS)
 def test_every_medium_finds_the_class_where_the_split_does(medium: str, name: str) -> None:
     encoder, content = MEDIA[medium]
     for value in ("rock", 3, 3.0, b"3\n", np.int64(3), np.array([3]), None):
         record = Record("a", "/data/a", {medium: content, name: value})
         (row,) = encoder.rows(record)
-        assert row["label"] == fields.label_of(record, None)
+        assert row["label"] == fields.read_label(record, None)
         assert row["label"] in ("rock", "3", "")
 
 
 def test_a_row_without_a_class_takes_none_from_another_column() -> None:
-    assert fields.label_of(Record("a", "", {"label": None, "genre": "rock"}), None) == ""
+    assert fields.read_label(Record("a", "", {"label": None, "genre": "rock"}), None) == ""
 
 
 def test_a_class_that_is_asked_for_by_name_is_that_one_or_none() -> None:
     record = Record("a", "", {"class": "usual", "mood": "sad", "none": None, "tags": ["b", "a"]})
-    assert fields.label_of(record, "mood") == "sad"
-    assert fields.label_of(record, "label") == "usual"
+    assert fields.read_label(record, "mood") == "sad"
+    assert fields.read_label(record, "label") == "usual"
     for field, message in (("key", "no field 'key'"), ("none", "no value"), ("tags", "text or a number, not list")):
         with pytest.raises(Unreadable, match=message):
-            fields.label_of(record, field)
+            fields.read_label(record, field)
 
 
 def test_a_caption_is_not_the_label() -> None:
     record = Record("a", "", {"text": "cat", "transcript": "it is a cat"})
-    assert fields.descriptions(record, label_field="text") == {"key": "a", "label": "cat", "caption": "it is a cat"}
+    assert fields.read_annotations(record, label_field="text") == {"key": "a", "label": "cat", "caption": "it is a cat"}
     with pytest.raises(Unreadable, match="no field 'title'"):
-        fields.caption_of(record, "title")
+        fields.read_caption(record, "title")
 
 
 def test_a_rare_genre_of_sounds_has_its_share_of_validation(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_rare_genre_of_sounds_has_its_share_of_validation(tmp_path: Path) -> N
         train=Source(path=str(folder)), validation=HeldOut(split=0.1), split=Splitting(by="stratified")
     )
     ready = prepare_media(media.AudioRecipe(task="audio", data=data), progress=quiet, cache=tmp_path / "cache")
-    assert sorted(texts_of(ready.table("validation"), "label")) == ["rare", *["usual"] * 19]
+    assert sorted(read_text_column(ready.table("validation"), "label")) == ["rare", *["usual"] * 19]
 
 
 def test_a_field_that_is_read_under_another_name_can_still_be_split_and_ordered_by(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_field_that_is_read_under_another_name_can_still_be_split_and_ordered_
         curriculum=Curriculum.model_validate({"by": "stars", "stages": [{"steps": 3}]}),
     )
     table = prepare_classify(data, BYTES, seed=0, progress=quiet, cache=tmp_path / "b").table("train")
-    assert table.values("score").tolist() == [float(label) for label in texts_of(table, "label")]
+    assert table.values("score").tolist() == [float(label) for label in read_text_column(table, "label")]
 
 
 def test_names_can_be_exchanged() -> None:
@@ -165,7 +165,7 @@ def test_a_row_without_the_field_to_split_by_is_a_bad_row(tmp_path: Path, by: An
     skipping = language(path, tmp_path / "a", split=split, bad_records="skip", max_bad=0.1)
     seen = [*texts(skipping, "train"), *texts(skipping, "validation")]
     assert sorted(seen) == sorted(f"text {n}" for n in range(60) if n != 7)
-    assert skipping.meta["dropped"] == {"no field to split by": 1}
+    assert skipping.metadata["dropped"] == {"no field to split by": 1}
     for options in ({}, {"bad_records": "skip", "max_bad": 0.01}):
         with pytest.raises(DataError, match=r"rows\.jsonl, line 8: no field 'user' to split by"):
             language(path, tmp_path / "b", split=split, **options)
@@ -180,9 +180,13 @@ def test_only_a_split_by_a_field_needs_it_and_only_where_rows_are_split(tmp_path
     assert len(texts(ready, "test")) == 20
 
 
-def pieces(path: Path, rules: Rules) -> list[Record | Bad | Dropped]:
-    inputs, shares = inputs_of(TextData(train=Source(path=str(path)), validation=None))
-    return [ruled for item in items_of(inputs, shares, cut_single_text=True) for ruled in records(inputs, item, rules)]
+def pieces(path: Path, rules: Rules) -> list[Record | BadRecord | DroppedRecord]:
+    inputs, shares = collect_inputs(TextData(train=Source(path=str(path)), validation=None))
+    return [
+        ruled
+        for item in list_items(inputs, shares, cut_single_text=True)
+        for ruled in read_records(inputs, item, rules)
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
@@ -208,7 +212,7 @@ def test_pieces_of_a_long_text_are_cleaned_and_filtered_as_one(
 def test_a_column_named_continued_makes_no_piece(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"text": " short ", "continued": True}])
     rules = Rules("text", clean=Cleaning(), filter=Filter(min_characters=30))
-    assert pieces(path, rules) == [Dropped("rows.jsonl:1", "too short")]
+    assert pieces(path, rules) == [DroppedRecord("rows.jsonl:1", "too short")]
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=5), max_size=5), st.integers(0, 9))
@@ -253,9 +257,9 @@ def test_near_duplicates_go_whatever_the_jobs(tmp_path: Path) -> None:
     long = " ".join(f"word{n}" for n in range(60))
     rows = [{"text": f"{long} {n % 4}" if n % 2 else f"other text {n} of its own, number {n * n}"} for n in range(40)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    ready = language(path, tmp_path / "cache", validation=None, deduplicate=Duplicates(method="near"))
+    ready = language(path, tmp_path / "cache", validation=None, deduplicate=Deduplication(method="near"))
     assert sum(long in text for text in texts(ready, "train")) == 1
-    assert ready.meta["dropped"]["duplicate"] == 40 - len(texts(ready, "train"))
+    assert ready.metadata["dropped"]["duplicate"] == 40 - len(texts(ready, "train"))
 
 
 @pytest.mark.parametrize("counts", [(6, 3), (3, 40), (40, 4, 7)])
@@ -277,7 +281,7 @@ def test_each_source_of_a_sequence_has_its_own_share_held_back(
     )
     ready = prepare_language(data, TokenizerSpec(kind="bytes"), progress=quiet, cache=tmp_path / "cache")
     for table in ("validation", "test"):
-        held = ready.meta["by_source"][table]
+        held = ready.metadata["by_source"][table]
         assert held == [max(1, count // 4) for count in counts]
         # And they are rows of that source.
         names = [text.partition(" ")[0] for text in texts(ready, table)]

@@ -12,10 +12,10 @@ import pytest
 
 from bottega.config.data import Cleaning, HeldOut, Source, TextData
 from bottega.core.errors import DataError, UsageError
-from bottega.data.formats import Found
-from bottega.data.prepare import learn
-from bottega.data.prepare.prepared import Prepared
-from bottega.data.tables.cache import seal
+from bottega.data.formats import SourceFiles
+from bottega.data.prepare import tokenizer_training
+from bottega.data.prepare.prepared import PreparedData
+from bottega.data.tables.cache import write_manifest
 from bottega.data.tables.shards import COLUMNS, TEXT, Column, ShardWriter, Table
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.tasks.language.prepare import prepare_language
@@ -23,7 +23,7 @@ from bottega.tasks.language.prepare import prepare_language
 BYTES = TokenizerSpec(kind="bytes")
 
 
-def prepared(cache: Path, spec: TokenizerSpec = BYTES, **options: Any) -> Prepared:
+def prepared(cache: Path, spec: TokenizerSpec = BYTES, **options: Any) -> PreparedData:
     return prepare_language(TextData(**options), spec, progress=lambda stage, done, total: None, cache=cache)
 
 
@@ -36,7 +36,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def test_a_table_gives_back_what_was_written(table: Path) -> None:
-    rows = list(Table(table).records())
+    rows = list(Table(table).iter_rows())
     assert [row["text"] for row in rows] == ["", "é", "éé", "ééé", "éééé"]
     assert np.array_equal(Table(table).gather("x", np.array([4, 1])), [[4, -4], [1, -1]])
     assert Table(table).lengths("text").tolist() == [0, 2, 4, 6, 8]
@@ -77,13 +77,13 @@ def test_ends_that_lead_elsewhere_are_refused(table: Path, ends: list[int]) -> N
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     path.write_text("as it was " * 100)
-    read = Found.read
+    read = SourceFiles.read
 
-    def changing(self: Found, piece: Any) -> Any:
+    def changing(self: SourceFiles, piece: Any) -> Any:
         yield from read(self, piece)
         path.write_text("as it is now " * 100)
 
-    monkeypatch.setattr(Found, "read", changing)
+    monkeypatch.setattr(SourceFiles, "read", changing)
     with pytest.raises(DataError, match="changed while it was read"):
         prepared(tmp_path / "cache", train=Source(path=str(path)))
     assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()], "nothing is kept of it"
@@ -92,7 +92,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, monkeyp
 def test_a_tokenizer_learns_from_train_however_little_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learn, "ENOUGH", 1000)
+    monkeypatch.setattr(tokenizer_training, "ENOUGH", 1000)
     for name, word in (("train", "apple"), ("held", "qqqqq")):
         rows = "".join(json.dumps({"text": f"{word} " * 20}) + "\n" for _ in range(50))
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
@@ -102,7 +102,7 @@ def test_a_tokenizer_learns_from_train_however_little_is_looked_at(
         train=Source(path=str(tmp_path / "train.jsonl.gz")),
         validation=HeldOut(path=str(tmp_path / "held.jsonl.gz")),
     )
-    vocabulary = ready.tokenizer.core.get_vocab()
+    vocabulary = ready.tokenizer.backend.get_vocab()
     assert any("apple" in token for token in vocabulary)
     assert not any("qq" in token for token in vocabulary)
 
@@ -138,7 +138,7 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     tokens.write_bytes(tokens.read_bytes()[:-4])
     with pytest.raises(DataError, match="is damaged"):
         prepared(tmp_path / "other", train=Source(path=str(folder)))
-    seal(folder)
+    write_manifest(folder)
     with pytest.raises(DataError, match="damaged one"):
         Table(folder / "train")
 
@@ -149,7 +149,7 @@ def test_a_table_is_in_its_folder(tmp_path: Path) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     meta["tables"]["train/../../elsewhere"] = meta["tables"]["train"]
     (folder / "meta.json").write_text(json.dumps(meta))
-    seal(folder)
+    write_manifest(folder)
     with pytest.raises(DataError, match=r"'train/\.\./\.\./elsewhere' is no table"):
         prepared(tmp_path / "other", train=Source(path=str(folder)))
 

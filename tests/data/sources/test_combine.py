@@ -16,9 +16,9 @@ from bottega.config.data import Source as Options
 from bottega.core.errors import DataError, UsageError
 from bottega.data.loading.loader import Loader
 from bottega.data.order.orders import Mixture
-from bottega.data.sources.combine import Concat, build, shares
-from bottega.data.sources.first import First
+from bottega.data.sources.combine import Concat, combine_sources, mixture_weights
 from bottega.data.sources.source import ArraySource, Source
+from bottega.data.sources.take import Take
 
 RATE = np.int64(16_000)
 
@@ -104,7 +104,7 @@ def test_one_source_alone_may_have_another_form() -> None:
     whole = Concat([ArraySource({"x": np.zeros((4, 8))}), ArraySource({"x": np.zeros((4, 6))})])
     assert whole.rows(np.array([1, 2]), np.zeros(2, np.int64))["x"].shape == (2, 8)
     assert whole.rows(np.array([5]), np.zeros(1, np.int64))["x"].shape == (1, 6)
-    order = Mixture((4, 4), (1, 1), seed=0, grain=2)
+    order = Mixture((4, 4), (1, 1), seed=0, slot_size=2)
     shapes = {batch["x"].shape for batch in islice(Loader(whole, 2, seed=0, order=order)(0), 20)}
     assert shapes == {(2, 8), (2, 6)}
 
@@ -126,15 +126,15 @@ def test_a_combination_tells_its_content_and_travels() -> None:
 
 
 def test_shares_by_weight_and_by_temperature() -> None:
-    assert shares([5, 5], None, [None, None]) is None
-    assert shares([5, 5], "concatenate", [None, None]) is None
-    assert shares([1, 1000], "weighted", [3, None]) == [0.75, 0.25]
-    assert shares([1, 3], "temperature", [None, None]) == [0.25, 0.75]
+    assert mixture_weights([5, 5], None, [None, None]) is None
+    assert mixture_weights([5, 5], "concatenate", [None, None]) is None
+    assert mixture_weights([1, 1000], "weighted", [3, None]) == [0.75, 0.25]
+    assert mixture_weights([1, 3], "temperature", [None, None]) == [0.25, 0.75]
     # The share of mT5 (Xue et al., 2021) with alpha = 0.3: a language with a hundredth of the text is seen four times less.
-    low, high = shares([1, 100], "temperature", [None, None], 1 / 0.3) or []
+    low, high = mixture_weights([1, 100], "temperature", [None, None], 1 / 0.3) or []
     assert high / low == pytest.approx(100**0.3)
-    assert shares([1, 10**12], "temperature", [None, None], 1e9) == pytest.approx([0.5, 0.5])
-    tiny, _ = shares([1, 10**12], "temperature", [None, None], 0.01) or []
+    assert mixture_weights([1, 10**12], "temperature", [None, None], 1e9) == pytest.approx([0.5, 0.5])
+    tiny, _ = mixture_weights([1, 10**12], "temperature", [None, None], 0.01) or []
     assert 0 < tiny < 1e-8
 
 
@@ -158,17 +158,17 @@ PLAIN = options(3)
 
 def test_one_source_stays_as_it_is() -> None:
     only = SEVERAL[0]
-    assert build([(only, Options())], recipe(), seed=0) == (only, None)
-    assert build([(only, Options())], recipe(mixture="weighted"), seed=0) == (only, None)
-    first, order = build([(only, Options())], recipe(limit=7), seed=0)
-    assert isinstance(first, First)
+    assert combine_sources([(only, Options())], recipe(), seed=0) == (only, None)
+    assert combine_sources([(only, Options())], recipe(mixture="weighted"), seed=0) == (only, None)
+    first, order = combine_sources([(only, Options())], recipe(limit=7), seed=0)
+    assert isinstance(first, Take)
     assert (len(first), order) == (7, None)
-    assert first.fingerprint == First(only, 7).fingerprint
+    assert first.fingerprint == Take(only, 7).fingerprint
 
 
 def test_concatenated_sources_are_seen_once_an_epoch() -> None:
     given_options = options(3, repeat=[2, None, None], limit=[None, 5, None])
-    source, order = build(list(zip(SEVERAL, given_options, strict=True)), recipe(), seed=0)
+    source, order = combine_sources(list(zip(SEVERAL, given_options, strict=True)), recipe(), seed=0)
     assert order is None
     assert len(source) == 60 + 5 + 50
     assert counts(source, order, 1150) == [600, 50, 500]
@@ -176,19 +176,19 @@ def test_concatenated_sources_are_seen_once_an_epoch() -> None:
 
 def test_weights_are_the_shares_that_are_seen() -> None:
     weighted = options(3, weight=[7, 2, None])
-    source, order = build(list(zip(SEVERAL, weighted, strict=True)), recipe(mixture="weighted"), seed=0)
+    source, order = combine_sources(list(zip(SEVERAL, weighted, strict=True)), recipe(mixture="weighted"), seed=0)
     assert counts(source, order, 1000) == [700, 200, 100]
     assert len(source) == 100
     assert Loader(source, 10, seed=3, order=order).steps_per_epoch == 10
     with pytest.raises(UsageError, match=r"data\.sources\[0\]\.weight=7 .* data\.mixture=weighted"):
-        build(list(zip(SEVERAL, weighted, strict=True)), recipe(mixture="concatenate"), seed=0)
-    _, order = build(list(zip(SEVERAL, weighted, strict=True)), recipe(), seed=0)
+        combine_sources(list(zip(SEVERAL, weighted, strict=True)), recipe(mixture="concatenate"), seed=0)
+    _, order = combine_sources(list(zip(SEVERAL, weighted, strict=True)), recipe(), seed=0)
     assert counts(source, order, 1000) == [700, 200, 100], "who gives weights means them"
 
 
 def test_a_temperature_flattens_the_sizes() -> None:
     data = recipe(sources=[{}] * 3, mixture="temperature", temperature=2)
-    source, order = build(list(zip(SEVERAL, PLAIN, strict=True)), data, seed=0)
+    source, order = combine_sources(list(zip(SEVERAL, PLAIN, strict=True)), data, seed=0)
     root = np.sqrt([30, 20, 50])
     assert counts(source, order, 5120) == pytest.approx(5120 * root / root.sum(), abs=2)
 
@@ -198,7 +198,7 @@ def test_a_temperature_flattens_the_sizes() -> None:
 def test_replay_has_its_share_whatever_the_rest_is(mixture: str | None, limit: int | None) -> None:
     data = recipe(mixture=mixture, limit=limit, replay={"path": "old", "share": 0.1})
     old = Seen(3, 8)
-    source, order = build(list(zip(SEVERAL, PLAIN, strict=True)), data, seed=0, replay=old)
+    source, order = combine_sources(list(zip(SEVERAL, PLAIN, strict=True)), data, seed=0, replay=old)
     seen = counts(source, order, 3000)
     assert seen[3] == 300
     if mixture == "weighted":
@@ -215,7 +215,7 @@ def test_replay_has_its_share_whatever_the_rest_is(mixture: str | None, limit: i
 def test_a_combination_of_other_forms_is_refused_before_the_first_step() -> None:
     wrong = [Seen(0, 4), Seen(1, 4, sample_rate=np.int64(8000))]
     with pytest.raises(DataError, match=r"'sample_rate' is 16000 in data\.sources\[0\] and 8000 in data\.sources\[1\]"):
-        build(list(zip(wrong, options(2), strict=True)), recipe(), seed=0)
+        combine_sources(list(zip(wrong, options(2), strict=True)), recipe(), seed=0)
     data = recipe(replay={"path": "old"})
     with pytest.raises(DataError, match=r"in data\.train and 8000 in data\.replay"):
-        build([(wrong[0], Options())], data, seed=0, replay=wrong[1])
+        combine_sources([(wrong[0], Options())], data, seed=0, replay=wrong[1])

@@ -13,8 +13,8 @@ import pytest
 import small_media
 from bottega.core.errors import UsageError
 from bottega.data.prepare.media import prepare_media
-from bottega.data.sources.latents import FIELD, LatentRows, check_fixed, stored
-from bottega.data.sources.samples import media_samples
+from bottega.data.sources.latents import FIELD, LatentRows, check_deterministic, compute_latents
+from bottega.data.sources.samples import open_media_source
 from bottega.tasks.recipes import load_recipe
 
 SHAPE = (2, 2, 1)
@@ -24,7 +24,7 @@ def rows_of(task: str, data: Path, *, is_training: bool = True, **changes: Any) 
     values = {"task": task, "data.train.path": str(data), "training.max_steps": 1, **changes}
     recipe: Any = load_recipe([values]).recipe
     prepared = prepare_media(recipe, progress=lambda stage, done, total: None)
-    return media_samples(recipe, prepared, "train", is_training=is_training)
+    return open_media_source(recipe, prepared, "train", is_training=is_training)
 
 
 class Encoder:
@@ -42,7 +42,9 @@ class Encoder:
 def make(rows: Any, encode: Any, cache: Path, **changes: Any) -> Any:
     seen: list[tuple[str, int, int]] = []
     options: dict[str, Any] = {"content": "one", "shape": SHAPE, **changes}
-    table = stored(rows, "image", encode=encode, progress=lambda *said: seen.append(said), cache=cache, **options)
+    table = compute_latents(
+        rows, "image", encode=encode, progress=lambda *said: seen.append(said), cache=cache, **options
+    )
     return table, seen
 
 
@@ -111,13 +113,13 @@ def test_half_of_them_is_never_seen(rows: Any, tmp_path: Path) -> None:
 def test_samples_that_change_are_refused(tmp_path: Path) -> None:
     pictures, sounds, clips = (make(tmp_path) for make in (small_media.pictures, small_media.sounds, small_media.clips))
     with pytest.raises(UsageError, match=r"data\.augmentation"):
-        check_fixed(rows_of("image", pictures, **{"data.augmentation.flip": True}))
-    check_fixed(rows_of("image", pictures))
-    check_fixed(rows_of("audio", sounds))
-    check_fixed(rows_of("audio", sounds, **{"data.seconds": 0.05, "data.crop": "centre"}))
+        check_deterministic(rows_of("image", pictures, **{"data.augmentation.flip": True}))
+    check_deterministic(rows_of("image", pictures))
+    check_deterministic(rows_of("audio", sounds))
+    check_deterministic(rows_of("audio", sounds, **{"data.seconds": 0.05, "data.crop": "centre"}))
     with pytest.raises(UsageError, match=r"data\.crop=centre"):
-        check_fixed(rows_of("audio", sounds, **{"data.seconds": 0.05}))
-    check_fixed(rows_of("video", clips, **{"data.num_frames": 4}))
-    check_fixed(rows_of("video", clips, **{"data.num_frames": 2, "data.clip": "start"}))
+        check_deterministic(rows_of("audio", sounds, **{"data.seconds": 0.05}))
+    check_deterministic(rows_of("video", clips, **{"data.num_frames": 4}))
+    check_deterministic(rows_of("video", clips, **{"data.num_frames": 2, "data.clip": "start"}))
     with pytest.raises(UsageError, match=r"data\.clip=centre"):
-        check_fixed(rows_of("video", clips, **{"data.num_frames": 2}))
+        check_deterministic(rows_of("video", clips, **{"data.num_frames": 2}))

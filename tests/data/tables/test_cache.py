@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bottega.core.errors import DataError, EnvironmentProblem
-from bottega.data.tables.cache import MANIFEST, cached, default_cache
+from bottega.data.tables.cache import MANIFEST, default_cache, get_or_build
 
 
 class Builder:
@@ -31,11 +31,11 @@ class Builder:
 
 def test_an_entry_is_made_once(tmp_path: Path) -> None:
     build = Builder()
-    entry = cached(tmp_path / "new", "key", build)
-    assert cached(tmp_path / "new", "key", build) == entry
+    entry = get_or_build(tmp_path / "new", "key", build)
+    assert get_or_build(tmp_path / "new", "key", build) == entry
     assert build.times == 1
     assert (entry / "data.bin").read_bytes() == b"0123456789"
-    cached(tmp_path / "new", "other", build)
+    get_or_build(tmp_path / "new", "other", build)
     assert build.times == 2
 
 
@@ -67,9 +67,9 @@ def _be_a_file(entry: Path) -> None:
 @pytest.mark.parametrize("damage", [_flip, _cut, _lose_file, _lose_manifest, _cut_manifest, _be_a_file])
 def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: object) -> None:
     build = Builder()
-    entry = cached(tmp_path, "key", build)
+    entry = get_or_build(tmp_path, "key", build)
     damage(entry)  # type: ignore[operator]
-    assert cached(tmp_path, "key", build) == entry
+    assert get_or_build(tmp_path, "key", build) == entry
     assert build.times == 2
     assert (entry / "data.bin").read_bytes() == b"0123456789"
 
@@ -78,7 +78,7 @@ def test_what_a_dead_process_left_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "key.tmp").mkdir()
     (tmp_path / "key.tmp" / "data.bin").write_bytes(b"half")
     build = Builder()
-    cached(tmp_path, "key", build)
+    get_or_build(tmp_path, "key", build)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
 
 
@@ -88,7 +88,7 @@ def test_a_failed_build_leaves_nothing_and_says_why(tmp_path: Path) -> None:
             (folder / "data.bin").write_bytes(b"half")
             raise error
 
-        cached(tmp_path, "key", build)
+        get_or_build(tmp_path, "key", build)
 
     with pytest.raises(DataError, match="bad row"):
         fail(DataError("bad row"))
@@ -100,7 +100,7 @@ def test_a_failed_build_leaves_nothing_and_says_why(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match=r"cannot be kept in .*file/cache"):
-        cached(tmp_path / "file" / "cache", "key", Builder())
+        get_or_build(tmp_path / "file" / "cache", "key", Builder())
 
 
 def test_the_default_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_the_default_follows_the_environment(tmp_path: Path, monkeypatch: pytest
 SCRIPT = """
     import sys, time
     from pathlib import Path
-    from bottega.data.tables.cache import cached
+    from bottega.data.tables.cache import get_or_build
 
     def build(folder):
         with open(sys.argv[2], "a") as log:
@@ -125,7 +125,7 @@ SCRIPT = """
             import os, signal
             os.kill(os.getpid(), signal.SIGKILL)
 
-    print(cached(Path(sys.argv[1]), "key", build).joinpath("data.bin").read_bytes().decode())
+    print(get_or_build(Path(sys.argv[1]), "key", build).joinpath("data.bin").read_bytes().decode())
 """
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bottega.config.data import Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.data.tables.splits import SplitTable, assign, hash_key
+from bottega.data.tables.splits import SplitTable, assign_splits, hash_key
 from operations import count_operations
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
@@ -59,7 +59,7 @@ def test_fractions_are_those_of_the_first_release(sizes: list[int], share: float
     keys = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") for name in names]
     expected = fitting_one_by_one(keys, sizes, share)
     assume(len(expected) < len(sizes))
-    sides = assign(SplitTable(np.array(keys, np.uint64), sizes=np.array(sizes)), by("fraction"), share, None)
+    sides = assign_splits(SplitTable(np.array(keys, np.uint64), sizes=np.array(sizes)), by("fraction"), share, None)
     assert sides.dtype == np.int8
     assert set(np.flatnonzero(sides == VALIDATION).tolist()) == expected
     assert set(sides.tolist()) == {TRAIN, VALIDATION}
@@ -67,7 +67,7 @@ def test_fractions_are_those_of_the_first_release(sizes: list[int], share: float
 
 @given(st.integers(3, 500), st.floats(0.01, 0.45), st.floats(0.01, 0.45), seeds)
 def test_fractions_of_rows_are_exact(size: int, validation: float, test: float, seed: int) -> None:
-    sides = assign(named(size), by("fraction", seed=seed), validation, test)
+    sides = assign_splits(named(size), by("fraction", seed=seed), validation, test)
     assert count(sides)[1:] == [max(1, int(validation * size)), max(1, int(test * size))]
 
 
@@ -77,21 +77,21 @@ def test_a_hash_never_moves_as_data_grows(size: int, more: int, seed: int) -> No
     before, after = (_sides_or_skip(named(n), options) for n in (size, size + more))
     assert np.array_equal(before, after[:size])
     # Another share of validation moves nothing into or out of test.
-    wider = assign(named(size + more), options, 0.5, 0.2)
+    wider = assign_splits(named(size + more), options, 0.5, 0.2)
     assert np.array_equal(wider == TEST, after == TEST)
     assert (wider[after == VALIDATION] == VALIDATION).all()
 
 
 def _sides_or_skip(rows: SplitTable, options: Splitting) -> np.ndarray:
     try:
-        return assign(rows, options, 0.3, 0.2)
+        return assign_splits(rows, options, 0.3, 0.2)
     except DataError:
         assume(False)
         raise
 
 
 def test_hash_shares_are_met_by_many_rows() -> None:
-    sides = assign(named(50_000), by("hash"), 0.1, 0.05)
+    sides = assign_splits(named(50_000), by("hash"), 0.1, 0.05)
     assert np.array(count(sides)) / 50_000 == pytest.approx([0.85, 0.1, 0.05], abs=0.005)
     keys = named(50_000).keys
     assert np.array_equal(sides == VALIDATION, keys < 0.1 * 2.0**64)
@@ -101,7 +101,7 @@ def test_hash_shares_are_met_by_many_rows() -> None:
 def test_another_seed_mixes_hashes_well(seed: int) -> None:
     # Also those that are close to each other: the share of the low half stays that of chance.
     close = SplitTable(np.arange(20_000, dtype=np.uint64))
-    sides = assign(close, by("hash", seed=seed), 0.3, None)
+    sides = assign_splits(close, by("hash", seed=seed), 0.3, None)
     assert sides.mean() == pytest.approx(0.3, abs=0.015)
     assert abs(np.corrcoef(sides[:-1], sides[1:])[0, 1]) < 0.03
 
@@ -115,14 +115,14 @@ def test_the_seed_changes_the_choice_and_nothing_else_does(rule: str, folds: int
         labels=np.arange(200) % 3,
         groups=hashes(*(i // 4 for i in range(200))),
     )
-    first, again, other = (assign(rows, by(rule, seed=seed, folds=folds), 0.2, 0.1) for seed in (0, 0, 1))
+    first, again, other = (assign_splits(rows, by(rule, seed=seed, folds=folds), 0.2, 0.1) for seed in (0, 0, 1))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
     shuffled = np.random.default_rng(0).permutation(200)
     moved = SplitTable(
         *(column[shuffled] for column in (rows.keys, np.ones(200), rows.files, rows.labels, rows.groups))
     )
-    assert np.array_equal(assign(moved, by(rule, folds=folds), 0.2, 0.1), first[shuffled])
+    assert np.array_equal(assign_splits(moved, by(rule, folds=folds), 0.2, 0.1), first[shuffled])
 
 
 whole_units = st.lists(st.integers(1, 12), min_size=4, max_size=60)
@@ -135,7 +135,7 @@ def test_files_and_groups_stay_whole(rule: str, sizes: list[int], seed: int, fol
     names = hashes(*range(len(sizes)))[unit]
     rows = named(len(unit), files=names if rule == "file" else None, groups=names if rule == "group" else None)
     try:
-        sides = assign(rows, by(rule, seed=seed, folds=folds), 0.25, 0.1)
+        sides = assign_splits(rows, by(rule, seed=seed, folds=folds), 0.25, 0.1)
     except DataError:
         assume(False)
         raise
@@ -155,7 +155,7 @@ def test_files_and_groups_stay_whole(rule: str, sizes: list[int], seed: int, fol
 def test_each_class_has_its_share(sizes: list[int], validation: float, test: float | None, seed: int) -> None:
     assume(max(sizes) >= (2 if test is None else 3))
     labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
-    sides = assign(named(len(labels), labels=labels), by("stratified", seed=seed), validation, test)
+    sides = assign_splits(named(len(labels), labels=labels), by("stratified", seed=seed), validation, test)
     for label, size in enumerate(sizes):
         train, kept, tested = count(sides[labels == label])
         assert train >= 1
@@ -181,7 +181,7 @@ def test_folds_are_disjoint_and_together_everything(
     parts = []
     for fold in range(folds):
         try:
-            parts.append(assign(rows, by(rule, seed=seed, folds=folds, fold=fold), None, test))
+            parts.append(assign_splits(rows, by(rule, seed=seed, folds=folds, fold=fold), None, test))
         except DataError:
             assume(False)
     sides = np.stack(parts)
@@ -200,7 +200,7 @@ def test_folds_are_disjoint_and_together_everything(
 def test_folds_of_texts_are_equal_in_characters() -> None:
     sizes = np.random.default_rng(0).integers(1, 1000, 500)
     kept = [
-        assign(named(500, sizes=sizes), by("fraction", folds=5, fold=fold), None, None) == VALIDATION
+        assign_splits(named(500, sizes=sizes), by("fraction", folds=5, fold=fold), None, None) == VALIDATION
         for fold in range(5)
     ]
     weights = [sizes[fold].sum() for fold in kept]
@@ -208,7 +208,7 @@ def test_folds_of_texts_are_equal_in_characters() -> None:
 
 
 def test_folds_stand_in_place_of_a_share() -> None:
-    alone, both = (assign(named(100), by("fraction", folds=5), share, None) for share in (None, 0.01))
+    alone, both = (assign_splits(named(100), by("fraction", folds=5), share, None) for share in (None, 0.01))
     assert count(both) == [80, 20, 0]
     assert np.array_equal(alone, both)
 
@@ -239,17 +239,17 @@ def test_an_empty_part_is_refused_with_its_counts(
     rows: SplitTable, rule: dict[str, Any], shares: tuple[float | None, float | None], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        assign(rows, Splitting.model_validate(rule), *shares)
+        assign_splits(rows, Splitting.model_validate(rule), *shares)
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(UsageError, match=r"validation\.split=0\.6 and data\.test\.split=0\.4 leave nothing"):
-        assign(named(10), by("fraction"), 0.6, 0.4)
+        assign_splits(named(10), by("fraction"), 0.6, 0.4)
     with pytest.raises(UsageError, match=r"data\.test\.split is 1\.5; it must lie between 0 and 1"):
-        assign(named(10), by("fraction"), None, 1.5)
+        assign_splits(named(10), by("fraction"), None, 1.5)
     for rule, what in {"file": "files", "stratified": "a class for each row", "group": r"data\.split\.field"}.items():
         with pytest.raises(UsageError, match=f"data.split.by={rule} needs {what}"):
-            assign(named(10), by(rule), 0.1, None)
+            assign_splits(named(10), by(rule), 0.1, None)
 
 
 @pytest.mark.parametrize("rule", ["fraction", "hash", "file", "stratified", "group"])
@@ -262,7 +262,9 @@ def test_no_row_is_visited_by_python_itself(rule: str) -> None:
         return SplitTable(keys, rng.integers(1, 10_000, n), keys // 2**44, rng.integers(0, 1000, n), keys // 2**48)
 
     few, many = table(10_000), table(200_000)
-    assign(few, by(rule), 0.05, 0.05)
-    counts = [count_operations(lambda rows=rows: assign(rows, by(rule), 0.05, 0.05)) for rows in (few, many)]
+    assign_splits(few, by(rule), 0.05, 0.05)
+    counts = [count_operations(lambda rows=rows: assign_splits(rows, by(rule), 0.05, 0.05)) for rows in (few, many)]
     assert max(counts) < 2000
-    assert np.array(count(assign(many, by(rule), 0.05, 0.05)))[1:] / 200_000 == pytest.approx([0.05, 0.05], abs=0.002)
+    assert np.array(count(assign_splits(many, by(rule), 0.05, 0.05)))[1:] / 200_000 == pytest.approx(
+        [0.05, 0.05], abs=0.002
+    )

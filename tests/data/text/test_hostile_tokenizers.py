@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from bottega.core.errors import DataError
 from bottega.data.text.bytelevel import SYMBOLS
 from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
-from bottega.models.folders.tokenizer_limits import MAX_ID, panics_as_errors
+from bottega.models.folders.tokenizer_limits import MAX_ID, convert_panics
 
 
 def byte_level() -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_a_panic_of_the_library_is_an_error_of_ours() -> None:
     class PanicException(BaseException):  # as pyo3's, which is no Exception
         pass
 
-    with pytest.raises(DataError, match="x: the tokenizers library failed"), panics_as_errors("x"):
+    with pytest.raises(DataError, match="x: the tokenizers library failed"), convert_panics("x"):
         raise PanicException("retry limit")
-    with pytest.raises(KeyboardInterrupt), panics_as_errors("x"):
+    with pytest.raises(KeyboardInterrupt), convert_panics("x"):
         raise KeyboardInterrupt

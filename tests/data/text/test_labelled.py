@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from bottega.config.data import Data, HeldOut, Source
 from bottega.core.errors import DataError
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources import combine
 from bottega.data.tables.classes import Classes
 from bottega.data.text.labelled import (
     LabelledTexts,
-    TextForm,
-    balanced_weights,
-    class_numbers,
-    labelled_texts,
-    learnt_classes,
+    TextCollator,
+    compute_balanced_weights,
+    encode_labels,
+    find_training_classes,
+    open_labelled_texts,
 )
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.tasks.classify.config import ClassifyData
@@ -35,7 +35,7 @@ def quiet(stage: str, done: int, total: int) -> None:
     """No bar."""
 
 
-def prepared(folder: Path, rows: list[dict[str, Any]], spec: TokenizerSpec = BYTES, **options: Any) -> Prepared:
+def prepared(folder: Path, rows: list[dict[str, Any]], spec: TokenizerSpec = BYTES, **options: Any) -> PreparedData:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ClassifyData(train=Source(path=str(path)), **{"validation": None, **options})
@@ -54,7 +54,7 @@ frames = st.lists(st.integers(1, 9), max_size=3).map(tuple)
 def test_a_row_is_its_text_in_its_frame(
     texts: list[list[int]], before: tuple[int, ...], after: tuple[int, ...], longest: int | None
 ) -> None:
-    made = TextForm(0, before, after, longest).batch([np.array(text, np.uint16) for text in texts])
+    made = TextCollator(0, before, after, longest).collate([np.array(text, np.uint16) for text in texts])
     T = made["input_ids"].shape[1]
     lengths = made["attention_mask"].sum(axis=1)
     for row, text, length in zip(made["input_ids"].tolist(), texts, lengths.tolist(), strict=True):
@@ -72,26 +72,26 @@ def test_a_row_is_its_text_in_its_frame(
 def test_a_batch_is_as_long_as_its_longest_text(tmp_path: Path) -> None:
     rows = [{"text": "x" * n, "label": n % 2} for n in (1, 3, 9, 17, 30)]
     ready = prepared(tmp_path, rows)
-    source = labelled_texts(ready, "train")
+    source = open_labelled_texts(ready, "train")
     assert source.lengths().tolist() == [1, 3, 9, 17, 30]
     assert [batch(source, [n])["input_ids"].shape[1] for n in range(5)] == [4, 4, 12, 20, 30]
     assert batch(source, [0, 2, 1])["attention_mask"].sum(axis=1).tolist() == [1, 9, 3]
     whole = batch(source, [0, 4])
     assert whole["input_ids"][0].tolist() == [ord("x"), *[256] * 29]
     assert (whole["label"].dtype, whole["label"].tolist()) == (np.int32, [1, 0])
-    cut = labelled_texts(ready, "train", sequence_length=12)
+    cut = open_labelled_texts(ready, "train", sequence_length=12)
     assert [batch(cut, [n])["input_ids"].shape[1] for n in range(5)] == [4, 4, 12, 12, 12]
     assert cut.fingerprint != source.fingerprint
-    assert labelled_texts(ready, "train", sequence_length=64).fingerprint == source.fingerprint
+    assert open_labelled_texts(ready, "train", sequence_length=64).fingerprint == source.fingerprint
 
 
 def test_a_text_of_no_tokens_is_a_row_all_the_same(tmp_path: Path) -> None:
     rows = [{"text": " " if n == 3 else "some words here", "label": n % 2} for n in range(6)]
-    source = labelled_texts(prepared(tmp_path, rows, TokenizerSpec(kind="words")), "train")
+    source = open_labelled_texts(prepared(tmp_path, rows, TokenizerSpec(kind="words")), "train")
     made = batch(source, [3, 0])
     assert made["attention_mask"].sum(axis=1).tolist() == [1, 3]
     assert made["input_ids"][0].tolist() == [1] * made["input_ids"].shape[1]
-    assert TextForm(7).batch([np.zeros(0, np.uint16)])["input_ids"].tolist() == [[7] * 4]
+    assert TextCollator(7).collate([np.zeros(0, np.uint16)])["input_ids"].tolist() == [[7] * 4]
 
 
 def test_texts_of_several_sources_stand_in_one_batch(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_texts_of_several_sources_stand_in_one_batch(tmp_path: Path) -> None:
     for name, length in (("a", 3), ("b", 20)):
         (tmp_path / name).mkdir()
         ready = prepared(tmp_path / name, [{"text": "x" * length, "label": n % 2} for n in range(4)])
-        parts.append((labelled_texts(ready, "train"), Source(path=name, limit=3)))
-    source, _ = combine.build(parts, Data(sources=tuple(options for _, options in parts)), seed=0)
+        parts.append((open_labelled_texts(ready, "train"), Source(path=name, limit=3)))
+    source, _ = combine.combine_sources(parts, Data(sources=tuple(options for _, options in parts)), seed=0)
     made = source.rows(np.arange(6), np.zeros(6, int))
     assert made["attention_mask"].sum(axis=1).tolist() == [3, 3, 3, 20, 20, 20]
     assert made["input_ids"].shape == (6, 20)
@@ -113,7 +113,7 @@ def test_several_classes_a_text(tmp_path: Path) -> None:
     labels = [["b", "a"], [], ["c"], ["a"]]
     ready = prepared(tmp_path, [{"text": "x", "label": label} for label in labels], multi_label=True)
     assert ready.classes.names == ("a", "b", "c")
-    made = batch(labelled_texts(ready, "train"), [0, 1, 2, 3])
+    made = batch(open_labelled_texts(ready, "train"), [0, 1, 2, 3])
     assert made["labels"].dtype == np.float32
     assert made["labels"].tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
     assert "label" not in made
@@ -125,38 +125,38 @@ def test_a_class_that_was_not_learnt_is_named_with_the_nearest(tmp_path: Path) -
     with pytest.raises(
         DataError, match=r"^rows.jsonl:2: label 'baad' is none of the 3 classes .*; did you mean 'bad'\?$"
     ):
-        labelled_texts(ready, "train", classes=known)
+        open_labelled_texts(ready, "train", classes=known)
     with pytest.raises(DataError, match=r"label 'good' is none of the 2 classes .*; there is 0, 1$"):
-        class_numbers(ready.table("train"), Classes(("0", "1")))
+        encode_labels(ready.table("train"), Classes(("0", "1")))
     several = prepared(tmp_path, [{"text": "x", "label": ["good", "bda"]}] * 2, multi_label=True)
     with pytest.raises(DataError, match=r"label 'bda' is .* did you mean 'bad'"):
-        labelled_texts(several, "train", classes=known)
+        open_labelled_texts(several, "train", classes=known)
 
 
 def test_other_data_has_the_numbers_of_the_classes_that_were_learnt(tmp_path: Path) -> None:
     ready = prepared(tmp_path, [{"text": "x", "label": "good"}, {"text": "y", "label": "good"}])
-    assert labelled_texts(ready, "train", classes=Classes(("bad", "good"))).labels.tolist() == [1, 1]
+    assert open_labelled_texts(ready, "train", classes=Classes(("bad", "good"))).labels.tolist() == [1, 1]
 
 
 def test_one_class_is_nothing_to_tell(tmp_path: Path) -> None:
     rows = [{"text": "x", "label": "good"}] * 4
     with pytest.raises(DataError, match=r"rows.jsonl:1 on are all of the class 'good', .* data.label_field"):
-        learnt_classes(prepared(tmp_path, rows))
+        find_training_classes(prepared(tmp_path, rows))
     # What is only held out cannot be learnt.
     other = tmp_path / "other.jsonl"
     other.write_text('{"text": "y", "label": "bad"}\n')
     with pytest.raises(DataError, match="all of the class 'good'"):
-        learnt_classes(prepared(tmp_path, rows, validation=HeldOut(path=str(other))))
+        find_training_classes(prepared(tmp_path, rows, validation=HeldOut(path=str(other))))
     with pytest.raises(DataError, match="have no class"):
-        learnt_classes(prepared(tmp_path, [{"text": "x", "label": []}] * 4, multi_label=True))
+        find_training_classes(prepared(tmp_path, [{"text": "x", "label": []}] * 4, multi_label=True))
     single = prepared(tmp_path, [{"text": "x", "label": ["a"]}, {"text": "y", "label": []}], multi_label=True)
-    assert learnt_classes(single).names == ("a",)
+    assert find_training_classes(single).names == ("a",)
 
 
 def test_balanced_weights_are_those_of_scikit_learn() -> None:
     sklearn = pytest.importorskip("sklearn.utils.class_weight")
     labels = np.array([0, 0, 0, 1, 2, 2])
     theirs = sklearn.compute_class_weight("balanced", classes=np.arange(3), y=labels)
-    np.testing.assert_allclose(balanced_weights(labels, 3), theirs)
-    assert balanced_weights(labels, 4)[3] == 1.0
-    assert balanced_weights(np.array([[1, 0], [1, 1], [1, 0.0]]), 2) == pytest.approx((4 / 6, 2.0))
+    np.testing.assert_allclose(compute_balanced_weights(labels, 3), theirs)
+    assert compute_balanced_weights(labels, 4)[3] == 1.0
+    assert compute_balanced_weights(np.array([[1, 0], [1, 1], [1, 0.0]]), 2) == pytest.approx((4 / 6, 2.0))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from bottega.core.errors import DataError, UsageError
 from bottega.data.sources.source import ArraySource
 from bottega.data.tables.shards import TEXT, ShardWriter, Table
-from bottega.data.text.captions import CaptionTokens
-from bottega.data.text.clip_tokens import train_clip_bpe
-from bottega.data.text.near_captions import NearCaptions
-from bottega.data.text.negatives import WithNegatives
+from bottega.data.text.captions import CaptionTokenizer
+from bottega.data.text.clip_tokenizer import train_clip_bpe
+from bottega.data.text.hard_negatives import HardNegativeSampler
+from bottega.data.text.negatives import ContrastiveRows
 
 CAPTIONS = (
     *(
@@ -34,10 +34,10 @@ CAPTIONS = (
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> CaptionTokens:
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> CaptionTokenizer:
     folder = tmp_path_factory.mktemp("tokens")
     train_clip_bpe(CAPTIONS, vocab_size=600).save(folder)
-    return CaptionTokens(folder, 12)
+    return CaptionTokenizer(folder, 12)
 
 
 def table_of(folder: Path, captions: tuple[str, ...]) -> Table:
@@ -53,10 +53,10 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
 
 
 def source_of(
-    table: Table, tokens: CaptionTokens, *, count: int = 5, seed: int = 0, hard: float = 0.0
-) -> WithNegatives:
+    table: Table, tokens: CaptionTokenizer, *, count: int = 5, seed: int = 0, hard: float = 0.0
+) -> ContrastiveRows:
     rows = ArraySource({"image": np.arange(len(table))})
-    return WithNegatives(rows, table, tokens, count=count, seed=seed, hard=hard)
+    return ContrastiveRows(rows, table, tokens, count=count, seed=seed, hard_fraction=hard)
 
 
 @given(
@@ -65,7 +65,7 @@ def source_of(
     hard=st.sampled_from([0.0, 0.4, 1.0]),
 )
 def test_negatives_belong_to_a_row_and_its_epoch_and_not_to_the_batch(
-    table: Table, tokens: CaptionTokens, index: list[int], epochs: list[int], hard: float
+    table: Table, tokens: CaptionTokenizer, index: list[int], epochs: list[int], hard: float
 ) -> None:
     source, epoch = source_of(table, tokens, hard=hard), np.array(epochs[: len(index)])
     together = source.rows(np.array(index), epoch)
@@ -76,7 +76,7 @@ def test_negatives_belong_to_a_row_and_its_epoch_and_not_to_the_batch(
 
 
 @pytest.mark.parametrize("hard", [0.0, 0.5, 1.0])
-def test_the_first_is_ones_own_and_equal_ones_do_not_count(table: Table, tokens: CaptionTokens, hard: float) -> None:
+def test_the_first_is_ones_own_and_equal_ones_do_not_count(table: Table, tokens: CaptionTokenizer, hard: float) -> None:
     source, index = source_of(table, tokens, count=20, hard=hard), np.arange(len(CAPTIONS))
     rows = source.rows(index, np.zeros_like(index))
     own = tokens.encode(CAPTIONS)["input_ids"]
@@ -91,21 +91,21 @@ def test_the_first_is_ones_own_and_equal_ones_do_not_count(table: Table, tokens:
     assert rows["counts"].any(axis=1).all()
 
 
-def test_every_other_row_is_drawn_as_often_and_none_is_its_own(table: Table, tokens: CaptionTokens) -> None:
+def test_every_other_row_is_drawn_as_often_and_none_is_its_own(table: Table, tokens: CaptionTokenizer) -> None:
     alone = table.folder.parent / "distinct"
     distinct = table_of(alone, tuple(f"number {n}" for n in range(8)))
     source = source_of(distinct, tokens, count=4000)
-    found = source.others(np.array([3]), np.array([0]))[0]
+    found = source.sample_negatives(np.array([3]), np.array([0]))[0]
     share = np.bincount(found, minlength=8) / len(found)
     assert share[3] == 0
     # 4000 draws of 1/7: a deviation of 0.0055.
     np.testing.assert_allclose(np.delete(share, 3), 1 / 7, atol=0.025)
 
 
-def test_other_epochs_and_seeds_draw_others(table: Table, tokens: CaptionTokens) -> None:
+def test_other_epochs_and_seeds_draw_others(table: Table, tokens: CaptionTokenizer) -> None:
     index = np.arange(len(CAPTIONS))
     drawn = [
-        source_of(table, tokens, count=8, seed=seed).others(index, np.full_like(index, epoch))
+        source_of(table, tokens, count=8, seed=seed).sample_negatives(index, np.full_like(index, epoch))
         for seed, epoch in ((0, 0), (0, 1), (1, 0))
     ]
     assert not np.array_equal(drawn[0], drawn[1])
@@ -113,7 +113,7 @@ def test_other_epochs_and_seeds_draw_others(table: Table, tokens: CaptionTokens)
     assert source_of(table, tokens, seed=0).fingerprint != source_of(table, tokens, seed=1).fingerprint
 
 
-def test_a_worker_gets_the_same_from_a_small_copy(table: Table, tokens: CaptionTokens) -> None:
+def test_a_worker_gets_the_same_from_a_small_copy(table: Table, tokens: CaptionTokenizer) -> None:
     source, index = source_of(table, tokens, hard=0.5), np.arange(5)
     before = source.rows(index, np.zeros_like(index))
     copied = pickle.dumps(source)
@@ -123,12 +123,12 @@ def test_a_worker_gets_the_same_from_a_small_copy(table: Table, tokens: CaptionT
         np.testing.assert_array_equal(before[name], after[name])
 
 
-def test_a_single_row_has_nothing_to_be_told_apart_from(tokens: CaptionTokens, tmp_path: Path) -> None:
+def test_a_single_row_has_nothing_to_be_told_apart_from(tokens: CaptionTokenizer, tmp_path: Path) -> None:
     source = source_of(table_of(tmp_path / "one", ("a red star",)), tokens, hard=0.5)
     assert source.rows(np.array([0]), np.array([0]))["counts"].tolist() == [[True] + [False] * 5]
 
 
-def test_a_picture_nothing_is_said_about_is_named(tokens: CaptionTokens, tmp_path: Path) -> None:
+def test_a_picture_nothing_is_said_about_is_named(tokens: CaptionTokenizer, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^1\.png: has neither caption nor label, like 1 of 2"):
         source_of(table_of(tmp_path / "some", ("a red star", " ")), tokens)
 
@@ -140,8 +140,8 @@ def test_a_picture_nothing_is_said_about_is_named(tokens: CaptionTokens, tmp_pat
 )
 def test_a_near_caption_differs_in_one_word_and_none_is_missed(texts: list[str], word: int, other: int) -> None:
     texts = list(dict.fromkeys(" ".join(text.split()) for text in texts))
-    near, every = NearCaptions(texts), np.arange(len(texts))
-    drawn = near.draw(every, np.full(len(texts), word), np.full(len(texts), other))
+    near, every = HardNegativeSampler(texts), np.arange(len(texts))
+    drawn = near.sample(every, np.full(len(texts), word), np.full(len(texts), other))
     for number, found in enumerate(drawn.tolist()):
         options = [other for other in range(len(texts)) if _differing(texts[number], texts[other]) == 1]
         assert found in options if options else found == number
@@ -149,8 +149,8 @@ def test_a_near_caption_differs_in_one_word_and_none_is_missed(texts: list[str],
 
 def test_all_near_captions_can_be_drawn() -> None:
     texts = ["a red star", "a blue star", "a green star", "a red moon", "nothing near"]
-    near, draw = NearCaptions(texts), np.random.default_rng(0)
-    drawn = near.draw(np.zeros(200, np.int64), *draw.integers(0, 2**32, (2, 200)))
+    near, draw = HardNegativeSampler(texts), np.random.default_rng(0)
+    drawn = near.sample(np.zeros(200, np.int64), *draw.integers(0, 2**32, (2, 200)))
     assert set(drawn.tolist()) == {1, 2, 3}
 
 
@@ -163,7 +163,7 @@ def _differing(one: str, other: str) -> int:
 
 
 @given(st.lists(st.text(max_size=30), min_size=1, max_size=4))
-def test_clips_own_tokenizer_gives_the_same_tokens(tokens: CaptionTokens, texts: list[str]) -> None:
+def test_clips_own_tokenizer_gives_the_same_tokens(tokens: CaptionTokenizer, texts: list[str]) -> None:
     theirs = _theirs(tokens.folder)
     found = tokens.encode(texts)
     told = theirs(texts, padding="max_length", max_length=12, truncation=True)
@@ -178,9 +178,9 @@ def _theirs(folder: Path, known: dict[Path, object] = {}):  # type: ignore[no-un
     return known[folder]
 
 
-def test_any_text_has_tokens_and_ends_where_clip_looks_for_it(tokens: CaptionTokens) -> None:
+def test_any_text_has_tokens_and_ends_where_clip_looks_for_it(tokens: CaptionTokenizer) -> None:
     found = tokens.encode(["a red star", "", "x" * 100, "\N{PARTY POPPER} <|endoftext|>"])["input_ids"]
-    end = tokens.tokenizer.end_of_text
+    end = tokens.tokenizer.eos_token_id
     assert end == tokens.tokenizer.vocab_size - 1
     assert (found == end).any(axis=1).all(), "also where a text is cut"
     first = (found == end).argmax(axis=1)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.data.text import synonyms as synonym_module
-from bottega.data.text.augment import augment, copies
-from bottega.data.text.synonyms import source, synonyms
+from bottega.data.text.augment import augment_text, make_augmented_copies
+from bottega.data.text.synonyms import find_synonyms, synonym_source
 
 TECHNIQUES = ("synonym_replacement", "random_insertion", "random_swap", "random_deletion")
 # All words differ, and three have synonyms.
@@ -25,10 +25,10 @@ REVIEW = "It was a good story, told by an (old) friend of mine; nobody else coul
 @pytest.fixture(autouse=True)
 def _own_table() -> Any:
     synonym_module._lookup.cache_clear()
-    synonyms.cache_clear()
+    find_synonyms.cache_clear()
     yield
     synonym_module._lookup.cache_clear()
-    synonyms.cache_clear()
+    find_synonyms.cache_clear()
 
 
 def changes(before: str, after: str) -> int:
@@ -47,7 +47,7 @@ def test_the_rate_is_the_one_asked_for(technique: str, probability: float, words
     for number in range(2000):
         start = number % (len(vocabulary) - words)
         text = " ".join(vocabulary[start : start + words])
-        after = augment(text, techniques=[technique], probability=probability, rng=generator(number))
+        after = augment_text(text, techniques=[technique], probability=probability, rng=numpy_generator(number))
         total, changed = total + words, changed + changes(text, after)
     assert changed / total == pytest.approx(probability, rel=0.05)
 
@@ -55,8 +55,8 @@ def test_the_rate_is_the_one_asked_for(technique: str, probability: float, words
 def test_changes_are_divided_among_the_techniques() -> None:
     before, counts = [*(f"w{number}" for number in range(36)), "good", "bad", "big", "small"], Counter[str]()
     for number in range(1000):
-        rng = generator(number)
-        after = augment(" ".join(before), techniques=TECHNIQUES[1:], probability=0.3, rng=rng).split()
+        rng = numpy_generator(number)
+        after = augment_text(" ".join(before), techniques=TECHNIQUES[1:], probability=0.3, rng=rng).split()
         gone = set(before) - set(after)
         kept = [word for word in before if word not in gone]
         added = len(after) - len(kept)
@@ -69,8 +69,8 @@ def test_changes_are_divided_among_the_techniques() -> None:
 def test_swaps_take_their_part() -> None:
     text, swapped = " ".join(f"w{number}" for number in range(40)), 0
     for number in range(1000):
-        after = augment(
-            text, techniques=("random_swap", "random_deletion"), probability=0.3, rng=generator(number)
+        after = augment_text(
+            text, techniques=("random_swap", "random_deletion"), probability=0.3, rng=numpy_generator(number)
         ).split()
         swapped += sum(map(str.__ne__, [word for word in text.split() if word in after], after))
     # A deletion between two swapped words hides nothing, since the rest is compared without the deleted words.
@@ -81,15 +81,15 @@ def test_where_synonyms_are_too_few_the_others_do_it() -> None:
     text = " ".join(f"w{number}" for number in range(20))
     lengths = [
         len(
-            augment(
-                text, techniques=["synonym_replacement", "random_deletion"], probability=0.2, rng=generator(n)
+            augment_text(
+                text, techniques=["synonym_replacement", "random_deletion"], probability=0.2, rng=numpy_generator(n)
             ).split()
         )
         for n in range(50)
     ]
     assert lengths == [16] * 50
-    assert augment(text, techniques=["synonym_replacement"], probability=0.2, rng=generator(0)) == text
-    some = augment(REVIEW, techniques=["synonym_replacement"], probability=1.0, rng=generator(0))
+    assert augment_text(text, techniques=["synonym_replacement"], probability=0.2, rng=numpy_generator(0)) == text
+    some = augment_text(REVIEW, techniques=["synonym_replacement"], probability=1.0, rng=numpy_generator(0))
     assert len(some.split()) == len(REVIEW.split())
     assert 3 <= changes(REVIEW, some) < len(REVIEW.split())
 
@@ -97,31 +97,35 @@ def test_where_synonyms_are_too_few_the_others_do_it() -> None:
 def test_replacing_and_swapping_keep_what_is_between_the_words() -> None:
     between = "".join("w" if sign.isalnum() else sign for sign in REVIEW)
     for technique in ("synonym_replacement", "random_swap"):
-        after = augment(REVIEW, techniques=[technique], probability=0.5, rng=generator(3))
+        after = augment_text(REVIEW, techniques=[technique], probability=0.5, rng=numpy_generator(3))
         assert after != REVIEW
         shape = "".join("w" if sign.isalnum() else sign for sign in after)
         assert [part for part in shape.split("w") if part] == [part for part in between.split("w") if part]
-    swapped = augment("a, b\n\n(c) d!", techniques=["random_swap"], probability=1.0, rng=generator(1))
+    swapped = augment_text("a, b\n\n(c) d!", techniques=["random_swap"], probability=1.0, rng=numpy_generator(1))
     assert Counter(swapped) == Counter("a, b\n\n(c) d!")
 
 
 def test_a_deleted_word_takes_one_space_along() -> None:
     seen = {
-        augment("one two, three\n\nfour", techniques=["random_deletion"], probability=0.25, rng=generator(n))
+        augment_text("one two, three\n\nfour", techniques=["random_deletion"], probability=0.25, rng=numpy_generator(n))
         for n in range(60)
     }
     assert seen == {"two, three\n\nfour", "one, three\n\nfour", "one two,\n\nfour", "one two, three"}
     for number in range(100):
-        left = augment("a b c d e", techniques=["random_deletion"], probability=1.0, rng=generator(number))
+        left = augment_text("a b c d e", techniques=["random_deletion"], probability=1.0, rng=numpy_generator(number))
         assert left in set("abcde")
 
 
 def test_an_inserted_word_is_a_synonym_or_of_the_text() -> None:
     for number in range(50):
-        after = augment("A Good plot", techniques=["random_insertion"], probability=0.34, rng=generator(number)).split()
+        after = augment_text(
+            "A Good plot", techniques=["random_insertion"], probability=0.34, rng=numpy_generator(number)
+        ).split()
         extra = Counter(after) - Counter(["A", "Good", "plot"])
-        assert set(extra) <= set(synonyms("good"))
-        after = augment("xa xb xc", techniques=["random_insertion"], probability=0.34, rng=generator(number)).split()
+        assert set(extra) <= set(find_synonyms("good"))
+        after = augment_text(
+            "xa xb xc", techniques=["random_insertion"], probability=0.34, rng=numpy_generator(number)
+        ).split()
         assert set(after) == {"xa", "xb", "xc"}
 
 
@@ -132,7 +136,7 @@ WORDY = st.text() | st.lists(
 
 @given(WORDY, st.lists(st.sampled_from(TECHNIQUES), unique=True), st.floats(0, 1), st.integers(0, 2**31))
 def test_any_text_can_be_augmented(text: str, techniques: list[str], probability: float, seed: int) -> None:
-    after = augment(text, techniques=techniques, probability=probability, rng=generator(seed))
+    after = augment_text(text, techniques=techniques, probability=probability, rng=numpy_generator(seed))
     assert bool(after.strip()) == bool(text.strip())
     if not techniques or probability == 0:
         assert after == text
@@ -149,14 +153,14 @@ def test_copies_differ_from_the_text(
 ) -> None:
     techniques = [*techniques, *TECHNIQUES[:1]] if replace else techniques
     text = "(" + ", ".join(words) + ")."
-    made = copies(text, factor=3, techniques=techniques, probability=probability, seed=1, key="a:1")
+    made = make_augmented_copies(text, factor=3, techniques=techniques, probability=probability, seed=1, key="a:1")
     assert len(made) == 3
     assert text not in made or len(set(words)) < 2
 
 
 def test_a_copy_is_a_function_of_seed_key_and_number() -> None:
     def make(factor: int, seed: int, key: str) -> list[str]:
-        return copies(REVIEW, factor=factor, techniques=TECHNIQUES, probability=0.3, seed=seed, key=key)
+        return make_augmented_copies(REVIEW, factor=factor, techniques=TECHNIQUES, probability=0.3, seed=seed, key=key)
 
     assert make(3, 1, "k") == make(5, 1, "k")[:3]
     assert len({*make(5, 1, "k"), *make(5, 2, "k"), *make(5, 1, "l")}) == 15
@@ -165,7 +169,7 @@ def test_a_copy_is_a_function_of_seed_key_and_number() -> None:
 def test_the_table_is_large_and_sound() -> None:
     table = synonym_module._table()
     assert len(table) >= 400
-    assert source() == "table"
+    assert synonym_source() == "table"
     for word, others in table.items():
         assert others, word
         assert word not in others
@@ -174,11 +178,11 @@ def test_the_table_is_large_and_sound() -> None:
 
 
 def test_case_is_kept() -> None:
-    assert "great" in synonyms("good")
-    assert "Great" in synonyms("Good")
-    assert "GREAT" in synonyms("GOOD")
-    assert synonyms("gOOd") == ()
-    assert synonyms("xyzzy") == ()
+    assert "great" in find_synonyms("good")
+    assert "Great" in find_synonyms("Good")
+    assert "GREAT" in find_synonyms("GOOD")
+    assert find_synonyms("gOOd") == ()
+    assert find_synonyms("xyzzy") == ()
 
 
 def _fake_nltk(monkeypatch: pytest.MonkeyPatch, lookup: Any) -> None:
@@ -191,8 +195,8 @@ def _fake_nltk(monkeypatch: pytest.MonkeyPatch, lookup: Any) -> None:
 def test_wordnet_is_used_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     sense = SimpleNamespace(lemma_names=lambda: ["good", "goodness", "well_done", "Well", "sound"])
     _fake_nltk(monkeypatch, lambda word: [sense] if word == "good" else [])
-    assert source() == "nltk"
-    assert synonyms("Good") == ("Goodness", "Sound")
+    assert synonym_source() == "nltk"
+    assert find_synonyms("Good") == ("Goodness", "Sound")
 
 
 def test_wordnet_without_its_data_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +204,14 @@ def test_wordnet_without_its_data_is_not_there(monkeypatch: pytest.MonkeyPatch) 
         raise LookupError("Resource wordnet not found")
 
     _fake_nltk(monkeypatch, missing)
-    assert source() == "table"
-    assert synonyms("good")
+    assert synonym_source() == "table"
+    assert find_synonyms("good")
 
 
 def test_swaps_of_equal_words_are_no_changes() -> None:
     text = "the the the the cat"
     for number in range(20):
-        after = augment(
+        after = augment_text(
             text, techniques=["random_swap"], probability=0.4, rng=np.random.Generator(np.random.Philox(number))
         )
         assert after != text

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bottega.config.data import Cleaning
-from bottega.data.text.clean import clean
+from bottega.data.text.clean import clean_text
 from operations import count_operations
 
 ALL = Cleaning()
@@ -38,8 +38,8 @@ OPTIONS = st.builds(
 @example("e\u200d\u0301", ALL)
 @example("x\u0301\u200d\u1dc2\u200d\u0915", ALL)  # Without the first joiner the accents change places.
 def test_cleaning_twice_is_cleaning_once(text: str, options: Cleaning) -> None:
-    once = clean(text, options)
-    assert clean(once, options) == once
+    once = clean_text(text, options)
+    assert clean_text(once, options) == once
 
 
 @given(st.text(st.sampled_from("ab \t\n\r\xa0"), max_size=40), st.integers(0, 40), st.booleans())
@@ -47,8 +47,8 @@ def test_cleaning_twice_is_cleaning_once(text: str, options: Cleaning) -> None:
 @example("a  b", 3, False)
 def test_a_cut_changes_no_word(text: str, at: int, html: bool) -> None:
     options = Cleaning(html=html)
-    joined = clean(text[:at], options, ends=False) + clean(text[at:], options, starts=False)
-    assert joined.split() == clean(text, options).split()
+    joined = clean_text(text[:at], options, is_end=False) + clean_text(text[at:], options, is_start=False)
+    assert joined.split() == clean_text(text, options).split()
 
 
 @given(st.lists(st.text(st.sampled_from("ab \t\n"), max_size=20), min_size=1, max_size=4))
@@ -56,8 +56,8 @@ def test_pieces_cut_where_a_line_ends_are_the_whole(parts: list[str]) -> None:
     # As text files are cut: each piece but the first begins with a line break that follows a word.
     pieces = [f"{'' if i == 0 else chr(10)}{part}x" for i, part in enumerate(parts)]
     last = len(pieces) - 1
-    cleaned = [clean(piece, ALL, starts=i == 0, ends=i == last) for i, piece in enumerate(pieces)]
-    assert "".join(cleaned) == clean("".join(pieces), ALL)
+    cleaned = [clean_text(piece, ALL, is_start=i == 0, is_end=i == last) for i, piece in enumerate(pieces)]
+    assert "".join(cleaned) == clean_text("".join(pieces), ALL)
 
 
 @given(NASTY, OPTIONS)
@@ -68,18 +68,18 @@ def test_no_character_is_invented(text: str, options: Cleaning) -> None:
     allowed = set(text).union(" \n", *forms)
     if options.unicode == "none":
         allowed = {*text, " ", "\n"}
-    assert set(clean(text, options)) <= allowed
+    assert set(clean_text(text, options)) <= allowed
 
 
 @given(st.lists(st.lists(st.text(st.sampled_from("abc.,XYZ019<&"), min_size=1), min_size=1).map(" ".join), min_size=1))
 def test_clean_ascii_is_the_same_object_over(lines: list[str]) -> None:
     text = "\n    ".join(lines)
-    assert clean(text, ALL) == text
+    assert clean_text(text, ALL) == text
 
 
 @given(NASTY)
 def test_white_space_is_plain(text: str) -> None:
-    cleaned = clean(text, ALL)
+    cleaned = clean_text(text, ALL)
     assert cleaned == cleaned.strip()
     assert "\n\n\n" not in cleaned
     for line in cleaned.split("\n"):
@@ -89,11 +89,11 @@ def test_white_space_is_plain(text: str) -> None:
 
 def test_what_is_invisible_goes_and_what_parts_words_becomes_a_break() -> None:
     assert (
-        clean("\ufeffso\u00adft\u200b \u202eleft\u2060 \x00nul \ue123\U000f1234pri\x7fvate", ALL)
+        clean_text("\ufeffso\u00adft\u200b \u202eleft\u2060 \x00nul \ue123\U000f1234pri\x7fvate", ALL)
         == "soft left nul private"
     )
-    assert clean("a\r\nb\rc\x0cd\x85e\u2028f", ALL) == "a\nb\nc\nd\ne\nf"
-    assert clean("a\r\nb\x00", Cleaning(control=False, whitespace=False, unicode="none")) == "a\r\nb\x00"
+    assert clean_text("a\r\nb\rc\x0cd\x85e\u2028f", ALL) == "a\nb\nc\nd\ne\nf"
+    assert clean_text("a\r\nb\x00", Cleaning(control=False, whitespace=False, unicode="none")) == "a\r\nb\x00"
 
 
 def test_all_control_format_and_private_characters_go_but_those_that_are_seen() -> None:
@@ -102,32 +102,32 @@ def test_all_control_format_and_private_characters_go_but_those_that_are_seen() 
     for code in range(sys.maxunicode + 1):
         if unicodedata.category(chr(code)) in ("Cc", "Cf", "Co", "Cs"):
             expected = chr(code) if code in seen or chr(code) in "\t\n" else ""
-            assert clean(chr(code), options).replace("\n", "") == expected.replace("\n", ""), hex(code)
+            assert clean_text(chr(code), options).replace("\n", "") == expected.replace("\n", ""), hex(code)
 
 
 def test_a_joiner_stays_where_it_is_spelling() -> None:
     for word in ("می\u200cخواهم", "क्\u200dष", "👨\u200d👩\u200d👧"):
-        assert clean(word, ALL) == word
-    assert clean("zero\u200dwidth\u200cjoiners\u200d", ALL) == "zerowidthjoiners"
+        assert clean_text(word, ALL) == word
+    assert clean_text("zero\u200dwidth\u200cjoiners\u200d", ALL) == "zerowidthjoiners"
 
 
 def test_forms_of_unicode() -> None:
-    assert clean("e\u0301 ﬁ Ａ", ALL) == "é ﬁ Ａ"
-    assert clean("e\u0301 ﬁ Ａ", Cleaning(unicode="NFKC")) == "é fi A"
-    assert clean("e\u0301", Cleaning(unicode="none")) == "e\u0301"
+    assert clean_text("e\u0301 ﬁ Ａ", ALL) == "é ﬁ Ａ"
+    assert clean_text("e\u0301 ﬁ Ａ", Cleaning(unicode="NFKC")) == "é fi A"
+    assert clean_text("e\u0301", Cleaning(unicode="none")) == "e\u0301"
 
 
 def test_spaces_are_folded_and_indentation_stays() -> None:
-    assert clean("  a  b \t c\td  \n\n \n\n\xa0e\u3000f \n", ALL) == "a b c\td\n\n e f"
+    assert clean_text("  a  b \t c\td  \n\n \n\n\xa0e\u3000f \n", ALL) == "a b c\td\n\n e f"
     code = "def f(x):\n    if x:\n\treturn  1   # why"
-    assert clean(code, ALL) == "def f(x):\n    if x:\n\treturn 1 # why"
+    assert clean_text(code, ALL) == "def f(x):\n    if x:\n\treturn 1 # why"
 
 
 def test_html_and_boilerplate_are_done_when_asked_for() -> None:
     page = "<ul><li>Home<li>News<li>Contact</ul><p>It was   a dark night &amp; cold.</p>"
-    assert clean(page, ALL).startswith("<ul>")
-    assert clean(page, Cleaning(html=True)) == "Home\nNews\nContact\n\nIt was a dark night & cold."
-    assert clean(page, Cleaning(html=True, boilerplate=True)) == "It was a dark night & cold."
+    assert clean_text(page, ALL).startswith("<ul>")
+    assert clean_text(page, Cleaning(html=True)) == "Home\nNews\nContact\n\nIt was a dark night & cold."
+    assert clean_text(page, Cleaning(html=True, boilerplate=True)) == "It was a dark night & cold."
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_html_and_boilerplate_are_done_when_asked_for() -> None:
 )
 def test_hostile_white_space_ends(text: str) -> None:
     """Two seconds of work, and hours where a pattern begins anew at every character: then the suite's limit ends it."""
-    clean(text, Cleaning(unicode="NFKC"))
+    clean_text(text, Cleaning(unicode="NFKC"))
 
 
 def test_no_line_of_a_clean_text_is_visited_by_python_itself() -> None:
     line = "It was a dark night, and the rain fell in torrents except at occasional intervals.\n"
-    short, long = (count_operations(lambda n=n: clean(line * n, ALL)) for n in (10, 1000))
+    short, long = (count_operations(lambda n=n: clean_text(line * n, ALL)) for n in (10, 1000))
     assert long == short < 200

@@ -10,62 +10,65 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.data.text.duplicates import (
     PERMUTATIONS,
-    RUN,
-    bands,
-    content_key,
-    keep_exact,
-    keep_near,
-    signature,
-    similarity,
+    SHINGLE_WORDS,
+    choose_bands,
+    estimate_similarity,
+    find_exact_unique,
+    find_near_unique,
+    hash_content,
+    minhash_signature,
 )
 from operations import count_operations
 
-RNG = generator(1, "words")
+RNG = numpy_generator(1, "words")
 VOCABULARY = np.array(
     ["".join(RNG.choice(list("abcdefghijklmnopqrstuvwxyz"), RNG.integers(3, 9))) for _ in range(4000)]
 )
 
 
 def document(name: int, words: int = 400) -> list[str]:
-    return generator(name, "document").choice(VOCABULARY, words).tolist()
+    return numpy_generator(name, "document").choice(VOCABULARY, words).tolist()
 
 
 def with_changes(words: list[str], share: float, name: int = 0) -> list[str]:
-    rng, changed = generator(name, "changes"), list(words)
+    rng, changed = numpy_generator(name, "changes"), list(words)
     for place in rng.choice(len(words), round(share * len(words)), replace=False):
         changed[place] = str(rng.choice(VOCABULARY))
     return changed
 
 
 def jaccard(first: list[str], second: list[str]) -> float:
-    one, other = ({tuple(words[i : i + RUN]) for i in range(len(words) - RUN + 1)} for words in (first, second))
+    one, other = (
+        {tuple(words[i : i + SHINGLE_WORDS]) for i in range(len(words) - SHINGLE_WORDS + 1)}
+        for words in (first, second)
+    )
     return len(one & other) / len(one | other)
 
 
 def sign(documents: list[list[str]]) -> np.ndarray:
-    return np.stack([signature(" ".join(words)) for words in documents])
+    return np.stack([minhash_signature(" ".join(words)) for words in documents])
 
 
 @given(st.lists(st.sampled_from(["a", "B", "ß", "é", "long"]), min_size=1), st.sampled_from([" ", "\n\n", " \t "]))
 def test_case_and_white_space_do_not_matter(words: list[str], space: str) -> None:
-    assert content_key(" ".join(words)) == content_key(f" {space.join(words).upper()} \n")
-    assert 0 <= content_key(space.join(words)) < 2**64
+    assert hash_content(" ".join(words)) == hash_content(f" {space.join(words).upper()} \n")
+    assert 0 <= hash_content(space.join(words)) < 2**64
 
 
 def test_keys_are_the_same_in_every_process() -> None:
     # blake2b of "hello world" cut to 8 bytes; a change of it would keep duplicates across two halves of a preparation.
     code = "from bottega.data.text.duplicates import *; print(content_key('Hello  World'), signature('Hello  World wide')[:3])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{content_key('hello world')} {signature('hello world wide')[:3]}"
-    assert content_key("a") != content_key("b")
+    assert done.stdout.strip() == f"{hash_content('hello world')} {minhash_signature('hello world wide')[:3]}"
+    assert hash_content("a") != hash_content("b")
 
 
 @given(st.lists(st.integers(0, 5) | st.just(2**64 - 1), max_size=30))
 def test_the_first_of_equal_keys_stays(keys: list[int]) -> None:
-    assert keep_exact(keys).tolist() == [key not in keys[:place] for place, key in enumerate(keys)]
+    assert find_exact_unique(keys).tolist() == [key not in keys[:place] for place, key in enumerate(keys)]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.1, 0.2, 0.4])
@@ -74,7 +77,7 @@ def test_the_estimate_is_within_three_standard_errors(share: float) -> None:
     for name in range(40):
         first = document(name)
         second = with_changes(first, share, name)
-        true, estimated = jaccard(first, second), similarity(*sign([first, second]))
+        true, estimated = jaccard(first, second), estimate_similarity(*sign([first, second]))
         scale = np.sqrt(true * (1 - true) / PERMUTATIONS)
         errors.append(estimated - true)
         strays += abs(estimated - true) > 3 * scale + 1e-12
@@ -88,15 +91,15 @@ def test_near_duplicates_are_found_and_others_are_not() -> None:
     originals = [document(name) for name in range(60)]
     # With 5 % of the words changed, 0.95^5 of the runs are left, which is a similarity of 0.63; with 2 %, of 0.83.
     signatures = sign([*originals, *(with_changes(words, 0.05, name) for name, words in enumerate(originals))])
-    assert keep_near(signatures, 0.5).tolist() == [True] * 60 + [False] * 60
-    assert keep_near(signatures, 0.8).all()
+    assert find_near_unique(signatures, 0.5).tolist() == [True] * 60 + [False] * 60
+    assert find_near_unique(signatures, 0.8).all()
     signatures = sign([*originals, *(with_changes(words, 0.01, name) for name, words in enumerate(originals))])
-    assert keep_near(signatures, 0.8).tolist() == [True] * 60 + [False] * 60
+    assert find_near_unique(signatures, 0.8).tolist() == [True] * 60 + [False] * 60
 
 
 def test_the_answer_is_that_of_comparing_all_pairs() -> None:
     documents = [document(name, 60) for name in range(30)]
-    rng = generator(7, "mix")
+    rng = numpy_generator(7, "mix")
     for copy in range(120):
         documents.append(with_changes(documents[int(rng.integers(30))], float(rng.random() * 0.15), copy))
     order = rng.permutation(len(documents))
@@ -107,63 +110,63 @@ def test_the_answer_is_that_of_comparing_all_pairs() -> None:
             for other in np.flatnonzero(np.mean(signatures == signatures[one], axis=1) >= threshold):
                 group[group == max(group[one], group[other])] = min(group[one], group[other])
         expected = group == np.arange(len(order))
-        kept = keep_near(signatures, threshold)
+        kept = find_near_unique(signatures, threshold)
         # A pair at the very threshold is missed once in a hundred.
         assert np.count_nonzero(kept != expected) <= 2
-        assert np.array_equal(kept, keep_near(signatures, threshold))
+        assert np.array_equal(kept, find_near_unique(signatures, threshold))
 
 
 def test_of_many_equal_texts_one_stays_and_each_is_compared_with_few() -> None:
     signatures = np.repeat(sign([document(1), document(2)]), 20_000, axis=0)
-    assert np.flatnonzero(keep_near(signatures, 0.8)).tolist() == [0, 20_000]
-    few, many = (count_operations(lambda step=step: keep_near(signatures[::step], 0.8)) for step in (40, 10))
+    assert np.flatnonzero(find_near_unique(signatures, 0.8)).tolist() == [0, 20_000]
+    few, many = (count_operations(lambda step=step: find_near_unique(signatures[::step], 0.8)) for step in (40, 10))
     assert many < 5 * few
 
 
 def test_a_first_that_is_unlike_the_rest_hides_nothing() -> None:
-    number, rows = bands(0.8)
-    second = generator(0, "row").integers(0, 2**32, PERMUTATIONS, dtype=np.uint32)
+    number, rows = choose_bands(0.8)
+    second = numpy_generator(0, "row").integers(0, 2**32, PERMUTATIONS, dtype=np.uint32)
     third = second.copy()
     third[rows : number * rows : rows] += 1  # All bands differ but the first, and 108 of 128 places are equal.
     first = second + np.uint32(7)
     first[:rows] = second[:rows]
-    assert keep_near(np.stack([first, second, third]), 0.8).tolist() == [True, True, False]
+    assert find_near_unique(np.stack([first, second, third]), 0.8).tolist() == [True, True, False]
 
 
 def test_bands_fit_the_threshold() -> None:
     for threshold in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99, 1.0):
-        number, rows = bands(threshold)
+        number, rows = choose_bands(threshold)
         assert number * rows <= PERMUTATIONS
         assert 1 - (1 - threshold**rows) ** number >= 0.99
-    assert bands(1.0) == (1, PERMUTATIONS)
-    assert bands(0.8)[1] > bands(0.5)[1]
+    assert choose_bands(1.0) == (1, PERMUTATIONS)
+    assert choose_bands(0.8)[1] > choose_bands(0.5)[1]
 
 
 def test_short_and_wordless_texts() -> None:
-    assert similarity(signature("A good film!"), signature("a  good film")) == 1
-    assert similarity(signature("a good film"), signature("quite another thing")) < 0.1
-    assert similarity(signature("a really good film"), signature("a really bad film")) < 0.1
-    assert similarity(signature("good not bad"), signature("bad not good")) < 0.8
-    assert similarity(signature("!!!"), signature("???")) < 0.1
-    assert similarity(signature(""), signature(" \n")) == 1
-    assert keep_near(np.empty((0, PERMUTATIONS), np.uint32), 0.8).tolist() == []
-    assert signature("x").dtype == np.uint32
+    assert estimate_similarity(minhash_signature("A good film!"), minhash_signature("a  good film")) == 1
+    assert estimate_similarity(minhash_signature("a good film"), minhash_signature("quite another thing")) < 0.1
+    assert estimate_similarity(minhash_signature("a really good film"), minhash_signature("a really bad film")) < 0.1
+    assert estimate_similarity(minhash_signature("good not bad"), minhash_signature("bad not good")) < 0.8
+    assert estimate_similarity(minhash_signature("!!!"), minhash_signature("???")) < 0.1
+    assert estimate_similarity(minhash_signature(""), minhash_signature(" \n")) == 1
+    assert find_near_unique(np.empty((0, PERMUTATIONS), np.uint32), 0.8).tolist() == []
+    assert minhash_signature("x").dtype == np.uint32
 
 
 def test_chinese_is_compared_by_its_signs() -> None:
     text = "我们晚上回到家的时候，没有人想到要为第二天买面包。然后我们又出去了一次，可是商店已经关门了。"
-    assert similarity(signature(text), signature(text.replace("面包", "米饭"))) > 0.4
+    assert estimate_similarity(minhash_signature(text), minhash_signature(text.replace("面包", "米饭"))) > 0.4
 
 
 @given(st.text(max_size=100))
 def test_any_text_has_a_signature(text: str) -> None:
-    assert np.array_equal(signature(text), signature(text))
-    assert signature(text).shape == (PERMUTATIONS,)
+    assert np.array_equal(minhash_signature(text), minhash_signature(text))
+    assert minhash_signature(text).shape == (PERMUTATIONS,)
 
 
 def test_no_word_of_a_text_is_visited_by_python_itself() -> None:
     long = " ".join(document(5, 5000))
     short = long[: len(long) // 10]
-    signature(short)
-    counts = [count_operations(lambda text=text: signature(text)) for text in (short, long)]
+    minhash_signature(short)
+    counts = [count_operations(lambda text=text: minhash_signature(text)) for text in (short, long)]
     assert counts[1] < 2 * counts[0] + 100

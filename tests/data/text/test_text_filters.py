@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bottega.config.data import Filter
 from bottega.core.errors import UsageError
-from bottega.data.text.filters import check, reason_to_drop, repeated_share, symbol_share
+from bottega.data.text.filters import check_filter, find_drop_reason, repeated_line_fraction, symbol_fraction
 
 ENGLISH = "The rain fell on the roof of the house, and it was dark when we came home."
 GERMAN = "Der Regen fiel auf das Dach des Hauses, und es war dunkel, als wir nach Hause kamen."
@@ -38,31 +38,31 @@ GERMAN = "Der Regen fiel auf das Dach des Hauses, und es war dunkel, als wir nac
     ],
 )
 def test_reasons(text: str, options: Filter, reason: str | None) -> None:
-    assert reason_to_drop(text, options) == reason
+    assert find_drop_reason(text, options) == reason
 
 
 def test_shares_are_those_counted_by_hand() -> None:
-    assert symbol_share("a, b.") == pytest.approx(2 / 4)
-    assert symbol_share("é, b.") == pytest.approx(2 / 4)
-    assert symbol_share("_") == 1
-    assert symbol_share(" \n") == symbol_share("") == 0
-    assert symbol_share("नमस्ते") == 0  # A quarter of ordinary Hindi are marks, which are no signs.
-    assert symbol_share(ENGLISH) < 0.06
-    assert repeated_share("a\n\n b \n\na\n\n") == pytest.approx(1 / 3)
-    assert repeated_share("") == 0
+    assert symbol_fraction("a, b.") == pytest.approx(2 / 4)
+    assert symbol_fraction("é, b.") == pytest.approx(2 / 4)
+    assert symbol_fraction("_") == 1
+    assert symbol_fraction(" \n") == symbol_fraction("") == 0
+    assert symbol_fraction("नमस्ते") == 0  # A quarter of ordinary Hindi are marks, which are no signs.
+    assert symbol_fraction(ENGLISH) < 0.06
+    assert repeated_line_fraction("a\n\n b \n\na\n\n") == pytest.approx(1 / 3)
+    assert repeated_line_fraction("") == 0
 
 
 @given(st.text(st.characters(max_codepoint=127)))
 def test_the_short_cut_for_ascii_counts_the_same(text: str) -> None:
     signs = sum(not sign.isalnum() and not sign.isspace() for sign in text)
     solid = sum(not sign.isspace() for sign in text)
-    assert symbol_share(text) == pytest.approx(signs / max(solid, 1))
+    assert symbol_fraction(text) == pytest.approx(signs / max(solid, 1))
 
 
 @given(st.text())
 def test_any_text_is_judged(text: str) -> None:
     options = Filter(min_words=1, languages=("en",), max_symbol_share=0.3, max_repeated_share=0.3)
-    assert reason_to_drop(text, options) in {
+    assert find_drop_reason(text, options) in {
         None,
         "too few words",
         "too many signs",
@@ -70,14 +70,14 @@ def test_any_text_is_judged(text: str) -> None:
         "unknown language",
         "other language",
     }
-    assert 0 <= symbol_share(text) <= 1
-    assert 0 <= repeated_share(text) < 1
+    assert 0 <= symbol_fraction(text) <= 1
+    assert 0 <= repeated_line_fraction(text) < 1
 
 
 def test_a_language_that_cannot_be_told_is_refused_by_name() -> None:
-    check(Filter(languages=("en", "de-AT", "nb", "zh_CN")))
-    check(Filter())
+    check_filter(Filter(languages=("en", "de-AT", "nb", "zh_CN")))
+    check_filter(Filter())
     with pytest.raises(UsageError, match=r"data\.filter\.languages: 'english'.*did you mean 'en'"):
-        check(Filter(languages=("english",)))
+        check_filter(Filter(languages=("english",)))
     with pytest.raises(UsageError, match=r"'xx'.*known are am, ar"):
-        check(Filter(languages=("xx",)))
+        check_filter(Filter(languages=("xx",)))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.data.text.languages import LANGUAGES, language, num_words
+from bottega.data.text.languages import LANGUAGES, count_words, detect_language
 
 SENTENCES = {
     "en": "When we came home in the evening, nobody had thought of buying bread for the next day.",
@@ -69,14 +69,14 @@ RIGHTS = {
 
 
 def test_sentences_of_others_are_told() -> None:
-    found = {code: language(text)[0] for code, text in RIGHTS.items()}
+    found = {code: detect_language(text)[0] for code, text in RIGHTS.items()}
     wrong = {code: answer for code, answer in found.items() if answer != code}
     assert len(wrong) <= 2, wrong  # Danish and Norwegian hardly differ in so few words.
 
 
 @pytest.mark.parametrize("code", SENTENCES)
 def test_a_sentence_is_told(code: str) -> None:
-    found, confidence = language(SENTENCES[code])
+    found, confidence = detect_language(SENTENCES[code])
     assert found == code
     assert 0.1 < confidence <= 1
     assert code in LANGUAGES
@@ -86,24 +86,24 @@ def test_a_sentence_is_told(code: str) -> None:
     "text", ["", "   \n", "Hi", "ok ok", "12345 67890 !!! ---", "你好", "qwrtz plmkn bvcxy wqrtp zzkrt", "\ud800"]
 )
 def test_nothing_is_said_of_what_cannot_be_told(text: str) -> None:
-    assert language(text) == ("", 0.0)
+    assert detect_language(text) == ("", 0.0)
 
 
 def test_a_text_in_two_languages_is_in_the_greater_one_and_less_sure() -> None:
-    pure = language(SENTENCES["en"])[1]
-    mixed = language(f"{SENTENCES['en']} {SENTENCES['en']} {SENTENCES['de']}")
+    pure = detect_language(SENTENCES["en"])[1]
+    mixed = detect_language(f"{SENTENCES['en']} {SENTENCES['en']} {SENTENCES['de']}")
     assert mixed[0] == "en"
     assert mixed[1] < pure
 
 
 def test_a_quotation_in_another_script_changes_nothing() -> None:
-    assert language(SENTENCES["en"] + " " + SENTENCES["zh"])[0] == "en"
-    assert language(SENTENCES["zh"] * 3 + " See the note of the editor.")[0] == "zh"
+    assert detect_language(SENTENCES["en"] + " " + SENTENCES["zh"])[0] == "en"
+    assert detect_language(SENTENCES["zh"] * 3 + " See the note of the editor.")[0] == "zh"
 
 
 def test_japanese_is_told_by_little_kana() -> None:
-    assert language("東京都知事選挙候補者一覧表を見る")[0] == "ja"
-    assert language("東京都知事選挙候補者一覧表")[0] == "zh"
+    assert detect_language("東京都知事選挙候補者一覧表を見る")[0] == "ja"
+    assert detect_language("東京都知事選挙候補者一覧表")[0] == "zh"
 
 
 def test_form_of_unicode_and_kind_of_apostrophe_do_not_matter() -> None:
@@ -111,19 +111,19 @@ def test_form_of_unicode_and_kind_of_apostrophe_do_not_matter() -> None:
 
     for code in ("vi", "fr", "cs"):
         text = unicodedata.normalize("NFD", SENTENCES[code]).replace("'", "’")
-        assert language(text)[0] == code
+        assert detect_language(text)[0] == code
 
 
 @given(st.text(max_size=200))
 def test_any_text_has_an_answer(text: str) -> None:
-    code, confidence = language(text)
+    code, confidence = detect_language(text)
     assert code in LANGUAGES | {""}
     assert 0 <= confidence <= 1
     assert (code == "") == (confidence == 0)
 
 
 def test_words_are_counted_where_there_are_no_spaces() -> None:
-    assert num_words("two words") == 2
-    assert num_words("") == 0
-    assert 8 <= num_words(SENTENCES["zh"]) <= 20
-    assert 8 <= num_words(SENTENCES["th"]) <= 25
+    assert count_words("two words") == 2
+    assert count_words("") == 0
+    assert 8 <= count_words(SENTENCES["zh"]) <= 20
+    assert 8 <= count_words(SENTENCES["th"]) <= 25

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.data.text.boilerplate import without_boilerplate
+from bottega.data.text.boilerplate import remove_boilerplate
 from bottega.data.text.html import strip_html
 
 
@@ -158,8 +158,8 @@ Summer fruit"""
 
 
 def test_what_is_around_an_article_goes() -> None:
-    assert without_boilerplate(PAGE) == ARTICLE
-    assert without_boilerplate(ARTICLE) == ARTICLE
+    assert remove_boilerplate(PAGE) == ARTICLE
+    assert remove_boilerplate(ARTICLE) == ARTICLE
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_what_is_around_an_article_goes() -> None:
     ],
 )
 def test_prose_stays(line: str) -> None:
-    assert without_boilerplate(line) == line
+    assert remove_boilerplate(line) == line
 
 
 @given(
@@ -183,8 +183,8 @@ def test_prose_stays(line: str) -> None:
     )
 )
 def test_lines_only_go_and_twice_is_once(text: str) -> None:
-    left = without_boilerplate(text)
-    assert without_boilerplate(left) == left
+    left = remove_boilerplate(text)
+    assert remove_boilerplate(left) == left
     rest = iter(text.split("\n"))
     assert left == "" or all(line in rest for line in left.split("\n"))
 
@@ -192,7 +192,7 @@ def test_lines_only_go_and_twice_is_once(text: str) -> None:
 @pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA names no folder of data")
 def test_of_shakespeare_nothing_goes() -> None:
     text = Path(os.environ["BOTTEGA_DATA"], "text-lm-tinyshakespeare", "input.txt").read_text()
-    assert len(without_boilerplate(text)) >= 0.9999 * len(text)
+    assert len(remove_boilerplate(text)) >= 0.9999 * len(text)
 
 
 def test_of_the_documentation_of_python_next_to_nothing_goes() -> None:
@@ -216,4 +216,4 @@ def test_of_the_documentation_of_python_next_to_nothing_goes() -> None:
         if ">>>" not in paragraph and paragraph.rstrip().endswith(".")
     ]
     assert len(prose) > 200
-    assert sum(map(len, map(without_boilerplate, prose))) >= 0.995 * sum(map(len, prose))
+    assert sum(map(len, map(remove_boilerplate, prose))) >= 0.995 * sum(map(len, prose))

@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.formats.embedded import listed
+from bottega.data.formats.embedded import list_standard_library
 from bottega.data.text import tokenizer as tokenizer_module
-from bottega.data.text.bytelevel import SYMBOLS, safe_pieces
-from bottega.data.text.tokenizer import END_OF_TEXT, UNKNOWN, Tokenizer
+from bottega.data.text.bytelevel import SYMBOLS, split_at_safe_points
+from bottega.data.text.tokenizer import END_OF_TEXT, UNKNOWN_TOKEN, Tokenizer
 from bottega.data.text.vocabulary import (
     TokenizerSpec,
+    build_byte_tokenizer,
+    build_character_tokenizer,
     build_tokenizer,
-    byte_tokenizer,
-    character_tokenizer,
-    pretrained_tokenizer,
+    load_pretrained_tokenizer,
     train_bpe,
-    word_tokenizer,
+    train_word_tokenizer,
 )
 from operations import count_operations
 
-CORPUS = [text for file in listed().files[:25] if (text := file.read_text(encoding="utf-8"))][:20]
-BYTES = byte_tokenizer()
+CORPUS = [text for file in list_standard_library().files[:25] if (text := file.read_text(encoding="utf-8"))][:20]
+BYTES = build_byte_tokenizer()
 BPE = train_bpe(CORPUS, vocab_size=600)
 HARD = [
     "",
@@ -50,10 +50,10 @@ unicode_text = st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab 1
 @settings(max_examples=300, deadline=None)
 @given(unicode_text)
 def test_any_text_comes_back_exactly(text: str) -> None:
-    for tokenizer in (BYTES, BPE, character_tokenizer([text])):
+    for tokenizer in (BYTES, BPE, build_character_tokenizer([text])):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
-        assert tokenizer.end_of_text not in ids
+        assert tokenizer.eos_token_id not in ids
         assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
         stream = tokenizer.stream_decoder()
         assert "".join([*map(stream.push, ids.tolist()), stream.finish()]) == text
@@ -61,24 +61,24 @@ def test_any_text_comes_back_exactly(text: str) -> None:
 
 @pytest.mark.parametrize("text", HARD)
 def test_hard_texts_come_back_exactly(text: str) -> None:
-    for tokenizer in (BYTES, BPE, character_tokenizer([text])):
+    for tokenizer in (BYTES, BPE, build_character_tokenizer([text])):
         ids = tokenizer.encode(text)
         assert ids.dtype == np.uint16
         assert tokenizer.decode(ids) == text
-        assert tokenizer.end_of_text not in ids
+        assert tokenizer.eos_token_id not in ids
 
 
 def test_ids_are_what_they_say() -> None:
     assert BYTES.encode("aé").tolist() == [97, 0xC3, 0xA9]
-    assert (BYTES.vocab_size, BYTES.end_of_text) == (257, 256)
-    characters = character_tokenizer(["ba\n", "cab"])
+    assert (BYTES.vocab_size, BYTES.eos_token_id) == (257, 256)
+    characters = build_character_tokenizer(["ba\n", "cab"])
     assert characters.encode("\nabc").tolist() == [0, 1, 2, 3]
-    assert (characters.vocab_size, characters.end_of_text) == (5, 4)
+    assert (characters.vocab_size, characters.eos_token_id) == (5, 4)
     assert BPE.vocab_size == 600
     for tokenizer in (BYTES, BPE, characters):
         assert tokenizer.byte_lengths.shape == (tokenizer.vocab_size,)
-        assert tokenizer.byte_lengths[tokenizer.end_of_text] == 0
-        assert tokenizer.decode([tokenizer.end_of_text]) == END_OF_TEXT
+        assert tokenizer.byte_lengths[tokenizer.eos_token_id] == 0
+        assert tokenizer.decode([tokenizer.eos_token_id]) == END_OF_TEXT
 
 
 def test_learning_twice_gives_the_same_tokenizer() -> None:
@@ -89,18 +89,18 @@ def test_learning_twice_gives_the_same_tokenizer() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(unicode_text, max_size=5), st.integers(1, 8), st.integers(1, 20))
 def test_pieces_and_groups_do_not_change_the_ids(texts: list[str], piece: int, group: int) -> None:
-    expected = [BPE.core.encode(text, add_special_tokens=False).ids for text in texts]
-    assert all("".join(safe_pieces(text, piece)) == text for text in texts)
+    expected = [BPE.backend.encode(text, add_special_tokens=False).ids for text in texts]
+    assert all("".join(split_at_safe_points(text, piece)) == text for text in texts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "PIECE", piece)
-        patch.setattr(tokenizer_module, "GROUP", group)
+        patch.setattr(tokenizer_module, "PIECE_CHARACTERS", piece)
+        patch.setattr(tokenizer_module, "BATCH_CHARACTERS", group)
         assert [ids.tolist() for ids in BPE.encode_documents(texts)] == expected
 
 
 def test_pieces_of_real_text_do_not_change_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [BPE.core.encode(text, add_special_tokens=False).ids for text in CORPUS]
-    monkeypatch.setattr(tokenizer_module, "PIECE", 50)
-    monkeypatch.setattr(tokenizer_module, "GROUP", 1000)
+    expected = [BPE.backend.encode(text, add_special_tokens=False).ids for text in CORPUS]
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(tokenizer_module, "BATCH_CHARACTERS", 1000)
     assert [ids.tolist() for ids in BPE.encode_documents(CORPUS)] == expected
 
 
@@ -109,7 +109,7 @@ def test_pieces_of_real_text_do_not_change_the_ids(monkeypatch: pytest.MonkeyPat
 def test_streamed_text_is_the_decoded_text_even_for_broken_utf8(ids: list[int]) -> None:
     stream = BPE.stream_decoder()
     assert "".join([*map(stream.push, ids), stream.finish()]) == BPE.decode(ids)
-    assert BPE.decode(ids) == BPE.core.decode(ids, skip_special_tokens=False)
+    assert BPE.decode(ids) == BPE.backend.decode(ids, skip_special_tokens=False)
 
 
 def test_streaming_waits_for_whole_characters_only() -> None:
@@ -118,7 +118,7 @@ def test_streaming_waits_for_whole_characters_only() -> None:
 
 
 def test_unknown_characters_are_named() -> None:
-    tokenizer = character_tokenizer(["abc"])
+    tokenizer = build_character_tokenizer(["abc"])
     with pytest.raises(UsageError, match=r"3 characters has no 'é', '😀'; .* bytes or bpe"):
         tokenizer.encode("aé😀b")
     with pytest.raises(DataError, match="'z'"):
@@ -126,24 +126,24 @@ def test_unknown_characters_are_named() -> None:
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:
-    for tokenizer in (BYTES, BPE, character_tokenizer(["ab"])):
+    for tokenizer in (BYTES, BPE, build_character_tokenizer(["ab"])):
         with pytest.raises(UsageError, match="character 1"):
             tokenizer.encode("a\ud800b")
 
 
 def test_a_large_vocabulary_has_wide_ids() -> None:
-    wide = character_tokenizer(["".join(chr(0x20000 + i) for i in range(70_000))])
+    wide = build_character_tokenizer(["".join(chr(0x20000 + i) for i in range(70_000))])
     assert wide.encode("\U00020001").dtype == np.uint32
 
 
 def test_loading_gives_the_same_tokenizer(tmp_path: Path) -> None:
-    for tokenizer in (BYTES, BPE, character_tokenizer(CORPUS)):
+    for tokenizer in (BYTES, BPE, build_character_tokenizer(CORPUS)):
         tokenizer.save(tmp_path / tokenizer.kind)
         again = Tokenizer.load(tmp_path / tokenizer.kind)
-        assert (again.kind, again.vocab_size, again.end_of_text) == (
+        assert (again.kind, again.vocab_size, again.eos_token_id) == (
             tokenizer.kind,
             tokenizer.vocab_size,
-            tokenizer.end_of_text,
+            tokenizer.eos_token_id,
         )
         assert again.fingerprint == tokenizer.fingerprint
         assert np.array_equal(again.encode(CORPUS[0]), tokenizer.encode(CORPUS[0]))
@@ -152,32 +152,42 @@ def test_loading_gives_the_same_tokenizer(tmp_path: Path) -> None:
 def test_what_is_saved_opens_in_transformers_unchanged(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    for tokenizer in (BYTES, BPE, character_tokenizer([*CORPUS, *HARD])):
+    for tokenizer in (BYTES, BPE, build_character_tokenizer([*CORPUS, *HARD])):
         tokenizer.save(tmp_path / tokenizer.kind)
         other = AutoTokenizer.from_pretrained(tmp_path / tokenizer.kind)
-        assert other.eos_token_id == tokenizer.end_of_text
+        assert other.eos_token_id == tokenizer.eos_token_id
         assert len(other) == tokenizer.vocab_size
         for text in [*HARD, CORPUS[1][:3000]]:
             ids = tokenizer.encode(text).tolist()
             assert other(text)["input_ids"] == ids, (tokenizer.kind, text)
             assert other.decode(ids) == text
-        assert other.decode([tokenizer.end_of_text], skip_special_tokens=True) == ""
+        assert other.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
 
 
 def test_words_are_lowered_divided_and_numbered_by_frequency() -> None:
     texts = ["The cat's mat; the CAT didn't", "do n't — the mat, caf\u00e9 cafe\u0301 it\u2019s"]
-    words = word_tokenizer(texts, vocab_size=None)
+    words = train_word_tokenizer(texts, vocab_size=None)
     # Equally frequent ones by their letters.
-    assert [words.core.id_to_token(n) for n in range(words.vocab_size)] == [
-        *(UNKNOWN, END_OF_TEXT, "the", "'s", "café", "cat", "mat"),
+    assert [words.backend.id_to_token(n) for n in range(words.vocab_size)] == [
+        *(UNKNOWN_TOKEN, END_OF_TEXT, "the", "'s", "café", "cat", "mat"),
     ]
-    assert (words.unknown, words.end_of_text, words.padding, words.frame) == (0, 1, 1, ((), ()))
-    all_words = word_tokenizer(texts, vocab_size=None, min_frequency=1)
+    assert (words.unk_token_id, words.eos_token_id, words.pad_token_id, words.special_tokens_around) == (
+        0,
+        1,
+        1,
+        ((), ()),
+    )
+    all_words = train_word_tokenizer(texts, vocab_size=None, min_frequency=1)
     assert all_words.decode(all_words.encode("Don't, DIDN'T do n't the cats")) == "<unk> , didn't do n't the <unk>"
     assert all_words.encode(" \n").tolist() == []
     # What spells a special token is text.
-    assert not {1} & set(all_words.encode(f"{END_OF_TEXT} {UNKNOWN}").tolist())
-    assert word_tokenizer(texts, vocab_size=4).core.get_vocab().keys() == {UNKNOWN, END_OF_TEXT, "the", "'s"}
+    assert not {1} & set(all_words.encode(f"{END_OF_TEXT} {UNKNOWN_TOKEN}").tolist())
+    assert train_word_tokenizer(texts, vocab_size=4).backend.get_vocab().keys() == {
+        UNKNOWN_TOKEN,
+        END_OF_TEXT,
+        "the",
+        "'s",
+    }
 
 
 @settings(max_examples=50, deadline=None)
@@ -187,18 +197,18 @@ def test_the_order_of_the_texts_does_not_change_the_words(texts: list[str], chan
     shuffled = [" ".join(chance.sample(text.split(" "), len(text.split(" ")))) for text in texts]
     chance.shuffle(shuffled)
     for size in (None, 4):
-        first, second = (word_tokenizer(some, vocab_size=size) for some in (texts, shuffled))
+        first, second = (train_word_tokenizer(some, vocab_size=size) for some in (texts, shuffled))
         assert first.fingerprint == second.fingerprint
 
 
 def test_words_are_kept_and_open_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    words = word_tokenizer([*CORPUS, *HARD], vocab_size=500)
+    words = train_word_tokenizer([*CORPUS, *HARD], vocab_size=500)
     assert words.vocab_size == 500
     words.save(tmp_path)
     again = Tokenizer.load(tmp_path)
-    assert (again.kind, again.fingerprint, again.unknown, again.padding) == ("words", words.fingerprint, 0, 1)
+    assert (again.kind, again.fingerprint, again.unk_token_id, again.pad_token_id) == ("words", words.fingerprint, 0, 1)
     other = AutoTokenizer.from_pretrained(tmp_path)
     assert isinstance(other, PreTrainedTokenizerFast)
     assert (other.unk_token_id, other.pad_token_id, len(other)) == (0, 1, 500)
@@ -208,9 +218,9 @@ def test_words_are_kept_and_open_in_transformers(tmp_path: Path) -> None:
 
 def test_words_that_cannot_be() -> None:
     with pytest.raises(DataError, match=r"no word occurs 2 times .* data\.tokenizer\.min_frequency"):
-        word_tokenizer(["one two", "three"], vocab_size=None)
+        train_word_tokenizer(["one two", "three"], vocab_size=None)
     with pytest.raises(UsageError, match="vocab_size=2 is less than 3"):
-        word_tokenizer(["a a"], vocab_size=2)
+        train_word_tokenizer(["a a"], vocab_size=2)
 
 
 def test_sizes_are_the_usual_ones_of_each_kind() -> None:
@@ -225,12 +235,12 @@ def test_the_frame_is_what_the_post_processor_puts_around() -> None:
     for template, frame in {"$A": ((), ()), "<s> $A </s> </s>": ((0,), (1, 1)), "$A </s>": ((), (1,))}.items():
         core.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
         made = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"})
-        assert made.frame == frame
+        assert made.special_tokens_around == frame
         assert made.encode("a b").tolist() == [2, 3]
-        assert made.padding == 4
+        assert made.pad_token_id == 4
     core.post_processor = processors.TemplateProcessing(single="$A <s> $A", special_tokens=[("<s>", 0)])
     with pytest.raises(DataError, match="more than to frame"):
-        _ = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"}).frame
+        _ = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"}).special_tokens_around
 
 
 @pytest.mark.parametrize(
@@ -254,7 +264,7 @@ def test_the_longest_text_is_what_folder_and_model_say(
     kept.write_text(json.dumps({**json.loads(kept.read_text()), **more}))
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    assert pretrained_tokenizer(str(tmp_path)).longest == longest
+    assert load_pretrained_tokenizer(str(tmp_path)).model_max_length == longest
 
 
 def test_other_peoples_tokenizers(tmp_path: Path) -> None:
@@ -268,9 +278,9 @@ def test_other_peoples_tokenizers(tmp_path: Path) -> None:
         json.dumps({"eos_token": {"content": "</s>"}, "auto_map": {"AutoTokenizer": "evil.Code"}})
     )
     for path in (tmp_path, tmp_path / "tokenizer.json"):
-        tokenizer = pretrained_tokenizer(str(path))
+        tokenizer = load_pretrained_tokenizer(str(path))
         assert tokenizer.kind == "pretrained"
-        assert tokenizer.end_of_text == 1
+        assert tokenizer.eos_token_id == 1
         assert tokenizer.vocab_size == 10  # ids have holes
         assert tokenizer.encode("the cat").tolist() == [2, 3]
         assert tokenizer.byte_lengths.tolist() == [0, 0, 4, 4, 0, 0, 0, 0, 0, 1]
@@ -282,17 +292,17 @@ def test_other_peoples_tokenizers(tmp_path: Path) -> None:
 
 def test_a_wrong_tokenizer_is_answered_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no tokenizer\.json"):
-        pretrained_tokenizer(str(tmp_path))
+        load_pretrained_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="is not a tokenizer"):
-        pretrained_tokenizer(str(tmp_path))
+        load_pretrained_tokenizer(str(tmp_path))
     core = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
     core.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="no token that ends a text"):
-        pretrained_tokenizer(str(tmp_path))
+        load_pretrained_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match="must hold a JSON object, not a list"):
-        pretrained_tokenizer(str(tmp_path))
+        load_pretrained_tokenizer(str(tmp_path))
     with pytest.raises(UsageError, match="needs path"):
         build_tokenizer(TokenizerSpec(kind="pretrained"), [])
     with pytest.raises(UsageError, match="vocab_size=100 is less than 257"):
@@ -307,7 +317,7 @@ def test_a_hub_name_that_cannot_be_fetched_is_answered_in_one_line(monkeypatch: 
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(EnvironmentProblem, match=r"'someone/some' .* hub: no network$"):
-        pretrained_tokenizer("someone/some")
+        load_pretrained_tokenizer("someone/some")
 
 
 def test_the_alphabet_is_the_librarys() -> None:
@@ -316,7 +326,7 @@ def test_the_alphabet_is_the_librarys() -> None:
 
 def test_bytes_and_characters_are_encoded_without_a_loop() -> None:
     text = "".join(CORPUS)
-    for tokenizer in (BYTES, character_tokenizer(CORPUS)):
+    for tokenizer in (BYTES, build_character_tokenizer(CORPUS)):
         tokenizer.encode(text)
         short, long = (count_operations(partial(tokenizer.encode, part)) for part in (text[:1000], text))
         assert long == short < 100

@@ -15,9 +15,9 @@ import pytest
 
 from bottega.config.data import HeldOut, Source, TextData
 from bottega.core.errors import DataError
-from bottega.data.loading.loader import Loader, evaluate_batches
-from bottega.data.prepare.jobs import Progress
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.loading.loader import Loader, iter_eval_batches
+from bottega.data.prepare.jobs import ProgressCallback
+from bottega.data.prepare.prepared import PreparedData
 from bottega.data.tables.cache import MANIFEST
 from bottega.data.text.tokens import TokenDocuments, TokenWindows
 from bottega.data.text.vocabulary import TokenizerSpec
@@ -35,7 +35,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 class Texts:
     """Prepared texts, and the samples they give."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedData) -> None:
         self.prepared, self.folder, self.tokenizer = prepared, prepared.folder, prepared.tokenizer
         self.fingerprint, self.tables = prepared.fingerprint, prepared.tables
 
@@ -50,7 +50,7 @@ class Texts:
 
 
 def prepare_text(
-    path: Path, validation: Path | float | None, spec: TokenizerSpec, *, cache: Path, progress: Progress = quiet
+    path: Path, validation: Path | float | None, spec: TokenizerSpec, *, cache: Path, progress: ProgressCallback = quiet
 ) -> Texts:
     own = HeldOut(path=str(validation)) if isinstance(validation, Path) else HeldOut(split=validation)
     data = TextData(train=Source(path=str(path)), validation=None if validation is None else own)
@@ -102,8 +102,8 @@ def test_many_texts_are_joined_with_end_of_text_and_none_is_lost(tmp_path: Path,
     found = {}
     for split in ("train", "validation"):
         ids = tokens_of(prepared, split)
-        assert ids[-1] == prepared.tokenizer.end_of_text
-        parts = np.split(ids, np.flatnonzero(ids == prepared.tokenizer.end_of_text) + 1)[:-1]
+        assert ids[-1] == prepared.tokenizer.eos_token_id
+        parts = np.split(ids, np.flatnonzero(ids == prepared.tokenizer.eos_token_id) + 1)[:-1]
         found[split] = [prepared.tokenizer.decode(part[:-1]) for part in parts]
         counts = prepared.tables[split]
         assert counts["documents"] == counts["rows"] == len(parts)
@@ -141,7 +141,7 @@ def test_a_source_of_its_own_and_no_validation_at_all(tmp_path: Path) -> None:
 def test_the_tokenizer_is_learned_from_train_alone(tmp_path: Path) -> None:
     text = "train " * 900 + "QQQQ" * 150
     prepared = prepare(tmp_path, {"a.txt": text}, TokenizerSpec(kind="bpe", vocab_size=300))
-    assert not any("QQ" in token for token in prepared.tokenizer.core.get_vocab())
+    assert not any("QQ" in token for token in prepared.tokenizer.backend.get_vocab())
 
 
 def test_the_same_inputs_are_prepared_once_and_others_anew(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_validation_windows_cover_every_target_once(tmp_path: Path, length: int)
     prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=tmp_path / "v.txt")
     source = prepared.validation(16)
     tokens = tokens_of(prepared, "validation")
-    targets = np.concatenate([batch["input_ids"][:, 1:].ravel() for batch in evaluate_batches(source, 4)])
+    targets = np.concatenate([batch["input_ids"][:, 1:].ravel() for batch in iter_eval_batches(source, 4)])
     assert np.array_equal(targets, tokens[1 : 1 + len(targets)])
     assert length - 1 - len(targets) < min(16, length)
     assert np.array_equal(everything(source, 0), everything(source, 5))
@@ -304,7 +304,7 @@ def test_bytes_of_all_targets_are_the_bytes_of_the_text(tmp_path: Path) -> None:
     text = "é and 한 " * 200
     prepared = prepare(tmp_path, {"a.txt": text}, TokenizerSpec(vocab_size=300), validation=0.5)
     source = prepared.validation(1, with_bytes=True)
-    total = sum(int(batch["bytes"].sum()) for batch in evaluate_batches(source, 64))
+    total = sum(int(batch["bytes"].sum()) for batch in iter_eval_batches(source, 64))
     first = prepared.tokenizer.byte_lengths[tokens_of(prepared, "validation")[0]]
     assert total + first == prepared.tables["validation"]["bytes"]
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from bottega.data.records.record import Unreadable
 from bottega.data.video import decode as decoding
-from bottega.data.video.container import missing_bytes
-from bottega.data.video.decode import Limits, frames
+from bottega.data.video.container import count_missing_bytes
+from bottega.data.video.decode import Limits, decode_frames
 
 av = pytest.importorskip("av", reason="av is not installed")
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -48,7 +48,7 @@ def made(
 
 
 def numbers(data: bytes, **options: object) -> list[int]:
-    return [int(frame[0, 0, 0]) // LEVEL for frame in frames(data, **options).frames]  # type: ignore[arg-type]
+    return [int(frame[0, 0, 0]) // LEVEL for frame in decode_frames(data, **options).frames]  # type: ignore[arg-type]
 
 
 def listed() -> dict[str, tuple[int, int, int, float]]:
@@ -65,7 +65,7 @@ def listed() -> dict[str, tuple[int, int, int, float]]:
 @pytest.mark.parametrize("clip", CLIPS, ids=lambda path: path.name)
 def test_real_clips_have_the_frames_that_are_known(clip: Path) -> None:
     height, width, count, rate = listed()[clip.name]
-    given_rate, pictures = frames(clip)
+    given_rate, pictures = decode_frames(clip)
     seen = [picture.shape for picture in pictures]
     assert set(seen) == {(height, width, 3)}
     assert len(seen) == count
@@ -90,14 +90,14 @@ def test_a_clip_cut_short_is_noticed(clip: Path, stated: bool, tmp_path: Path, m
         path.write_bytes(data[: int(len(data) * share)])
         for cut in (path, path.read_bytes()):
             with pytest.raises(Unreadable, match="bytes are missing" if stated and share else r".") as caught:
-                list(frames(cut).frames)
+                list(decode_frames(cut).frames)
             assert "\n" not in str(caught.value)
 
 
 @needs_data
 def test_bytes_and_files_give_the_same_frames() -> None:
     clip = next(path for path in CLIPS if path.name == "h265_video.mp4")
-    for one, other in zip(frames(clip).frames, frames(clip.read_bytes()).frames, strict=True):
+    for one, other in zip(decode_frames(clip).frames, decode_frames(clip.read_bytes()).frames, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -106,7 +106,7 @@ def test_a_picture_is_no_video_whatever_its_name(tmp_path: Path, name: str) -> N
     path = tmp_path / name
     Image.new("RGB", (64, 64)).save(path, format="PNG")
     with pytest.raises(Unreadable, match="no video of a known format"):
-        frames(path)
+        decode_frames(path)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_playlist_opens_nothing(tmp_path: Path, text: str) -> None:
     path = tmp_path / "list.mp4"
     path.write_text(text)
     with pytest.raises(Unreadable, match="no video of a known format"):
-        frames(path)
+        decode_frames(path)
 
 
 def test_sound_alone_is_no_video(tmp_path: Path) -> None:
@@ -127,25 +127,25 @@ def test_sound_alone_is_no_video(tmp_path: Path) -> None:
         frame.sample_rate = 8000
         container.mux(stream.encode(frame))
     with pytest.raises(Unreadable, match="no video stream"):
-        frames(out.getvalue())
+        decode_frames(out.getvalue())
 
 
 def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
     with pytest.raises(Unreadable, match="cannot be read"):
-        frames(tmp_path / "no.mp4")
+        decode_frames(tmp_path / "no.mp4")
 
 
 def test_noise_in_the_middle_is_unreadable_or_complete() -> None:
     data = bytearray(made(20))
     data[len(data) // 2 : len(data) // 2 + 200] = bytes(200)
     with pytest.raises(Unreadable):
-        list(frames(bytes(data)).frames)
+        list(decode_frames(bytes(data)).frames)
 
 
 class TestTimes:
     def test_as_it_comes(self) -> None:
         assert numbers(made(7)) == list(range(7))
-        assert frames(made(7)).rate == 10
+        assert decode_frames(made(7)).rate == 10
 
     def test_half_and_double_the_rate(self) -> None:
         # Times 0, 0.2, 0.4, ... and 0, 0.05, 0.1, ...; one that is halfway between two frames is the later one's.
@@ -155,7 +155,7 @@ class TestTimes:
     def test_the_stride_comes_after_the_rate(self) -> None:
         assert numbers(made(8), stride=3) == [0, 3, 6]
         assert numbers(made(9), fps=5, stride=2) == [0, 4, 8]
-        assert frames(made(9), fps=5, stride=2).rate == 2.5
+        assert decode_frames(made(9), fps=5, stride=2).rate == 2.5
 
     @given(
         st.lists(st.integers(1, 6), min_size=1, max_size=12),
@@ -184,12 +184,12 @@ class TestLimits:
 
     def test_too_long_or_too_large_is_refused_before(self) -> None:
         with pytest.raises(Unreadable, match="more than a video may last"):
-            frames(made(20), limit=Limits(seconds=1.5))
+            decode_frames(made(20), limit=Limits(seconds=1.5))
         with pytest.raises(Unreadable, match="more pixels than one may have"):
-            frames(made(2), limit=Limits(pixels=100))
+            decode_frames(made(2), limit=Limits(pixels=100))
 
     def test_frames_are_made_one_at_a_time(self) -> None:
-        pictures = frames(made(20), limit=Limits(frames=3)).frames
+        pictures = decode_frames(made(20), limit=Limits(frames=3)).frames
         assert [int(next(pictures)[0, 0, 0]) // LEVEL for _ in range(3)] == [0, 1, 2]
 
 
@@ -215,7 +215,7 @@ def test_a_video_is_turned_as_its_header_says(matrix: tuple[int, ...], turned: o
     at = data.index(b"tkhd") + 4 + 40
     a, b, c, d = (value * 65536 for value in matrix)
     data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
-    seen = next(frames(bytes(data)).frames)
+    seen = next(decode_frames(bytes(data)).frames)
     expected = turned(pixels)  # type: ignore[operator]
     assert seen.shape == expected.shape
     assert np.abs(seen.astype(int) - expected).mean() < 12
@@ -233,14 +233,14 @@ def test_containers_state_their_length(form: str) -> None:
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     data = out.getvalue()
-    assert missing_bytes(io.BytesIO(data)) == 0
-    assert missing_bytes(io.BytesIO(data + b"\0" * 50)) == 0
+    assert count_missing_bytes(io.BytesIO(data)) == 0
+    assert count_missing_bytes(io.BytesIO(data + b"\0" * 50)) == 0
     for cut in (1, 7, len(data) // 2):
-        assert missing_bytes(io.BytesIO(data[:-cut])) > 0, cut
+        assert count_missing_bytes(io.BytesIO(data[:-cut])) > 0, cut
 
 
 @given(
     st.binary(max_size=80), st.sampled_from([b"", b"RIFF", b"\x1a\x45\xdf\xa3", b"\0\0\0\x10ftyp", b"\0\0\0\x01mdat"])
 )
 def test_any_bytes_have_a_length_to_state_or_none(noise: bytes, magic: bytes) -> None:
-    assert missing_bytes(io.BytesIO(magic + noise)) >= 0
+    assert count_missing_bytes(io.BytesIO(magic + noise)) >= 0

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.data.image.augment import denormalise
+from bottega.data.image.augment import denormalise_pixels
 from bottega.data.image.config import ImageAugmentation
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.classes import find_classes
 from bottega.data.tables.shards import ShardWriter, Table
 from bottega.data.video import encoder as encoding
 from bottega.data.video.encoder import VideoEncoder
-from bottega.data.video.sampling import clip
+from bottega.data.video.sampling import sample_frame_indices
 from bottega.data.video.source import VideoRows
 
 DATA = os.environ.get("BOTTEGA_DATA")
@@ -30,7 +30,7 @@ whole = st.integers(1, 40)
 
 @given(whole, whole, st.integers(1, 5), st.sampled_from(("random", "start", "centre")), st.integers(0, 9))
 def test_a_clip_is_in_the_video_and_in_a_row(length: int, num_frames: int, stride: int, where: Any, epoch: int) -> None:
-    seen = clip(length, num_frames=num_frames, stride=stride, where=where, epoch=epoch)
+    seen = sample_frame_indices(length, num_frames=num_frames, stride=stride, position=where, epoch=epoch)
     assert seen.shape == (num_frames,)
     assert seen.min() >= 0
     assert seen.max() < length
@@ -45,14 +45,23 @@ def test_a_clip_is_in_the_video_and_in_a_row(length: int, num_frames: int, strid
 
 
 def test_start_centre_and_random_are_where_they_say() -> None:
-    assert clip(100, num_frames=4, stride=2, where="start").tolist() == [0, 2, 4, 6]
-    assert clip(100, num_frames=4, stride=2, where="centre").tolist() == [46, 48, 50, 52]
-    assert clip(3, num_frames=5, stride=1, where="centre").tolist() == [0, 1, 2, 2, 2]
+    assert sample_frame_indices(100, num_frames=4, stride=2, position="start").tolist() == [0, 2, 4, 6]
+    assert sample_frame_indices(100, num_frames=4, stride=2, position="centre").tolist() == [46, 48, 50, 52]
+    assert sample_frame_indices(3, num_frames=5, stride=1, position="centre").tolist() == [0, 1, 2, 2, 2]
     starts = {
-        int(clip(10, num_frames=4, stride=2, where="random", seed=1, epoch=epoch, index=5)[0]) for epoch in range(99)
+        int(sample_frame_indices(10, num_frames=4, stride=2, position="random", seed=1, epoch=epoch, index=5)[0])
+        for epoch in range(99)
     }
     assert starts == {0, 1, 2, 3}
-    assert len({tuple(clip(999, num_frames=2, stride=1, where="random", index=index)) for index in range(50)}) > 40
+    assert (
+        len(
+            {
+                tuple(sample_frame_indices(999, num_frames=2, stride=1, position="random", index=index))
+                for index in range(50)
+            }
+        )
+        > 40
+    )
 
 
 def film(length: int, *, size: tuple[int, int] = (8, 8)) -> np.ndarray:
@@ -75,7 +84,7 @@ def videos(tmp_path: Path) -> Table:
 
 
 def levels(batch: dict[str, Any]) -> list[list[int]]:
-    return denormalise(batch["video"], how="symmetric")[..., 0, 0, 0].tolist()
+    return denormalise_pixels(batch["video"], mode="symmetric")[..., 0, 0, 0].tolist()
 
 
 def test_a_batch_holds_exactly_what_is_promised(videos: Table) -> None:

@@ -16,7 +16,7 @@ from bottega.core.task import Task
 from bottega.models.autoencoder.config import AutoencoderShape, CodesShape
 from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.models.build import build_models
-from bottega.tasks.autoencode.tokens_task import Codes, usage
+from bottega.tasks.autoencode.tokens_task import Codes, measure_code_usage
 from bottega.tasks.autoencode.vae_task import Reconstruction
 
 FIELDS: dict[str, Any] = {"channels": 3, "latent_channels": 4, "widths": (16, 32), "layers_per_block": 1}
@@ -113,8 +113,11 @@ def test_summary_adds_the_signal_to_noise_ratio() -> None:
 
 
 def test_usage_counts_codes() -> None:
-    assert usage(np.arange(8).reshape(2, 2, 2), 8) == {"codes_used": 1.0, "code_perplexity": pytest.approx(8.0)}
-    assert usage(np.zeros((2, 4), np.int64), 8) == {"codes_used": 1 / 8, "code_perplexity": 1.0}
+    assert measure_code_usage(np.arange(8).reshape(2, 2, 2), 8) == {
+        "codes_used": 1.0,
+        "code_perplexity": pytest.approx(8.0),
+    }
+    assert measure_code_usage(np.zeros((2, 4), np.int64), 8) == {"codes_used": 1 / 8, "code_perplexity": 1.0}
 
 
 def test_build_is_a_function_of_the_seed() -> None:

@@ -28,7 +28,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def prepared(folder: Path, changes: dict[str, Any], recipe: str = "classify") -> Any:
     values = {k: v for k, v in small_texts.settings(folder).items() if k != "data.test"} | changes
-    return registry.prepare(load_recipe([recipe, values]).recipe, say=lambda stage, done, total: None)
+    return registry.open_workload(load_recipe([recipe, values]).recipe, progress=lambda stage, done, total: None)
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])
@@ -45,14 +45,14 @@ def test_folds_have_the_classes_of_all_folds_and_a_rare_one_is_told(tmp_path: Pa
     path = written(tmp_path / "rare.jsonl", [*small_texts.rows(48), {"text": "salt and rope", "label": "coook"}])
     folds = {"data.train.path": path, "data.validation.split": None, "data.split.folds": 3}
     found = [prepared(tmp_path, {**folds, "data.split.fold": fold}) for fold in range(3)]
-    assert {branch.classes.names for branch in found} == {("cook", "coook", "sail", "sing")}
+    assert {workload.classes.names for workload in found} == {("cook", "coook", "sail", "sing")}
     assert all(any("1 of 4 classes have at most 2 training samples: 'coook'" in n for n in b.notes) for b in found)
 
 
 def test_a_class_of_held_out_pictures_alone_is_an_error_but_for_meta_learning(tmp_path: Path) -> None:
     def made(recipe: str, **changes: Any) -> Any:
         loaded = load_recipe([recipe, {"output_dir": str(tmp_path), **changes}]).recipe
-        return registry.prepare(loaded, say=lambda stage, done, total: None)
+        return registry.open_workload(loaded, progress=lambda stage, done, total: None)
 
     assert len(made("classify/few-shot").classes) == 10
     with pytest.raises(DataError, match="is none of the 6 classes"):
@@ -73,7 +73,7 @@ def test_an_evaluation_measures_nats_whatever_is_minimised(changes: dict[str, An
     shape = {"kind": "cnn", "vocab_size": 20, "num_labels": 3, "embed_size": 4, "num_filters": 4, "dropout": 0.0}
     plain = Classification(key="text", shape=shape, multi_label=several)  # type: ignore[arg-type]
     other = Classification(key="text", shape=shape, multi_label=several, **changes)  # type: ignore[arg-type]
-    assert (plain.is_modified, other.is_modified) == (False, True)
+    assert (plain.has_modified_loss, other.has_modified_loss) == (False, True)
     model = build_models(plain, 0)["model"]
     draw = np.random.default_rng(0)
     batch: dict[str, Any] = {"input_ids": draw.integers(0, 20, (6, 8)), "attention_mask": np.ones((6, 8), np.int64)}
@@ -103,11 +103,11 @@ def test_an_evaluation_measures_nats_whatever_is_minimised(changes: dict[str, An
 
 
 def test_weights_by_the_names_of_classes(tmp_path: Path) -> None:
-    branch = prepared(tmp_path, {"loss.class_weights": {"sing": 3, "cook": 2}})
-    assert branch.classes.names == ("cook", "sail", "sing")
-    assert branch.task.class_weights == (2.0, 1.0, 3.0)
-    branch.save_codec(tmp_path / "codec")
-    again = registry.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
+    workload = prepared(tmp_path, {"loss.class_weights": {"sing": 3, "cook": 2}})
+    assert workload.classes.names == ("cook", "sail", "sing")
+    assert workload.task.class_weights == (2.0, 1.0, 3.0)
+    workload.save_processor(tmp_path / "processor")
+    again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.fingerprint)
     assert again.task.class_weights == (2.0, 1.0, 3.0)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"loss.class_weights: 'sings' is none of the 3 classes; did you mean 'sing'"):
         prepared(tmp_path, {"loss.class_weights": {"sings": 3}})
@@ -118,18 +118,18 @@ def test_what_would_have_no_effect_is_said(tmp_path: Path) -> None:
         load_recipe(["classify", {"loss.gamma": 1.0}])
     values: dict[str, Any] = dict.fromkeys(("model.hidden_size", "model.num_layers", "model.num_heads"))
     values |= {"model.kind": "pretrained", "model.from": str(small_texts.encoder(tmp_path / "encoder"))}
-    branch = prepared(tmp_path, {**values, "data.tokenizer.kind": "bpe"})
-    assert any("data.tokenizer.kind: bpe is not used" in note for note in branch.notes)
+    workload = prepared(tmp_path, {**values, "data.tokenizer.kind": "bpe"})
+    assert any("data.tokenizer.kind: bpe is not used" in note for note in workload.notes)
     assert not any("is not used" in note for note in prepared(tmp_path, values).notes)
 
 
 def test_texts_that_are_cut_are_told(tmp_path: Path) -> None:
-    branch = prepared(tmp_path, {"data.sequence_length": 8})
-    lengths = [len(one) for one in branch._ids([row["text"] for row in small_texts.rows()])]
+    workload = prepared(tmp_path, {"data.sequence_length": 8})
+    lengths = [len(one) for one in workload._ids([row["text"] for row in small_texts.rows()])]
     assert any(
-        f"of {len(branch.training())} texts are cut at 8 tokens: data.sequence_length" in n for n in branch.notes
+        f"of {len(workload.training())} texts are cut at 8 tokens: data.sequence_length" in n for n in workload.notes
     )
-    assert branch.num_cut([row["text"] for row in small_texts.rows()]) == (sum(n > 8 for n in lengths), 8)
+    assert workload.count_truncated([row["text"] for row in small_texts.rows()]) == (sum(n > 8 for n in lengths), 8)
     assert not any("are cut" in note for note in prepared(tmp_path, {"data.sequence_length": 128}).notes)
 
 

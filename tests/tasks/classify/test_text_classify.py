@@ -13,19 +13,21 @@ import torch
 import bottega
 import small_texts
 from bottega.core.errors import DataError, UsageError
-from bottega.data.loading.loader import evaluate_batches
+from bottega.data.loading.loader import iter_eval_batches
 from bottega.tasks import registry
-from bottega.tasks.classify.text import TextClassifyBranch
+from bottega.tasks.classify.text_workload import TextClassifyWorkload
 from bottega.tasks.evaluation_data import DataRequest
 from bottega.tasks.recipes import load_recipe
 
 LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.every": 40, "checkpoint.every": 40}
 
 
-def prepared(values: dict[str, Any]) -> TextClassifyBranch:
-    branch = registry.prepare(load_recipe(["classify", values]).recipe, say=lambda stage, done, total: None)
-    assert isinstance(branch, TextClassifyBranch)
-    return branch
+def prepared(values: dict[str, Any]) -> TextClassifyWorkload:
+    workload = registry.open_workload(
+        load_recipe(["classify", values]).recipe, progress=lambda stage, done, total: None
+    )
+    assert isinstance(workload, TextClassifyWorkload)
+    return workload
 
 
 @pytest.fixture(scope="module", params=["transformer", "cnn", "pretrained"])
@@ -46,11 +48,11 @@ def test_it_learns_and_says_the_same_of_texts_given_by_hand(run: Path) -> None:
     assert {"macro_f1", "weighted_f1", "ece", "auroc"} <= measured.keys()
     rows = small_texts.rows(30, seed=5)
     with saved.engine.sampling() as models:
-        chances = saved.branch.predict(models, [row["text"] for row in rows], device="cpu", batch_size=7)
-        alone = saved.branch.predict(models, [rows[4]["text"]], device="cpu")
+        chances = saved.workload.predict(models, [row["text"] for row in rows], device="cpu", batch_size=7)
+        alone = saved.workload.predict(models, [rows[4]["text"]], device="cpu")
     np.testing.assert_allclose(chances.sum(1), 1, atol=1e-5)
     np.testing.assert_allclose(alone[0], chances[4], atol=1e-5)
-    named = [saved.branch.classes.names[i] for i in chances.argmax(1)]
+    named = [saved.workload.classes.names[i] for i in chances.argmax(1)]
     assert np.mean([name == row["label"] for name, row in zip(named, rows, strict=True)]) > 0.9
 
 
@@ -78,7 +80,7 @@ def test_a_run_is_opened_where_its_data_and_its_start_are_gone(run: Path, tmp_pa
         texts = [row["text"] for row in small_texts.rows(6)]
         with before.engine.sampling() as a, after.engine.sampling() as b:
             np.testing.assert_array_equal(
-                before.branch.predict(a, texts, device="cpu"), after.branch.predict(b, texts, device="cpu")
+                before.workload.predict(a, texts, device="cpu"), after.workload.predict(b, texts, device="cpu")
             )
     finally:
         for file in run.parent.glob("*.gone"):
@@ -90,10 +92,10 @@ def test_the_export_of_a_pretrained_encoder_opens_in_transformers(run: Path, tmp
     folder = saved.export(tmp_path / "export")
     texts = [row["text"] for row in small_texts.rows(5, seed=3)]
     with saved.engine.sampling() as models:
-        ours = saved.branch.predict(models, texts, device="cpu")
+        ours = saved.workload.predict(models, texts, device="cpu")
     if saved.recipe.model.kind != "pretrained":
         config = json.loads((folder / "config.json").read_text())
-        assert config["classes"] == list(saved.branch.classes.names)
+        assert config["classes"] == list(saved.workload.classes.names)
         assert (folder / "model.safetensors").is_file()
         return
     import transformers
@@ -103,7 +105,7 @@ def test_the_export_of_a_pretrained_encoder_opens_in_transformers(run: Path, tmp
     with torch.no_grad():
         theirs = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(1)
     np.testing.assert_allclose(theirs.numpy(), ours, atol=1e-6)
-    assert model.config.id2label == dict(enumerate(saved.branch.classes.names))
+    assert model.config.id2label == dict(enumerate(saved.workload.classes.names))
 
 
 def test_an_encoder_is_frozen_then_thawed_layer_by_layer_and_exported(tmp_path: Path) -> None:
@@ -145,19 +147,19 @@ def test_an_encoder_is_frozen_then_thawed_layer_by_layer_and_exported(tmp_path: 
 
 def test_texts_of_like_length_are_measured_together_and_told_in_their_order(run: Path) -> None:
     saved = bottega.load(run)
-    source = saved.branch.validation()
-    order = source.alike(len(source))
+    source = saved.workload.validation()
+    order = source.length_order(len(source))
     assert sorted(order) == list(range(len(source)))
     assert (np.diff(source.lengths()[order]) >= 0).all()
     assert list(order) != sorted(order), "these texts come in the order of their lengths by themselves"
-    sizes = [len(batch["input_ids"]) for batch in evaluate_batches(source, 8)]
+    sizes = [len(batch["input_ids"]) for batch in iter_eval_batches(source, 8)]
     assert sum(sizes) == len(source)
-    _, rows, _ = saved.examined(saved.chosen(DataRequest()))
+    _, rows, _ = saved.evaluate_data(saved.select_data(DataRequest()))
     assert "index" not in rows
     np.testing.assert_array_equal(rows["label"], source.labels)
     texts = [source.table.row("text", row) for row in range(len(source))]
     with saved.engine.sampling() as models:
-        alone = saved.branch.predict(models, texts, device="cpu", batch_size=1)
+        alone = saved.workload.predict(models, texts, device="cpu", batch_size=1)
     np.testing.assert_allclose(rows["probability"], alone, atol=1e-5)
 
 
@@ -180,13 +182,15 @@ def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> Non
     path = tmp_path / "rare.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {**small_texts.settings(tmp_path), "data.train.path": str(path), "loss.class_weights": "balanced"}
-    branch = prepared(values)
-    labels = branch.training().rows(np.arange(len(branch.training())), np.zeros(len(branch.training()), int))["label"]
+    workload = prepared(values)
+    labels = workload.training().rows(np.arange(len(workload.training())), np.zeros(len(workload.training()), int))[
+        "label"
+    ]
     counts = np.bincount(labels)
-    np.testing.assert_allclose(branch.task.class_weights, counts.sum() / (3 * counts))
-    branch.save_codec(tmp_path / "codec")
-    again = registry.reopen(branch.recipe, tmp_path / "codec", branch.fingerprint)
-    assert again.task == branch.task, "a run that is opened again measures the same loss"
+    np.testing.assert_allclose(workload.task.class_weights, counts.sum() / (3 * counts))
+    workload.save_processor(tmp_path / "processor")
+    again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.fingerprint)
+    assert again.task == workload.task, "a run that is opened again measures the same loss"
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_the_cache_draws_what_reading_everything_again_would() -> None:
     of = task()
     models, data = built(of, seed=4), batch(3)
     made = of.draw_codes(models["model"], data, rng(3), temperature=0.0)
-    first = of.asked(data, drop=torch.zeros(3, dtype=torch.bool))
+    first = of.first_tokens(data, drop=torch.zeros(3, dtype=torch.bool))
     logits = models["model"](torch.cat([first[:, None], made[:, :-1]], dim=1))[..., :CODES]
     assert torch.equal(logits.argmax(-1), made)
 

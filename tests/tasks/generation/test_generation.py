@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from bottega.config.training import Training
-from bottega.core.loop import evaluate
-from bottega.core.noise import Noise, generator
-from bottega.data.loading.loader import Loader, evaluate_batches
+from bottega.core.noise import Noise, numpy_generator
+from bottega.core.trainer import evaluate
+from bottega.data.loading.loader import Loader, iter_eval_batches
 from bottega.data.sources.source import ArraySource
 from bottega.engines.torch.engine import TorchEngine
 from bottega.models.build import build_models
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
-from bottega.tasks.generation.paths import Path
+from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.generation.samplers import sample
 from bottega.tasks.generation.task import Generation
 
@@ -25,7 +25,7 @@ CONDITIONS = ["none", "class", "vector", "text"]
 WORDS = 5
 
 
-def task(kind: Any = "class", *, path: Path | None = None, frames: bool = False, **options: Any) -> Generation:
+def task(kind: Any = "class", *, path: NoisePath | None = None, frames: bool = False, **options: Any) -> Generation:
     sides: dict[str, Any] = {"grid": (4, 4), "patch": (2, 2)}
     if frames:
         sides = {"grid": (2, 4, 4), "patch": (1, 2, 2), "attention": "factorised"}
@@ -36,7 +36,7 @@ def task(kind: Any = "class", *, path: Path | None = None, frames: bool = False,
     )
     condition = ConditionShape(kind=kind, size=0 if words else 3, hidden_size=24, **(text if words else {}))
     shape = GeneratorShape(backbone=backbone, condition=condition)
-    return Generation(key="image", shape=shape, path=path or Path(), empty_text=(0,) * WORDS, **options)
+    return Generation(key="image", shape=shape, path=path or NoisePath(), empty_text=(0,) * WORDS, **options)
 
 
 def source(count: int = 11, *, frames: bool = False) -> ArraySource:
@@ -71,7 +71,7 @@ def awake(of: Generation) -> dict[str, Any]:
     models = build_models(of, 0)
     with torch.no_grad():
         for name, p in models["model"].named_parameters():
-            p.copy_(torch.from_numpy(0.2 * generator(7, name).standard_normal(p.shape, dtype=np.float32)))
+            p.copy_(torch.from_numpy(0.2 * numpy_generator(7, name).standard_normal(p.shape, dtype=np.float32)))
     return models
 
 
@@ -96,8 +96,10 @@ def loss_of(of: Generation, models: Any, batch: Any, noise: Noise) -> float:
     return of.loss(models, batch, noise).terms["loss"][0].item()
 
 
-@pytest.mark.parametrize("path", [Path(), Path(objective="noise"), Path(objective="v")], ids=lambda p: p.objective)
-def test_the_first_loss_is_that_of_saying_nothing(path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", [NoisePath(), NoisePath(objective="noise"), NoisePath(objective="v")], ids=lambda p: p.objective
+)
+def test_the_first_loss_is_that_of_saying_nothing(path: NoisePath) -> None:
     """It predicts exactly 0, so the loss is the mean square of the target: 1 for noise, 1 + the data's for the flow."""
     of = task(path=path, condition_dropout=0.0)
     data = source(512)
@@ -144,9 +146,9 @@ def test_an_evaluation_is_the_same_twice_and_in_any_batches(kind: str) -> None:
     loader = Loader(source(), 8, seed=0)
     for step in range(3):
         one.train_step(step, loader.batch(step))
-    usual = evaluate(one, evaluate_batches(source(), 4))
-    assert evaluate(one, evaluate_batches(source(), 4)) == usual
-    backwards = list(evaluate_batches(source(), 3))[::-1]
+    usual = evaluate(one, iter_eval_batches(source(), 4))
+    assert evaluate(one, iter_eval_batches(source(), 4)) == usual
+    backwards = list(iter_eval_batches(source(), 3))[::-1]
     assert evaluate(one, iter(backwards)) == pytest.approx(usual, rel=1e-6)
 
 
@@ -204,8 +206,8 @@ def test_rows_without_weight_count_nowhere() -> None:
 
 @pytest.mark.parametrize("objective", ["noise", "v"])
 def test_min_snr_weighs_each_sample(objective: Any) -> None:
-    plain = task(path=Path(objective=objective), condition_dropout=0.0)
-    capped = task(path=Path(objective=objective, min_snr=5.0), condition_dropout=0.0)
+    plain = task(path=NoisePath(objective=objective), condition_dropout=0.0)
+    capped = task(path=NoisePath(objective=objective, min_snr=5.0), condition_dropout=0.0)
     models, weights = awake(plain), []
     for i in range(40):
         draw = Noise(0, 0, torch.tensor([i]), torch)
@@ -233,8 +235,10 @@ def test_the_gradient_reaches_every_parameter(kind: str, frames: bool) -> None:
     assert [name for name in still if not name.endswith(("to_k.bias", "k_proj.bias"))] == []
 
 
-@pytest.mark.parametrize("path", [Path(), Path(objective="noise"), Path(objective="v")], ids=lambda p: p.objective)
-def test_eight_samples_are_learnt(path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", [NoisePath(), NoisePath(objective="noise"), NoisePath(objective="v")], ids=lambda p: p.objective
+)
+def test_eight_samples_are_learnt(path: NoisePath) -> None:
     one = engine(task(path=path), rate=5e-3)
     batch = source(8).rows(np.arange(8), np.zeros(8, np.int64))
     losses = [one.fetch(one.train_step(step, batch))["loss"] for step in range(150)]

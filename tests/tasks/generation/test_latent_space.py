@@ -22,8 +22,8 @@ from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.models.autoencoder.vae import Autoencoder
 from bottega.models.pipeline.component import WEIGHTS
-from bottega.tasks.generation.export import open_folder
-from bottega.tasks.generation.latents import moments, round_trip
+from bottega.tasks.generation.export import open_exported_generator
+from bottega.tasks.generation.latents import encode_moments, reconstruct
 from small_run import different, tensors
 
 TINY: dict[str, Any] = {
@@ -77,20 +77,20 @@ def test_the_part_is_trained_once(run: Any) -> None:
 
 def test_the_generator_works_in_latents_as_large_as_noise(run: Any) -> None:
     saved, config = bottega.load(run.path), json.loads((vae_of(run) / "config.json").read_text())
-    task, branch = saved.task, saved.branch
+    task, workload = saved.task, saved.workload
     assert task.shape.sample == (4, 4, 2)
-    assert branch.facts.sample == (8, 8, 1)
+    assert workload.facts.sample == (8, 8, 1)
     assert (task.latents.scale, task.latents.shift) == (config["scaling_factor"], 0)
     assert task.latents.scale != 1
     assert not [name for name in saved.model.state_dict() if "encoder" in name or "decoder" in name]
-    index = np.arange(len(branch.training()))
-    x = torch.from_numpy(branch.training().rows(index, 0 * index)["image"])
+    index = np.arange(len(workload.training()))
+    x = torch.from_numpy(workload.training().rows(index, 0 * index)["image"])
     with saved.engine.sampling() as models:
         vae = models["vae"]
         seen = task.latents.encode(vae, {"image": x}, "image", Noise(0, 0, torch.from_numpy(index), torch))
-        mean = moments(vae, x).chunk(2, dim=-1)[0]
+        mean = encode_moments(vae, x).chunk(2, dim=-1)[0]
         back = task.latents.decode(vae, (mean - task.latents.shift) * task.latents.scale)
-        torch.testing.assert_close(back, round_trip(vae, x), rtol=0, atol=1e-4)
+        torch.testing.assert_close(back, reconstruct(vae, x), rtol=0, atol=1e-4)
     assert float(seen.square().mean()) == pytest.approx(1, abs=0.2)
 
 
@@ -104,7 +104,7 @@ def test_it_draws_evaluates_and_exports(run: Any, tmp_path: Path) -> None:
     assert result["through_codec"] != result["real"]
     assert result["metrics"]["loss"] == pytest.approx(losses(run)[-1], rel=1e-5)
     saved.export(tmp_path / "out")
-    task, models = open_folder(tmp_path / "out")
+    task, models = open_exported_generator(tmp_path / "out")
     assert task.latents is not None
     assert task.latents.folder == str(tmp_path / "out" / "vae")
     with saved.engine.sampling() as own:
@@ -132,7 +132,7 @@ def test_a_run_that_was_moved_finds_its_part_beside_it(run: Any, tmp_path: Path)
     shutil.copytree(run.path.parent, original, symlinks=True)
     recipe = original / "pictures" / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace(str(run.path.parent), str(original)))
-    facts = original / "pictures" / "codec" / "generator.json"
+    facts = original / "pictures" / "processor" / "generator.json"
     facts.write_text(facts.read_text().replace(str(run.path.parent), str(original)))
     original.rename(moved)
     found = bottega.load(moved / "pictures")
@@ -145,7 +145,7 @@ def test_a_run_that_was_moved_finds_its_part_beside_it(run: Any, tmp_path: Path)
 
 def test_a_part_that_was_deleted_is_made_again_by_the_command_that_is_named(run: Any, tmp_path: Path) -> None:
     runs = Path(shutil.copytree(run.path.parent, tmp_path / "runs", symlinks=True))
-    for file in (runs / "pictures" / "recipe.yaml", runs / "pictures" / "codec" / "generator.json"):
+    for file in (runs / "pictures" / "recipe.yaml", runs / "pictures" / "processor" / "generator.json"):
         file.write_text(file.read_text().replace(str(run.path.parent), str(runs)))
     before = bottega.load(runs / "pictures").generate(count=1, steps=1)
     shutil.rmtree(runs / "parts")
@@ -204,7 +204,7 @@ def test_sound_in_latents(tmp_path: Path, axes: int) -> None:
     options = {**FIVE, **IN_LATENTS, "needs.vae": needs, "model.axes": axes, "data.latents": axes == 1}
     path = bottega.train({"task": "audio"}, {**small_media.audio(tmp_path), **options, "training.max_steps": 2}).path
     saved = bottega.load(path)
-    frames, bands, _ = saved.branch.mel.shape
+    frames, bands, _ = saved.workload.mel.shape
     assert saved.task.shape.sample == ((frames // 2, 2) if axes == 1 else (frames // 2, bands // 2, 2))
     assert saved.generate(count=3, steps=1).shape == (3, 800)
     assert set(bottega.evaluate(path, count=4)["through_codec"]) >= {"nearest_ratio"}

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise
-from bottega.tasks.generation.paths import Path
+from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.generation.samplers import Method, Predict, sample
 from bottega.tasks.generation.schedules import STEPS
 
 MU, S = 1.5, 0.5
-FLOW, COSINE, LINEAR = Path(), Path(objective="v"), Path(objective="noise", schedule="linear")
-STABLE = Path(objective="noise", schedule="scaled_linear")
+FLOW, COSINE, LINEAR = NoisePath(), NoisePath(objective="v"), NoisePath(objective="noise", schedule="linear")
+STABLE = NoisePath(objective="noise", schedule="scaled_linear")
 METHODS: tuple[Method, ...] = ("euler", "heun", "dpm")
 
 
-def named(path: Path) -> str:
+def named(path: NoisePath) -> str:
     return f"{path.objective}-{path.schedule}"
 
 
-def exact(path: Path) -> Predict:
+def exact(path: NoisePath) -> Predict:
     """In float64 inside, so that what is measured is the sampler."""
 
     def predict(x: Tensor, told: Tensor) -> Tensor:
@@ -37,20 +37,20 @@ def exact(path: Path) -> Predict:
     return predict
 
 
-def truth(path: Path, start: Tensor) -> Tensor:
+def truth(path: NoisePath, start: Tensor) -> Tensor:
     alpha, sigma = (level[0] for level in path.grid_levels(path.grid(1, "cpu")))
     return MU + S * (start.double() - alpha * MU) / (alpha**2 * S**2 + sigma**2).sqrt()
 
 
-def error(path: Path, method: Method, steps: int) -> float:
+def error(path: NoisePath, method: Method, steps: int) -> float:
     start = torch.linspace(-2, 2, 9)[:, None]
     found = sample(exact(path), start, path, steps=steps, method=method)
     return (found - truth(path, start)).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR, STABLE, Path(objective="noise")], ids=named)
+@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR, STABLE, NoisePath(objective="noise")], ids=named)
 @pytest.mark.parametrize("method", METHODS)
-def test_noise_becomes_the_data_distribution(path: Path, method: Method) -> None:
+def test_noise_becomes_the_data_distribution(path: NoisePath, method: Method) -> None:
     """Against N(mu, s^2) itself: what a path does not begin at is an error too, of at most alpha mu s at its start."""
     start = Noise(0, 0, torch.arange(20_000), torch).normal("start", (1,))
     found = sample(exact(path), start, path, steps=64, method=method)
@@ -62,7 +62,7 @@ def test_noise_becomes_the_data_distribution(path: Path, method: Method) -> None
 
 
 @pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=named)
-def test_orders_of_convergence(path: Path) -> None:
+def test_orders_of_convergence(path: NoisePath) -> None:
     """Twice the steps: half the error of Euler, a quarter of the others'. Over three doublings, since that of dpm changes sign.
 
     scaled_linear is not here: its noise grows like the root of the time, which even steps in time follow badly.
@@ -90,20 +90,20 @@ def test_few_steps_do_not_overshoot() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=named)
-def test_one_step_is_the_best_guess_from_noise_alone(path: Path, method: Method) -> None:
+def test_one_step_is_the_best_guess_from_noise_alone(path: NoisePath, method: Method) -> None:
     start = torch.linspace(-2, 2, 9)[:, None]
     found = sample(exact(path), start, path, steps=1, method=method)
     times = path.grid(1, "cpu")
     alpha, sigma = (level[0].float() for level in path.grid_levels(times))
     told = path.model_time(times[0]).expand(9)
     torch.testing.assert_close(
-        found, path.split(exact(path)(start, told), start, alpha, sigma)[0], rtol=1e-5, atol=1e-5
+        found, path.split_prediction(exact(path)(start, told), start, alpha, sigma)[0], rtol=1e-5, atol=1e-5
     )
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=named)
-def test_a_perfect_straight_answer_needs_one_step(path: Path, method: Method) -> None:
+def test_a_perfect_straight_answer_needs_one_step(path: NoisePath, method: Method) -> None:
     """A model that knows which sample it is asked for arrives in any number of steps."""
     clean, start = torch.linspace(-1, 1, 8)[:, None], torch.linspace(2, -3, 8)[:, None]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import bottega
-from bottega.data.text.captions import CaptionTokens
-from bottega.tasks import needs
-from bottega.tasks.generation.export import open_folder
+from bottega.data.text.captions import CaptionTokenizer
+from bottega.tasks import dependencies
+from bottega.tasks.generation.export import open_exported_generator
 from bottega.tasks.recipes import check_recipe, load_recipe
 
 diffusers = pytest.importorskip("diffusers")
@@ -67,11 +67,11 @@ def test_the_pipeline_reads_the_same_tokens(folder: Path, pipeline: Any) -> None
     length = load_recipe(["image/stickers"]).recipe.model.text.max_tokens
     told = pipeline.tokenizer(list(PROMPTS), padding="max_length", truncation=True, return_tensors="np").input_ids
     assert told.shape == (2, length)
-    np.testing.assert_array_equal(told, CaptionTokens(folder / "tokenizer", length).encode(PROMPTS)["input_ids"])
+    np.testing.assert_array_equal(told, CaptionTokenizer(folder / "tokenizer", length).encode(PROMPTS)["input_ids"])
 
 
 def test_the_pipeline_draws_what_we_draw(folder: Path, pipeline: Any) -> None:
-    task, models = open_folder(folder)
+    task, models = open_exported_generator(folder)
     start = torch.randn(2, 8, 8, 4, generator=torch.Generator().manual_seed(3))
     made = pipeline(
         list(PROMPTS),
@@ -87,7 +87,7 @@ def test_the_pipeline_draws_what_we_draw(folder: Path, pipeline: Any) -> None:
         def normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
             return start
 
-    tokens = CaptionTokens(folder / "tokenizer", len(task.empty_text)).encode(PROMPTS)
+    tokens = CaptionTokenizer(folder / "tokenizer", len(task.empty_text)).encode(PROMPTS)
     batch = {name: torch.from_numpy(rows) for name, rows in tokens.items()}
     rng: Any = Given()
     turned = {name: rows.flip(0) for name, rows in batch.items()}
@@ -117,7 +117,7 @@ def test_several_texts_one_after_the_other_are_a_condition(pipeline: Any) -> Non
 
 def test_one_clip_is_trained_for_the_generator_and_for_who_judges_it() -> None:
     recipe = check_recipe(["personalize"]).recipe
-    generator = needs.part_recipe(recipe, "diffusion")
+    generator = dependencies.dependency_recipe(recipe, "diffusion")
     assert generator.run_name() == load_recipe(["image/stickers"]).recipe.run_name()
-    assert needs.part_run(generator, "clip") == needs.part_run(recipe, "clip")
-    assert needs.part_run(generator, "vae").parent == needs.part_run(recipe, "clip").parent
+    assert dependencies.dependency_run(generator, "clip") == dependencies.dependency_run(recipe, "clip")
+    assert dependencies.dependency_run(generator, "vae").parent == dependencies.dependency_run(recipe, "clip").parent

@@ -91,12 +91,12 @@ def test_a_sample_depends_on_its_own_prompt_alone(run: Path) -> None:
 
 def test_without_a_prompt_the_captions_of_the_data_are_drawn(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
-    assert len(set(saved.branch.asks.captions({}, 4) or ())) == 2, "there are two different captions, in turn"
+    assert len(set(saved.workload.asks.captions({}, 4) or ())) == 2, "there are two different captions, in turn"
     made = saved.generate(count=3, steps=2)
-    shown = saved.branch.present(made, tmp_path / "out", run=run, count=3)
+    shown = saved.workload.present(made, tmp_path / "out", run=run, count=3)
     assert shown["count"] == 3
     with saved.engine.sampling() as models:
-        saved.branch.sample(models, tmp_path / "sheet", device="cpu")
+        saved.workload.sample(models, tmp_path / "sheet", device="cpu")
     assert any((tmp_path / "sheet").iterdir())
 
 
@@ -110,11 +110,11 @@ def test_the_command_draws_a_prompt_and_refuses_a_class(
     assert "condition text; it takes --prompt" in capsys.readouterr().err
 
 
-def test_the_codec_holds_a_tokenizer_that_others_open(run: Path) -> None:
+def test_the_processor_holds_a_tokenizer_that_others_open(run: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(run / "codec" / "text", local_files_only=True)
+    theirs = transformers.AutoTokenizer.from_pretrained(run / "processor" / "text", local_files_only=True)
     told = theirs(list(PROMPTS), padding="max_length", max_length=8, truncation=True)
-    ours = bottega.load(run).branch.text.rows(list(PROMPTS))
+    ours = bottega.load(run).workload.text.rows(list(PROMPTS))
     np.testing.assert_array_equal(ours["input_ids"], told.input_ids)
 
 
@@ -160,7 +160,7 @@ def test_names_of_classes_are_prompts_of_sounds_and_clips(task: str, tmp_path: P
     made = saved.generate(["low", "high"], count=1, steps=1)
     assert len(made) == 2
     assert np.isfinite(made.astype(np.float64)).all()
-    assert set(saved.branch.text.prompts) == {"low", "high"}
+    assert set(saved.workload.text.prompts) == {"low", "high"}
 
 
 # A frozen encoder
@@ -186,7 +186,7 @@ def frozen_run(pictures: Path, clip: Path, tmp_path_factory: pytest.TempPathFact
 
 def test_a_frozen_encoder_is_understood_and_stays_as_it_is(frozen_run: Path, clip: Path) -> None:
     saved = bottega.load(frozen_run)
-    assert saved.branch.task.text.is_masked is False, "CLIP is read with all its places in view"
+    assert saved.workload.task.text.is_masked is False, "CLIP is read with all its places in view"
     bright, dark = brightness(saved.generate(list(PROMPTS), count=4, steps=8))
     assert bright > 150
     assert dark < 100
@@ -205,7 +205,7 @@ def test_it_is_not_in_the_checkpoint(frozen_run: Path) -> None:
 
 def test_no_condition_is_the_empty_caption_as_clip_reads_it(frozen_run: Path) -> None:
     told = tiny_clip.tokenizer()("", padding="max_length", max_length=tiny_clip.LENGTH)
-    assert list(bottega.load(frozen_run).branch.task.empty_text) == told.input_ids
+    assert list(bottega.load(frozen_run).workload.task.empty_text) == told.input_ids
 
 
 def test_another_encoder_is_refused(frozen_run: Path, pictures: Path, clip: Path, tmp_path: Path) -> None:
@@ -225,16 +225,16 @@ def test_another_encoder_is_refused(frozen_run: Path, pictures: Path, clip: Path
 
 
 def test_encoder_and_tokenizer_may_lie_as_in_a_pipeline_of_diffusers(clip: Path, tmp_path: Path) -> None:
-    from bottega.tasks.generation.text_condition import encoder_folders
+    from bottega.tasks.generation.text_condition import resolve_encoder_folders
 
     for name, files in (("text_encoder", ("config.json", "model.safetensors")), ("tokenizer", ("tokenizer.json",))):
         (tmp_path / name).mkdir()
         for file in files:
             shutil.copy(clip / file, tmp_path / name)
     both = (tmp_path / "text_encoder", tmp_path / "tokenizer")
-    assert encoder_folders(str(tmp_path)) == both
-    assert encoder_folders(str(tmp_path / "text_encoder")) == both
-    assert encoder_folders(str(clip)) == (clip, clip)
+    assert resolve_encoder_folders(str(tmp_path)) == both
+    assert resolve_encoder_folders(str(tmp_path / "text_encoder")) == both
+    assert resolve_encoder_folders(str(clip)) == (clip, clip)
 
 
 def test_files_of_older_tokenizers_give_the_same_tokens(pictures: Path, clip: Path, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_files_of_older_tokenizers_give_the_same_tokens(pictures: Path, clip: Pa
     (old / "tokenizer.json").unlink()
     done = train(tmp_path / "runs", pictures, **frozen(old, **{"training.max_steps": 1}))
     told = tiny_clip.tokenizer()(list(PROMPTS), padding="max_length", max_length=tiny_clip.LENGTH)
-    found = bottega.load(done.path).branch.text.rows(list(PROMPTS))
+    found = bottega.load(done.path).workload.text.rows(list(PROMPTS))
     np.testing.assert_array_equal(found["input_ids"], told.input_ids)
 
 

@@ -81,13 +81,13 @@ def test_bits_per_byte_is_a_sum_and_its_count() -> None:
 
 
 def test_summary_adds_the_perplexity() -> None:
-    assert TASK.summary({"loss": math.log(50), "other": 1.0}) == {
+    assert TASK.add_perplexity({"loss": math.log(50), "other": 1.0}) == {
         "loss": math.log(50),
         "other": 1.0,
         "perplexity": pytest.approx(50),
     }
-    assert TASK.summary({"other": 1.0}) == {"other": 1.0}
-    assert TASK.summary({"loss": 1e4})["perplexity"] == math.inf
+    assert TASK.add_perplexity({"other": 1.0}) == {"other": 1.0}
+    assert TASK.add_perplexity({"loss": 1e4})["perplexity"] == math.inf
 
 
 def test_prediction_gives_the_logits_of_the_inputs() -> None:

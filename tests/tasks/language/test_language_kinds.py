@@ -15,11 +15,11 @@ from bottega.core.noise import Noise
 from bottega.core.types import Loss
 from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.decoder.kinds import shape_fields
+from bottega.models.decoder.kinds import resolve_shape_fields
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
 from bottega.tasks.language.task import Language
-from bottega.techniques.overheard import Overheard
+from bottega.techniques.call_recorder import CallRecorder
 from decoders import greedy_by_reading_again, texts
 
 V, CONTEXT = 40, 16
@@ -37,7 +37,7 @@ ROUTER = "model.layers.0.mlp.router"
 def shape_of(name: str, **changes: Any) -> TransformerShape:
     kind: Any = name.partition("-")[0]
     said = {"num_layers": 2, "hidden_size": 32, **KINDS[name], **changes}
-    return TransformerShape(vocab_size=V, context=CONTEXT, **shape_fields(kind, None, said))
+    return TransformerShape(vocab_size=V, context=CONTEXT, **resolve_shape_fields(kind, None, said))
 
 
 def task_of(name: str = "moe", *, balance_weight: float = 0.01, z_weight: float = 0.001, **changes: Any) -> Language:
@@ -121,7 +121,7 @@ def test_padding_fires_nowhere() -> None:
     assert torch.equal(a.rows["units"][0], b.rows["units"][0])
     rows = [{name: value.numpy() for name, value in one.rows.items()} for one in (a, b)]
     assert task.score(rows[0])["dead"] == task.score(rows[1])["dead"] > 0
-    assert {*a.terms, *a.metrics, *task.score(rows[0])} - {"loss"} == set(task.measured)
+    assert {*a.terms, *a.metrics, *task.score(rows[0])} - {"loss"} == set(task.evaluation_metrics)
 
 
 def louder(task: Language) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def test_after_a_step_routers_know_what_all_of_it_asked_for() -> None:
     tensors = dict(models["model"].named_buffers())
     asked = [out.stats[f"model.layers.{layer}.mlp.load"].numpy() for layer in (0, 1)]
     surprise = [-sum(p * math.log(p) for p in load / load.sum() if p) / math.log(4) for load in asked]
-    assert float(task.observed(out.stats)["load_entropy"]) == pytest.approx(np.mean(surprise), rel=1e-5)
+    assert float(task.batch_metrics(out.stats)["load_entropy"]) == pytest.approx(np.mean(surprise), rel=1e-5)
     new = task.update(tensors, out.stats, Noise(0, 0, ()))
     assert {name.rpartition(".")[2] for name in new} == {"load", "bias"}
     asked = out.stats["model.layers.0.mlp.load"]
@@ -247,7 +247,7 @@ def test_an_evaluation_tells_the_load_of_each_layer() -> None:
     assert rows["load"].shape == (4, 2, 4)
     assert (rows["load"].sum(axis=-1) == 12 * 2).all()
     found = task.score(rows)
-    assert set(found) < set(task.measured)
+    assert set(found) < set(task.evaluation_metrics)
     assert sum(found[f"load/{expert}"] for expert in range(4)) == pytest.approx(1)
     shares = rows["load"].sum(axis=0) / rows["load"].sum(axis=0).sum(axis=-1, keepdims=True)
     assert found["load_max"] == pytest.approx(shares.max())
@@ -278,14 +278,14 @@ def test_who_listens_hears_the_experts_too() -> None:
     """Distillation asks for logits where the task asks for their loss."""
     task, batch = task_of(), host_batch()
     models = skewed(task)
-    heard = Overheard(models["model"], tokens=True)
+    heard = CallRecorder(models["model"], tokens=True)
     a, b = said(task, models, batch), said(task, {"model": heard}, batch)
     for name, (total, _) in a.terms.items():
         assert b.terms[name][0].item() == pytest.approx(total.item(), rel=1e-5), name
     assert a.stats.keys() == b.stats.keys()
     dense = build_models(Language(shape=shape_of("ssm")), 1)["model"]
-    assert heard.call.asked_of(dense).shape == heard.call.answer.shape == (4, 12, V)
-    assert torch.equal(heard.call.asked_of(models["model"]), heard.call.answer)
+    assert heard.single_call.replay_on(dense).shape == heard.single_call.output.shape == (4, 12, V)
+    assert torch.equal(heard.single_call.replay_on(models["model"]), heard.single_call.output)
 
 
 # Writing

@@ -66,7 +66,9 @@ def test_its_export_says_what_opens_it_and_is_started_from(run: Any, text: Path,
     # The recipe has dimensions of its own, which the folder decides now.
     options = {**dict.fromkeys(dims, None), "model.from": str(run.path), "training.max_steps": 2, "evaluation.every": 1}
     recipe = load_recipe(["language/shakespeare", small_run.settings(tmp_path, text, **options)]).recipe
-    built = build_models(registry.prepare(recipe, say=lambda stage, done, total: None).task, 0)["model"].state_dict()
+    built = build_models(registry.open_workload(recipe, progress=lambda stage, done, total: None).task, 0)[
+        "model"
+    ].state_dict()
     saved = bottega.load(run.path).model.state_dict()
     assert built.keys() == saved.keys()
     assert all(torch.equal(built[name], tensor) for name, tensor in saved.items())
@@ -110,13 +112,13 @@ def test_a_folder_to_export_to_may_be_text(run: Any, tmp_path: Path) -> None:
 
 
 def test_the_first_line_says_how_many_parameters_a_token_meets(run: Any) -> None:
-    shape = bottega.load(run.path, device="cpu").branch.shape
+    shape = bottega.load(run.path, device="cpu").workload.shape
     log = (run.path / "log.txt").read_text()
     said = f"{shape.parameters():,} parameters"
     if shape.experts is not None:
-        said += f", {shape.active_parameters():,} of them active for a token"
+        said += f", {shape.num_active_parameters():,} of them active for a token"
     assert f"{said}, cpu" in log
-    assert (shape.parameters() > shape.active_parameters()) == (shape.experts is not None)
+    assert (shape.parameters() > shape.num_active_parameters()) == (shape.experts is not None)
 
 
 @pytest.mark.parametrize("technique", ["lora", "adapter"])

@@ -12,7 +12,7 @@ from bottega.core.noise import Noise
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
-from bottega.tasks.language.sampling import choose, generate, penalised
+from bottega.tasks.language.sampling import apply_repetition_penalty, generate_tokens, sample_tokens
 from decoders import greedy_by_reading_again, texts
 
 V, CONTEXT = 40, 16
@@ -74,7 +74,7 @@ def test_a_row_stops_at_its_stop_token(model: Transformer) -> None:
 
 def test_the_model_is_left_in_its_mode(model: Transformer) -> None:
     model.train()
-    stream = generate(model, PROMPTS, max_new_tokens=5)
+    stream = generate_tokens(model, PROMPTS, max_new_tokens=5)
     next(stream)
     stream.close()
     assert model.training
@@ -93,7 +93,7 @@ def many(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
     """Frequencies of 20,000 draws from one row of logits."""
     noise = Noise(0, 0, torch.arange(20000), xp=torch)
     fields: dict[str, Any] = {"temperature": 1.0, "top_k": None, "top_p": None, **settings}
-    chosen = choose(logits.expand(20000, -1), noise, **fields)
+    chosen = sample_tokens(logits.expand(20000, -1), noise, **fields)
     return torch.bincount(chosen, minlength=logits.shape[-1]) / 20000
 
 
@@ -110,7 +110,7 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_the_penalty_lowers_what_was_said_in_each_row_alone() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0], [2.0, -2.0, 1.0]])
-    found = penalised(logits, [[0, 1], [2, 2]], penalty=2.0)
+    found = apply_repetition_penalty(logits, [[0, 1], [2, 2]], penalty=2.0)
     assert found.tolist() == [[1.0, -4.0, 1.0], [2.0, -2.0, 0.5]]
 
 
@@ -128,4 +128,4 @@ def test_the_penalty_lowers_what_was_said_in_each_row_alone() -> None:
 )
 def test_wrong_settings_are_named_at_once(model: Transformer, prompts: Any, settings: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        generate(model, prompts, max_new_tokens=1, **settings)
+        generate_tokens(model, prompts, max_new_tokens=1, **settings)

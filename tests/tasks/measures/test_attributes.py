@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bottega.tasks.measures.attributes import attributes, conditional_accuracy, shared_rows
+from bottega.tasks.measures.attributes import conditional_accuracy, parse_attributes, shared_rows
 
 NAMES = ["digit=0 direction=left", "digit=0 direction=up", "digit=1 direction=left", "direction=up digit=1"]
 
 
 def test_attributes_of_classes() -> None:
-    assert attributes(NAMES) == {"digit": ["0", "0", "1", "1"], "direction": ["left", "up", "left", "up"]}
-    assert attributes(["pitch=A4"]) == {"pitch": ["A4"]}
-    assert attributes(["sum=a=b", "sum=c"]) == {"sum": ["a=b", "c"]}
+    assert parse_attributes(NAMES) == {"digit": ["0", "0", "1", "1"], "direction": ["left", "up", "left", "up"]}
+    assert parse_attributes(["pitch=A4"]) == {"pitch": ["A4"]}
+    assert parse_attributes(["sum=a=b", "sum=c"]) == {"sum": ["a=b", "c"]}
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_attributes_of_classes() -> None:
     [[], [""], ["cat", "dog"], ["digit=0", "dog"], ["digit=0", "colour=red"], ["digit=0 digit=1"], ["digit="], ["=3"]],
 )
 def test_other_names_have_none(names: list[str]) -> None:
-    assert attributes(names) == {}
+    assert parse_attributes(names) == {}
 
 
 def test_accuracy_as_a_whole_and_by_attribute() -> None:

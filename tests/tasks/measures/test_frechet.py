@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from bottega.core.errors import UsageError
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.tasks.measures import frechet
-from bottega.tasks.measures.frechet import distance_of_moments, frechet_distance, moments
+from bottega.tasks.measures.frechet import distance_of_moments, feature_moments, frechet_distance
 
 
 def with_moments(name: str, mean: np.ndarray, root: np.ndarray, n: int) -> np.ndarray:
     """Samples whose mean is `mean` and whose unbiased covariance is root @ root.T, up to rounding."""
-    drawn = generator(0, name).standard_normal((n, len(mean)))
+    drawn = numpy_generator(0, name).standard_normal((n, len(mean)))
     white, _ = np.linalg.qr(drawn - drawn.mean(0))
     return mean + math.sqrt(n - 1) * white @ root.T
 
@@ -42,34 +42,37 @@ def test_a_turned_gaussian(angle: float) -> None:
 
 @pytest.mark.parametrize(("n", "d"), [(2, 5), (20, 300), (300, 20)])
 def test_a_set_is_at_no_distance_from_itself_and_at_a_known_one_from_its_shift(n: int, d: int) -> None:
-    features = generator(1, "features").standard_normal((n, d)).astype(np.float32)
+    features = numpy_generator(1, "features").standard_normal((n, d)).astype(np.float32)
     assert frechet_distance(features, features) < 1e-9
     assert frechet_distance(features, features.astype(np.float64) + 0.5) == pytest.approx(0.25 * d, rel=1e-9)
 
 
 def test_few_samples_of_many_features_are_the_same_as_in_the_space_they_span() -> None:
     """30 + 30 samples in 500 dimensions lie in 60 of them, and a rotation changes no distance."""
-    a, b = (generator(2, name).standard_normal((30, 500)) for name in "ab")
+    a, b = (numpy_generator(2, name).standard_normal((30, 500)) for name in "ab")
     base, _ = np.linalg.qr(np.concatenate([a, b]).T)
     assert frechet_distance(a, b) == pytest.approx(frechet_distance(a @ base, b @ base), rel=1e-10)
 
 
 def test_it_is_what_scipy_finds() -> None:
     linalg = pytest.importorskip("scipy.linalg", reason="scipy is the reference")
-    mixing = generator(3, "mixing").standard_normal((12, 12))
-    a, b = generator(3, "a").standard_normal((200, 12)), 1 + generator(3, "b").standard_normal((150, 12)) @ mixing
+    mixing = numpy_generator(3, "mixing").standard_normal((12, 12))
+    a, b = (
+        numpy_generator(3, "a").standard_normal((200, 12)),
+        1 + numpy_generator(3, "b").standard_normal((150, 12)) @ mixing,
+    )
     product = np.cov(a.T) @ np.cov(b.T)
     spread = np.trace(np.cov(a.T) + np.cov(b.T) - 2 * linalg.sqrtm(product).real)
     assert frechet_distance(a, b) == pytest.approx(((a.mean(0) - b.mean(0)) ** 2).sum() + spread, rel=1e-9)
 
 
 def test_moments_do_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    features = generator(4, "features").standard_normal((37, 5)).astype(np.float32) + 100
-    mean, covariance = moments(features)
+    features = numpy_generator(4, "features").standard_normal((37, 5)).astype(np.float32) + 100
+    mean, covariance = feature_moments(features)
     np.testing.assert_allclose(covariance, np.cov(features.T.astype(np.float64)), rtol=1e-9)
     monkeypatch.setattr(frechet, "ROWS", 8)
-    np.testing.assert_allclose(moments(features)[1], covariance, rtol=1e-12)
-    assert distance_of_moments((mean, covariance), moments(features)) < 1e-9
+    np.testing.assert_allclose(feature_moments(features)[1], covariance, rtol=1e-12)
+    assert distance_of_moments((mean, covariance), feature_moments(features)) < 1e-9
 
 
 def test_one_sample_is_refused_and_what_is_not_finite_is_no_distance() -> None:

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bottega.core.errors import CheckpointError
-from bottega.core.noise import generator
-from bottega.models.metric_networks.inception import Inception, Mixed, features, load_inception
+from bottega.core.noise import numpy_generator
+from bottega.models.metric_networks.inception import Inception, Mixed, inception_features, load_inception
 
 
 def random_state() -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ def random_state() -> dict[str, Tensor]:
     for name, tensor in state.items():
         if name.endswith("num_batches_tracked"):
             continue
-        drawn = torch.from_numpy(generator(0, name).standard_normal(tuple(tensor.shape), dtype="float32"))
+        drawn = torch.from_numpy(numpy_generator(0, name).standard_normal(tuple(tensor.shape), dtype="float32"))
         if name.endswith("conv.weight"):
             result[name] = drawn * math.sqrt(2 / drawn[0].numel())
         else:
@@ -46,7 +46,7 @@ def model(weights: Path) -> Inception:
 
 
 def pictures(size: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(generator(1, "pictures", size).uniform(-1, 1, size).astype("float32"))
+    return torch.from_numpy(numpy_generator(1, "pictures", size).uniform(-1, 1, size).astype("float32"))
 
 
 def test_it_has_the_published_number_of_parameters() -> None:
@@ -84,7 +84,9 @@ def test_features_are_finite_and_a_function_of_the_picture(model: Inception) -> 
 
 def test_bytes_stand_for_minus_one_to_one(model: Inception) -> None:
     images = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8).expand(1, 9, 9, 3)
-    assert torch.equal(features(model, images), model(torch.tensor([-1, -0.6, 1]).view(1, 3, 1, 1).expand(1, 3, 9, 9)))
+    assert torch.equal(
+        inception_features(model, images), model(torch.tensor([-1, -0.6, 1]).view(1, 3, 1, 1).expand(1, 3, 9, 9))
+    )
 
 
 def test_pictures_are_brought_to_299_without_antialiasing(model: Inception) -> None:

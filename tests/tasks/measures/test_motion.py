@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bottega.core.noise import generator
-from bottega.tasks.measures.motion import DIRECTIONS, direction
+from bottega.core.noise import numpy_generator
+from bottega.tasks.measures.motion import DIRECTIONS, motion_direction
 
 SIDE = 16
 STEPS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
@@ -29,42 +29,43 @@ def video(way: str, speed: float, rng: np.random.Generator, *, frames: int = 8, 
 @pytest.mark.parametrize("frames", [4, 8, 16])
 def test_a_random_blob_in_noise(frames: int) -> None:
     """At 2 pixels a frame it has left altogether after 7 frames at most."""
-    rng = generator(0, "blobs", frames)
+    rng = numpy_generator(0, "blobs", frames)
     ways = [DIRECTIONS[i % 4] for i in range(200)]
-    found = [direction(video(way, rng.uniform(0.5, 2), rng, frames=frames)) for way in ways]
+    found = [motion_direction(video(way, rng.uniform(0.5, 2), rng, frames=frames)) for way in ways]
     assert np.mean([way == answer for way, answer in zip(ways, found, strict=True)]) >= 0.99
 
 
 @pytest.mark.parametrize("way", DIRECTIONS)
 def test_level_scale_and_colours_do_not_matter(way: str) -> None:
-    plain = video(way, 1, generator(1, way))
-    assert direction(plain) == way
-    assert direction(2 * plain - 1) == way
-    assert direction(np.clip(255 * plain, 0, 255).astype(np.uint8)) == way
-    assert direction(1 - plain) == way
+    plain = video(way, 1, numpy_generator(1, way))
+    assert motion_direction(plain) == way
+    assert motion_direction(2 * plain - 1) == way
+    assert motion_direction(np.clip(255 * plain, 0, 255).astype(np.uint8)) == way
+    assert motion_direction(1 - plain) == way
     # Two colours that go against each other in the mean.
-    assert direction(np.stack([plain, 1 - plain, 0 * plain], axis=-1)) == way
+    assert motion_direction(np.stack([plain, 1 - plain, 0 * plain], axis=-1)) == way
 
 
 @pytest.mark.parametrize("way", DIRECTIONS)
 def test_a_background_stays_out_of_it(way: str) -> None:
-    rng = generator(2, way)
+    rng = numpy_generator(2, way)
     still = rng.uniform(0, 0.6, (SIDE, SIDE))
     found = [
-        direction(np.maximum(still, video(way, 1, rng, noise=0)) + rng.normal(0, 0.1, still.shape)) for _ in "12345"
+        motion_direction(np.maximum(still, video(way, 1, rng, noise=0)) + rng.normal(0, 0.1, still.shape))
+        for _ in "12345"
     ]
     assert found == [way] * 5
 
 
 def test_time_reversed_goes_the_other_way() -> None:
     for way, other in (("left", "right"), ("up", "down")):
-        assert direction(video(way, 1, generator(3, way))[::-1]) == other
+        assert motion_direction(video(way, 1, numpy_generator(3, way))[::-1]) == other
 
 
 def test_what_does_not_move_has_no_direction() -> None:
-    rng = generator(4, "still")
-    assert [direction(video("left", 0, rng, noise=noise)) for noise in (0, 0.05, 0.1, 0.3)] == ["none"] * 4
-    assert [direction(rng.normal(0, 1, (8, SIDE, SIDE))) for _ in range(20)] == ["none"] * 20
-    assert direction(np.zeros((8, SIDE, SIDE))) == "none"
-    assert direction(np.full((8, SIDE, SIDE), np.nan)) == "none"
-    assert direction(rng.normal(0, 1, (1, SIDE, SIDE))) == "none"
+    rng = numpy_generator(4, "still")
+    assert [motion_direction(video("left", 0, rng, noise=noise)) for noise in (0, 0.05, 0.1, 0.3)] == ["none"] * 4
+    assert [motion_direction(rng.normal(0, 1, (8, SIDE, SIDE))) for _ in range(20)] == ["none"] * 20
+    assert motion_direction(np.zeros((8, SIDE, SIDE))) == "none"
+    assert motion_direction(np.full((8, SIDE, SIDE), np.nan)) == "none"
+    assert motion_direction(rng.normal(0, 1, (1, SIDE, SIDE))) == "none"

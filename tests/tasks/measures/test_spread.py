@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, variance_ratio
 
 
 def dataset(name: str, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Five classes of 6 x 6 pictures, each with a mean of its own and four ways to differ from it."""
     labels = np.arange(n) % 5
-    means = generator(0, "means").standard_normal((5, 36))
-    ways = generator(0, "ways").standard_normal((5, 4, 36))
-    amounts = generator(0, name).standard_normal((n, 4))
+    means = numpy_generator(0, "means").standard_normal((5, 36))
+    ways = numpy_generator(0, "ways").standard_normal((5, 4, 36))
+    amounts = numpy_generator(0, name).standard_normal((n, 4))
     return (means[labels] + np.einsum("nk,nkd->nd", amounts, ways[labels])).reshape(n, 6, 6), labels
 
 
@@ -64,7 +64,9 @@ def test_bytes_are_no_overflow() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 7), st.integers(1, 50), st.floats(-1e3, 1e3))
 def test_the_nearest_is_the_nearest_whatever_the_chunks(n: int, m: int, chunk: int, d: int, offset: float) -> None:
-    x, reference = (generator(1, name, size).standard_normal((size, d)) + offset for name, size in (("x", n), ("r", m)))
+    x, reference = (
+        numpy_generator(1, name, size).standard_normal((size, d)) + offset for name, size in (("x", n), ("r", m))
+    )
     brute = np.sqrt(((x[:, None] - reference[None]) ** 2).sum(-1)).min(1)
     np.testing.assert_allclose(nearest_distances(x, reference, chunk=chunk), brute, rtol=1e-4, atol=1e-9)
     assert (nearest_distances(reference, reference, chunk=chunk) == 0).all()
@@ -72,7 +74,7 @@ def test_the_nearest_is_the_nearest_whatever_the_chunks(n: int, m: int, chunk: i
 
 def test_memory_is_that_of_a_few_chunks() -> None:
     """All distances would be 128 MB, and the differences of all pairs 2 GB."""
-    reference = generator(2, "reference").random((8000, 16), dtype=np.float32)
+    reference = numpy_generator(2, "reference").random((8000, 16), dtype=np.float32)
     tracemalloc.start()
     found = nearest_distances(reference[:4000] + np.float32(0.5), reference, chunk=500)
     _, peak = tracemalloc.get_traced_memory()
@@ -90,7 +92,7 @@ def test_samples_that_are_not_finite_have_no_distance() -> None:
 
 def test_variances_of_bytes_need_little_memory() -> None:
     """As floats at once, these 32 MB would be 256 more."""
-    x = generator(0, "bytes").integers(0, 256, (8000, 4096), np.uint8)
+    x = numpy_generator(0, "bytes").integers(0, 256, (8000, 4096), np.uint8)
     labels = np.zeros(8000, int)
     tracemalloc.start()
     try:

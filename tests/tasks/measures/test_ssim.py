@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from scipy.ndimage import correlate
 
 from bottega.core.errors import UsageError
-from bottega.core.noise import generator
-from bottega.tasks.measures.ssim import ssim, window
+from bottega.core.noise import numpy_generator
+from bottega.tasks.measures.ssim import gaussian_window, ssim
 
 
 def pictures(seed: int, *, n: int = 2, height: int = 17, width: int = 14) -> np.ndarray:
-    return generator(seed, "ssim").integers(0, 256, (n, height, width, 3), dtype=np.uint8)
+    return numpy_generator(seed, "ssim").integers(0, 256, (n, height, width, 3), dtype=np.uint8)
 
 
 def paper(a: np.ndarray, b: np.ndarray, extent: float) -> float:
@@ -58,7 +58,7 @@ def filtered(a: np.ndarray, b: np.ndarray, extent: float) -> float:
 
 def test_it_is_the_papers_number() -> None:
     a = pictures(0)
-    b = np.clip(a.astype(int) + generator(1, "n").integers(-60, 60, a.shape), 0, 255).astype(np.uint8)
+    b = np.clip(a.astype(int) + numpy_generator(1, "n").integers(-60, 60, a.shape), 0, 255).astype(np.uint8)
     found = ssim(a, b)
     for i in range(len(a)):
         assert found[i] == pytest.approx(paper(a[i], b[i], 255), abs=1e-10)
@@ -118,11 +118,11 @@ def test_more_noise_is_less_alike_and_flat_pictures_are_told_by_light() -> None:
     c1 = (0.01 * 255) ** 2
     assert ssim(flat, other)[0] == pytest.approx((2 * 100 * 150 + c1) / (100**2 + 150**2 + c1), abs=1e-12)
     base = pictures(5, height=32, width=32).astype(int)
-    noise = generator(6, "n").normal(size=base.shape)
+    noise = numpy_generator(6, "n").normal(size=base.shape)
     found = [ssim(base.astype(np.uint8), np.clip(base + s * noise, 0, 255).astype(np.uint8))[0] for s in (0, 10, 40)]
     assert found[0] > found[1] > found[2]
 
 
 def test_the_window_weighs_all_places_as_one() -> None:
-    assert window().sum() == pytest.approx(1, abs=1e-15)
-    assert window()[5] / window()[4] == pytest.approx(math.exp(1 / 4.5))
+    assert gaussian_window().sum() == pytest.approx(1, abs=1e-15)
+    assert gaussian_window()[5] / gaussian_window()[4] == pytest.approx(math.exp(1 / 4.5))

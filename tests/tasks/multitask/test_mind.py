@@ -12,7 +12,7 @@ import pytest
 import bottega
 import small_mind
 from bottega.core.errors import UsageError
-from bottega.data.recall import IGNORED
+from bottega.data.recall import IGNORE_INDEX
 from bottega.tasks.recipes import load_recipe
 from small_run import different, tensors
 
@@ -79,12 +79,12 @@ def test_facts_that_have_no_end_are_measured_past_their_first_epoch(tmp_path: Pa
     settings["data.parts.memory"]["settings"]["data.num_samples"] = 8
     path = bottega.train("routing/mind", settings).path
     counted = json.loads((path / "checkpoints" / "last" / "progress.json").read_text())["notes"]["prequential"]
-    facts = bottega.load(path, device="cpu").branch.parts["memory"].training()
+    facts = bottega.load(path, device="cpu").workload.parts["memory"].training()
     batch = load_recipe([path / "recipe.yaml"]).recipe.training.batch_size
     number = np.arange(6 * batch)
     answers = facts.rows(number % 8, number // 8)["answers"]
     assert len(facts) == 8 < len(number)
-    assert counted["memory/retrieval_accuracy"][1] == (answers != IGNORED).sum() > 8
+    assert counted["memory/retrieval_accuracy"][1] == (answers != IGNORE_INDEX).sum() > 8
 
 
 def test_a_stream_changes_the_router_by_the_timing_of_its_spikes(tmp_path: Path) -> None:

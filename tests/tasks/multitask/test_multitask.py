@@ -13,11 +13,11 @@ import bottega
 import small_parts
 import small_texts
 from bottega import cli
-from bottega.analysis.ledger import ledger
+from bottega.analysis.ledger import list_step_samples
 from bottega.core.errors import BottegaError, DataError, UsageError
-from bottega.core.loop import evaluate
 from bottega.core.rundir import read_metrics
-from bottega.data.loading.loader import evaluate_batches
+from bottega.core.trainer import evaluate
+from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.torch.engine import TorchEngine
 from bottega.tasks.multitask.config import MultitaskRecipe
 from bottega.tasks.recipes import load_recipe
@@ -66,14 +66,14 @@ def test_each_part_is_measured_as_it_would_be_alone(run: Path) -> None:
     """On its own validation samples, each once: the parts have 4 and 24 of them."""
     saved = bottega.load(run)
     together = saved.evaluate()
-    sizes = {name: len(part.validation() or ()) for name, part in saved.branch.parts.items()}
+    sizes = {name: len(part.validation() or ()) for name, part in saved.workload.parts.items()}
     assert len(set(sizes.values())) == 2
-    for name, part in saved.branch.parts.items():
+    for name, part in saved.workload.parts.items():
         alone = TorchEngine(part.task, saved.recipe.training, rate=lambda step: 0.0, device="cpu")
         alone.model.load_state_dict(saved.model.part(name).state_dict())
         source = part.validation()
         assert source is not None
-        measured = evaluate(alone, evaluate_batches(source, 3), score=part.task.score)
+        measured = evaluate(alone, iter_eval_batches(source, 3), score=part.task.score)
         for key, value in part.summarise(measured).items():
             assert together[f"{name}/{key}"] == pytest.approx(value, rel=1e-5), key
 
@@ -98,7 +98,7 @@ def test_it_generates_predicts_and_exports_by_part(run: Path, tmp_path: Path, ca
 
 
 def test_a_batch_can_be_watched_again(run: Path) -> None:
-    report = ledger(run, step=3, replay=True)
+    report = list_step_samples(run, step=3, replay=True)
     assert report["described"][0].startswith("text: ")
     assert report["replay"]["loss"] > 0
 
@@ -127,9 +127,9 @@ def test_a_run_remembers_the_recipes_of_its_parts(tmp_path: Path) -> None:
 
 def test_all_parts_of_text_read_with_one_tokenizer(tmp_path: Path) -> None:
     run = train(tmp_path, name="x", **{"data.tokenizer.kind": "bpe", "data.tokenizer.vocab_size": 270})
-    assert json.loads((run.path / "codec" / "parts.json").read_text())["given_tokenizer"] == ["topics"]
-    branch = bottega.load(run.path).branch
-    assert branch.parts["text"].tokenizer.fingerprint == branch.parts["topics"].tokenizer.fingerprint
+    assert json.loads((run.path / "processor" / "parts.json").read_text())["given_tokenizer"] == ["topics"]
+    workload = bottega.load(run.path).workload
+    assert workload.parts["text"].tokenizer.fingerprint == workload.parts["topics"].tokenizer.fingerprint
     assert "text, topics" in (run.path / "log.txt").read_text(), "and the run says what is shared"
     state = tensors(run.path)
     assert state["model.safetensors/shared.embedding.weight"].shape == (270, 16)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bottega.core.model_spec import ModelSpec
-from bottega.core.noise import Noise, seed_of
+from bottega.core.noise import Noise, derive_seed
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models
 from bottega.data.loading.loader import Loader
-from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import ArraySource
-from bottega.engines.torch.changes import Seen
+from bottega.data.sources.zip_sources import Unshuffled, Zip
+from bottega.engines.torch.state_updates import BatchStats
 from bottega.models.build import build_models
 from bottega.tasks.multitask.task import Multitask
 from toy_task import advance, engine, state, training
@@ -75,8 +75,8 @@ def test_what_parts_share_is_changed_by_each_of_them() -> None:
     x = np.random.default_rng(0).standard_normal((16, 3), dtype=np.float32)
     task = Multitask(parts={"a": Counting(), "b": Counting()}, weights={"a": 1.0, "b": 1.0})
     one = engine(training(batch_size=4), task=task, micro=3)
-    together = SideBySide({"a": ArraySource({"x": x}), "b": ArraySource({"x": x})})
-    advance(one, Loader(together, 4, seed=0, order=AsTheyStand(len(together))), 0, 2)
+    together = Zip({"a": ArraySource({"x": x}), "b": ArraySource({"x": x})})
+    advance(one, Loader(together, 4, seed=0, order=Unshuffled(len(together))), 0, 2)
     found = state(one)
     assert found["model.safetensors/shared.layers.0.seen"] == 16, "eight examples for each of two parts"
     assert found["state.safetensors/a/own"] == found["state.safetensors/b/own"] == 8
@@ -86,7 +86,7 @@ def test_what_parts_share_is_changed_by_each_of_them() -> None:
 class Listing(Counting):
     """Keeps what it was shown last."""
 
-    learns_from_rows: ClassVar[tuple[str, ...]] = ("x",)
+    update_inputs: ClassVar[tuple[str, ...]] = ("x",)
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         return super().loss(models, batch, rng)._replace(rows={"x": batch["x"], "more": batch["x"]})
@@ -95,26 +95,26 @@ class Listing(Counting):
         assert set(seen) == {"n", "x"}
         return {"own": seen["x"].sum(), "layers.0.seen": torch.tensor(rng.seed % 1000)}
 
-    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+    def batch_metrics(self, seen: Mapping[str, Array]) -> dict[str, Array]:
         return {"asked": seen["n"] / 2}
 
 
 def test_a_part_is_shown_its_own_rows_that_count_and_draws_by_a_seed_of_its_own() -> None:
     task = Multitask(parts={"a": Listing(), "b": Counting()}, weights={"a": 1.0, "b": 1.0})
-    assert set(task.learns_from_rows) == {"a/x", "a/counted"}
+    assert set(task.update_inputs) == {"a/x", "a/counted"}
     x = torch.arange(12.0).view(4, 3)
     models, rng = build_models(task, 0), Noise(7, 0, torch.arange(4), torch)
     models["model"].train()
     tensors = {**dict(models["model"].named_buffers(remove_duplicate=False)), **task.state({})}
     for weight, expected in ((None, x), (torch.tensor([1.0, 0, 1, 0]), x[::2])):
         own = {"x": x} if weight is None else {"x": x, "weight": weight}
-        seen = Seen(task.learns_from_rows)
+        seen = BatchStats(task.update_inputs)
         out = task.loss(models, {"a": own, "b": {"x": x}}, rng)
         assert ("a/counted" in out.rows) is (weight is not None), "where all count, nobody waits to select"
         seen.add(out, None)
-        assert "a/more" not in seen.whole()
-        new = task.update(tensors, seen.whole(), rng)
+        assert "a/more" not in seen.reduce()
+        new = task.update(tensors, seen.reduce(), rng)
         assert new["a/own"] == expected.sum()
-        assert task.observed(seen.whole()) == {"a/asked": 2}
-    own_seed = Listing().update({}, {"n": x, "x": x}, Noise(seed_of("part", "a", 7), 0, ()))["layers.0.seen"]
+        assert task.batch_metrics(seen.reduce()) == {"a/asked": 2}
+    own_seed = Listing().update({}, {"n": x, "x": x}, Noise(derive_seed("part", "a", 7), 0, ()))["layers.0.seen"]
     assert new["parts.b.layers.0.seen"] == own_seed + 4, "a's, and then b's four on top of it"

@@ -11,13 +11,13 @@ from torch import nn
 
 from bottega.config.training import Training
 from bottega.core.errors import UsageError
-from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
-from bottega.data.loading.loader import Loader, evaluate_batches
+from bottega.core.trainer import evaluate
+from bottega.data.loading.loader import Loader, iter_eval_batches
 from bottega.data.order.orders import Shuffled
-from bottega.data.sources.side_by_side import AsTheyStand, SideBySide
 from bottega.data.sources.source import ArraySource, Source
-from bottega.engines.torch.devices import put
+from bottega.data.sources.zip_sources import Unshuffled, Zip
+from bottega.engines.torch.devices import move_batch
 from bottega.engines.torch.engine import TorchEngine
 from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
@@ -60,14 +60,14 @@ def topics(count: int, *, seed: int = 1) -> ArraySource:
     return ArraySource({"input_ids": ids, "attention_mask": mask, "label": draw.integers(0, 3, count)})
 
 
-def beside(short: int = 10, long: int = 23, *, is_training: bool = True) -> SideBySide:
+def beside(short: int = 10, long: int = 23, *, is_training: bool = True) -> Zip:
     sources: dict[str, Source] = {"text": texts(short), "topics": topics(long)}
     orders = {name: Shuffled(len(one), 5) for name, one in sources.items()} if is_training else None
-    return SideBySide(sources, orders=orders)
+    return Zip(sources, orders=orders)
 
 
 def batch(count: int = 6) -> dict[str, Any]:
-    return put(beside().rows(np.arange(count), np.zeros(count, int)), torch.device("cpu"))
+    return move_batch(beside().rows(np.arange(count), np.zeros(count, int)), torch.device("cpu"))
 
 
 def noise(count: int = 6) -> Noise:
@@ -81,7 +81,7 @@ def engine(of: Multitask, **options: Any) -> TorchEngine:
 
 
 def loader(count: int = 6) -> Loader:
-    return Loader(beside(), count, seed=0, order=AsTheyStand(len(beside())))
+    return Loader(beside(), count, seed=0, order=Unshuffled(len(beside())))
 
 
 # What is shared
@@ -226,10 +226,10 @@ def test_an_uncertain_part_settles_where_its_weight_is_the_inverse_of_its_loss()
 def test_gradients_that_are_kept_apart_do_not_work_against_a_part() -> None:
     """Two heads over one trunk that want the opposite of it."""
     one = engine(task("pcgrad"))
-    assert one.task.keeps_apart
+    assert one.task.gradient_surgery
     report = one.fetch(one.train_step(0, loader().batch(0)))
     assert -1.0 <= report["gradient_cosine"] <= 1.0
-    assert not task("fixed").keeps_apart
+    assert not task("fixed").gradient_surgery
 
 
 def test_parts_draw_different_noise() -> None:
@@ -244,7 +244,7 @@ def test_parts_draw_different_noise() -> None:
 
     parts = {n: Drawing(shape=DECODER, seen=n) for n in ("a", "b")}
     one = Multitask(parts=parts, weights={"a": 1.0, "b": 1.0})
-    rows = put({n: texts(4).rows(np.arange(4), np.zeros(4)) for n in parts}, torch.device("cpu"))
+    rows = move_batch({n: texts(4).rows(np.arange(4), np.zeros(4)) for n in parts}, torch.device("cpu"))
     one.loss(build_models(one, 0), rows, noise(4))
     assert not torch.equal(drawn["a"], drawn["b"])
 
@@ -264,10 +264,10 @@ def test_a_part_sees_what_it_would_see_alone() -> None:
 @pytest.mark.parametrize(("size", "sizes"), [(1, (10, 23)), (4, (23, 10)), (7, (10, 23)), (64, (23, 10))])
 def test_an_evaluation_counts_every_sample_of_every_part_once(size: int, sizes: tuple[int, int]) -> None:
     one, source = engine(task()), beside(*sizes, is_training=False)
-    found = evaluate(one, evaluate_batches(source, size), score=one.task.score)
+    found = evaluate(one, iter_eval_batches(source, size), score=one.task.score)
     for name, part in one.task.parts.items():  # type: ignore[attr-defined]
         own = source.sources[name]
-        whole = put(own.rows(np.arange(len(own)), np.zeros(len(own), int)), torch.device("cpu"))
+        whole = move_batch(own.rows(np.arange(len(own)), np.zeros(len(own), int)), torch.device("cpu"))
         with torch.no_grad():
             out = part.loss({"model": one.model.part(name)}, whole, noise(len(own)))
         mean = float(out.terms["loss"][0]) / part.counts({k: v.numpy() for k, v in whole.items()})["loss"]
@@ -281,8 +281,8 @@ def test_an_evaluation_counts_every_sample_of_every_part_once(size: int, sizes: 
 def test_ranks_share_an_evaluation_that_does_not_divide() -> None:
     """Rows that fill up a share count for nobody: 23 in batches of 5, over two ranks."""
     one = engine(task())
-    usual = evaluate(one, evaluate_batches(beside(is_training=False), 5))
-    shares = [list(evaluate_batches(beside(is_training=False), 5, data_rank=rank, data_size=2)) for rank in (0, 1)]
+    usual = evaluate(one, iter_eval_batches(beside(is_training=False), 5))
+    shares = [list(iter_eval_batches(beside(is_training=False), 5, data_rank=rank, data_size=2)) for rank in (0, 1)]
     total: dict[str, list[float]] = {}
     for part in (*shares[0], *shares[1]):
         for name, (value, count) in one.eval_step(part).sums.items():
@@ -293,7 +293,7 @@ def test_ranks_share_an_evaluation_that_does_not_divide() -> None:
 
 def test_a_batch_of_one_part_alone_measures_that_part() -> None:
     one = engine(task("uncertainty"))
-    found = evaluate(one, evaluate_batches(SideBySide({"topics": topics(9)}), 4), score=one.task.score)
+    found = evaluate(one, iter_eval_batches(Zip({"topics": topics(9)}), 4), score=one.task.score)
     assert {name.partition("/")[0] for name in found} == {"topics"}
 
 

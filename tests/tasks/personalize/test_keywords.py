@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.models.frozen.language import FrozenLanguage, load_language_model
+from bottega.models.frozen.language import FrozenLanguageModel, load_language_model
 from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.data.records import Item, Record
-from bottega.tasks.personalize.keyword_answers import read_keywords
-from bottega.tasks.personalize.keywords import Keyworder
+from bottega.tasks.personalize.keyword_cache import parse_keywords
+from bottega.tasks.personalize.keywords import KeywordGenerator
 from tiny_pipelines import llama
 
 ALLOWED = ("star", "moon", "red", "blue", "striped", "plain")
@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(place: Path) -> FrozenLanguage:
+def model(place: Path) -> FrozenLanguageModel:
     return load_language_model(place, precision="fp32", checkpointing=False)
 
 
@@ -45,7 +45,7 @@ def _record(captions: Iterable[str], *, wish: str = "star", user: str = "7") -> 
     return Record(user=user, history=history, target=Item(id="t", caption="a red star"), wish=wish)
 
 
-def _said(keyworder: Keyworder, ids: Any) -> str:
+def _said(keyworder: KeywordGenerator, ids: Any) -> str:
     return keyworder.tokenizer.decode(ids, skip_special_tokens=True)
 
 
@@ -60,7 +60,7 @@ def _never() -> Any:
 class _Speaker:
     """Answers as it is told, and counts."""
 
-    def __init__(self, keyworder: Keyworder, *texts: str) -> None:
+    def __init__(self, keyworder: KeywordGenerator, *texts: str) -> None:
         self.answers = [keyworder.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         self.rows = 0
 
@@ -76,7 +76,7 @@ class _Speaker:
 
 
 def test_prompts_say_what_the_templates_say(place: Path, tmp_path: Path) -> None:
-    by = Keyworder(place, SHORT, cache=tmp_path)
+    by = KeywordGenerator(place, SHORT, cache=tmp_path)
     record = _record(["a red\n star", "a {wish} blue moon"])
     assert _said(by, by.prompt_for_preference(record)) == "likes: a red star\na {wish} blue moon of 2 keywords:"
     assert _said(by, by.prompt_for_target("moon")) == "a moon, keywords:"
@@ -87,14 +87,14 @@ def test_prompts_say_what_the_templates_say(place: Path, tmp_path: Path) -> None
 
 def test_the_images_prompt_may_have_its_wish_elsewhere(place: Path, tmp_path: Path) -> None:
     options = SHORT.model_copy(update={"preference_prompt": "{history}; now a {wish}:"})
-    by = Keyworder(place, options, cache=tmp_path)
+    by = KeywordGenerator(place, options, cache=tmp_path)
     assert _said(by, by.prompt_for_images(_record(["red"], wish="moon"))) == "red; now a moon:"
     assert _said(by, by.prompt_for_preference(_record(["red"], wish="moon"))) == "red; now a moon:"
 
 
 @pytest.mark.parametrize("length", [40, 55, 70, 200])
 def test_the_oldest_are_left_out_first_and_never_the_question(place: Path, tmp_path: Path, length: int) -> None:
-    by = Keyworder(place, SHORT, length=length, cache=tmp_path)
+    by = KeywordGenerator(place, SHORT, length=length, cache=tmp_path)
     captions = [f"a red star {number}" for number in range(20)]
     for prompt, start in ((by.prompt_for_preference, "likes: "), (by.prompt_for_images, "a star\nlikes: ")):
         ids = prompt(_record(captions))
@@ -105,19 +105,19 @@ def test_the_oldest_are_left_out_first_and_never_the_question(place: Path, tmp_p
         kept = text.removeprefix(start).removesuffix(" of 2 keywords:").split("\n")
         assert kept == captions[-len(kept) :]
         longer = _record(captions[-len(kept) - 1 :])
-        whole = Keyworder(place, SHORT, length=480, cache=tmp_path)
+        whole = KeywordGenerator(place, SHORT, length=480, cache=tmp_path)
         asks = whole.prompt_for_preference if start == "likes: " else whole.prompt_for_images
         assert len(kept) == len(captions) or len(asks(longer)) > length  # not one more would have fitted
 
 
 def test_long_captions_leave_room_and_long_questions_are_refused(place: Path, tmp_path: Path) -> None:
-    by = Keyworder(place, SHORT, length=80, cache=tmp_path)
+    by = KeywordGenerator(place, SHORT, length=80, cache=tmp_path)
     wordy = " ".join(["star moon"] * 100)
     ids = by.prompt_for_images(_record(["a red star", wordy], wish=wordy))
     assert len(ids) <= 80
     assert "star moon star moon" in _said(by, ids)
     assert len(by.prompt_for_target(wordy)) <= 80
-    tight = Keyworder(place, SHORT, length=3, cache=tmp_path)
+    tight = KeywordGenerator(place, SHORT, length=3, cache=tmp_path)
     for ask in (lambda: tight.prompt_for_preference(_record(["red"])), lambda: tight.prompt_for_target("moon")):
         with pytest.raises(UsageError, match=r"data\.sequence_length: 3 tokens do not hold model\.keywords\."):
             ask()
@@ -125,8 +125,8 @@ def test_long_captions_leave_room_and_long_questions_are_refused(place: Path, tm
 
 def test_the_answer_and_the_learned_tokens_have_positions_too(place: Path, tmp_path: Path) -> None:
     most = 512
-    assert Keyworder(place, SHORT, length=600, cache=tmp_path).length == most - 12
-    assert Keyworder(place, SHORT, length=600, room=40, cache=tmp_path).length == most - 40
+    assert KeywordGenerator(place, SHORT, length=600, cache=tmp_path).length == most - 12
+    assert KeywordGenerator(place, SHORT, length=600, room=40, cache=tmp_path).length == most - 40
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(place: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(place: Path, tmp_path: 
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 40}))
     with pytest.raises(UsageError, match="do not belong together"):
-        Keyworder(other, SHORT, cache=tmp_path).prompt_for_target("moon")
+        KeywordGenerator(other, SHORT, cache=tmp_path).prompt_for_target("moon")
 
 
 # Conversations
@@ -153,25 +153,25 @@ def _with_template(place: Path, target: Path, template: str) -> Path:
 
 
 def test_a_model_that_converses_is_asked_in_its_own_form(place: Path, tmp_path: Path) -> None:
-    by = Keyworder(_with_template(place, tmp_path / "chat", TEMPLATE), SHORT, cache=tmp_path)
+    by = KeywordGenerator(_with_template(place, tmp_path / "chat", TEMPLATE), SHORT, cache=tmp_path)
     assert by.is_chat
     assert _said(by, by.prompt_for_target("moon")) == "<<user>>a moon, keywords:<<assistant>>"
     # A turn ends in a token that the model has never learnt to say: the template is another model's.
     foreign = _with_template(place, tmp_path / "base", TEMPLATE.replace("eos_token if", "'star' if"))
-    assert not Keyworder(foreign, SHORT, cache=tmp_path).is_chat
+    assert not KeywordGenerator(foreign, SHORT, cache=tmp_path).is_chat
 
 
 def test_a_template_runs_in_a_sandbox_and_its_failure_is_one_line(place: Path, tmp_path: Path) -> None:
     evil = "{{ messages.__class__.__mro__[1].__subclasses__() }}{{ raise_exception('no such role') }}"
-    by = Keyworder(_with_template(place, tmp_path / "evil", evil), SHORT, cache=tmp_path)
+    by = KeywordGenerator(_with_template(place, tmp_path / "evil", evil), SHORT, cache=tmp_path)
     with pytest.raises(UsageError, match=r"the chat template of .* fails") as problem:
         by.prompt_for_target("moon")
     assert "\n" not in str(problem.value)
 
 
 def test_a_model_that_converses_may_speak_in_lines(place: Path, tmp_path: Path) -> None:
-    chat = Keyworder(_with_template(place, tmp_path / "chat", TEMPLATE), FREE, cache=tmp_path)
-    base = Keyworder(place, FREE, cache=tmp_path)
+    chat = KeywordGenerator(_with_template(place, tmp_path / "chat", TEMPLATE), FREE, cache=tmp_path)
+    base = KeywordGenerator(place, FREE, cache=tmp_path)
     assert chat._breaks == []
     assert [base.tokenizer.decode([number]) for number in base._breaks] == ["\n"]
 
@@ -210,16 +210,16 @@ def test_a_model_that_converses_may_speak_in_lines(place: Path, tmp_path: Path) 
     ],
 )
 def test_keywords_are_found_in_whatever_is_said(said: str, heard: str) -> None:
-    assert "|".join(read_keywords(said, 6)) == heard
+    assert "|".join(parse_keywords(said, 6)) == heard
 
 
 def test_half_a_word_is_not_heard() -> None:
-    assert read_keywords("red, blue, gre", 6, is_cut=True) == ("red", "blue")
-    assert read_keywords("red", 6, is_cut=True) == ("red",)
+    assert parse_keywords("red, blue, gre", 6, is_cut=True) == ("red", "blue")
+    assert parse_keywords("red", 6, is_cut=True) == ("red",)
 
 
-def test_allowed_words_come_out_of_the_model(place: Path, model: FrozenLanguage, tmp_path: Path) -> None:
-    by = Keyworder(place, SHORT, cache=tmp_path)
+def test_allowed_words_come_out_of_the_model(place: Path, model: FrozenLanguageModel, tmp_path: Path) -> None:
+    by = KeywordGenerator(place, SHORT, cache=tmp_path)
     records = [_record([f"a {one} star", f"a {other} moon"]) for one in ALLOWED for other in ALLOWED]
     steps: list[tuple[int, int]] = []
     found = by.preferences(records, model, "cpu", lambda what, done, total: steps.append((done, total)))
@@ -229,7 +229,7 @@ def test_allowed_words_come_out_of_the_model(place: Path, model: FrozenLanguage,
     assert steps[-1] == (36, 36)
     assert by.notes == []
     # The same, whatever else is asked at once.
-    alone = Keyworder(place, SHORT, cache=tmp_path / "other")
+    alone = KeywordGenerator(place, SHORT, cache=tmp_path / "other")
     assert alone.preferences(records[5:6], model, "cpu", _quiet) == found[5:6]
     assert (
         alone.targets(["a star", "a star"], model, "cpu", _quiet)[0] == by.targets(["a star"], model, "cpu", _quiet)[0]
@@ -237,7 +237,7 @@ def test_allowed_words_come_out_of_the_model(place: Path, model: FrozenLanguage,
 
 
 def test_free_answers_are_read_and_empty_ones_counted(place: Path, tmp_path: Path) -> None:
-    by = Keyworder(place, FREE, cache=tmp_path)
+    by = KeywordGenerator(place, FREE, cache=tmp_path)
     speaker = _Speaker(by, "Keywords: red, blue, moon", "")
     records = [_record(["red"]), _record(["blue star"])]
     assert by.preferences(records, speaker, "cpu", _quiet) == [("red", "blue"), ()]
@@ -250,12 +250,12 @@ def test_free_answers_are_read_and_empty_ones_counted(place: Path, tmp_path: Pat
 
 
 def test_the_second_time_nothing_is_decoded(place: Path, tmp_path: Path) -> None:
-    by = Keyworder(place, FREE, cache=tmp_path)
+    by = KeywordGenerator(place, FREE, cache=tmp_path)
     speaker = _Speaker(by, "red", "blue", "")
     records = [_record([word]) for word in ALLOWED]
     found = by.preferences([*records, *records], speaker, "cpu", _quiet)
     assert speaker.rows == 6  # the same history is asked about once
-    again = Keyworder(place, FREE, cache=tmp_path)
+    again = KeywordGenerator(place, FREE, cache=tmp_path)
     assert again.preferences([*records, *records], _never, "cpu", _quiet) == found
     more = again.preferences([*records, _record(["new"])], speaker, "cpu", _quiet)
     assert speaker.rows == 7
@@ -266,7 +266,7 @@ def test_another_model_or_another_question_is_asked_anew(place: Path, tmp_path: 
     records = [_record(["a red star"])]
 
     def asked(folder: Path, options: Keywords) -> int:
-        by = Keyworder(folder, options, cache=tmp_path)
+        by = KeywordGenerator(folder, options, cache=tmp_path)
         speaker = _Speaker(by, "red")
         by.preferences(records, speaker, "cpu", _quiet)
         return speaker.rows
@@ -301,7 +301,7 @@ def _damage_a_word(text: str) -> str:
 
 @pytest.mark.parametrize("damage", [_damage_last_line, _damage_a_word, lambda _: "[]\n3\nnull\n{}\n\x00"])
 def test_a_damaged_answer_is_asked_again(place: Path, tmp_path: Path, damage: Callable[[str], str]) -> None:
-    by = Keyworder(place, FREE, cache=tmp_path)
+    by = KeywordGenerator(place, FREE, cache=tmp_path)
     records = [_record(["red"]), _record(["blue star"])]
     found = by.preferences(records, _Speaker(by, "red", "blue"), "cpu", _quiet)
     (file,) = (tmp_path / "keywords").glob("*.jsonl")
@@ -315,6 +315,6 @@ def test_a_damaged_answer_is_asked_again(place: Path, tmp_path: Path, damage: Ca
 
 def test_a_cache_that_cannot_be_written_is_one_line(place: Path, tmp_path: Path) -> None:
     (tmp_path / "keywords").write_text("a file")
-    by = Keyworder(place, FREE, cache=tmp_path)
+    by = KeywordGenerator(place, FREE, cache=tmp_path)
     with pytest.raises(EnvironmentProblem, match=r"keywords cannot be kept in .* set XDG_CACHE_HOME"):
         by.targets(["moon"], _Speaker(by, "red"), "cpu", _quiet)

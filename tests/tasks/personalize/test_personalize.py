@@ -12,7 +12,7 @@ from torch import Tensor
 import small_personal
 from bottega.core.noise import Noise
 from bottega.core.types import Models
-from bottega.data.loading.loader import evaluate_batches
+from bottega.data.loading.loader import iter_eval_batches
 from bottega.models.build import build_models
 from bottega.tasks import registry
 from bottega.tasks.personalize.config import ConditionWeights
@@ -25,11 +25,11 @@ COUNT = 6
 @cache
 def opened(folder: Any) -> tuple[Personalize, Models, dict[str, Tensor]]:
     recipe = load_recipe(["personalize", small_personal.settings(folder)]).recipe
-    branch: Any = registry.prepare(recipe, say=lambda stage, done, total: None)
-    batch = next(evaluate_batches(branch.validation(), COUNT))
+    workload: Any = registry.open_workload(recipe, progress=lambda stage, done, total: None)
+    batch = next(iter_eval_batches(workload.validation(), COUNT))
     rows = {name: torch.from_numpy(value) for name, value in batch.items() if name != "index"}
-    rows |= {name: torch.from_numpy(v) for name, v in branch.teller.sayings.said("negative", [""] * COUNT).items()}
-    return branch.task, build_models(branch.task, 0), rows
+    rows |= {name: torch.from_numpy(v) for name, v in workload.teller.sayings.said("negative", [""] * COUNT).items()}
+    return workload.task, build_models(workload.task, 0), rows
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def changed(task: Personalize, **fields: Any) -> Personalize:
 def drawn(task: Personalize, models: Models, batch: dict[str, Tensor], **how: Any) -> Tensor:
     with torch.no_grad():
         asked = {"weights": ConditionWeights(), "steps": 2, "method": "euler", **how}
-        return task.draw(models, batch, noise(len(batch["prompt"])), **asked)
+        return task.sample(models, batch, noise(len(batch["prompt"])), **asked)
 
 
 def test_only_the_soft_prompts_learn(task: Personalize, models: Models, batch: dict[str, Tensor]) -> None:
@@ -79,7 +79,7 @@ def test_only_the_soft_prompts_learn(task: Personalize, models: Models, batch: d
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in models["model"].parameters())
     frozen = [p for name in ("language_model", "image_model") for p in models[name].parameters()]
     assert all(p.grad is None for p in frozen)
-    assert sum(p.numel() for p in models["model"].parameters()) == task.shape.parameters
+    assert sum(p.numel() for p in models["model"].parameters()) == task.shape.num_parameters
 
 
 def test_the_loss_is_a_sum_over_rows_whatever_the_split(
@@ -122,11 +122,11 @@ def test_each_part_of_the_condition_has_its_weight(
 ) -> None:
     with torch.no_grad():
         alone = {name: 1.0 if name == part else 0.0 for name in ("soft", "keywords", "target")}
-        once = task.condition(models, batch, ConditionWeights(**alone)).tokens
-        twice = task.condition(models, batch, ConditionWeights(**{**alone, part: 2.0})).tokens
+        once = task.build_condition(models, batch, ConditionWeights(**alone)).tokens
+        twice = task.build_condition(models, batch, ConditionWeights(**{**alone, part: 2.0})).tokens
         torch.testing.assert_close(twice, 2 * once)
-        every = task.condition(models, batch, ConditionWeights()).tokens
-        without = task.condition(models, batch, ConditionWeights(**{part: 0.0})).tokens
+        every = task.build_condition(models, batch, ConditionWeights()).tokens
+        without = task.build_condition(models, batch, ConditionWeights(**{part: 0.0})).tokens
     assert without.shape[1] == every.shape[1] - once.shape[1], "0 leaves it out"
     sizes = {"soft": task.shape.num_image_tokens, "keywords": 16, "target": 16}
     assert once.shape == (COUNT, sizes[part], task.shape.text_size)

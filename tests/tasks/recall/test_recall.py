@@ -18,15 +18,15 @@ import bottega
 import small_recall
 from bottega import cli
 from bottega.core.errors import UsageError
-from bottega.core.loop import evaluate
 from bottega.core.noise import Noise
-from bottega.data.loading.loader import evaluate_batches
-from bottega.data.recall import ASK, IGNORED, Facts, Lasting, Streams, Tokens
+from bottega.core.trainer import evaluate
+from bottega.data.loading.loader import iter_eval_batches
+from bottega.data.recall import IGNORE_INDEX, QUERY_TOKEN, Facts, Lasting, Streams, Tokens
 from bottega.models.build import build_models
 from bottega.models.decoder.torch import Transformer
 from bottega.models.memory import torch as memories
 from bottega.models.several import shared_layers
-from bottega.run.compose import build_engine, build_loader, plan_rates
+from bottega.run.compose import build_engine, build_loader, set_learning_rate_schedule
 from bottega.tasks import registry
 from bottega.tasks.recall.task import RecallFacts, RecallStreams
 from bottega.tasks.recipes import load_recipe
@@ -59,16 +59,16 @@ def pairs(tokens: np.ndarray, known: Tokens) -> list[tuple[int, int]]:
 def test_a_stream_is_answered_by_who_remembers_its_first_segment() -> None:
     rows = every(STREAMS)
     assert rows["tokens"].shape == rows["answers"].shape == (40, 4, 12)
-    assert (rows["answers"][:, 0] == IGNORED).all(), "nothing is asked while it is in sight"
+    assert (rows["answers"][:, 0] == IGNORE_INDEX).all(), "nothing is asked while it is in sight"
     for tokens, answers in zip(rows["tokens"], rows["answers"], strict=True):
         facts = dict(pairs(tokens[0], TOKENS))
         assert len(facts) == 4
         for segment in range(1, 4):
             assert pairs(tokens[segment], TOKENS) == [], "and nothing is said again"
-            asked = np.flatnonzero(answers[segment] != IGNORED)
+            asked = np.flatnonzero(answers[segment] != IGNORE_INDEX)
             assert len(asked) == 3
             for place in asked:
-                assert tokens[segment, place - 1] == ASK
+                assert tokens[segment, place - 1] == QUERY_TOKEN
                 assert answers[segment, place] == facts[int(tokens[segment, place]) - 1]
 
 
@@ -83,7 +83,7 @@ def test_a_stream_is_a_function_of_its_number() -> None:
 
 def test_every_value_is_as_likely_as_the_others() -> None:
     answers = every(Streams(TOKENS, 12, 3, 4, 3, seed=0, first=0, count=3000))["answers"]
-    shares = np.bincount(answers[answers != IGNORED], minlength=5) / (answers != IGNORED).sum()
+    shares = np.bincount(answers[answers != IGNORE_INDEX], minlength=5) / (answers != IGNORE_INDEX).sum()
     assert shares == pytest.approx([0.2] * 5, abs=0.02)
 
 
@@ -92,7 +92,7 @@ def test_facts_are_answered_by_who_remembers_the_last_statement() -> None:
     known: dict[int, int] = {}
     right = changed = asked_ever = 0
     for number in range(200):
-        for place in np.flatnonzero(rows["answers"][number] != IGNORED):
+        for place in np.flatnonzero(rows["answers"][number] != IGNORE_INDEX):
             key = int(rows["tokens"][number, place]) - 1
             assert key < FACTS.num_changing, "what lasts is never asked for here"
             asked_ever += number >= 2 * FACTS.distance
@@ -113,10 +113,10 @@ def test_what_was_never_stated_has_no_answer() -> None:
     known: set[int] = set()
     answered = []
     for number in range(60):
-        asked = np.flatnonzero(rows["tokens"][number] == ASK) + 1
+        asked = np.flatnonzero(rows["tokens"][number] == QUERY_TOKEN) + 1
         for place in asked:
             is_known = int(rows["tokens"][number, place]) in known
-            assert (rows["answers"][number, place] != IGNORED) == is_known
+            assert (rows["answers"][number, place] != IGNORE_INDEX) == is_known
             answered.append((number, is_known))
         known |= set(rows["stated"][number, :, 0].tolist())
     assert not any(is_known for number, is_known in answered if number < FACTS.distance)
@@ -142,7 +142,7 @@ def test_what_lasts_is_stated_alike_in_every_epoch_and_asked_for_elsewhere() -> 
     assert len(said) == 4, "one value each"
     asked = every(Lasting(FACTS, 2))
     for tokens, answers in zip(asked["tokens"], asked["answers"], strict=True):
-        for place in np.flatnonzero(answers != IGNORED):
+        for place in np.flatnonzero(answers != IGNORE_INDEX):
             assert (tokens[place], answers[place] + 1 + FACTS.tokens.num_keys) in said
     assert not pairs(asked["tokens"].reshape(-1), FACTS.tokens)
 
@@ -152,7 +152,7 @@ def test_what_lasts_is_stated_alike_in_every_epoch_and_asked_for_elsewhere() -> 
 
 def streams_task(folder: Path, **changes: Any) -> RecallStreams:
     recipe = load_recipe(["recall", small_recall.settings(folder, **changes)]).recipe
-    task = registry.prepare(recipe, say=None).task
+    task = registry.open_workload(recipe, progress=None).task
     assert isinstance(task, RecallStreams)
     return task
 
@@ -217,7 +217,7 @@ def test_its_trunk_is_that_of_a_language_model(tmp_path: Path, kind: str) -> Non
 
 def facts_task(folder: Path, **changes: Any) -> RecallFacts:
     recipe = load_recipe(["recall/lasting", small_recall.lasting(folder, **changes)]).recipe
-    task = registry.prepare(recipe, say=None).task
+    task = registry.open_workload(recipe, progress=None).task
     assert isinstance(task, RecallFacts)
     return task
 
@@ -230,8 +230,8 @@ def test_the_update_stores_what_was_stated_in_order(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in now.items()}
     new = task.update(now, {"stated": stated, "asked": torch.tensor([[1], [2], [3]])}, Noise(0, 4, ()))
     assert all(torch.equal(before[name], now[name]) for name in before), "pure"
-    assert {f"memory.{name}" for name in memories.flat(model.memory.now())} == set(new)
-    memory = memories.unflat({name.removeprefix("memory."): tensor for name, tensor in new.items()})
+    assert {f"memory.{name}" for name in memories.flatten_memory(model.memory.now())} == set(new)
+    memory = memories.unflatten_memory({name.removeprefix("memory."): tensor for name, tensor in new.items()})
     found = memories.search(memory, model.codes[torch.tensor([1, 2, 3])], 1, same=0.95)
     assert torch.equal(found.values[:2, 0], model.codes[torch.tensor([13, 12])]), "the last one counts"
     assert found.scores[2, 0] < 0.95
@@ -318,7 +318,7 @@ def lasting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_keeps_its_memory_and_is_evaluated_with_it(lasting_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = bottega.load(lasting_run, checkpoint="last")
-    assert len(memories.flat(saved.model.memory.now())) == 14
+    assert len(memories.flatten_memory(saved.model.memory.now())) == 14
     assert saved.model.memory.now().semantic.valid.sum() == 4
     rows = [json.loads(line) for line in (lasting_run / "metrics.jsonl").read_text().splitlines()]
     measured = [row for row in rows if row["kind"] == "eval"][-1]
@@ -369,16 +369,16 @@ def trained(recipe: str, steps: int, folder: Path, **changes: Any) -> dict[str, 
     """As the recipe has it, for fewer steps; the measures of what is held out."""
     settings = {"output_dir": str(folder), "training.max_steps": steps, "device": "cpu", **changes}
     one = load_recipe([recipe, settings]).recipe
-    branch = registry.prepare(one, say=None)
-    engine = build_engine(one, branch.task)
-    loader = build_loader(one, branch.training(), engine, branch.order)
-    plan_rates(one, engine, total=steps, steps_per_epoch=100)
+    workload = registry.open_workload(one, progress=None)
+    engine = build_engine(one, workload.task)
+    loader = build_loader(one, workload.training(), engine, workload.order)
+    set_learning_rate_schedule(one, engine, total=steps, steps_per_epoch=100)
     stream = loader(0)
     for step in range(steps):
         engine.train_step(step, next(stream))
-    source = branch.validation()
+    source = workload.validation()
     assert source is not None
-    return evaluate(engine, evaluate_batches(source, 250))
+    return evaluate(engine, iter_eval_batches(source, 250))
 
 
 SHORT = {"data.distance": 4, "data.segment_length": 16, "data.num_pairs": 3, "data.num_samples": 8000}

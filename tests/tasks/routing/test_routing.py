@@ -13,7 +13,7 @@ from torch import Tensor
 import small_routing
 from bottega.core.noise import Noise
 from bottega.data.sources.source import ArraySource
-from bottega.engines.torch.changes import Seen
+from bottega.engines.torch.state_updates import BatchStats
 from bottega.models.build import build_models
 from bottega.models.experts.config import ExpertsShape
 from bottega.models.routing.config import RoutingShape
@@ -161,11 +161,11 @@ def test_the_load_follows_the_whole_batch_and_no_forward_changes_it() -> None:
     models["model"].train()
     tensors = {**dict(models["model"].named_parameters()), **dict(models["model"].named_buffers())}
     before = {name: value.clone() for name, value in tensors.items()}
-    seen = Seen()
+    seen = BatchStats()
     for first in range(0, 24, 8):
         seen.add(one.loss(models, part(data, first, first + 8), noise(8)), None)
     assert all(torch.equal(value, tensors[name]) for name, value in before.items())
-    new = one.update(tensors, seen.whole(), noise(0))
+    new = one.update(tensors, seen.reduce(), noise(0))
     share = np.bincount(one.predict(models, data["x"]).routing.chosen[:, 0].numpy(), minlength=3) / 24
     np.testing.assert_allclose(new["experts.router.load"], 0.9 / 3 + 0.1 * share, rtol=1e-6)
 
@@ -230,16 +230,16 @@ def test_a_step_tells_how_even_the_whole_batch_was_under_any_split() -> None:
     of = engine(training(batch_size=16), task=fresh)
     first = loader(source, of=of, batch_size=16).batch(0)["x"]
     asked = fresh.predict(models, torch.from_numpy(first)).routing.chosen
-    assert a[0] == pytest.approx(measures.load_entropy(measures.load(asked.numpy(), 3)), rel=1e-5)
+    assert a[0] == pytest.approx(measures.load_entropy(measures.expert_load(asked.numpy(), 3)), rel=1e-5)
 
 
 # Measures
 
 
 def test_the_load_is_even_or_not() -> None:
-    assert measures.load_entropy(measures.load(np.arange(40)[:, None] % 4, 4)) == pytest.approx(1.0)
-    assert measures.load_entropy(measures.load(np.zeros((40, 1), int), 4)) == 0.0
-    half = measures.load_entropy(measures.load(np.arange(40)[:, None] % 2, 4))
+    assert measures.load_entropy(measures.expert_load(np.arange(40)[:, None] % 4, 4)) == pytest.approx(1.0)
+    assert measures.load_entropy(measures.expert_load(np.zeros((40, 1), int), 4)) == 0.0
+    half = measures.load_entropy(measures.expert_load(np.arange(40)[:, None] % 2, 4))
     assert half == pytest.approx(0.5)
     assert math.isnan(measures.load_entropy(np.ones(1)))
 
@@ -249,7 +249,9 @@ def test_an_expert_tells_the_rule_or_says_nothing_of_it() -> None:
     rule = draw.integers(0, 4, 20_000)
 
     def said(chosen: np.ndarray, experts: int = 4) -> float:
-        return measures.information(measures.table(rule, chosen, num_rules=4, num_experts=experts))
+        return measures.normalised_mutual_information(
+            measures.count_rule_experts(rule, chosen, num_rules=4, num_experts=experts)
+        )
 
     assert said(rule) == pytest.approx(1.0)
     assert said(np.array([2, 0, 3, 1])[rule]) == pytest.approx(1.0), "whichever expert it is"
@@ -268,4 +270,4 @@ def test_names_of_all_measures_are_known_beforehand(one: RoutingTask) -> None:
     models["model"].eval()
     out = one.loss(models, data, noise(24))
     rows = {name: value.detach().numpy() for name, value in out.rows.items()}
-    assert {*out.terms, *out.metrics, *one.score(rows)} == set(one.measured)
+    assert {*out.terms, *out.metrics, *one.score(rows)} == set(one.evaluation_metrics)

@@ -14,12 +14,12 @@ import pytest
 import bottega
 import small_routing
 from bottega import cli
-from bottega.config.data import source_names
+from bottega.config.data import get_source_names
 from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import read_metrics
 from bottega.tasks.recipes import check_recipe, load_recipe
-from bottega.tasks.routing.branch import RoutingBranch
-from bottega.tasks.routing.pictures import hundredths, story
+from bottega.tasks.routing.plots import describe_routing, format_fractions
+from bottega.tasks.routing.workload import RoutingWorkload
 
 NAMES = [f"c{number}" for number in range(small_routing.INPUTS)]
 
@@ -89,7 +89,7 @@ def test_a_column_of_words_is_left_out_and_said(run: Path, tmp_path: Path) -> No
     path = table(tmp_path / "city.csv", columns=["city", *NAMES, "rule", "label"], city=["Rome", ""] * 48)
     found = small_routing.train(tmp_path, **{"data.train.path": path, "training.max_steps": 1})
     assert "column 'city' holds no numbers and is left out" in (found.path / "log.txt").read_text()
-    assert bottega.load(found.path).branch.known.columns == tuple(NAMES)
+    assert bottega.load(found.path).workload.known.columns == tuple(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_rows_are_told_by_the_command(run: Path, tmp_path: Path, capsys: pytest.
     assert [row["row"] for row in rows[:2]] == ["new.csv:2", "new.csv:3"]
     saved = bottega.load(run)
     with saved.engine.sampling() as models:
-        chances, chosen = saved.branch.answered(models, small_routing.rows(96)["x"], device=saved.engine.device)
+        chances, chosen = saved.workload.answered(models, small_routing.rows(96)["x"], device=saved.engine.device)
     assert [row["predicted"] for row in rows] == [str(label) for label in chances.argmax(1)]
     np.testing.assert_allclose([row["probability"] for row in rows], chances.max(1), rtol=1e-5)
     assert [row["expert"] for row in rows] == chosen[:, 0].tolist()
@@ -146,25 +146,27 @@ def test_a_few_measures_are_followed_and_all_are_kept(run: Path) -> None:
     saved, lines = bottega.load(run), (run / "log.txt").read_text().splitlines()
     line = next(line for line in lines if "validation" in line)
     shown = ["loss", "accuracy", "load_entropy", "rule_information"]
-    assert [name for name in saved.branch.metrics if f" {name} " in line] == shown
+    assert [name for name in saved.workload.metrics if f" {name} " in line] == shown
     kept = next(row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "eval")
-    assert set(saved.branch.metrics) <= set(kept)
+    assert set(saved.workload.metrics) <= set(kept)
 
 
 def test_a_sequence_shows_each_source() -> None:
     recipe = load_recipe(["routing/continual"]).recipe
-    branch = RoutingBranch.__new__(RoutingBranch)
-    branch.recipe = recipe  # type: ignore[assignment]
-    names = source_names(recipe.data.sources or ())
+    workload = RoutingWorkload.__new__(RoutingWorkload)
+    workload.recipe = recipe  # type: ignore[assignment]
+    names = get_source_names(recipe.data.sources or ())
     assert len(names) > 1
-    assert {"accuracy", "forgetting", *(f"{name}/{recipe.evaluation.metric}" for name in names)} <= set(branch.headline)
+    assert {"accuracy", "forgetting", *(f"{name}/{recipe.evaluation.metric}" for name in names)} <= set(
+        workload.headline
+    )
 
 
 def test_the_first_choice_is_called_so() -> None:
     counts, load = np.array([[3, 1], [0, 4]]), np.array([0.4, 0.6])
     given: dict[str, Any] = {"accuracy": 0.5, "bayes": None, "samples": "8 samples", "load": load, "firing": None}
-    assert "of what the expert can say" in story(**given, counts=counts, top_k=1)
-    several = story(**given, counts=counts, top_k=2)
+    assert "of what the expert can say" in describe_routing(**given, counts=counts, top_k=1)
+    several = describe_routing(**given, counts=counts, top_k=2)
     assert "of what the first of 2 experts can say" in several
     assert several.count("the first of 2 experts") == 2
 
@@ -174,7 +176,7 @@ def test_shares_of_a_picture_add_up_to_one() -> None:
     for size in (1, 2, 3, 7, 30):
         for _ in range(50):
             counts = draw.integers(0, 50, size)
-            shown = [float(words) for words in hundredths(counts)]
+            shown = [float(words) for words in format_fractions(counts)]
             assert round(sum(shown), 6) == (1 if counts.sum() else 0)
             np.testing.assert_allclose(shown, counts / max(1, counts.sum()), atol=0.0101)
 

@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bottega.config.addresses import strip_values
+from bottega.config.credentials import strip_credentials_in_values
+from bottega.config.error_messages import format_value
 from bottega.config.importers import axolotl, lightning, llamafactory, trainer
-from bottega.config.importers.mapping import Sheet
-from bottega.config.importers.written import file_text, report
+from bottega.config.importers.import_report import build_report, render_recipe_file
+from bottega.config.importers.translation import Translation
 from bottega.config.recipe import Recipe
 from bottega.config.registry import TaskRegistry
-from bottega.config.wording import shown
-from bottega.config.yamlfile import MAX_BYTES, MAX_DEPTH, read_yaml
+from bottega.config.yaml_io import MAX_BYTES, MAX_DEPTH, read_yaml
 from bottega.core.errors import UsageError
 
-__all__ = ["FORMATS", "Sheet", "import_file", "told", "translated"]
+__all__ = ["FORMATS", "Translation", "detect_format", "import_file", "translate_config"]
 
-FORMATS: dict[str, Callable[[Sheet], None]] = {
+FORMATS: dict[str, Callable[[Translation], None]] = {
     "axolotl": axolotl.translate,
     "llamafactory": llamafactory.translate,
     "trainer": trainer.translate,
@@ -30,10 +30,10 @@ FORMATS: dict[str, Callable[[Sheet], None]] = {
 def import_file(tasks: TaskRegistry, path: Path, *, out: Path | None = None, kind: str | None = None) -> dict[str, Any]:
     """Write the recipe that `path` makes, and tell what became of each key. Nothing is overwritten."""
     whole = _read(path)
-    said = strip_values(whole)
+    said = strip_credentials_in_values(whole)
     _refuse_ours(tasks, path, said, is_told=kind is not None)
-    kind = kind or told(path, said)
-    sheet = translated(tasks, path, said, kind)
+    kind = kind or detect_format(path, said)
+    sheet = translate_config(tasks, path, said, kind)
     if said != whole:
         sheet.notes.append("credentials of addresses are left out; give an address with them on the command line")
     out = out or path.with_name(f"{path.stem}.bottega.yaml")
@@ -41,36 +41,36 @@ def import_file(tasks: TaskRegistry, path: Path, *, out: Path | None = None, kin
         raise UsageError(f"--out: {out}: a recipe file ends in .yaml or .yml")
     if not out.parent.is_dir():
         raise UsageError(f"--out: {out.parent}: no such folder")
-    text = file_text(sheet, path=path, kind=kind)
+    text = render_recipe_file(sheet, path=path, kind=kind)
     try:
         with out.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError:
         raise UsageError(f"{out}: exists and is not overwritten; name another file with --out") from None
-    return report(sheet, kind=kind, path=path, out=out)
+    return build_report(sheet, kind=kind, path=path, out=out)
 
 
-def translated(tasks: TaskRegistry, path: Path, said: Mapping[str, Any], kind: str) -> Sheet:
+def translate_config(tasks: TaskRegistry, path: Path, said: Mapping[str, Any], kind: str) -> Translation:
     """The sheet of one file, on which every key has an answer, and whose recipe our loader takes."""
-    sheet = Sheet(said)
+    sheet = Translation(said)
     FORMATS[kind](sheet)
     if not any(not row.is_default for row in sheet.mapped):
         raise UsageError(f"{path}: no key of it is known as one of {kind}; is --from right?")
-    sheet.settle(tasks)
+    sheet.drop_rejected(tasks)
     return sheet
 
 
-def told(path: Path, said: Mapping[str, Any]) -> str:
+def detect_format(path: Path, said: Mapping[str, Any]) -> str:
     """Which trainer's file it is, by its keys."""
     fits = []
     inner = said.get("trainer")
-    if isinstance(inner, Mapping) and any(key in inner for key in lightning.MARKS):
+    if isinstance(inner, Mapping) and any(key in inner for key in lightning.MARKER_KEYS):
         fits.append("lightning")
-    if "base_model" in said and any(key in said for key in axolotl.MARKS):
+    if "base_model" in said and any(key in said for key in axolotl.MARKER_KEYS):
         fits.append("axolotl")
-    if "model_name_or_path" in said and any(key in said for key in llamafactory.MARKS):
+    if "model_name_or_path" in said and any(key in said for key in llamafactory.MARKER_KEYS):
         fits.append("llamafactory")
-    if not fits and sum(key in said for key in trainer.MARKS) >= 2:
+    if not fits and sum(key in said for key in trainer.MARKER_KEYS) >= 2:
         fits.append("trainer")
     if len(fits) == 1:
         return fits[0]
@@ -93,7 +93,7 @@ def _read(path: Path) -> dict[str, Any]:
     if value is None or value in ({}, []):
         raise UsageError(f"{path}: is empty")
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: a configuration is a block of keys, not {shown(value)}")
+        raise UsageError(f"{path}: a configuration is a block of keys, not {format_value(value)}")
     return value
 
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from bottega.config.importers import family, trainer
-from bottega.config.importers.mapping import Left, Sheet, epochs, is_off, number, switch, text, texts, whole
+from bottega.config.importers import trainer, transformers_common
+from bottega.config.importers.translation import (
+    SkippedKeys,
+    Translation,
+    format_epochs,
+    is_disabled,
+    parse_boolean,
+    parse_integer,
+    parse_number,
+    parse_text,
+    parse_text_list,
+)
 
-MARKS = (
+MARKER_KEYS = (
     *(
         "micro_batch_size",
         "datasets",
@@ -27,201 +37,205 @@ PLAIN = ("completion", "pretrain")
 """Their types of data whose text is learned as it stands."""
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
-LORA = "techniques.0.options."
+LORA_OPTIONS = "techniques.0.options."
 
 
-def translate(sheet: Sheet) -> None:
-    sheet.default("(axolotl)", "language models", "task", "language")
+def translate(sheet: Translation) -> None:
+    sheet.map_default("(axolotl)", "language models", "task", "language")
     _model(sheet)
     _data(sheet)
-    family.length(sheet, "num_epochs", default=1)
+    transformers_common.map_length(sheet, "num_epochs", default=1)
     _batch(sheet)
-    sheet.direct(
+    sheet.map_table(
         {
-            "learning_rate": ("training.learning_rate", number),
-            "weight_decay": ("training.weight_decay", number),
-            "save_total_limit": ("checkpoint.keep", whole),
-            "seed": ("seed", whole),
-            "output_dir": ("output_dir", text),
-            "use_tensorboard": ("logging.tensorboard", switch),
-            "wandb_tags": ("logging.wandb.tags", texts),
+            "learning_rate": ("training.learning_rate", parse_number),
+            "weight_decay": ("training.weight_decay", parse_number),
+            "save_total_limit": ("checkpoint.keep", parse_integer),
+            "seed": ("seed", parse_integer),
+            "output_dir": ("output_dir", parse_text),
+            "use_tensorboard": ("logging.tensorboard", parse_boolean),
+            "wandb_tags": ("logging.wandb.tags", parse_text_list),
         }
     )
-    sheet.default("weight_decay", 0.0, "training.weight_decay", 0.0)
-    sheet.default("seed", 42, "seed", 42)
-    family.optimizer(sheet, "optimizer")
-    family.clipping(sheet)
-    sheet.convert("cosine_min_lr_ratio", "training.scheduler.min_ratio", number)
-    family.schedule(sheet, "lr_scheduler", default="cosine")
-    sheet.default("warmup_ratio", 0.03, "training.scheduler.warmup_steps", "3%")
-    if is_off(sheet.get("float32")) or not sheet.is_open("float32"):
-        family.precision(sheet, default="auto")
+    sheet.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
+    sheet.map_default("seed", 42, "seed", 42)
+    transformers_common.map_optimizer(sheet, "optimizer")
+    transformers_common.map_gradient_clipping(sheet)
+    sheet.map_converted("cosine_min_lr_ratio", "training.scheduler.min_ratio", parse_number)
+    transformers_common.map_schedule(sheet, "lr_scheduler", default="cosine")
+    sheet.map_default("warmup_ratio", 0.03, "training.scheduler.warmup_steps", "3%")
+    if is_disabled(sheet.get("float32")) or not sheet.is_pending("float32"):
+        transformers_common.map_precision(sheet, default="auto")
     else:
-        sheet.put("float32", "training.mixed_precision", "fp32")
+        sheet.map_key("float32", "training.mixed_precision", "fp32")
         for key in ("bf16", "fp16", "bfloat16", "float16"):
-            sheet.leave(key, "meaningless here", "float32 decides")
+            sheet.skip(key, "meaningless here", "float32 decides")
     _cadences(sheet)
-    family.best(sheet, patience="early_stopping_patience")
-    sheet.direct(family.WANDB)
-    family.wandb_mode(sheet)
-    family.sharding(sheet)
-    family.switches(sheet)
+    transformers_common.map_best_metric(sheet, patience="early_stopping_patience")
+    sheet.map_table(transformers_common.WANDB_KEYS)
+    transformers_common.map_wandb_mode(sheet)
+    transformers_common.map_sharding(sheet)
+    transformers_common.map_performance_options(sheet)
     _adapter(sheet)
-    if sheet.is_open("device"):
+    if sheet.is_pending("device"):
         name = str(sheet.get("device")).partition(":")[0]
-        sheet.put("device", "device", name)
-    sheet.finish(LEFT, trainer.LEFT)
+        sheet.map_key("device", "device", name)
+    sheet.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
 
 
-def _model(sheet: Sheet) -> None:
-    sheet.convert("base_model", "model.from", text)
-    sheet.convert("sequence_len", "data.sequence_length", whole)
-    if sheet.is_open("tokenizer_config"):
+def _model(sheet: Translation) -> None:
+    sheet.map_converted("base_model", "model.from", parse_text)
+    sheet.map_converted("sequence_len", "data.sequence_length", parse_integer)
+    if sheet.is_pending("tokenizer_config"):
         if sheet.get("tokenizer_config") == sheet.get("base_model"):
-            sheet.leave("tokenizer_config", "meaningless here", "the tokenizer of model.from is used anyway")
+            sheet.skip("tokenizer_config", "meaningless here", "the tokenizer of model.from is used anyway")
         else:
-            sheet.put("tokenizer_config", "data.tokenizer.path", str(sheet.get("tokenizer_config")))
-            sheet.put("tokenizer_config", "data.tokenizer.kind", "pretrained")
+            sheet.map_key("tokenizer_config", "data.tokenizer.path", str(sheet.get("tokenizer_config")))
+            sheet.map_key("tokenizer_config", "data.tokenizer.kind", "pretrained")
 
 
-def _batch(sheet: Sheet) -> None:
+def _batch(sheet: Translation) -> None:
     """micro_batch_size is their batch of one process; batch_size, where it is given, the product."""
     micro, total = sheet.get("micro_batch_size"), sheet.get("batch_size")
     if isinstance(micro, int) and isinstance(total, int) and micro > 0 and not sheet.get("gradient_accumulation_steps"):
         passes = max(1, total // micro)
-        sheet.put("batch_size", "training.gradient_accumulation_steps", passes, note=f"{total} / {micro}")
-        sheet.put("micro_batch_size", "training.batch_size", micro)
-        family.batch_note(sheet, micro, passes)
+        sheet.map_key("batch_size", "training.gradient_accumulation_steps", passes, note=f"{total} / {micro}")
+        sheet.map_key("micro_batch_size", "training.batch_size", micro)
+        transformers_common.add_batch_note(sheet, micro, passes)
     else:
-        sheet.leave("batch_size", "meaningless here", "micro_batch_size x gradient_accumulation_steps decide")
-        family.batch(sheet, "micro_batch_size", default=1)
-    sheet.convert("eval_batch_size", "evaluation.batch_size", whole, note="over all processes here")
+        sheet.skip("batch_size", "meaningless here", "micro_batch_size x gradient_accumulation_steps decide")
+        transformers_common.map_batch_size(sheet, "micro_batch_size", default=1)
+    sheet.map_converted("eval_batch_size", "evaluation.batch_size", parse_integer, note="over all processes here")
 
 
-def _cadences(sheet: Sheet) -> None:
+def _cadences(sheet: Translation) -> None:
     for theirs, ours, steps, strategy in (
         ("evals_per_epoch", "evaluation.every", "eval_steps", ("eval_strategy", "evaluation_strategy")),
         ("saves_per_epoch", "checkpoint.every", "save_steps", ("save_strategy",)),
     ):
         times = sheet.get(theirs)
-        if sheet.is_open(theirs) and not is_off(times):
-            sheet.convert(theirs, ours, lambda v: epochs(1 / number(v)))
+        if sheet.is_pending(theirs) and not is_disabled(times):
+            sheet.map_converted(theirs, ours, lambda v: format_epochs(1 / parse_number(v)))
             for key in (steps, *strategy):
-                sheet.leave(key, "meaningless here", f"{theirs} is given and decides")
-        elif sheet.is_open(steps) and not is_off(sheet.get(steps)):
+                sheet.skip(key, "meaningless here", f"{theirs} is given and decides")
+        elif sheet.is_pending(steps) and not is_disabled(sheet.get(steps)):
             for key in strategy:
-                sheet.leave(key, "meaningless here", f"{steps} is given and decides")
-            family.cadence(sheet, ours, strategies=(), steps=steps)
+                sheet.skip(key, "meaningless here", f"{steps} is given and decides")
+            transformers_common.map_cadence(sheet, ours, strategies=(), steps=steps)
         else:
-            family.cadence(sheet, ours, strategies=strategy, steps=steps)
-    sheet.default("save_strategy", "epoch", "checkpoint.every", "1 epoch")
-    family.cadence(sheet, "logging.every", strategies=("logging_strategy",), steps="logging_steps")
+            transformers_common.map_cadence(sheet, ours, strategies=strategy, steps=steps)
+    sheet.map_default("save_strategy", "epoch", "checkpoint.every", "1 epoch")
+    transformers_common.map_cadence(sheet, "logging.every", strategies=("logging_strategy",), steps="logging_steps")
 
 
-def _data(sheet: Sheet) -> None:
-    key = "pretraining_dataset" if sheet.under("pretraining_dataset") else "datasets"
+def _data(sheet: Translation) -> None:
+    key = "pretraining_dataset" if sheet.pending_under("pretraining_dataset") else "datasets"
     _sources(sheet, key, "data.train", several="data.sources")
     if isinstance(sheet.get("pretraining_dataset"), str):
         _path(sheet, "pretraining_dataset", "data.train", None)
     _sources(sheet, "test_datasets", "data.validation", several=None)
-    held_out(sheet, "val_set_size")
+    map_validation_split(sheet, "val_set_size")
     _packing(sheet)
     if sheet.get("dataset_exact_deduplication"):
-        sheet.put("dataset_exact_deduplication", "data.deduplicate.method", "exact")
+        sheet.map_key("dataset_exact_deduplication", "data.deduplicate.method", "exact")
 
 
-def held_out(sheet: Sheet, key: str) -> None:
+def map_validation_split(sheet: Translation, key: str) -> None:
     """A share is ours too; a number of examples is not; none is said, because ours would hold some back."""
-    if sheet.ours("data.validation.path"):
-        sheet.leave(key, "meaningless here", "validation has data of its own")
+    if sheet.find_mapped("data.validation.path"):
+        sheet.skip(key, "meaningless here", "validation has data of its own")
     size = sheet.get(key)
-    if size is not None and is_off(size):
-        sheet.put(key, "data.validation", None, note="nothing is held back")
+    if size is not None and is_disabled(size):
+        sheet.map_key(key, "data.validation", None, note="nothing is held back")
     elif isinstance(size, int | float) and size >= 1:
-        sheet.leave(key, "no counterpart", "a number of examples; data.validation.split is a share, such as 0.05")
-    elif sheet.is_open(key):
-        sheet.convert(key, "data.validation.split", lambda v: float(number(v)))
-    elif sheet.ours("data.validation.path") is None:
-        sheet.default(key, 0, "data.validation", None)
+        sheet.skip(key, "no counterpart", "a number of examples; data.validation.split is a share, such as 0.05")
+    elif sheet.is_pending(key):
+        sheet.map_converted(key, "data.validation.split", lambda v: float(parse_number(v)))
+    elif sheet.find_mapped("data.validation.path") is None:
+        sheet.map_default(key, 0, "data.validation", None)
 
 
-def _packing(sheet: Sheet) -> None:
-    if sheet.is_open("sample_packing"):
+def _packing(sheet: Translation) -> None:
+    if sheet.is_pending("sample_packing"):
         if sheet.get("sample_packing"):
             note = "documents are joined and may be cut at a border"
-            sheet.put("sample_packing", "data.separate_documents", True, note=note)
+            sheet.map_key("sample_packing", "data.separate_documents", True, note=note)
         else:
-            sheet.put("sample_packing", "data.padding", True)
+            sheet.map_key("sample_packing", "data.padding", True)
 
 
-def _sources(sheet: Sheet, key: str, ours: str, *, several: str | None) -> None:
+def _sources(sheet: Translation, key: str, ours: str, *, several: str | None) -> None:
     """One data set is `train`; several are `sources`, each example once an epoch as there."""
-    numbers = [name for name in dict.fromkeys(name.split(".")[1] for name in sheet.under(key)) if name.isdigit()]
+    numbers = [
+        name for name in dict.fromkeys(name.split(".")[1] for name in sheet.pending_under(key)) if name.isdigit()
+    ]
     for number_ in numbers:
         if len(numbers) > 1 and several is None and number_ != numbers[0]:
-            sheet.leave_block(f"{key}.{number_}", "no counterpart", "one source measures progress here; join the files")
+            sheet.skip_block(f"{key}.{number_}", "no counterpart", "one source measures progress here; join the files")
             continue
         to = ours if len(numbers) == 1 or several is None else f"{several}.{number_}"
         _source(sheet, f"{key}.{number_}", to)
     if len(numbers) > 1 and several is not None:
-        sheet.default(key, f"{len(numbers)} together", "data.mixture", "concatenate")
+        sheet.map_default(key, f"{len(numbers)} together", "data.mixture", "concatenate")
 
 
-def _source(sheet: Sheet, theirs: str, ours: str) -> None:
+def _source(sheet: Translation, theirs: str, ours: str) -> None:
     files = sheet.get(f"{theirs}.data_files")
     if isinstance(files, list) and len(files) > 1:
-        sheet.leave(
+        sheet.skip(
             f"{theirs}.data_files", "no counterpart", "one path a source; a pattern such as data/*.jsonl names several"
         )
     elif files:
-        sheet.leave(f"{theirs}.path", "meaningless here", "data_files names the file")
+        sheet.skip(f"{theirs}.path", "meaningless here", "data_files names the file")
         _path(sheet, f"{theirs}.data_files", ours, sheet.get(f"{theirs}.ds_type"))
     _path(sheet, f"{theirs}.path", ours, sheet.get(f"{theirs}.ds_type"))
-    sheet.leave(f"{theirs}.ds_type", "meaningless here", "told from the file's name")
-    sheet.convert(f"{theirs}.name", f"{ours}.subset", text)
-    sheet.convert(f"{theirs}.split", f"{ours}.split", text)
+    sheet.skip(f"{theirs}.ds_type", "meaningless here", "told from the file's name")
+    sheet.map_converted(f"{theirs}.name", f"{ours}.subset", parse_text)
+    sheet.map_converted(f"{theirs}.split", f"{ours}.split", parse_text)
     for key in ("field", "text_column"):
-        sheet.convert(f"{theirs}.{key}", f"{ours}.field", text)
+        sheet.map_converted(f"{theirs}.{key}", f"{ours}.field", parse_text)
     kind = sheet.get(f"{theirs}.type")
     if kind in PLAIN:
-        sheet.leave(f"{theirs}.type", "meaningless here", "plain text is what is learned here")
-        sheet.default(f"{theirs}.field", "text", f"{ours}.field", "text")
-    sheet.leave(f"{theirs}.type", "no counterpart", NOT_PLAIN)
-    sheet.leave_block(f"{theirs}.type", "no counterpart", NOT_PLAIN)
+        sheet.skip(f"{theirs}.type", "meaningless here", "plain text is what is learned here")
+        sheet.map_default(f"{theirs}.field", "text", f"{ours}.field", "text")
+    sheet.skip(f"{theirs}.type", "no counterpart", NOT_PLAIN)
+    sheet.skip_block(f"{theirs}.type", "no counterpart", NOT_PLAIN)
 
 
-def _path(sheet: Sheet, theirs: str, ours: str, kind: Any) -> None:
+def _path(sheet: Translation, theirs: str, ours: str, kind: Any) -> None:
     """A file here, or a data set of the hub: told by the name, because the file need not be on this machine."""
-    if not sheet.is_open(theirs):
+    if not sheet.is_pending(theirs):
         return
-    path = sheet.convert(theirs, f"{ours}.path", lambda v: text(v[0] if isinstance(v, list) and v else v))
+    path = sheet.map_converted(theirs, f"{ours}.path", lambda v: parse_text(v[0] if isinstance(v, list) and v else v))
     if path is None:
         return
     suffix = path.lower().endswith(FILES)
     is_hub = not suffix and path.count("/") <= 1 and "://" not in path and not path.startswith((".", "/", "~", "data/"))
     if is_hub:
-        sheet.put(theirs, f"{ours}.kind", "huggingface", note=None if "/" in path else "taken for a name on the hub")
+        sheet.map_key(
+            theirs, f"{ours}.kind", "huggingface", note=None if "/" in path else "taken for a name on the hub"
+        )
     elif not suffix and str(kind) in BUILDERS:
-        sheet.put(theirs, f"{ours}.kind", str(kind))
+        sheet.map_key(theirs, f"{ours}.kind", str(kind))
 
 
-def _adapter(sheet: Sheet) -> None:
+def _adapter(sheet: Translation) -> None:
     adapter = sheet.get("adapter")
     if adapter in ("lora", "qlora"):
         note = "the base is not quantised here" if adapter == "qlora" else None
-        sheet.put("adapter", "techniques.0.name", "lora", note=note)
-        sheet.convert("lora_r", f"{LORA}rank", whole)
-        sheet.convert("lora_alpha", f"{LORA}alpha", number)
-        sheet.convert("lora_dropout", f"{LORA}dropout", number)
-        sheet.convert("lora_target_modules", f"{LORA}targets", texts)
-        if sheet.get("lora_target_linear") and sheet.ours(f"{LORA}targets") is None:
-            sheet.put("lora_target_linear", f"{LORA}targets", "all-linear")
-    elif adapter is not None and not is_off(adapter):
-        sheet.leave("adapter", "no counterpart", "lora is the adapter that is understood")
-    if sheet.ours("techniques.0.name") is None:
+        sheet.map_key("adapter", "techniques.0.name", "lora", note=note)
+        sheet.map_converted("lora_r", f"{LORA_OPTIONS}rank", parse_integer)
+        sheet.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
+        sheet.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
+        sheet.map_converted("lora_target_modules", f"{LORA_OPTIONS}targets", parse_text_list)
+        if sheet.get("lora_target_linear") and sheet.find_mapped(f"{LORA_OPTIONS}targets") is None:
+            sheet.map_key("lora_target_linear", f"{LORA_OPTIONS}targets", "all-linear")
+    elif adapter is not None and not is_disabled(adapter):
+        sheet.skip("adapter", "no counterpart", "lora is the adapter that is understood")
+    if sheet.find_mapped("techniques.0.name") is None:
         for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"):
-            if sheet.is_open(key):
-                sheet.leave(key, "meaningless here", "no adapter is asked for")
+            if sheet.is_pending(key):
+                sheet.skip(key, "meaningless here", "no adapter is asked for")
 
 
 _CHAT = "prompts are not built from chats or instructions"
@@ -231,8 +245,8 @@ _PREFERENCE = "learning from preferences or rewards; task: language predicts the
 _PACKED = "documents are joined without gaps"
 _TOKENS = "the tokenizer is taken as it is"
 
-LEFT = Left(
-    nothing={
+SKIPPED_KEYS = SkippedKeys(
+    no_counterpart={
         **dict.fromkeys(("chat_template", "chat_template_jinja", "default_system_message", "eot_tokens"), _CHAT),
         **dict.fromkeys(("train_on_inputs", "roles_to_train", "train_on_eos", "datasets.*.conversation"), _CHAT),
         **dict.fromkeys(
@@ -291,14 +305,14 @@ LEFT = Left(
         "save_first_step": "the first checkpoint comes after checkpoint.every",
         "shuffle_merged_datasets": "always shuffled",
     },
-    later={
+    not_built_yet={
         **dict.fromkeys(("lora_modules_to_save", "lora_fan_in_fan_out", "peft_use_dora", "peft_use_rslora"), "of LoRA"),
         **dict.fromkeys(("peft_layers_to_transform", "peft_layers_pattern", "peft_init_lora_weights"), "of LoRA"),
         **dict.fromkeys(("lora_model_dir", "loraplus_lr_ratio", "loraplus_lr_embedding", "peft"), "of LoRA"),
         "lora_target_parameters": "of LoRA",
         "lora_target_linear": "of LoRA; lora_target_modules is taken",
     },
-    idle={
+    meaningless={
         **dict.fromkeys(
             ("model_type", "tokenizer_type", "base_model_config", "cls_model_config"), "read from model.from"
         ),
@@ -336,5 +350,5 @@ LEFT = Left(
         "datasets.*.trust_remote_code": "no code from a data set is run",
         "save_safetensors": "weights are always safetensors",
     },
-    usual={"shuffle_merged_datasets": (True,), "train_on_inputs": (False,), "loraplus_lr_embedding": (1e-6,)},
+    harmless_values={"shuffle_merged_datasets": (True,), "train_on_inputs": (False,), "loraplus_lr_embedding": (1e-6,)},
 )

@@ -6,12 +6,21 @@ import math
 import re
 from typing import Any
 
-from bottega.config.importers.family import UNSHARDED, batch_note
-from bottega.config.importers.lightning_watchers import callbacks, logger
-from bottega.config.importers.mapping import Left, Sheet, epochs, number, per_cent, switch, text, whole
-from bottega.config.wording import shown
+from bottega.config.error_messages import format_value
+from bottega.config.importers.lightning_callbacks import map_callbacks, map_loggers
+from bottega.config.importers.transformers_common import SHARDING_NOTE, add_batch_note
+from bottega.config.importers.translation import (
+    SkippedKeys,
+    Translation,
+    format_epochs,
+    format_percent,
+    parse_boolean,
+    parse_integer,
+    parse_number,
+    parse_text,
+)
 
-MARKS = (
+MARKER_KEYS = (
     *(
         "max_epochs",
         "max_steps",
@@ -47,7 +56,7 @@ SCHEDULES = {
 }
 
 
-def translate(sheet: Sheet) -> None:
+def translate(sheet: Translation) -> None:
     _length(sheet)
     _batch(sheet)
     _clipping(sheet)
@@ -56,245 +65,249 @@ def translate(sheet: Sheet) -> None:
     _processes(sheet)
     _optimizer(sheet)
     _schedule(sheet)
-    callbacks(sheet)
-    logger(sheet)
+    map_callbacks(sheet)
+    map_loggers(sheet)
     _classes(sheet)
-    sheet.direct(
+    sheet.map_table(
         {
-            "trainer.log_every_n_steps": ("logging.every", whole),
-            "trainer.default_root_dir": ("output_dir", text),
-            "trainer.deterministic": ("deterministic", lambda v: v == "warn" or switch(v)),
+            "trainer.log_every_n_steps": ("logging.every", parse_integer),
+            "trainer.default_root_dir": ("output_dir", parse_text),
+            "trainer.deterministic": ("deterministic", lambda v: v == "warn" or parse_boolean(v)),
         }
     )
     if type(sheet.get("seed_everything")) is int:
-        sheet.put("seed_everything", "seed", sheet.get("seed_everything"))
-    sheet.finish(LEFT)
+        sheet.map_key("seed_everything", "seed", sheet.get("seed_everything"))
+    sheet.skip_remaining(SKIPPED_KEYS)
     sheet.notes.append("model and data are classes of their own there: add task, model and data.train.path")
 
 
-def _length(sheet: Sheet) -> None:
+def _length(sheet: Translation) -> None:
     for key, ours in (("max_steps", "training.max_steps"), ("max_epochs", "training.num_epochs")):
         if sheet.get(f"trainer.{key}") == -1:
-            sheet.leave(f"trainer.{key}", "meaningless here", "switched off there")
-        if sheet.ours("training.max_steps") is None:
-            sheet.convert(f"trainer.{key}", ours, whole)
-        sheet.leave(
+            sheet.skip(f"trainer.{key}", "meaningless here", "switched off there")
+        if sheet.find_mapped("training.max_steps") is None:
+            sheet.map_converted(f"trainer.{key}", ours, parse_integer)
+        sheet.skip(
             f"trainer.{key}", "no counterpart", "max_steps or num_epochs ends a run here, not whichever is first"
         )
-    if not (sheet.ours("training.max_steps") or sheet.ours("training.num_epochs")):
-        sheet.default("trainer.max_epochs", 1000, "training.num_epochs", 1000)
+    if not (sheet.find_mapped("training.max_steps") or sheet.find_mapped("training.num_epochs")):
+        sheet.map_default("trainer.max_epochs", 1000, "training.num_epochs", 1000)
 
 
-def _batch(sheet: Sheet) -> None:
+def _batch(sheet: Translation) -> None:
     """The loader's batch is one of one process; accumulate_grad_batches of them make a step."""
-    sizes = [key for key in sheet.said if re.search(r"^(data|model)(\.init_args)?\.(train_)?batch_size$", key)]
-    size = sheet.convert(sizes[0], "training.batch_size", whole) if sizes else None
+    sizes = [key for key in sheet.source_values if re.search(r"^(data|model)(\.init_args)?\.(train_)?batch_size$", key)]
+    size = sheet.map_converted(sizes[0], "training.batch_size", parse_integer) if sizes else None
     for key in sizes[1:]:
-        sheet.leave(key, "meaningless here", f"{sizes[0]} decides")
+        sheet.skip(key, "meaningless here", f"{sizes[0]} decides")
     for block in ("data", "data.init_args"):
         for key in ("eval_batch_size", "val_batch_size"):
-            sheet.convert(f"{block}.{key}", "evaluation.batch_size", whole, note="over all processes here")
+            sheet.map_converted(
+                f"{block}.{key}", "evaluation.batch_size", parse_integer, note="over all processes here"
+            )
     key = "trainer.accumulate_grad_batches"
-    passes = sheet.convert(key, "training.gradient_accumulation_steps", whole)
+    passes = sheet.map_converted(key, "training.gradient_accumulation_steps", parse_integer)
     if passes is None:
-        sheet.default(key, 1, "training.gradient_accumulation_steps", 1)
+        sheet.map_default(key, 1, "training.gradient_accumulation_steps", 1)
     if size is None:
         sheet.notes.append("the file names no batch size; set training.batch_size, which is of one process here")
     else:
-        batch_note(sheet, size, passes or 1)
+        add_batch_note(sheet, size, passes or 1)
 
 
-def _clipping(sheet: Sheet) -> None:
+def _clipping(sheet: Translation) -> None:
     value, how = "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"
     if sheet.get(how) == "value":
-        sheet.leave(value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm says value")
-        sheet.leave(how, "no counterpart", "gradients are clipped by their norm")
-    sheet.leave(how, "meaningless here", "what happens here anyway")
-    sheet.convert(value, "training.max_grad_norm", lambda v: number(v) or None)
-    sheet.default(value, None, "training.max_grad_norm", None)
+        sheet.skip(value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm says value")
+        sheet.skip(how, "no counterpart", "gradients are clipped by their norm")
+    sheet.skip(how, "meaningless here", "what happens here anyway")
+    sheet.map_converted(value, "training.max_grad_norm", lambda v: parse_number(v) or None)
+    sheet.map_default(value, None, "training.max_grad_norm", None)
 
 
-def _precision(sheet: Sheet) -> None:
+def _precision(sheet: Translation) -> None:
     key = "trainer.precision"
     asked = str(sheet.get(key))
     if asked in PRECISIONS:
         note = "weights stay in fp32 here" if asked in ("16-true", "bf16-true") else None
-        sheet.put(key, "training.mixed_precision", PRECISIONS[asked], note=note)
-    elif sheet.is_open(key):
-        sheet.leave(key, "no counterpart", "training.mixed_precision is fp32, bf16 or fp16")
+        sheet.map_key(key, "training.mixed_precision", PRECISIONS[asked], note=note)
+    elif sheet.is_pending(key):
+        sheet.skip(key, "no counterpart", "training.mixed_precision is fp32, bf16 or fp16")
     else:
-        sheet.default(key, "32-true", "training.mixed_precision", "fp32")
+        sheet.map_default(key, "32-true", "training.mixed_precision", "fp32")
 
 
-def _evaluation(sheet: Sheet) -> None:
+def _evaluation(sheet: Translation) -> None:
     """A share of an epoch, a number of batches, or every so many epochs."""
     interval, each = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
-    value, row = sheet.get(interval), sheet.ours("training.gradient_accumulation_steps")
-    passes = row.becomes if row and isinstance(row.becomes, int) and row.becomes > 0 else 1
+    value, row = sheet.get(interval), sheet.find_mapped("training.gradient_accumulation_steps")
+    passes = row.recipe_value if row and isinstance(row.recipe_value, int) and row.recipe_value > 0 else 1
     if type(value) is int:
         note = f"{value} batches there" if passes > 1 else None
-        sheet.put(interval, "evaluation.every", max(1, value // passes), note=note)
+        sheet.map_key(interval, "evaluation.every", max(1, value // passes), note=note)
     elif value is not None and value != 1.0:
-        sheet.convert(interval, "evaluation.every", _share_of_epoch)
-    if sheet.ours("evaluation.every"):
-        sheet.leave(each, "meaningless here", "val_check_interval decides")
-    sheet.convert(each, "evaluation.every", lambda v: epochs(whole(v)))
-    sheet.default(each, 1, "evaluation.every", "1 epoch")
+        sheet.map_converted(interval, "evaluation.every", _share_of_epoch)
+    if sheet.find_mapped("evaluation.every"):
+        sheet.skip(each, "meaningless here", "val_check_interval decides")
+    sheet.map_converted(each, "evaluation.every", lambda v: format_epochs(parse_integer(v)))
+    sheet.map_default(each, 1, "evaluation.every", "1 epoch")
     limit = "trainer.limit_val_batches"
-    if sheet.get(limit) == 0 and sheet.is_open(limit):
-        sheet.put(limit, "data.validation", None, note="nothing is measured")
+    if sheet.get(limit) == 0 and sheet.is_pending(limit):
+        sheet.map_key(limit, "data.validation", None, note="nothing is measured")
     elif type(sheet.get(limit)) is int:
-        sheet.put(limit, "evaluation.max_batches", sheet.get(limit))
+        sheet.map_key(limit, "evaluation.max_batches", sheet.get(limit))
 
 
 def _share_of_epoch(value: Any) -> str:
-    share = number(value)
+    share = parse_number(value)
     if not 0 < share <= 1:
-        raise ValueError(f"expected a share of an epoch, got {shown(value)}")
-    return epochs(share)
+        raise ValueError(f"expected a share of an epoch, got {format_value(value)}")
+    return format_epochs(share)
 
 
-def _processes(sheet: Sheet) -> None:
+def _processes(sheet: Translation) -> None:
     device = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "auto": "auto"}
     asked = str(sheet.get("trainer.accelerator"))
     if asked in device:
-        sheet.put("trainer.accelerator", "device", device[asked])
-    sheet.leave("trainer.accelerator", "no counterpart", "device is cpu, cuda or mps")
-    machines = sheet.convert("trainer.num_nodes", "distributed.machines", whole) or 1
+        sheet.map_key("trainer.accelerator", "device", device[asked])
+    sheet.skip("trainer.accelerator", "no counterpart", "device is cpu, cuda or mps")
+    machines = sheet.map_converted("trainer.num_nodes", "distributed.machines", parse_integer) or 1
     devices = sheet.get("trainer.devices")
     number_of = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
     if number_of and number_of * machines > 1:
         note = "start them with torchrun" if not isinstance(devices, list) else "which ones says CUDA_VISIBLE_DEVICES"
-        sheet.put("trainer.devices", "distributed.processes", number_of * machines, note=note)
-    sheet.leave("trainer.devices", "meaningless here", "one process, or as many as the launcher starts")
+        sheet.map_key("trainer.devices", "distributed.processes", number_of * machines, note=note)
+    sheet.skip("trainer.devices", "meaningless here", "one process, or as many as the launcher starts")
     strategy = str(sheet.get("trainer.strategy")).lower()
     named = str(sheet.get("trainer.strategy.class_path")).lower()
-    key = "trainer.strategy" if sheet.is_open("trainer.strategy") else "trainer.strategy.class_path"
-    if not sheet.is_open(key):
+    key = "trainer.strategy" if sheet.is_pending("trainer.strategy") else "trainer.strategy.class_path"
+    if not sheet.is_pending(key):
         return
     if any("fsdp" in name or "deepspeed" in name for name in (strategy, named)):
-        sheet.put(key, "distributed.strategy", "fsdp", note=UNSHARDED)
+        sheet.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
         if "offload" in strategy:
-            sheet.put(key, "distributed.offload", True, note=UNSHARDED)
+            sheet.map_key(key, "distributed.offload", True, note=SHARDING_NOTE)
     elif any("ddp" in name for name in (strategy, named)):
-        sheet.put(key, "distributed.strategy", "ddp")
+        sheet.map_key(key, "distributed.strategy", "ddp")
     elif strategy == "auto":
-        sheet.put(key, "distributed.strategy", "auto")
+        sheet.map_key(key, "distributed.strategy", "auto")
     else:
-        sheet.leave(key, "no counterpart", "distributed.strategy is ddp or fsdp")
+        sheet.skip(key, "no counterpart", "distributed.strategy is ddp or fsdp")
 
 
-def _optimizer(sheet: Sheet) -> None:
+def _optimizer(sheet: Translation) -> None:
     """`optimizer` at the top, or handed to the model; its arguments stand under init_args or beside class_path."""
-    block = next((b for b in ("optimizer", "model.init_args.optimizer", "model.optimizer") if sheet.under(b)), None)
+    block = next(
+        (b for b in ("optimizer", "model.init_args.optimizer", "model.optimizer") if sheet.pending_under(b)), None
+    )
     for place in ("model.init_args", "model"):
         for name in ("learning_rate", "lr"):
-            sheet.convert(f"{place}.{name}", "training.learning_rate", number)
-        sheet.convert(f"{place}.weight_decay", "training.weight_decay", number)
+            sheet.map_converted(f"{place}.{name}", "training.learning_rate", parse_number)
+        sheet.map_converted(f"{place}.weight_decay", "training.weight_decay", parse_number)
     if block is None:
         sheet.notes.append("the file names no optimizer: what the model's code sets up is not taken over")
         return
     name = str(sheet.get(f"{block}.class_path")).rpartition(".")[2]
     if name in OPTIMIZERS:
-        sheet.put(f"{block}.class_path", "training.optimizer.name", OPTIMIZERS[name])
+        sheet.map_key(f"{block}.class_path", "training.optimizer.name", OPTIMIZERS[name])
     else:
-        sheet.leave(
+        sheet.skip(
             f"{block}.class_path", "no counterpart", "adamw is used; there is also muon, lion, adafactor, sgd and adam"
         )
     for key in (f"{block}.init_args", block):
-        sheet.direct(
+        sheet.map_table(
             {
-                f"{key}.lr": ("training.learning_rate", number),
-                f"{key}.weight_decay": ("training.weight_decay", number),
+                f"{key}.lr": ("training.learning_rate", parse_number),
+                f"{key}.weight_decay": ("training.weight_decay", parse_number),
                 f"{key}.betas": ("training.optimizer.betas", _pair),
-                f"{key}.eps": ("training.optimizer.eps", number),
-                f"{key}.momentum": ("training.optimizer.momentum", number),
-                f"{key}.nesterov": ("training.optimizer.nesterov", switch),
+                f"{key}.eps": ("training.optimizer.eps", parse_number),
+                f"{key}.momentum": ("training.optimizer.momentum", parse_number),
+                f"{key}.nesterov": ("training.optimizer.nesterov", parse_boolean),
             }
         )
     if name in OPTIMIZERS:
-        sheet.default(f"{block}.init_args.lr", 1e-3, "training.learning_rate", 1e-3)
+        sheet.map_default(f"{block}.init_args.lr", 1e-3, "training.learning_rate", 1e-3)
         decay = WEIGHT_DECAY[name]
-        sheet.default(f"{block}.init_args.weight_decay", decay, "training.weight_decay", decay)
+        sheet.map_default(f"{block}.init_args.weight_decay", decay, "training.weight_decay", decay)
     if name == "SGD":
-        sheet.default(f"{block}.init_args.momentum", 0.0, "training.optimizer.momentum", 0.0)
-    if not sheet.under("lr_scheduler") and not sheet.under("model.init_args.lr_scheduler"):
-        sheet.default("lr_scheduler", None, "training.scheduler.name", "constant")
-    sheet.leave_block(block, "no counterpart", "training.optimizer has betas, eps, momentum and nesterov")
+        sheet.map_default(f"{block}.init_args.momentum", 0.0, "training.optimizer.momentum", 0.0)
+    if not sheet.pending_under("lr_scheduler") and not sheet.pending_under("model.init_args.lr_scheduler"):
+        sheet.map_default("lr_scheduler", None, "training.scheduler.name", "constant")
+    sheet.skip_block(block, "no counterpart", "training.optimizer has betas, eps, momentum and nesterov")
 
 
 def _pair(value: Any) -> list[float]:
     if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"expected two numbers, got {shown(value)}")
-    return [number(part) for part in value]
+        raise ValueError(f"expected two numbers, got {format_value(value)}")
+    return [parse_number(part) for part in value]
 
 
-def _schedule(sheet: Sheet) -> None:
-    block = next((b for b in ("lr_scheduler", "model.init_args.lr_scheduler") if sheet.under(b)), None)
+def _schedule(sheet: Translation) -> None:
+    block = next((b for b in ("lr_scheduler", "model.init_args.lr_scheduler") if sheet.pending_under(b)), None)
     for key in ("model.init_args.warmup_steps", "model.warmup_steps"):
-        sheet.convert(key, "training.scheduler.warmup_steps", whole)
+        sheet.map_converted(key, "training.scheduler.warmup_steps", parse_integer)
     if block is None:
         return
     name = str(sheet.get(f"{block}.class_path")).rpartition(".")[2]
     if name not in SCHEDULES:
-        sheet.leave(f"{block}.class_path", "no counterpart", "cosine is used; docs/recipes.md names the others")
-        sheet.leave_block(block, "no counterpart", "of a schedule that is not here")
+        sheet.skip(f"{block}.class_path", "no counterpart", "cosine is used; docs/recipes.md names the others")
+        sheet.skip_block(block, "no counterpart", "of a schedule that is not here")
         return
-    sheet.put(f"{block}.class_path", "training.scheduler.name", SCHEDULES[name])
+    sheet.map_key(f"{block}.class_path", "training.scheduler.name", SCHEDULES[name])
     key, to = f"{block}.init_args", "training.scheduler"
     if name == "ExponentialLR":
         _exponential(sheet, f"{key}.gamma")
     if name == "OneCycleLR":
-        sheet.convert(f"{key}.max_lr", "training.learning_rate", number)
-        sheet.convert(f"{key}.pct_start", f"{to}.warmup_steps", lambda v: per_cent(number(v)))
+        sheet.map_converted(f"{key}.max_lr", "training.learning_rate", parse_number)
+        sheet.map_converted(f"{key}.pct_start", f"{to}.warmup_steps", lambda v: format_percent(parse_number(v)))
     if name == "ReduceLROnPlateau":
-        sheet.convert(f"{key}.factor", f"{to}.factor", number)
-        sheet.convert(f"{key}.patience", f"{to}.patience", whole)
-        sheet.default(f"{key}.factor", 0.1, f"{to}.factor", 0.1)
-        sheet.default(f"{key}.patience", 10, f"{to}.patience", 10)
-    sheet.convert(f"{key}.eta_min", f"{to}.eta_min", number)
-    sheet.convert(f"{key}.power", f"{to}.power", number)
+        sheet.map_converted(f"{key}.factor", f"{to}.factor", parse_number)
+        sheet.map_converted(f"{key}.patience", f"{to}.patience", parse_integer)
+        sheet.map_default(f"{key}.factor", 0.1, f"{to}.factor", 0.1)
+        sheet.map_default(f"{key}.patience", 10, f"{to}.patience", 10)
+    sheet.map_converted(f"{key}.eta_min", f"{to}.eta_min", parse_number)
+    sheet.map_converted(f"{key}.power", f"{to}.power", parse_number)
     for length in ("T_max", "total_iters", "total_steps"):
-        sheet.leave(f"{key}.{length}", "meaningless here", "the schedule is as long as the run")
-    sheet.leave_block(block, "no counterpart", "not a setting of our schedule")
+        sheet.skip(f"{key}.{length}", "meaningless here", "the schedule is as long as the run")
+    sheet.skip_block(block, "no counterpart", "not a setting of our schedule")
 
 
-def _exponential(sheet: Sheet, key: str) -> None:
+def _exponential(sheet: Translation, key: str) -> None:
     """A factor an epoch there; here what is left of the rate at the end of the run."""
-    row = sheet.ours("training.num_epochs")
+    row = sheet.find_mapped("training.num_epochs")
     factor = sheet.get(key)
     if row is not None and isinstance(factor, float) and 0 < factor <= 1:
-        left = max(1e-12, math.pow(factor, row.becomes))
-        sheet.put(key, "training.scheduler.gamma", left, note="over the whole run")
-    sheet.leave(key, "no counterpart", "the rate at the end of the run here; needs max_epochs")
+        left = max(1e-12, math.pow(factor, row.recipe_value))
+        sheet.map_key(key, "training.scheduler.gamma", left, note="over the whole run")
+    sheet.skip(key, "no counterpart", "the rate at the end of the run here; needs max_epochs")
 
 
-def _classes(sheet: Sheet) -> None:
+def _classes(sheet: Translation) -> None:
     """Arguments of the model and the data whose names say what they are."""
     for place in ("model.init_args", "model"):
         for name in ("pretrained_model_name_or_path", "model_name_or_path", "model_name"):
-            sheet.convert(f"{place}.{name}", "model.from", text)
-        sheet.convert(f"{place}.dropout", "model.dropout", number)
-        sheet.convert(f"{place}.label_smoothing", "training.label_smoothing", number)
-        sheet.convert(f"{place}.ema_decay", "training.ema", number)
-        sheet.convert(f"{place}.gradient_checkpointing", "training.gradient_checkpointing", switch)
+            sheet.map_converted(f"{place}.{name}", "model.from", parse_text)
+        sheet.map_converted(f"{place}.dropout", "model.dropout", parse_number)
+        sheet.map_converted(f"{place}.label_smoothing", "training.label_smoothing", parse_number)
+        sheet.map_converted(f"{place}.ema_decay", "training.ema", parse_number)
+        sheet.map_converted(f"{place}.gradient_checkpointing", "training.gradient_checkpointing", parse_boolean)
     for place in ("data.init_args", "data"):
-        sheet.convert(f"{place}.num_workers", "data.workers", whole)
-        sheet.convert(f"{place}.pin_memory", "data.pin_memory", switch)
+        sheet.map_converted(f"{place}.num_workers", "data.workers", parse_integer)
+        sheet.map_converted(f"{place}.pin_memory", "data.pin_memory", parse_boolean)
         for name in ("data_dir", "data_path", "root", "train_file", "path"):
-            sheet.convert(f"{place}.{name}", "data.train.path", text)
+            sheet.map_converted(f"{place}.{name}", "data.train.path", parse_text)
         for name in ("val_split", "validation_split"):
             if isinstance(sheet.get(f"{place}.{name}"), float):
-                sheet.convert(f"{place}.{name}", "data.validation.split", number)
+                sheet.map_converted(f"{place}.{name}", "data.validation.split", parse_number)
         for name in ("max_seq_length", "sequence_length", "block_size", "max_length"):
-            sheet.convert(f"{place}.{name}", "data.sequence_length", whole)
+            sheet.map_converted(f"{place}.{name}", "data.sequence_length", parse_integer)
 
 
 _OWN = "a detail of their loop"
 _ALL = "a run sees all of its data; data.limit takes the first so many"
 
-LEFT = Left(
-    nothing={
+SKIPPED_KEYS = SkippedKeys(
+    no_counterpart={
         "model": "an argument of a class of their own",
         "data": "an argument of a class of their own",
         "model.class_path": "no code from a file is run; task and model say what is learned",
@@ -310,7 +323,7 @@ LEFT = Left(
         "trainer.sync_batchnorm": "batch statistics are of each process",
         "trainer.reload_dataloaders_every_n_epochs": "the data do not change during a run",
     },
-    idle={
+    meaningless={
         "ckpt_path": "the same command resumes by itself; train --resume_from names a checkpoint",
         "seed_everything": "a run always has a seed; seed says which",
         "trainer.val_check_interval": "once an epoch, which check_val_every_n_epoch says",
@@ -323,7 +336,7 @@ LEFT = Left(
         **dict.fromkeys(("trainer.limit_test_batches", "trainer.limit_predict_batches"), "of testing, not of training"),
         **dict.fromkeys(("trainer.model_registry", "trainer.enable_autolog_hparams"), _OWN),
     },
-    usual={
+    harmless_values={
         **dict.fromkeys(("trainer.limit_train_batches", "trainer.limit_val_batches"), (1.0,)),
         "trainer.overfit_batches": (0.0,),
     },

@@ -3,90 +3,102 @@
 from __future__ import annotations
 
 from bottega.config.importers import trainer
-from bottega.config.importers.axolotl import LORA, held_out
-from bottega.config.importers.mapping import Left, Sheet, number, switch, text, texts, whole
+from bottega.config.importers.axolotl import LORA_OPTIONS, map_validation_split
+from bottega.config.importers.translation import (
+    SkippedKeys,
+    Translation,
+    parse_boolean,
+    parse_integer,
+    parse_number,
+    parse_text,
+    parse_text_list,
+)
 
-MARKS = (
+MARKER_KEYS = (
     *("stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target", "lora_rank", "val_size"),
     *("neat_packing", "quantization_bit", "adapter_name_or_path"),
 )
 """Keys of which such a file has at least one beside model_name_or_path."""
 
 
-def translate(sheet: Sheet) -> None:
+def translate(sheet: Translation) -> None:
     _stage(sheet)
-    sheet.convert("model_name_or_path", "model.from", text)
-    sheet.convert("cutoff_len", "data.sequence_length", whole)
-    sheet.default("cutoff_len", 2048, "data.sequence_length", 2048)
+    sheet.map_converted("model_name_or_path", "model.from", parse_text)
+    sheet.map_converted("cutoff_len", "data.sequence_length", parse_integer)
+    sheet.map_default("cutoff_len", 2048, "data.sequence_length", 2048)
     _data(sheet)
-    if sheet.is_open("disable_gradient_checkpointing"):
+    if sheet.is_pending("disable_gradient_checkpointing"):
         key = "disable_gradient_checkpointing"
-        sheet.convert(key, "training.gradient_checkpointing", lambda v: not switch(v))
-        sheet.leave("gradient_checkpointing", "meaningless here", f"{key} decides")
+        sheet.map_converted(key, "training.gradient_checkpointing", lambda v: not parse_boolean(v))
+        sheet.skip("gradient_checkpointing", "meaningless here", f"{key} decides")
     if sheet.get("use_muon"):
-        sheet.put("use_muon", "training.optimizer.name", "muon")
-        sheet.leave("optim", "meaningless here", "use_muon decides")
-    trainer.arguments(sheet, patience="early_stopping_steps")
+        sheet.map_key("use_muon", "training.optimizer.name", "muon")
+        sheet.skip("optim", "meaningless here", "use_muon decides")
+    trainer.map_arguments(sheet, patience="early_stopping_steps")
     # Theirs recomputes activations unless told not to.
-    sheet.default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
+    sheet.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
     _method(sheet)
-    sheet.finish(LEFT, trainer.LEFT)
+    sheet.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
 
 
-def _stage(sheet: Sheet) -> None:
+def _stage(sheet: Translation) -> None:
     stage = sheet.get("stage")
     if stage in ("pt", "sft"):
         note = None if stage == "pt" else "all tokens are learned, not only the answers"
-        sheet.put("stage", "task", "language", note=note)
+        sheet.map_key("stage", "task", "language", note=note)
     else:
-        sheet.leave(
+        sheet.skip(
             "stage", "no counterpart", "learning from preferences or rewards; task: language predicts the next token"
         )
-        sheet.default("stage", stage or "sft", "task", "language")
+        sheet.map_default("stage", stage or "sft", "task", "language")
 
 
-def _data(sheet: Sheet) -> None:
+def _data(sheet: Translation) -> None:
     named = "a name in their dataset_info.json; put the file itself into {}"
-    sheet.leave("dataset", "no counterpart", named.format("data.train.path"))
-    sheet.leave("eval_dataset", "no counterpart", named.format("data.validation.path"))
-    sheet.convert("max_samples", "data.limit", whole, note="of all data together here")
-    if sheet.get("val_size") or not sheet.is_open("eval_dataset"):
-        held_out(sheet, "val_size")
+    sheet.skip("dataset", "no counterpart", named.format("data.train.path"))
+    sheet.skip("eval_dataset", "no counterpart", named.format("data.validation.path"))
+    sheet.map_converted("max_samples", "data.limit", parse_integer, note="of all data together here")
+    if sheet.get("val_size") or not sheet.is_pending("eval_dataset"):
+        map_validation_split(sheet, "val_size")
     packed = sheet.get("packing")
     if sheet.get("neat_packing"):
-        sheet.put("neat_packing", "data.separate_documents", True)
-        sheet.leave("packing", "meaningless here", "documents are joined without gaps anyway")
+        sheet.map_key("neat_packing", "data.separate_documents", True)
+        sheet.skip("packing", "meaningless here", "documents are joined without gaps anyway")
     elif packed or (packed is None and sheet.get("stage") == "pt"):
-        sheet.leave("packing", "meaningless here", "documents are joined without gaps anyway")
+        sheet.skip("packing", "meaningless here", "documents are joined without gaps anyway")
     elif packed is not None:
-        sheet.put("packing", "data.padding", True)
+        sheet.map_key("packing", "data.padding", True)
     else:
-        sheet.default("packing", False, "data.padding", True)
+        sheet.map_default("packing", False, "data.padding", True)
 
 
-def _method(sheet: Sheet) -> None:
+def _method(sheet: Translation) -> None:
     method = sheet.get("finetuning_type")
     if method in (None, "lora"):
         if method is None:
-            sheet.default("finetuning_type", "lora", "techniques.0.name", "lora")
+            sheet.map_default("finetuning_type", "lora", "techniques.0.name", "lora")
         else:
-            sheet.put("finetuning_type", "techniques.0.name", "lora")
-        rank = sheet.convert("lora_rank", f"{LORA}rank", whole)
+            sheet.map_key("finetuning_type", "techniques.0.name", "lora")
+        rank = sheet.map_converted("lora_rank", f"{LORA_OPTIONS}rank", parse_integer)
         if rank is None:
-            sheet.default("lora_rank", 8, f"{LORA}rank", 8)
-        sheet.convert("lora_alpha", f"{LORA}alpha", number)
-        sheet.default("lora_alpha", 2 * (rank or 8), f"{LORA}alpha", 2 * (rank or 8))
-        sheet.convert("lora_dropout", f"{LORA}dropout", number)
-        sheet.convert("lora_target", f"{LORA}targets", lambda v: "all-linear" if v in ("all", ["all"]) else texts(v))
-        sheet.default("lora_target", "all", f"{LORA}targets", "all-linear")
+            sheet.map_default("lora_rank", 8, f"{LORA_OPTIONS}rank", 8)
+        sheet.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
+        sheet.map_default("lora_alpha", 2 * (rank or 8), f"{LORA_OPTIONS}alpha", 2 * (rank or 8))
+        sheet.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
+        sheet.map_converted(
+            "lora_target",
+            f"{LORA_OPTIONS}targets",
+            lambda v: "all-linear" if v in ("all", ["all"]) else parse_text_list(v),
+        )
+        sheet.map_default("lora_target", "all", f"{LORA_OPTIONS}targets", "all-linear")
         return
     if method == "full":
-        sheet.leave("finetuning_type", "meaningless here", "everything learns unless something says otherwise")
+        sheet.skip("finetuning_type", "meaningless here", "everything learns unless something says otherwise")
     else:
-        sheet.leave("finetuning_type", "no counterpart", "rows of training.groups say what learns; scale none freezes")
+        sheet.skip("finetuning_type", "no counterpart", "rows of training.groups say what learns; scale none freezes")
     for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target"):
-        if sheet.is_open(key):
-            sheet.leave(key, "meaningless here", "finetuning_type is not lora")
+        if sheet.is_pending(key):
+            sheet.skip(key, "meaningless here", "finetuning_type is not lora")
 
 
 _CHAT = "prompts are not built from chats or instructions"
@@ -101,8 +113,8 @@ _OPTIMIZER = "not an update rule here"
 _TOKENS = "the tokenizer is taken as it is"
 _MEDIA = "a language model of text alone"
 
-LEFT = Left(
-    nothing={
+SKIPPED_KEYS = SkippedKeys(
+    no_counterpart={
         **dict.fromkeys(("template", "train_on_prompt", "mask_history", "tool_format", "default_system"), _CHAT),
         "enable_thinking": _CHAT,
         **dict.fromkeys(("mix_strategy", "interleave_probs"), _MIXING),
@@ -148,13 +160,13 @@ LEFT = Left(
         "use_muon": "training.optimizer.name: muon",
         "early_stopping_steps": "training.early_stopping.patience",
     },
-    later={
+    not_built_yet={
         **dict.fromkeys(("use_rslora", "use_dora", "pissa_init", "pissa_iter", "pissa_convert"), _LORA),
         **dict.fromkeys(("additional_target", "adapter_name_or_path", "adapter_folder", "create_new_adapter"), _LORA),
         **dict.fromkeys(("loraplus_lr_ratio", "loraplus_lr_embedding"), _LORA),
         **dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), "lora is the adapter that is understood"),
     },
-    idle={
+    meaningless={
         "dataset_dir": "a path in data.train.path starts from where the command runs",
         **dict.fromkeys(
             ("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size"),
@@ -177,7 +189,7 @@ LEFT = Left(
         "ignore_pad_token_for_loss": "what fills up an example is never learned",
         "ray_run_name": "processes are counted by the launcher",
     },
-    usual={
+    harmless_values={
         "mix_strategy": ("concat",),
         "model_revision": ("main",),
         "freeze_vision_tower": (True,),

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from bottega.config.importers import family
-from bottega.config.importers.mapping import Left, Sheet, number, switch, text, whole
+from bottega.config.importers import transformers_common
+from bottega.config.importers.translation import (
+    SkippedKeys,
+    Translation,
+    parse_boolean,
+    parse_integer,
+    parse_number,
+    parse_text,
+)
 
-MARKS = (
+MARKER_KEYS = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "lr_scheduler_type", "optim"),
     *("gradient_accumulation_steps", "evaluation_strategy", "eval_strategy", "save_strategy", "logging_strategy"),
     *("warmup_ratio", "adam_beta1", "adam_epsilon", "load_best_model_at_end", "metric_for_best_model", "report_to"),
@@ -14,104 +21,112 @@ MARKS = (
 """Keys of which such a file has at least two."""
 
 
-def translate(sheet: Sheet) -> None:
-    arguments(sheet)
+def translate(sheet: Translation) -> None:
+    map_arguments(sheet)
     _script(sheet)
-    sheet.finish(LEFT)
+    sheet.skip_remaining(SKIPPED_KEYS)
     sheet.notes.append("their file does not say what is learned: add task, or say bottega train TASK FILE")
 
 
-def arguments(sheet: Sheet, *, patience: str = "early_stopping_patience") -> None:
+def map_arguments(sheet: Translation, *, patience: str = "early_stopping_patience") -> None:
     """The arguments themselves, which LLaMA-Factory has as well."""
-    family.length(sheet, "num_train_epochs", default=3)
+    transformers_common.map_length(sheet, "num_train_epochs", default=3)
     for old, new in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
-        if sheet.is_open(f"per_device_{new}_batch_size"):
-            sheet.leave(old, "meaningless here", f"per_device_{new}_batch_size wins")
+        if sheet.is_pending(f"per_device_{new}_batch_size"):
+            sheet.skip(old, "meaningless here", f"per_device_{new}_batch_size wins")
     size = "per_device_train_batch_size"
-    family.batch(sheet, "per_gpu_train_batch_size" if sheet.is_open("per_gpu_train_batch_size") else size, default=8)
+    transformers_common.map_batch_size(
+        sheet, "per_gpu_train_batch_size" if sheet.is_pending("per_gpu_train_batch_size") else size, default=8
+    )
     for key in ("per_device_eval_batch_size", "per_gpu_eval_batch_size"):
-        sheet.convert(key, "evaluation.batch_size", whole, note="over all processes here")
+        sheet.map_converted(key, "evaluation.batch_size", parse_integer, note="over all processes here")
     if sheet.get("auto_find_batch_size"):
         note = "the batch stays as it is; only what one forward pass sees is halved"
-        sheet.put("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
-    sheet.direct(
+        sheet.map_key("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
+    sheet.map_table(
         {
-            "learning_rate": ("training.learning_rate", number),
-            "weight_decay": ("training.weight_decay", number),
-            "label_smoothing_factor": ("training.label_smoothing", number),
-            "ema_decay": ("training.ema", number),
-            "save_total_limit": ("checkpoint.keep", whole),
-            "seed": ("seed", whole),
-            "output_dir": ("output_dir", text),
-            "full_determinism": ("deterministic", switch),
-            "run_name": ("logging.wandb.name", text),
+            "learning_rate": ("training.learning_rate", parse_number),
+            "weight_decay": ("training.weight_decay", parse_number),
+            "label_smoothing_factor": ("training.label_smoothing", parse_number),
+            "ema_decay": ("training.ema", parse_number),
+            "save_total_limit": ("checkpoint.keep", parse_integer),
+            "seed": ("seed", parse_integer),
+            "output_dir": ("output_dir", parse_text),
+            "full_determinism": ("deterministic", parse_boolean),
+            "run_name": ("logging.wandb.name", parse_text),
         }
     )
-    sheet.default("learning_rate", 5e-5, "training.learning_rate", 5e-5)
-    sheet.default("weight_decay", 0.0, "training.weight_decay", 0.0)
-    sheet.default("seed", 42, "seed", 42)
-    family.optimizer(sheet, "optim")
-    family.clipping(sheet)
-    family.schedule(sheet, "lr_scheduler_type", default="linear")
-    family.precision(sheet, default="fp32")
+    sheet.map_default("learning_rate", 5e-5, "training.learning_rate", 5e-5)
+    sheet.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
+    sheet.map_default("seed", 42, "seed", 42)
+    transformers_common.map_optimizer(sheet, "optim")
+    transformers_common.map_gradient_clipping(sheet)
+    transformers_common.map_schedule(sheet, "lr_scheduler_type", default="linear")
+    transformers_common.map_precision(sheet, default="fp32")
     logged = sheet.get("logging_steps")
-    cadences(sheet, logged if isinstance(logged, int) and logged > 0 else 500)
-    family.best(sheet, patience=patience)
-    family.reporting(sheet)
-    sheet.direct(family.WANDB)
-    family.wandb_mode(sheet)
-    family.sharding(sheet)
-    family.switches(sheet)
-    device(sheet)
+    map_cadences(sheet, logged if isinstance(logged, int) and logged > 0 else 500)
+    transformers_common.map_best_metric(sheet, patience=patience)
+    transformers_common.map_reporting(sheet)
+    sheet.map_table(transformers_common.WANDB_KEYS)
+    transformers_common.map_wandb_mode(sheet)
+    transformers_common.map_sharding(sheet)
+    transformers_common.map_performance_options(sheet)
+    map_device(sheet)
 
 
-def cadences(sheet: Sheet, logged: int) -> None:
+def map_cadences(sheet: Translation, logged: int) -> None:
     evaluated = ("eval_strategy", "evaluation_strategy")
-    family.cadence(sheet, "evaluation.every", strategies=evaluated, steps="eval_steps", otherwise=logged)
-    family.cadence(sheet, "checkpoint.every", strategies=("save_strategy",), steps="save_steps", otherwise=500)
-    family.cadence(sheet, "logging.every", strategies=("logging_strategy",), steps="logging_steps", otherwise=500)
+    transformers_common.map_cadence(
+        sheet, "evaluation.every", strategies=evaluated, steps="eval_steps", otherwise=logged
+    )
+    transformers_common.map_cadence(
+        sheet, "checkpoint.every", strategies=("save_strategy",), steps="save_steps", otherwise=500
+    )
+    transformers_common.map_cadence(
+        sheet, "logging.every", strategies=("logging_strategy",), steps="logging_steps", otherwise=500
+    )
 
 
-def device(sheet: Sheet) -> None:
+def map_device(sheet: Translation) -> None:
     for key, name in (("use_cpu", "cpu"), ("no_cuda", "cpu"), ("use_mps_device", "mps")):
         if sheet.get(key):
-            sheet.put(key, "device", name)
-    same = sheet.get("data_seed") == sheet.get("seed") if sheet.is_open("data_seed") else False
+            sheet.map_key(key, "device", name)
+    same = sheet.get("data_seed") == sheet.get("seed") if sheet.is_pending("data_seed") else False
     reason = (
         "one seed for everything here" if same else "one seed for everything here; the order of the data follows it"
     )
-    sheet.leave("data_seed", "meaningless here" if same else "no counterpart", reason)
+    sheet.skip("data_seed", "meaningless here" if same else "no counterpart", reason)
 
 
-def _script(sheet: Sheet) -> None:
+def _script(sheet: Translation) -> None:
     """What the example scripts of transformers add to the arguments: the model and the data."""
-    sheet.convert("model_name_or_path", "model.from", text)
-    if sheet.is_open("tokenizer_name"):
-        sheet.put("tokenizer_name", "data.tokenizer.kind", "pretrained")
-        sheet.put("tokenizer_name", "data.tokenizer.path", str(sheet.get("tokenizer_name")))
-    if sheet.is_open("train_file"):
-        sheet.leave("dataset_name", "meaningless here", "train_file is given")
-        sheet.convert("train_file", "data.train.path", text)
-    elif sheet.is_open("dataset_name"):
+    sheet.map_converted("model_name_or_path", "model.from", parse_text)
+    if sheet.is_pending("tokenizer_name"):
+        sheet.map_key("tokenizer_name", "data.tokenizer.kind", "pretrained")
+        sheet.map_key("tokenizer_name", "data.tokenizer.path", str(sheet.get("tokenizer_name")))
+    if sheet.is_pending("train_file"):
+        sheet.skip("dataset_name", "meaningless here", "train_file is given")
+        sheet.map_converted("train_file", "data.train.path", parse_text)
+    elif sheet.is_pending("dataset_name"):
         name = str(sheet.get("dataset_name"))
-        sheet.put("dataset_name", "data.train.path", name)
-        sheet.put("dataset_name", "data.train.kind", "huggingface")
-    sheet.direct(
+        sheet.map_key("dataset_name", "data.train.path", name)
+        sheet.map_key("dataset_name", "data.train.kind", "huggingface")
+    sheet.map_table(
         {
-            "dataset_config_name": ("data.train.subset", text),
-            "validation_file": ("data.validation.path", text),
-            "test_file": ("data.test.path", text),
-            "text_column_name": ("data.train.field", text),
-            "text_column": ("data.train.field", text),
-            "label_column_name": ("data.train.label", text),
-            "max_train_samples": ("data.limit", whole),
+            "dataset_config_name": ("data.train.subset", parse_text),
+            "validation_file": ("data.validation.path", parse_text),
+            "test_file": ("data.test.path", parse_text),
+            "text_column_name": ("data.train.field", parse_text),
+            "text_column": ("data.train.field", parse_text),
+            "label_column_name": ("data.train.label", parse_text),
+            "max_train_samples": ("data.limit", parse_integer),
         }
     )
-    if sheet.ours("data.validation.path"):
-        sheet.leave("validation_split_percentage", "meaningless here", "validation_file is given")
-    sheet.convert("validation_split_percentage", "data.validation.split", lambda v: number(v) / 100)
+    if sheet.find_mapped("data.validation.path"):
+        sheet.skip("validation_split_percentage", "meaningless here", "validation_file is given")
+    sheet.map_converted("validation_split_percentage", "data.validation.split", lambda v: parse_number(v) / 100)
     for key in ("block_size", "max_seq_length", "max_source_length", "max_length"):
-        sheet.convert(key, "data.sequence_length", whole)
+        sheet.map_converted(key, "data.sequence_length", parse_integer)
 
 
 _HUB = "nothing is uploaded; bottega export writes a folder that can be"
@@ -120,8 +135,8 @@ _OWN = "a detail of their loop"
 _TRACKIO = "TensorBoard and Weights & Biases are what is written to"
 _KERNEL = "chosen by the engine here"
 
-LEFT = Left(
-    nothing={
+SKIPPED_KEYS = SkippedKeys(
+    no_counterpart={
         **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push"), _HUB),
         **dict.fromkeys(("hub_revision", "push_to_hub_model_id", "push_to_hub_organization"), _HUB),
         **dict.fromkeys(("hub_token", "push_to_hub_token"), "secrets belong in the environment"),
@@ -158,7 +173,7 @@ LEFT = Left(
         "config_name": "the configuration lies beside the weights of model.from",
         "trust_remote_code": "no code from a model or data set is run",
     },
-    idle={
+    meaningless={
         **dict.fromkeys(("do_train", "do_eval", "do_predict"), "a verb here: train, evaluate, generate"),
         "resume_from_checkpoint": "the same command resumes by itself; train --resume_from names a checkpoint",
         "overwrite_output_dir": "a run resumes; train --fresh starts over and keeps the old one",
@@ -196,7 +211,7 @@ LEFT = Left(
         ),
         "framework": "engine: torch is the default",
     },
-    usual={
+    harmless_values={
         "hub_strategy": ("every_save",),
         "project": ("huggingface",),
         "train_sampling_strategy": ("random",),

@@ -13,12 +13,12 @@ from typing import Any, BinaryIO, NamedTuple, final
 import numpy as np
 
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.audio import complete
+from bottega.data.audio import container as complete
 from bottega.data.records.record import Unreadable
 
 LIMIT_SAMPLES = 1 << 28
 """Of all channels together: 1 GiB in memory, 93 minutes of one channel at 48 kHz."""
-RATES = range(1000, 768_001)
+VALID_SAMPLE_RATES = range(1000, 768_001)
 """Outside lies no sound; and one second at 1 Hz would be resampled to 48,000 times its size."""
 BLOCK = 1 << 20
 # What libsndfile says of a FLAC that was written to a pipe, and then cannot read.
@@ -27,23 +27,23 @@ UNKNOWN_FRAMES = 1 << 62
 DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,aac,flac,ogg,wav,aiff,caf,avi"
 
 
-class Header(NamedTuple):
+class AudioHeader(NamedTuple):
     sample_rate: int
     channels: int
     frames: int | None
     """As the header claims; None where it does not say."""
 
 
-def decode(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> tuple[np.ndarray, int]:
+def decode_audio(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> tuple[np.ndarray, int]:
     """Samples, float32 [samples, channels], and how many of them are a second.
 
     Unreadable where anything is damaged, missing, not finite or above the limit, which is looked at before decoding.
     wav, aiff, au, caf, w64, flac, ogg and mp3 by libsndfile; m4a, aac, webm and the first sound of a video by PyAV.
     """
     with _opened(data) as file:
-        kind = complete.container(file)
-        complete.check(file, kind)
-        exact = kind != "mp3" or complete.has_length(file)
+        kind = complete.detect_container(file)
+        complete.check_complete(file, kind)
+        exact = kind != "mp3" or complete.mp3_states_length(file)
         with _quiet(kind):
             opened = _soundfile(file, kind)
             if opened is None:
@@ -59,22 +59,22 @@ def decode(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> tuple[n
     return samples, rate
 
 
-def header(data: bytes | Path) -> Header:
+def read_audio_header(data: bytes | Path) -> AudioHeader:
     """What a file says of itself, without decoding it."""
     with _opened(data) as file:
-        kind = complete.container(file)
+        kind = complete.detect_container(file)
         with _quiet(kind):
             opened = _soundfile(file, kind)
         if opened is not None:
             with opened:
-                return Header(opened.samplerate, opened.channels, opened.frames)
+                return AudioHeader(opened.samplerate, opened.channels, opened.frames)
         with _av_opened(file) as (container, stream):
             seconds = _seconds(container, stream)
             frames = None if seconds is None else round(seconds * stream.rate)
-            return Header(stream.rate, stream.channels, frames)
+            return AudioHeader(stream.rate, stream.channels, frames)
 
 
-def mono(samples: np.ndarray) -> np.ndarray:
+def to_mono(samples: np.ndarray) -> np.ndarray:
     """[samples, channels] to [samples]: the mean of the channels."""
     return samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1, dtype=np.float32)
 
@@ -202,8 +202,10 @@ def _by_soundfile(opened: Any, limit: int, *, exact: bool) -> tuple[np.ndarray, 
 
 
 def _check_limits(rate: int, channels: int, frames: int, limit: int) -> None:
-    if rate not in RATES:
-        raise Unreadable(f"a sample rate of {rate:,} Hz; it must lie between {RATES.start:,} and {RATES.stop - 1:,}")
+    if rate not in VALID_SAMPLE_RATES:
+        raise Unreadable(
+            f"a sample rate of {rate:,} Hz; it must lie between {VALID_SAMPLE_RATES.start:,} and {VALID_SAMPLE_RATES.stop - 1:,}"
+        )
     if frames * channels > limit:
         raise Unreadable(f"too long: {frames:,} samples of {channels} channels, and the limit is {limit:,} in all")
 

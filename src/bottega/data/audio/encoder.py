@@ -10,20 +10,20 @@ from typing import Any, Literal, NamedTuple, final
 import numpy as np
 
 from bottega.data.audio import decode as files
-from bottega.data.audio.loudness import normalise
-from bottega.data.audio.resample import resample, resampled_length
+from bottega.data.audio.loudness import normalise_level
+from bottega.data.audio.resample import resample_audio, resampled_length
 from bottega.data.prepare.encoder import Encoder
-from bottega.data.records.fields import descriptions, vector
+from bottega.data.records.fields import read_annotations, read_condition
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.shards import TEXT, Column
 
 ENCODED = ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff", "webm", "mp4")
-SOUNDS = ("audio", *ENCODED, "sound", "file", "video")
-RATES = ("sample_rate", "sampling_rate", "samplerate", "rate", "sr")
+AUDIO_FIELDS = ("audio", *ENCODED, "sound", "file", "video")
+SAMPLE_RATE_FIELDS = ("sample_rate", "sampling_rate", "samplerate", "rate", "sr")
 FULL_SCALE = {"u1": 128, "i2": 1 << 15, "i4": 1 << 31}
 
 
-class Sound(NamedTuple):
+class Waveform(NamedTuple):
     samples: np.ndarray
     """Float32 [samples]."""
     rate: int
@@ -51,36 +51,36 @@ class AudioEncoder(Encoder):
         return columns
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         return {"sample_rate": self.sample_rate}
 
     def rows(self, record: Record) -> Iterator[dict[str, Any]]:
-        sound = self.sound(record)
-        audio = normalise(self._resampled(sound), self.sample_rate, by=self.normalise)
-        row = {"audio": audio, **descriptions(record, label_field=self.label_field)}
+        sound = self.load_waveform(record)
+        audio = normalise_level(self._resampled(sound), self.sample_rate, by=self.normalise)
+        row = {"audio": audio, **read_annotations(record, label_field=self.label_field)}
         if self.has_condition:
-            row["condition"] = vector(record, self.condition_field)
+            row["condition"] = read_condition(record, self.condition_field)
         yield row
 
-    def sound(self, record: Record) -> Sound:
+    def load_waveform(self, record: Record) -> Waveform:
         """As it is in the record, in one channel."""
         value, rate = _content(record, self.field)
         if isinstance(value, bytes | Path):
-            samples, rate = files.decode(value, limit_samples=self.limit_samples)
-            return Sound(files.mono(samples), rate)
-        return Sound(_samples(value), _rate(rate))
+            samples, rate = files.decode_audio(value, limit_samples=self.limit_samples)
+            return Waveform(files.to_mono(samples), rate)
+        return Waveform(_samples(value), _rate(rate))
 
-    def _resampled(self, sound: Sound) -> np.ndarray:
+    def _resampled(self, sound: Waveform) -> np.ndarray:
         length = resampled_length(len(sound.samples), rate=sound.rate, to=self.sample_rate)
         if not 0 < length <= self.limit_samples:
             raise Unreadable(f"{length:,} samples at {self.sample_rate} Hz; there must be 1 to {self.limit_samples:,}")
-        return resample(sound.samples, rate=sound.rate, to=self.sample_rate)
+        return resample_audio(sound.samples, rate=sound.rate, to=self.sample_rate)
 
 
-def native_rate(record: Record, *, field: str | None = None) -> int:
+def read_sample_rate(record: Record, *, field: str | None = None) -> int:
     """The sample rate a record has by itself, for a recipe that asks for none; nothing is decoded."""
     value, rate = _content(record, field)
-    return files.header(value).sample_rate if isinstance(value, bytes | Path) else _rate(rate)
+    return files.read_audio_header(value).sample_rate if isinstance(value, bytes | Path) else _rate(rate)
 
 
 def _found(record: Record, field: str | None) -> str:
@@ -89,7 +89,7 @@ def _found(record: Record, field: str | None) -> str:
         if record.fields.get(field) is None:
             raise Unreadable(f"no field {field!r}; the record has {', '.join(record.fields) or 'none'}")
         return field
-    for name in SOUNDS:
+    for name in AUDIO_FIELDS:
         # A text is no sound: rows often have a column `file` or `audio` with a name beside the content.
         if record.fields.get(name) is not None and not isinstance(record.fields[name], str):
             return name
@@ -108,7 +108,7 @@ def _content(record: Record, field: str | None) -> tuple[Any, Any]:
             raise Unreadable(f"a sound with neither bytes nor array, only {', '.join(fields) or 'nothing'}")
     if isinstance(value, bytearray | memoryview):
         value = bytes(value)
-    return value, next((fields[name] for name in RATES if fields.get(name) is not None), None)
+    return value, next((fields[name] for name in SAMPLE_RATE_FIELDS if fields.get(name) is not None), None)
 
 
 def _samples(value: Any) -> np.ndarray:
@@ -135,6 +135,6 @@ def _samples(value: Any) -> np.ndarray:
 
 def _rate(value: Any) -> int:
     scalar = np.asarray(value).reshape(-1)
-    if scalar.dtype.kind not in "iuf" or len(scalar) != 1 or float(scalar[0]) not in files.RATES:
+    if scalar.dtype.kind not in "iuf" or len(scalar) != 1 or float(scalar[0]) not in files.VALID_SAMPLE_RATES:
         raise Unreadable(f"samples need their rate in a field such as sample_rate, in hertz; got {value!r}")
     return int(scalar[0])

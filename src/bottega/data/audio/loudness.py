@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-PEAK = 0.95
-TARGET = -23.0
+TARGET_PEAK = 0.95
+TARGET_LUFS = -23.0
 """LUFS, of EBU R 128."""
 ABSOLUTE_GATE = -70.0
 RELATIVE_GATE = -10.0
@@ -18,7 +18,7 @@ RESPONSE_SECONDS = 0.15
 CHUNK = 1 << 18
 
 
-def normalise(audio: np.ndarray, rate: int, *, by: Literal["none", "peak", "loudness"]) -> np.ndarray:
+def normalise_level(audio: np.ndarray, rate: int, *, by: Literal["none", "peak", "loudness"]) -> np.ndarray:
     """[samples], scaled: its largest value 0.95, or its loudness -23 LUFS unless a value would then pass 0.95.
 
     Silence, which for loudness is all below -70 LUFS, stays as it is.
@@ -28,20 +28,20 @@ def normalise(audio: np.ndarray, rate: int, *, by: Literal["none", "peak", "loud
     peak = float(np.abs(audio).max(initial=0))
     if peak == 0:
         return audio
-    gain = PEAK / peak
+    gain = TARGET_PEAK / peak
     if by == "loudness":
-        level = loudness(audio, rate)
-        gain = min(gain, 10 ** ((TARGET - level) / 20)) if np.isfinite(level) else 1.0
+        level = measure_loudness(audio, rate)
+        gain = min(gain, 10 ** ((TARGET_LUFS - level) / 20)) if np.isfinite(level) else 1.0
     return (audio * np.float32(gain)).astype(np.float32)
 
 
-def loudness(audio: np.ndarray, rate: int) -> float:
+def measure_loudness(audio: np.ndarray, rate: int) -> float:
     """Integrated loudness in LUFS of [samples] or [samples, channels]; -inf where all of it is below -70.
 
     Channels count alike, as left, right and centre do. The standard knows no sound under 400 ms; such a one is taken
     as a single block.
     """
-    power = block_powers(audio[:, None] if audio.ndim == 1 else audio, rate)
+    power = compute_block_powers(audio[:, None] if audio.ndim == 1 else audio, rate)
     loud = power[_lufs(power) > ABSOLUTE_GATE]
     if not len(loud):
         return -np.inf
@@ -49,9 +49,9 @@ def loudness(audio: np.ndarray, rate: int) -> float:
     return float(_lufs(loud.mean()))
 
 
-def block_powers(audio: np.ndarray, rate: int) -> np.ndarray:
+def compute_block_powers(audio: np.ndarray, rate: int) -> np.ndarray:
     """The weighted mean square, over all channels, of each 400 ms, begun every 100 ms."""
-    squares = (k_weighted(audio, rate) ** 2).sum(1)
+    squares = (apply_k_weighting(audio, rate) ** 2).sum(1)
     hop = round(rate * BLOCK_SECONDS / OVERLAP)
     if len(squares) < hop * OVERLAP:
         return squares.mean(keepdims=True) if len(squares) else np.zeros(0)
@@ -60,7 +60,7 @@ def block_powers(audio: np.ndarray, rate: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(hops, OVERLAP).mean(1)
 
 
-def k_weighted(audio: np.ndarray, rate: int) -> np.ndarray:
+def apply_k_weighting(audio: np.ndarray, rate: int) -> np.ndarray:
     """[samples, channels] as the ear weights it, float64.
 
     The two recursive filters are applied at once as their transfer function at the frequencies of an FFT. That is
@@ -74,21 +74,21 @@ def k_weighted(audio: np.ndarray, rate: int) -> np.ndarray:
         first = max(0, start - room)
         part = audio[first : start + CHUNK].astype(np.float64)
         size = _smooth(len(part) + room)
-        spectrum = np.fft.rfft(part, size, axis=0) * k_response(np.fft.rfftfreq(size), rate)[:, None]
+        spectrum = np.fft.rfft(part, size, axis=0) * k_weighting_response(np.fft.rfftfreq(size), rate)[:, None]
         out[start : start + CHUNK] = np.fft.irfft(spectrum, size, axis=0)[start - first : len(part)]
     return out
 
 
-def k_response(frequency: np.ndarray, rate: int) -> np.ndarray:
+def k_weighting_response(frequency: np.ndarray, rate: int) -> np.ndarray:
     """The transfer function at `frequency`, in cycles a sample."""
     z = np.exp(-2j * np.pi * frequency)
     response = np.ones_like(z)
-    for above, below in k_filters(rate):
+    for above, below in k_weighting_filters(rate):
         response *= (above[0] + z * (above[1] + z * above[2])) / (below[0] + z * (below[1] + z * below[2]))
     return response
 
 
-def k_filters(rate: int) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:
+def k_weighting_filters(rate: int) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:
     """The high shelf (the head) and the high pass, each (b, a), for any rate.
 
     The standard prints coefficients for 48 kHz alone. These are the analogue filters that give them under the bilinear

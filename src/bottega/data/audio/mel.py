@@ -15,15 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.data.audio.source import AudioRows
-from bottega.data.audio.spectrogram import FLOOR, Mel
+from bottega.data.audio.spectrogram import MAGNITUDE_FLOOR, MelSpectrogram
 from bottega.data.sources.source import Source
 
 FILE = "mel.json"
 REMEDY = "start the same training again to have it written"
-MEASURED = 512
+NUM_MEASURED = 512
 """Sounds that the scale is measured on, of three seconds; fewer where they are longer."""
-MEASURED_SAMPLES = MEASURED << 16
-KEPT_BYTES = 256 << 20
+MAX_MEASURED_SAMPLES = NUM_MEASURED << 16
+MAX_CACHE_BYTES = 256 << 20
 # Spectra of so many sounds are in memory at once while the scale is measured, and of so many samples.
 CHUNK, CHUNK_SAMPLES = 32, 1 << 22
 
@@ -45,12 +45,12 @@ class MelScale(BaseModel):
 
 
 @final
-class MelCodec(BaseModel):
+class MelProcessor(BaseModel):
     """Between sounds [b, num_samples] and [b, T, M, 1]. Saved with a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    mel: Mel
+    mel: MelSpectrogram
     scale: MelScale
     frames: int = Field(gt=0)
     """T, and at least as many as the samples need; the rest is silence."""
@@ -84,11 +84,11 @@ class MelCodec(BaseModel):
     def notes(self) -> list[str]:
         """What a person should know of the sounds it was measured on."""
         mel, lines = self.mel, []
-        if self.scale.mean <= math.log(FLOOR) + 1e-3:
+        if self.scale.mean <= math.log(MAGNITUDE_FLOOR) + 1e-3:
             lines.append("all sounds that were listened to are silent; is this the right data, and data.train.field?")
-        if mel.num_deaf:
+        if mel.num_empty_bands:
             lines.append(
-                f"{mel.num_deaf} of {mel.num_mels} mel bands lie between two frequencies of fft_size {mel.fft_size} and "
+                f"{mel.num_empty_bands} of {mel.num_mels} mel bands lie between two frequencies of fft_size {mel.fft_size} and "
                 "hear next to nothing; lower data.num_mels or raise data.fft_size"
             )
         return lines
@@ -98,7 +98,7 @@ class MelCodec(BaseModel):
         (folder / FILE).write_text(self.model_dump_json(indent=1) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> MelCodec:
+    def load(cls, folder: Path) -> MelProcessor:
         path = folder / FILE
         try:
             return cls.model_validate_json(path.read_bytes())
@@ -112,22 +112,22 @@ class MelCodec(BaseModel):
             raise CheckpointError(f"{path} holds no mel codec: {reason}; {REMEDY}") from error
 
 
-def fit(source: Source, mel: Mel, *, num_samples: int, multiple: int = 1) -> MelCodec:
+def fit_mel_processor(source: Source, mel: MelSpectrogram, *, num_samples: int, multiple: int = 1) -> MelProcessor:
     """The codec of these sounds; `multiple` is what T has to be one of, such as the side of a patch."""
     frames = -(-mel.num_frames(num_samples) // multiple) * multiple
-    plain = MelCodec(mel=mel, scale=MelScale(mean=0, std=0.5), frames=frames, num_samples=num_samples)
-    return plain.model_copy(update={"scale": measure(source, plain)})
+    plain = MelProcessor(mel=mel, scale=MelScale(mean=0, std=0.5), frames=frames, num_samples=num_samples)
+    return plain.model_copy(update={"scale": measure_mel_scale(source, plain)})
 
 
-def measure(source: Source, codec: MelCodec) -> MelScale:
+def measure_mel_scale(source: Source, processor: MelProcessor) -> MelScale:
     """Mean and deviation over the first time that up to 512 sounds are heard, evenly spaced; a function of the data."""
-    count = min(MEASURED, max(2, MEASURED_SAMPLES // codec.num_samples), len(source))
-    chunk = min(CHUNK, max(1, CHUNK_SAMPLES // codec.num_samples))
+    count = min(NUM_MEASURED, max(2, MAX_MEASURED_SAMPLES // processor.num_samples), len(source))
+    chunk = min(CHUNK, max(1, CHUNK_SAMPLES // processor.num_samples))
     index = np.unique(np.linspace(0, len(source) - 1, count).astype(np.int64))
     number, total, squares = 0, 0.0, 0.0
     for first in range(0, len(index), chunk):
         part = index[first : first + chunk]
-        values = codec.log_mel(source.rows(part, np.zeros_like(part))["audio"]).astype(np.float64)
+        values = processor.log_mel(source.rows(part, np.zeros_like(part))["audio"]).astype(np.float64)
         number += values.size
         total += float(values.sum())
         squares += float((values**2).sum())
@@ -144,10 +144,12 @@ class MelRows(Source):
     Of sounds that every epoch hears in the same way the spectrogram is made only once, where all of them fit into 256 MB.
     """
 
-    def __init__(self, source: AudioRows, codec: MelCodec) -> None:
-        self.source, self.codec = source, codec
-        size = len(source) * 4 * codec.frames * codec.mel.num_mels
-        self.is_fixed = is_fixed(source) if size <= KEPT_BYTES else np.zeros(len(source), np.bool_)
+    def __init__(self, source: AudioRows, processor: MelProcessor) -> None:
+        self.source, self.processor = source, processor
+        size = len(source) * 4 * processor.frames * processor.mel.num_mels
+        self.is_deterministic = (
+            find_deterministic_samples(source) if size <= MAX_CACHE_BYTES else np.zeros(len(source), np.bool_)
+        )
         self._mels: np.ndarray | None = None
         self._has = np.zeros(len(source), np.bool_)
 
@@ -158,20 +160,20 @@ class MelRows(Source):
         rows = self.source.rows(index, epoch)
         audio = rows.pop("audio")
         new = ~self._has[index]
-        mel = np.empty((len(index), *self.codec.shape), np.float32)
+        mel = np.empty((len(index), *self.processor.shape), np.float32)
         if not new.all():
             assert self._mels is not None, "what is kept is kept there"
             mel[~new] = self._mels[index[~new]]
         if new.any():
-            mel[new] = self.codec.encode(audio[new])
-        self._keep(index, mel, new & self.is_fixed[index])
+            mel[new] = self.processor.encode(audio[new])
+        self._keep(index, mel, new & self.is_deterministic[index])
         return {"mel": mel, **rows}
 
     def _keep(self, index: np.ndarray, mel: np.ndarray, fixed: np.ndarray) -> None:
         if not fixed.any():
             return
         if self._mels is None:
-            self._mels = np.empty((len(self), *self.codec.shape), np.float32)
+            self._mels = np.empty((len(self), *self.processor.shape), np.float32)
         self._mels[index[fixed]] = mel[fixed]
         self._has[index[fixed]] = True
 
@@ -181,15 +183,15 @@ class MelRows(Source):
 
     @property
     def fingerprint(self) -> str:
-        parts = (self.source.fingerprint, self.codec.model_dump_json())
+        parts = (self.source.fingerprint, self.processor.model_dump_json())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        frames, bands, _ = self.codec.shape
+        frames, bands, _ = self.processor.shape
         return f"{self.source.describe(index, epoch)}\nseen as {frames} frames of {bands} mel bands"
 
 
-def is_fixed(source: AudioRows) -> np.ndarray:
+def find_deterministic_samples(source: AudioRows) -> np.ndarray:
     """Which sounds are the same in every epoch: nothing is added to them, and no part of them is chosen at random."""
     if source.augmentation is not None:
         return np.zeros(len(source), np.bool_)

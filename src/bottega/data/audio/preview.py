@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.preview import Preview, annotations_of, caption_of, picture_file, rows_of, spread
+from bottega.data.prepare.preview import (
+    Preview,
+    evenly_spaced_rows,
+    image_path,
+    read_rows,
+    row_annotations,
+    row_caption,
+)
 from bottega.data.tables.shards import Table
 
 
@@ -16,7 +23,7 @@ class AudioPreview(Preview):
 
     @property
     def rate(self) -> int:
-        return int(self.prepared.meta["sample_rate"])
+        return int(self.prepared.metadata["sample_rate"])
 
     @property
     def per_unit(self) -> float:
@@ -25,14 +32,14 @@ class AudioPreview(Preview):
     def describe_array(self, content: np.ndarray) -> str:
         return f"{len(content) / self.rate:.2f} s at {self.rate:,} Hz"
 
-    def public(self, row: dict[str, Any]) -> dict[str, Any]:
+    def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
         from bottega.data.audio.decode import encode_flac
 
-        return {"flac": encode_flac(np.asarray(row["audio"]), self.rate), **annotations_of(row)}
+        return {"flac": encode_flac(np.asarray(row["audio"]), self.rate), **row_annotations(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
-        from bottega.data.audio.picture import spectrogram_sheet
+        from bottega.data.audio.spectrogram_plot import plot_spectrograms
 
-        rows, path = rows_of(table, spread(table, 4)), picture_file(folder, "spectrograms.png")
-        spectrogram_sheet([(caption_of(row), np.asarray(row["audio"]), self.rate) for row in rows], path)
+        rows, path = read_rows(table, evenly_spaced_rows(table, 4)), image_path(folder, "spectrograms.png")
+        plot_spectrograms([(row_caption(row), np.asarray(row["audio"]), self.rate) for row in rows], path)
         return [path]

@@ -12,7 +12,7 @@ def resampled_length(num_samples: int, *, rate: int, to: int) -> int:
     return (2 * num_samples * to + rate) // (2 * rate)
 
 
-def resample(audio: np.ndarray, *, rate: int, to: int) -> np.ndarray:
+def resample_audio(audio: np.ndarray, *, rate: int, to: int) -> np.ndarray:
     """[samples] or [samples, channels] at `rate` to float32 at `to`, `resampled_length` samples, in time with the old.
 
     By soxr's HQ: what lies below 0.92 of the lower half rate stays as it was, what lies above all of it is 130 dB down

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.audio.augment import Crop, augment, crop_start
+from bottega.data.audio.augment import CropPosition, augment_audio, choose_crop_start
 from bottega.data.audio.config import AudioAugmentation
 from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Conditions
@@ -33,7 +33,7 @@ class AudioRows(Source):
         sample_rate: int,
         content: str | None = None,
         seconds: float | None = None,
-        crop: Crop = "random",
+        crop: CropPosition = "random",
         train: bool = False,
         seed: int = 0,
         labels: np.ndarray | None = None,
@@ -52,7 +52,7 @@ class AudioRows(Source):
             raise DataError(f"{table.folder}: {len(table)} sounds and {len(labels)} labels")
         assert labels is None or conditions is None, "conditions bring labels of their own"
         self.table, self.sample_rate, self.content, self.seed = table, sample_rate, content, seed
-        self.crop: Crop = "centre" if crop == "random" and not train else crop
+        self.crop: CropPosition = "centre" if crop == "random" and not train else crop
         self.augmentation = augmentation if train and augmentation is not None and augmentation.enabled else None
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int32)
         self.conditions, self.with_lengths = conditions, with_lengths
@@ -108,12 +108,12 @@ class AudioRows(Source):
         sound = self.table.row("audio", number)[start : start + self.num_samples]
         if self.augmentation is None:
             return sound
-        return augment(sound, self.augmentation, rate=self.sample_rate, draw=(self.seed, epoch, number))
+        return augment_audio(sound, self.augmentation, rate=self.sample_rate, random_key=(self.seed, epoch, number))
 
     def _start(self, number: int, epoch: int) -> int:
         ends = self.table.ends("audio")
         length = int(ends[number]) - (int(ends[number - 1]) if number else 0)
-        return crop_start(length, self.num_samples, crop=self.crop, draw=(self.seed, epoch, number))
+        return choose_crop_start(length, self.num_samples, crop=self.crop, random_key=(self.seed, epoch, number))
 
     def _longest(self) -> int:
         lengths = self.table.lengths("audio")

@@ -11,25 +11,25 @@ import numpy as np
 
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.audio.decode import encode_flac, encode_wav
-from bottega.data.audio.picture import Sound, spectrogram_sheet
-from bottega.data.present import ending, is_folder, numbered
+from bottega.data.audio.spectrogram_plot import TitledWaveform, plot_spectrograms
+from bottega.data.output_files import build_numbered_paths, is_folder, require_suffix
 from bottega.storage.durable import replacing_file
 
-ENDINGS = (".wav", ".flac", ".ogg")
+WRITABLE_SUFFIXES = (".wav", ".flac", ".ogg")
 SILENCE_SECONDS = 0.2
 """Between sounds in one file: enough to hear where one ends."""
 BLOCK = 1 << 16
 # A sheet of more is taller than viewers like to open: 16 of them are 9,256 pixels.
-MOST_SPECTROGRAMS = 16
+MAX_SPECTROGRAMS = 16
 
 
-def write_wav(samples: np.ndarray, rate: int, path: Path) -> float:
+def write_audio(samples: np.ndarray, rate: int, path: Path) -> float:
     """float32 [n] as 16-bit wav, which needs no further package; or as flac or ogg, as the ending says.
 
     What goes beyond 1 would be cut off, which crackles. So the whole sound is made quieter then, and only then: returned
     is the factor, 1.0 where the file has the samples as they are. What is not finite becomes silence.
     """
-    kind = ending(path, ENDINGS)
+    kind = require_suffix(path, WRITABLE_SUFFIXES)
     sound, factor = _within(samples)
     with replacing_file(path) as temporary:
         if kind == ".ogg":
@@ -39,36 +39,36 @@ def write_wav(samples: np.ndarray, rate: int, path: Path) -> float:
     return factor
 
 
-def write_sounds(
-    sounds: np.ndarray | Sequence[np.ndarray], rate: int, path: Path, *, captions: Sequence[str] | None = None
+def write_audio_files(
+    waveforms: np.ndarray | Sequence[np.ndarray], rate: int, path: Path, *, captions: Sequence[str] | None = None
 ) -> list[Path]:
     """float32 [b, n], or several [n] of their own lengths. Returns the files.
 
     With a `path` without an ending 00.wav, ... and spectrograms.png; else all in that file one after the other, and a PNG
     of the same name with their spectrograms (of the first 16). Without Pillow there are only sounds.
     """
-    assert len(sounds), "no sounds"
+    assert len(waveforms), "no sounds"
     if is_folder(path):
-        files, picture = numbered(path, len(sounds), ".wav"), path / "spectrograms.png"
-        for samples, file in zip(sounds, files, strict=True):
-            write_wav(samples, rate, file)
+        files, picture = build_numbered_paths(path, len(waveforms), ".wav"), path / "spectrograms.png"
+        for samples, file in zip(waveforms, files, strict=True):
+            write_audio(samples, rate, file)
     else:
         files, picture = [path], path.with_suffix(".png")
-        write_wav(joined([_within(samples)[0] for samples in sounds], rate), rate, path)
-    names = captions if captions is not None else [f"{number:02d}" for number in range(len(sounds))]
-    shown = [_titled(name, samples, rate) for name, samples in zip(names, sounds, strict=True)]
+        write_audio(join_with_silence([_within(samples)[0] for samples in waveforms], rate), rate, path)
+    names = captions if captions is not None else [f"{number:02d}" for number in range(len(waveforms))]
+    shown = [_titled(name, samples, rate) for name, samples in zip(names, waveforms, strict=True)]
     try:
         with replacing_file(picture) as temporary:
-            spectrogram_sheet(shown[:MOST_SPECTROGRAMS], temporary)
+            plot_spectrograms(shown[:MAX_SPECTROGRAMS], temporary)
     except EnvironmentProblem:  # no Pillow: what was asked for is there to be heard
         return files
     return [*files, picture]
 
 
-def joined(sounds: Sequence[np.ndarray], rate: int) -> np.ndarray:
+def join_with_silence(waveforms: Sequence[np.ndarray], rate: int) -> np.ndarray:
     """One after the other [n], with silence between."""
     silence = np.zeros(round(SILENCE_SECONDS * rate), np.float32)
-    parts = [part for samples in sounds for part in (samples, silence)]
+    parts = [part for samples in waveforms for part in (samples, silence)]
     return np.concatenate(parts[:-1])
 
 
@@ -81,7 +81,7 @@ def _within(samples: np.ndarray) -> tuple[np.ndarray, float]:
     return (sound if factor == 1 else sound * np.float32(factor)), factor
 
 
-def _titled(name: str, samples: np.ndarray, rate: int) -> Sound:
+def _titled(name: str, samples: np.ndarray, rate: int) -> TitledWaveform:
     """As it is in the file; what was changed for that is said where it is seen."""
     sound, factor = _within(samples)
     broken = int((~np.isfinite(samples)).sum())

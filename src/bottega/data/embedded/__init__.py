@@ -8,15 +8,15 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from bottega.config.data import Data, Kind, Source
+from bottega.config.data import Data, Source, SourceKind
 from bottega.core.errors import UsageError
-from bottega.data.tables.cache import cached, default_cache
+from bottega.data.tables.cache import default_cache, get_or_build
 
 Medium = Literal["image", "audio", "video"]
 D = TypeVar("D", bound=Data)
 
 # By the hash of what is written (a test compares), so that data of another release are never taken for these.
-NAMES = {
+CACHE_NAMES = {
     "image": "digits-4c8d689d662ed659",
     "audio": "tones-9103e7c7cba55082",
     "video": "moving-digits-a063986ae2faca36",
@@ -27,7 +27,7 @@ STICKERS = ("stickers", "stickers-all")
 """Embedded data that are asked for by name, as {kind: embedded, path: stickers}; the latter has the held-out pairs, too."""
 
 
-def in_place(data: D, kind: Kind, path: Callable[[str | None], Path]) -> D:
+def resolve_embedded_sources(data: D, kind: SourceKind, path: Callable[[str | None], Path]) -> D:
     """With what is embedded as a source like any other; `path` is asked, with the name in the recipe, where something is."""
 
     def found(source: Source | None) -> Source | None:
@@ -43,17 +43,17 @@ def in_place(data: D, kind: Kind, path: Callable[[str | None], Path]) -> D:
     return data.model_copy(update=changes)
 
 
-def check_name(name: str | None, *known: str) -> None:
+def check_embedded_name(name: str | None, *known: str) -> None:
     if name is not None and name not in known:
         there = f"there is {' and '.join(known)}" if known else "leave path out"
         raise UsageError(f"data.train.path: nothing embedded is named {name!r} for this task; {there}")
 
 
-def materialise(medium: Medium, named: str | None = None) -> Path:
+def materialise_embedded(medium: Medium, named: str | None = None) -> Path:
     """The folder of .npy files, one a field, that the numpy reader takes for a table with labels or captions."""
-    check_name(named, *(STICKERS if medium == "image" else ()))
+    check_embedded_name(named, *(STICKERS if medium == "image" else ()))
     chosen = named or medium
-    name = NAMES[chosen].rpartition("-")[0]
+    name = CACHE_NAMES[chosen].rpartition("-")[0]
 
     def build(folder: Path) -> None:
         (folder / name).mkdir(exist_ok=True)
@@ -61,22 +61,22 @@ def materialise(medium: Medium, named: str | None = None) -> Path:
             # Little-endian everywhere: the bytes of the files are the fingerprint of the data.
             np.save(folder / name / f"{field}.npy", values.astype(values.dtype.newbyteorder("<")), allow_pickle=False)
 
-    return cached(default_cache() / "embedded", NAMES[chosen], build) / name
+    return get_or_build(default_cache() / "embedded", CACHE_NAMES[chosen], build) / name
 
 
 def _fields(chosen: str) -> dict[str, np.ndarray]:
     if chosen in STICKERS:
         from bottega.data.embedded import stickers
 
-        return stickers.fields(stickers.SEEN if chosen == "stickers" else stickers.PAIRS)
+        return stickers.build_fields(stickers.TRAINING_PAIRS if chosen == "stickers" else stickers.PAIRS)
     if chosen == "image":
         from bottega.data.embedded import digits
 
-        return digits.fields()
+        return digits.build_fields()
     if chosen == "audio":
         from bottega.data.embedded import tones
 
-        return tones.fields()
-    from bottega.data.embedded import moving
+        return tones.build_fields()
+    from bottega.data.embedded import moving_digits
 
-    return moving.fields()
+    return moving_digits.build_fields()

@@ -17,13 +17,13 @@ INK = 16
 """The largest value: so many of the 4 x 4 pixels that one of these stands for were black."""
 
 
-def fields() -> dict[str, np.ndarray]:
-    pixels, labels = digits()
+def build_fields() -> dict[str, np.ndarray]:
+    pixels, labels = load_digits()
     return {"image": pixels, "label": labels}
 
 
 @cache
-def digits() -> tuple[np.ndarray, np.ndarray]:
+def load_digits() -> tuple[np.ndarray, np.ndarray]:
     """White on black, uint8 [n, 8, 8] from 0 to 255, and which digit each is, uint8 [n]."""
     with np.load(FILE, allow_pickle=False) as stored:
         counts, labels = stored["image"], stored["label"]

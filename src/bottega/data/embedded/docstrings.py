@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bottega.data.embedded import check_name
+from bottega.data.embedded import check_embedded_name
 
 FILE = Path(__file__).with_name("docstrings.jsonl.gz")
 """Lines with text, label (the package) and group (the class or function at the top of a module that it belongs to)."""
 
 
-def docstrings(name: str | None) -> Path:
+def find_docstrings_file(name: str | None) -> Path:
     """The file; `name` is what a recipe asks for, and there is but one."""
-    check_name(name)
+    check_embedded_name(name)
     return FILE

@@ -18,18 +18,18 @@ from typing import final
 
 import numpy as np
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.data.numbers.config import (
-    GRID,
+    GRID_DIMENSIONS,
     Difficulty,
     RoutingData,
     RoutingHeldOut,
     RoutingSource,
-    content_directions,
-    grid_side,
-    num_cells,
+    compute_grid_side,
+    count_cells,
+    count_content_dimensions,
 )
-from bottega.data.tables.cache import cached, default_cache
+from bottega.data.tables.cache import default_cache, get_or_build
 
 BLOCK = 1024
 """Samples that one generator draws: one for each would take most of the time."""
@@ -38,7 +38,7 @@ STEP = 1 << 10
 the data or its fingerprint."""
 STREAM = 1 << 40
 """Numbers of samples of one kind: what is held out has other numbers than what is learned from."""
-MEASURED = 1 << 17
+NUM_BAYES_SAMPLES = 1 << 17
 """Samples that the accuracy of the best possible answer is a mean over."""
 # Raised when the same options would give other samples.
 FORMAT = 4
@@ -62,18 +62,18 @@ class RuleOptions:
 
     @property
     def num_cells(self) -> int:
-        return num_cells(self.num_labels, self.difficulty)
+        return count_cells(self.num_labels, self.difficulty)
 
     @property
     def gate_inputs(self) -> int:
         """A quarter of them, unless the rules need more or the content does."""
-        room = self.num_inputs - content_directions(self.num_labels, self.difficulty)
+        room = self.num_inputs - count_content_dimensions(self.num_labels, self.difficulty)
         return max(self.num_rules, min(self.num_inputs // 4, room))
 
 
 @final
 @dataclass(frozen=True)
-class Family:
+class RuleFamily:
     """Where rules and cells lie, and which label each rule gives each cell."""
 
     options: RuleOptions
@@ -89,18 +89,20 @@ class Family:
         """[K, content inputs]"""
         o = self.options
         inputs = o.num_inputs - o.gate_inputs
-        frame = _frame(content_directions(o.num_labels, o.difficulty), inputs, o.rule_seed, "cells")
+        frame = _frame(count_content_dimensions(o.num_labels, o.difficulty), inputs, o.rule_seed, "cells")
         if o.difficulty == "plain":
             return frame * (o.separation / np.sqrt(2))
-        side = grid_side(o.num_labels)
-        places = np.stack(np.meshgrid(*[np.arange(side)] * GRID, indexing="ij"), axis=-1).reshape(-1, GRID)
+        side = compute_grid_side(o.num_labels)
+        places = np.stack(np.meshgrid(*[np.arange(side)] * GRID_DIMENSIONS, indexing="ij"), axis=-1).reshape(
+            -1, GRID_DIMENSIONS
+        )
         return (places - (side - 1) / 2) * o.separation @ frame
 
     @cached_property
     def labels(self) -> np.ndarray:
         """[R, K]. Of C rules in a row no two agree on any cell, and no two of all on every cell; each has all labels."""
         o, C = self.options, self.options.num_labels
-        rng = generator("rules", o.rule_seed, "labels", o.rule)
+        rng = numpy_generator("rules", o.rule_seed, "labels", o.rule)
         some = rng.permutation(o.num_cells)[:C]
         rows: list[np.ndarray] = []
         while len(rows) < o.num_rules:
@@ -114,18 +116,18 @@ class Family:
 
 
 @cache
-def family(options: RuleOptions) -> Family:
-    return Family(options)
+def get_rule_family(options: RuleOptions) -> RuleFamily:
+    return RuleFamily(options)
 
 
 def _frame(rows: int, columns: int, *seed: object) -> np.ndarray:
     """[rows, columns]: orthonormal rows, turned any way."""
-    q, r = np.linalg.qr(generator("rules", *seed).standard_normal((columns, rows)))
+    q, r = np.linalg.qr(numpy_generator("rules", *seed).standard_normal((columns, rows)))
     # The signs are the library's choice; with these they are ours.
     return (q * np.sign(np.diagonal(r))).T
 
 
-def draw(options: RuleOptions, first: int, count: int) -> dict[str, np.ndarray]:
+def draw_samples(options: RuleOptions, first: int, count: int) -> dict[str, np.ndarray]:
     """The samples `first` to `first + count`: x float32 [n, d], label and rule int32 [n]. Each is f(options, its number)."""
     parts: dict[str, list[np.ndarray]] = {"x": [], "label": [], "rule": []}
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
@@ -137,8 +139,8 @@ def draw(options: RuleOptions, first: int, count: int) -> dict[str, np.ndarray]:
 
 
 def _block(options: RuleOptions, block: int) -> dict[str, np.ndarray]:
-    known, C = family(options), options.num_labels
-    rng = generator("rules", options.rule_seed, "block", options.rule, block)
+    known, C = get_rule_family(options), options.num_labels
+    rng = numpy_generator("rules", options.rule_seed, "block", options.rule, block)
     rule = rng.integers(options.num_rules, size=BLOCK)
     cell = rng.integers(options.num_cells, size=BLOCK)
     x = rng.standard_normal((BLOCK, options.num_inputs))
@@ -153,9 +155,9 @@ def _block(options: RuleOptions, block: int) -> dict[str, np.ndarray]:
     }
 
 
-def bayes(options: RuleOptions, x: np.ndarray) -> np.ndarray:
+def label_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
     """The posterior [n, C] of the label of samples x [n, d], from the true densities."""
-    known, C = family(options), options.num_labels
+    known, C = get_rule_family(options), options.num_labels
     x = np.asarray(x, np.float64)
     rule = _posterior(x[:, : options.gate_inputs], known.gates)
     cell = _posterior(x[:, options.gate_inputs :], known.cells)
@@ -167,7 +169,7 @@ def bayes(options: RuleOptions, x: np.ndarray) -> np.ndarray:
 
 def rule_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
     """The posterior [n, R] of the rule."""
-    return _posterior(np.asarray(x, np.float64)[:, : options.gate_inputs], family(options).gates)
+    return _posterior(np.asarray(x, np.float64)[:, : options.gate_inputs], get_rule_family(options).gates)
 
 
 def _posterior(x: np.ndarray, points: np.ndarray) -> np.ndarray:
@@ -181,16 +183,16 @@ def _posterior(x: np.ndarray, points: np.ndarray) -> np.ndarray:
 def bayes_accuracy(options: RuleOptions) -> float:
     """Of the best possible answer: the mean of the largest posterior, over samples that nobody learns from."""
     total = 0.0
-    for block in range(MEASURED // BLOCK):
-        x = draw(options, 3 * STREAM + block * BLOCK, BLOCK)["x"]
-        total += float(bayes(options, x).max(axis=1).sum())
-    return total / MEASURED
+    for block in range(NUM_BAYES_SAMPLES // BLOCK):
+        x = draw_samples(options, 3 * STREAM + block * BLOCK, BLOCK)["x"]
+        total += float(label_posterior(options, x).max(axis=1).sum())
+    return total / NUM_BAYES_SAMPLES
 
 
 # From a recipe to files
 
 
-def options_of(data: RoutingData, *, rule: int | None) -> RuleOptions:
+def build_rule_options(data: RoutingData, *, rule: int | None) -> RuleOptions:
     return RuleOptions(
         num_inputs=data.num_inputs,
         num_rules=data.num_rules,
@@ -203,32 +205,34 @@ def options_of(data: RoutingData, *, rule: int | None) -> RuleOptions:
     )
 
 
-def training_folder(data: RoutingData, source: RoutingSource, *, number: int) -> Path:
+def materialise_training(data: RoutingData, source: RoutingSource, *, number: int) -> Path:
     """Of a source of the recipe. Two of one rule have different samples, because each has its `number`."""
-    options = options_of(data, rule=source.rule)
-    return materialise(options, first=number * (STREAM >> 10), count=source.num_samples or data.num_samples)
+    options = build_rule_options(data, rule=source.rule)
+    return materialise_rules(options, first=number * (STREAM >> 10), count=source.num_samples or data.num_samples)
 
 
-def held_out_folders(data: RoutingData, part: RoutingHeldOut, *, table: str) -> Iterator[Path]:
+def materialise_held_out(data: RoutingData, part: RoutingHeldOut, *, table: str) -> Iterator[Path]:
     """Other samples of each rule that is learned, or of those that are asked for."""
     learned = [source.rule for source in data.sources or (data.train,) if source.kind == "synthetic"]
     stream = {"validation": 1, "test": 2}[table] * STREAM
     for number, rule in enumerate(part.rules or learned):
         first = stream + number * (STREAM >> 10)
-        yield materialise(options_of(data, rule=rule), first=first, count=part.num_samples or data.num_samples)
+        yield materialise_rules(
+            build_rule_options(data, rule=rule), first=first, count=part.num_samples or data.num_samples
+        )
 
 
-def materialise(options: RuleOptions, *, first: int, count: int) -> Path:
+def materialise_rules(options: RuleOptions, *, first: int, count: int) -> Path:
     """A folder of .npy files, one a field, as the numpy reader takes them."""
     key = hashlib.sha256(repr((FORMAT, options, first, count)).encode()).hexdigest()[:16]
     name = f"rule-{options.rule_seed}-{options.rule}"
 
     def build(folder: Path) -> None:
         (folder / name).mkdir(exist_ok=True)
-        fields = draw(options, first, count)
-        best = bayes(options, fields["x"]).max(axis=1)
+        fields = draw_samples(options, first, count)
+        best = label_posterior(options, fields["x"]).max(axis=1)
         fields["bayes"] = (np.rint(best * STEP * STEP) / (STEP * STEP)).astype(np.float32)
         for field, values in fields.items():
             np.save(folder / name / f"{field}.npy", values.astype(values.dtype.newbyteorder("<")), allow_pickle=False)
 
-    return cached(default_cache() / "embedded", f"rules-{key}", build) / name
+    return get_or_build(default_cache() / "embedded", f"rules-{key}", build) / name

@@ -14,28 +14,28 @@ from typing import Any
 
 import numpy as np
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.data.embedded.stickers import (
     BACKGROUNDS,
     PAIRS,
-    SEEN,
     SHAPES,
     TEST_PAIRS,
+    TRAINING_PAIRS,
     VALIDATION_PAIRS,
     Pair,
-    caption,
-    draw,
+    draw_sticker,
+    format_caption,
 )
-from bottega.data.tables.cache import cached, default_cache
+from bottega.data.tables.cache import default_cache, get_or_build
 
 # By the hash of what is written (a test compares), as for the others.
-NAME = "people-20476f5a93bb2f07"
+CACHE_NAME = "people-20476f5a93bb2f07"
 TABLES = ("train", "validation", "test")
-HISTORY = 6
+HISTORY_LENGTH = 6
 TRAINING, HELD_OUT_PEOPLE = 300, 48
 # A person in training is met so many times, each time with another history and wish.
-TIMES = 4
-FIRST = {"train": 1000, "validation": 0, "test": 100}
+RECORDS_PER_USER = 4
+FIRST_USER_ID = {"train": 1000, "validation": 0, "test": 100}
 # Pictures of each shape, pair and background in the catalogue that histories and targets are taken from.
 COPIES = 2
 
@@ -50,13 +50,13 @@ def materialise_people() -> Path:
         pictures = folder / "people" / "pictures"
         pictures.mkdir(parents=True, exist_ok=True)
         for number, (sticker, copy) in enumerate(product(CATALOGUE, range(COPIES))):
-            pixels = draw(*sticker, rng=generator("catalogue", *sticker, copy))
-            (pictures / f"{number:04d}.png").write_bytes(png(pixels))
+            pixels = draw_sticker(*sticker, rng=numpy_generator("catalogue", *sticker, copy))
+            (pictures / f"{number:04d}.png").write_bytes(encode_png(pixels))
         for table in TABLES:
-            lines = (json.dumps(record) for record in records(table))
+            lines = (json.dumps(record) for record in build_records(table))
             (folder / "people" / f"{table}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
-    return cached(default_cache() / "embedded", NAME, build) / "people"
+    return get_or_build(default_cache() / "embedded", CACHE_NAME, build) / "people"
 
 
 CATALOGUE: tuple[Sticker, ...] = tuple(
@@ -65,12 +65,16 @@ CATALOGUE: tuple[Sticker, ...] = tuple(
 NUMBERS = {sticker: number for number, sticker in enumerate(CATALOGUE)}
 
 
-def records(table: str) -> list[dict[str, Any]]:
+def build_records(table: str) -> list[dict[str, Any]]:
     """Of all people of a table, as plain values."""
-    liked = {"train": SEEN, "validation": VALIDATION_PAIRS, "test": TEST_PAIRS}[table]
-    people, times = (TRAINING, TIMES) if table == "train" else (HELD_OUT_PEOPLE, 1)
+    liked = {"train": TRAINING_PAIRS, "validation": VALIDATION_PAIRS, "test": TEST_PAIRS}[table]
+    people, times = (TRAINING, RECORDS_PER_USER) if table == "train" else (HELD_OUT_PEOPLE, 1)
     return [
-        _record(f"{FIRST[table] + number}", liked[number % len(liked)], rng=generator("people", table, number, time))
+        _record(
+            f"{FIRST_USER_ID[table] + number}",
+            liked[number % len(liked)],
+            rng=numpy_generator("people", table, number, time),
+        )
         for number in range(people)
         for time in range(times)
     ]
@@ -80,34 +84,36 @@ def _record(user: str, pair: Pair, *, rng: np.random.Generator) -> dict[str, Any
     wished = _one(SHAPES, rng)
     # No sticker is liked twice.
     places = list(product([shape for shape in SHAPES if shape != wished], BACKGROUNDS))
-    chosen = [places[number] for number in rng.permutation(len(places))[:HISTORY]]
-    pairs = liked_pairs(pair, rng=rng)
+    chosen = [places[number] for number in rng.permutation(len(places))[:HISTORY_LENGTH]]
+    pairs = sample_liked_pairs(pair, rng=rng)
     liked = [(shape, *shown, background) for (shape, background), shown in zip(chosen, pairs, strict=True)]
     colour, pattern = pair
     return {
         "user": user,
         "history": [_item(sticker, rng) for sticker in liked],
         "target": _item((wished, colour, pattern, _one(BACKGROUNDS, rng)), rng),
-        "wish": caption(wished),
+        "wish": format_caption(wished),
         "truth": {"shape": wished, "colour": colour, "pattern": pattern},
     }
 
 
-def liked_pairs(favourite: Pair, *, count: int = HISTORY, odd: int = 1, rng: np.random.Generator) -> list[Pair]:
+def sample_liked_pairs(
+    favourite: Pair, *, count: int = HISTORY_LENGTH, num_odd: int = 1, rng: np.random.Generator
+) -> list[Pair]:
     """Colour and pattern of liked stickers: all the favourite but `odd` colours and `odd` patterns, each where it falls.
 
     What is odd is never held out, so a person's favourite is all that can be new.
     """
     colours, patterns = ([favourite[part]] * count for part in (0, 1))
-    for number in rng.permutation(count)[:odd]:
+    for number in rng.permutation(count)[:num_odd]:
         colours[number] = ""
-    for number in rng.permutation(count)[:odd]:
+    for number in rng.permutation(count)[:num_odd]:
         patterns[number] = ""
     found = []
     for colour, pattern in zip(colours, patterns, strict=True):
         fitting = [
             pair
-            for pair in SEEN
+            for pair in TRAINING_PAIRS
             if (pair[0] == colour or (not colour and pair[0] != favourite[0]))
             and (pair[1] == pattern or (not pattern and pair[1] != favourite[1]))
         ]
@@ -118,7 +124,7 @@ def liked_pairs(favourite: Pair, *, count: int = HISTORY, odd: int = 1, rng: np.
 def _item(sticker: Sticker, rng: np.random.Generator) -> dict[str, str]:
     shape, colour, pattern, background = sticker
     number = f"{NUMBERS[sticker] * COPIES + int(rng.integers(COPIES)):04d}"
-    said = caption(shape, colour, pattern, background)
+    said = format_caption(shape, colour, pattern, background)
     return {"id": number, "caption": said, "image": f"pictures/{number}.png"}
 
 
@@ -126,7 +132,7 @@ def _one(things: Any, rng: np.random.Generator) -> Any:
     return things[int(rng.integers(len(things)))]
 
 
-def png(pixels: np.ndarray) -> bytes:
+def encode_png(pixels: np.ndarray) -> bytes:
     """A picture as a file, not packed: what zlib makes of it differs between releases, and so would the fingerprint."""
     height, width, _ = pixels.shape
     rows = np.concatenate((np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), axis=1).tobytes()

@@ -11,14 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from bottega.core.noise import generator
-from bottega.data.embedded import check_name
-from bottega.data.embedded.sticker_people import HISTORY, liked_pairs
-from bottega.data.embedded.stickers import BACKGROUNDS, PAIRS, SEEN, SHAPES, Pair, caption, captions, keywords
-from bottega.data.tables.cache import cached, default_cache
+from bottega.core.noise import numpy_generator
+from bottega.data.embedded import check_embedded_name
+from bottega.data.embedded.sticker_people import HISTORY_LENGTH, sample_liked_pairs
+from bottega.data.embedded.stickers import (
+    BACKGROUNDS,
+    PAIRS,
+    SHAPES,
+    TRAINING_PAIRS,
+    Pair,
+    format_caption,
+    format_keywords,
+    list_caption_forms,
+)
+from bottega.data.tables.cache import default_cache, get_or_build
 
 # By the hash of what is written (a test compares), as for the others.
-NAMES = {
+CACHE_NAMES = {
     "stickers": "sticker-texts-b18402122bb9b53a",
     "stickers-all": "sticker-texts-all-5fe535e0929354e7",
 }
@@ -30,48 +39,48 @@ SHAPE_LOVERS = 0.5
 
 def materialise_texts(name: str) -> Path:
     """A file of JSON lines with `text`."""
-    check_name(name, *NAMES)
+    check_embedded_name(name, *CACHE_NAMES)
 
     def build(folder: Path) -> None:
-        lines = (json.dumps({"text": text}) for text in texts(SEEN if name == "stickers" else PAIRS))
+        lines = (json.dumps({"text": text}) for text in build_texts(TRAINING_PAIRS if name == "stickers" else PAIRS))
         (folder / "texts.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
-    return cached(default_cache() / "embedded", NAMES[name], build) / "texts.jsonl"
+    return get_or_build(default_cache() / "embedded", CACHE_NAMES[name], build) / "texts.jsonl"
 
 
-def texts(pairs: tuple[Pair, ...] = SEEN) -> list[str]:
+def build_texts(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> list[str]:
     """All of them, in an order that says nothing."""
-    rng = generator("sticker texts", len(pairs))
+    rng = numpy_generator("sticker texts", len(pairs))
     found = [_history(pairs, rng) for _ in range(HISTORIES)]
     found += [_wishes(pairs, rng) for _ in range(WISHES)]
     found += [f"{_caption(pairs, rng)}\n" for _ in range(CAPTIONS)]
     return [found[number] for number in rng.permutation(len(found))]
 
 
-def preference_text(liked: list[str], answer: str) -> str:
+def format_preference_text(liked: list[str], answer: str) -> str:
     """Captions, and what they have in common."""
     items = "".join(f"{said}\n" for said in liked)
     return f"liked:\n{items}likes: {answer}\n"
 
 
-def target_text(wish: str, answer: str) -> str:
+def format_target_text(wish: str, answer: str) -> str:
     return f"wish: {wish}\nshows: {answer}\n"
 
 
 def _history(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
     """As people's are, or shorter or longer, or more or less of one mind."""
     favourite = _one(pairs, rng)
-    count = HISTORY if rng.random() < 0.5 else int(rng.integers(3, 8))
+    count = HISTORY_LENGTH if rng.random() < 0.5 else int(rng.integers(3, 8))
     odd = 1 if rng.random() < 0.5 else int(rng.integers(0, (count + 2) // 3))
-    shown = liked_pairs(favourite, count=count, odd=odd, rng=rng)
+    shown = sample_liked_pairs(favourite, count=count, num_odd=odd, rng=rng)
     loved = _one(SHAPES, rng) if rng.random() < SHAPE_LOVERS else None
     shapes = [loved or _one(SHAPES, rng) for _ in shown]
     if loved and odd:
         shapes[int(rng.integers(count))] = _one(SHAPES, rng)
-    liked = [caption(shape, *pair, _one(BACKGROUNDS, rng)) for shape, pair in zip(shapes, shown, strict=True)]
+    liked = [format_caption(shape, *pair, _one(BACKGROUNDS, rng)) for shape, pair in zip(shapes, shown, strict=True)]
     # Image tokens follow a wish and a history, in this order.
-    wish = f"wish: {caption(_one(SHAPES, rng))}\n" if rng.random() < 0.25 else ""
-    return wish + preference_text(liked, keywords(*favourite, loved))
+    wish = f"wish: {format_caption(_one(SHAPES, rng))}\n" if rng.random() < 0.25 else ""
+    return wish + format_preference_text(liked, format_keywords(*favourite, loved))
 
 
 def _wishes(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
@@ -83,12 +92,12 @@ def _wish(shape: str, pair: Pair, rng: np.random.Generator) -> str:
     colour, pattern = pair
     said = [(None, None), (None, None), (colour, None), (None, pattern), (colour, pattern)][int(rng.integers(5))]
     background = _one((None, None, *BACKGROUNDS), rng)
-    return target_text(caption(shape, *said, background), keywords(*said, shape))
+    return format_target_text(format_caption(shape, *said, background), format_keywords(*said, shape))
 
 
 def _caption(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
     shape, (colour, pattern), background = _one(SHAPES, rng), _one(pairs, rng), _one(BACKGROUNDS, rng)
-    return str(_one(captions(shape, colour, pattern, background), rng))
+    return str(_one(list_caption_forms(shape, colour, pattern, background), rng))
 
 
 def _one(things: Any, rng: np.random.Generator) -> Any:

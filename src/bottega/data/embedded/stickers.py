@@ -14,7 +14,7 @@ from itertools import product
 
 import numpy as np
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 
 SIDE = 32
 # Points a side of each pixel: their mean is what the pixel shows.
@@ -60,24 +60,24 @@ TEST_PAIRS: tuple[Pair, ...] = (
     ("red", "framed"),
     ("cyan", "plain"),
 )
-HELD_OUT: frozenset[Pair] = frozenset(VALIDATION_PAIRS + TEST_PAIRS)
-SEEN: tuple[Pair, ...] = tuple(pair for pair in PAIRS if pair not in HELD_OUT)
+HELD_OUT_PAIRS: frozenset[Pair] = frozenset(VALIDATION_PAIRS + TEST_PAIRS)
+TRAINING_PAIRS: tuple[Pair, ...] = tuple(pair for pair in PAIRS if pair not in HELD_OUT_PAIRS)
 
 # Pictures of each shape, pair and background.
 COPIES = 10
 
 
-def fields(pairs: tuple[Pair, ...] = SEEN) -> dict[str, np.ndarray]:
+def build_fields(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> dict[str, np.ndarray]:
     """Image uint8 [n, 32, 32, 3], caption, and what is shown by name; in an order that says nothing."""
     shown = [(*chosen, copy) for copy in range(COPIES) for chosen in product(SHAPES, pairs, BACKGROUNDS)]
-    order = generator("stickers", len(shown)).permutation(len(shown))
+    order = numpy_generator("stickers", len(shown)).permutation(len(shown))
     shown = [shown[number] for number in order]
     images = np.empty((len(shown), SIDE, SIDE, 3), np.uint8)
     said = []
     for number, (shape, (colour, pattern), background, copy) in enumerate(shown):
-        rng = generator("sticker", shape, colour, pattern, background, copy)
-        images[number] = draw(shape, colour, pattern, background, rng=rng)
-        forms = captions(shape, colour, pattern, background)
+        rng = numpy_generator("sticker", shape, colour, pattern, background, copy)
+        images[number] = draw_sticker(shape, colour, pattern, background, rng=rng)
+        forms = list_caption_forms(shape, colour, pattern, background)
         said.append(forms[int(rng.integers(len(forms)))])
     names = {
         "caption": said,
@@ -89,55 +89,59 @@ def fields(pairs: tuple[Pair, ...] = SEEN) -> dict[str, np.ndarray]:
     return {"image": images, **{name: np.array(values) for name, values in names.items()}}
 
 
-def caption(shape: str, colour: str | None = None, pattern: str | None = None, background: str | None = None) -> str:
+def format_caption(
+    shape: str, colour: str | None = None, pattern: str | None = None, background: str | None = None
+) -> str:
     """As "a red striped star on a white background"; what is None is left out."""
     words = " ".join(word for word in (colour, pattern, shape) if word)
     article = "an" if words[0] in "aeiou" else "a"
     return f"{article} {words} on a {background} background" if background else f"{article} {words}"
 
 
-def keywords(*words: str | None) -> str:
+def format_keywords(*words: str | None) -> str:
     """As "red, striped"."""
     return ", ".join(word for word in words if word)
 
 
-def captions(shape: str, colour: str, pattern: str, background: str) -> tuple[str, ...]:
+def list_caption_forms(shape: str, colour: str, pattern: str, background: str) -> tuple[str, ...]:
     """All forms that a picture may be described in: a generator must understand partial wishes and keywords, too."""
     return (
-        caption(shape, colour, pattern, background),
-        caption(shape, colour, pattern, background),
-        caption(shape, colour, pattern),
-        caption(shape, colour),
-        caption(shape, None, pattern),
-        caption(shape),
-        keywords(colour, pattern, shape),
-        keywords(colour, pattern, shape),
-        keywords(colour, pattern),
-        keywords(shape),
+        format_caption(shape, colour, pattern, background),
+        format_caption(shape, colour, pattern, background),
+        format_caption(shape, colour, pattern),
+        format_caption(shape, colour),
+        format_caption(shape, None, pattern),
+        format_caption(shape),
+        format_keywords(colour, pattern, shape),
+        format_keywords(colour, pattern, shape),
+        format_keywords(colour, pattern),
+        format_keywords(shape),
     )
 
 
-def draw(shape: str, colour: str, pattern: str, background: str, *, rng: np.random.Generator) -> np.ndarray:
+def draw_sticker(shape: str, colour: str, pattern: str, background: str, *, rng: np.random.Generator) -> np.ndarray:
     """uint8 [32, 32, 3]; where it lies and how large it is are drawn from `rng`."""
     radius = RADIUS[0] + (RADIUS[1] - RADIUS[0]) * rng.random()
     right, down = SIDE / 2 + SHIFT * (2 * rng.random(2) - 1)
-    return drawn_at(shape, colour, pattern, background, right=right, down=down, radius=radius)
+    return render_sticker(shape, colour, pattern, background, center_x=right, center_y=down, radius=radius)
 
 
-def drawn_at(
-    shape: str, colour: str, pattern: str, background: str, *, right: float, down: float, radius: float
+def render_sticker(
+    shape: str, colour: str, pattern: str, background: str, *, center_x: float, center_y: float, radius: float
 ) -> np.ndarray:
     """The same where the place of the middle and the radius are known, in pixels."""
-    painted, inked = coverage(shape, pattern, right=right, down=down, radius=radius)
+    painted, inked = compute_coverage(shape, pattern, center_x=center_x, center_y=center_y, radius=radius)
     counts = np.stack((painted, inked, POINTS**2 - painted - inked), axis=2)
     total = counts @ np.array((RGB[colour], INK, RGB[background]))
     return ((total + POINTS**2 // 2) // POINTS**2).astype(np.uint8)
 
 
-def coverage(shape: str, pattern: str, *, right: float, down: float, radius: float) -> tuple[np.ndarray, np.ndarray]:
+def compute_coverage(
+    shape: str, pattern: str, *, center_x: float, center_y: float, radius: float
+) -> tuple[np.ndarray, np.ndarray]:
     """How many of the 16 points of each pixel [32, 32] show the colour, and how many the ink of the pattern."""
     places = (np.arange(SIDE * POINTS) + 0.5) / POINTS
-    u, v = ((places - right) / radius)[None, :], ((places - down) / radius)[:, None]
+    u, v = ((places - center_x) / radius)[None, :], ((places - center_y) / radius)[:, None]
     depth = DEPTHS[shape](u, v)
     inked = INKED[pattern](u, v, depth)
     return _counts((depth > 0) & ~inked), _counts((depth > 0) & inked)

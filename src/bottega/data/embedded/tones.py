@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 
 COUNT = 1950
 RATE = 8000
@@ -27,12 +27,12 @@ HARMONICS = 6
 LONGEST_PERIOD = 32
 
 
-def fields() -> dict[str, np.ndarray]:
+def build_fields() -> dict[str, np.ndarray]:
     """Audio int16 [n, samples], label, and sample_rate."""
     number = np.arange(COUNT)
-    draws = np.stack([generator("tones", i).random(10 + LONGEST_PERIOD) for i in range(COUNT)])
+    draws = np.stack([numpy_generator("tones", i).random(10 + LONGEST_PERIOD) for i in range(COUNT)])
     is_string = number // len(NOTES) % 2 == 0
-    hertz, loudness = pitches(draws[:, 0]), 0.1 + 0.7 * draws[:, 1]
+    hertz, loudness = compute_pitches(draws[:, 0]), 0.1 + 0.7 * draws[:, 1]
     audio = np.empty((COUNT, NUM_SAMPLES))
     audio[is_string] = _strings(hertz[is_string], draws[is_string, 2:])
     audio[~is_string] = _plain(hertz[~is_string], draws[~is_string, 2:])
@@ -44,7 +44,7 @@ def fields() -> dict[str, np.ndarray]:
     }
 
 
-def pitches(draw: np.ndarray) -> np.ndarray:
+def compute_pitches(draw: np.ndarray) -> np.ndarray:
     """Hertz [n] of the notes in turn, each out of tune by a draw from 0 to 1."""
     notes = C4 * np.cumprod([1, *[SEMITONE] * (len(NOTES) - 1)])
     # e^x to 1e-9 for the small x that 10 cents are.

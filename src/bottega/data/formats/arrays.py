@@ -20,10 +20,17 @@ import numpy as np
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats.compressed import opened
-from bottega.data.formats.reader import Format, Piece, printable
-from bottega.data.records.members import MEMBER_BYTES, ZIP_DAMAGE, arrays_in, npy_header, opened_zip, zipped_array
-from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.formats.compression import open_binary
+from bottega.data.formats.reader import Format, Piece, make_printable
+from bottega.data.records.archive_members import (
+    MAX_MEMBER_BYTES,
+    ZIP_DAMAGE,
+    list_zipped_arrays,
+    open_zip,
+    read_npy_header,
+    read_zipped_array,
+)
+from bottega.data.records.record import BadRecord, Record, Unreadable
 
 LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a zip member: the lengths of its name and its extra field, which the data follow."""
@@ -46,13 +53,13 @@ class Array(NamedTuple):
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
-def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Ranges of rows. A folder of .npy files is one table, whose fields have the names of the files."""
     if source.path is not None and file.suffix.lower() == ".npy" and Path(source.path).expanduser() == file.parent:
         # Whoever lists the folder of the recipe comes here once for each file.
         if file != _columns(file.parent)[0]:
             return []
-        file, name = file.parent, printable(file.parent.name)
+        file, name = file.parent, make_printable(file.parent.name)
     arrays = _arrays(file, source)
     if any(array.offset is None for array in arrays):
         return [Piece(file, name)]
@@ -61,19 +68,19 @@ def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     return [Piece(file, name, start, min(start + rows, total)) for start in range(0, total, rows)]
 
 
-def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """A field for each array: a whole or broken number, a text, or an array. Rows are counted from 0."""
     arrays = _arrays(piece.file, source)
     start, stop = piece.start, arrays[0].shape[0] if piece.stop is None else piece.stop
     with ExitStack() as stack:
         archive = None
         if any(array.offset is None for array in arrays):
-            archive = stack.enter_context(opened_zip(piece.file))
+            archive = stack.enter_context(open_zip(piece.file))
         try:
             columns = [_column(array, start, stop, archive) for array in arrays]
             for row in range(start, stop):
                 fields = {array.name: next(column) for array, column in zip(arrays, columns, strict=True)}
-                yield Record(f"{piece.name}:{row}", f"{piece.place}, row {row}", fields)
+                yield Record(f"{piece.name}:{row}", f"{piece.location}, row {row}", fields)
         except Unreadable as error:
             raise DataError(f"{piece.file} {error}") from error
 
@@ -86,7 +93,7 @@ def _column(array: Array, start: int, stop: int, archive: zipfile.ZipFile | None
         mapped = np.memmap(array.file, array.dtype, "r", array.offset or 0, array.shape, order)
         return _each(np.asarray(mapped), start, stop)
     if array.is_fortran:
-        return _each(zipped_array(archive, array.info), start, stop)
+        return _each(read_zipped_array(archive, array.info), start, stop)
     return _streamed(archive, array.info, array, stop)
 
 
@@ -99,7 +106,7 @@ def _each(values: np.ndarray, start: int, stop: int) -> Iterator[Any]:
 def _streamed(archive: zipfile.ZipFile, info: zipfile.ZipInfo, array: Array, stop: int) -> Iterator[Any]:
     at_once = max(1, (1 << 16) // array.row_bytes)
     with archive.open(info) as stream:
-        npy_header(stream, info.file_size)  # type: ignore[arg-type]
+        read_npy_header(stream, info.file_size)  # type: ignore[arg-type]
         for row in range(0, stop, at_once):
             count = min(at_once, stop - row)
             try:
@@ -129,9 +136,9 @@ def _arrays(file: Path, source: Source) -> list[Array]:
     if not found:
         raise DataError(f"{file} holds no arrays")
     for array in found:
-        if not array.shape or not 0 < array.row_bytes <= MEMBER_BYTES:
+        if not array.shape or not 0 < array.row_bytes <= MAX_MEMBER_BYTES:
             what = f"{array.name!r} has shape {array.shape} of {array.dtype}"
-            raise DataError(f"{file}: {what}; its first axis is to be the row, each of 1 to {MEMBER_BYTES} bytes")
+            raise DataError(f"{file}: {what}; its first axis is to be the row, each of 1 to {MAX_MEMBER_BYTES} bytes")
     if len({array.shape[0] for array in found}) > 1:
         lengths = ", ".join(f"{array.name} {array.shape[0]}" for array in found)
         raise DataError(f"{file}: the arrays are not equally long ({lengths}); the first axis is the row")
@@ -139,19 +146,19 @@ def _arrays(file: Path, source: Source) -> list[Array]:
 
 
 def _plain(file: Path, name: str) -> Array:
-    with opened(file) as stream:
+    with open_binary(file) as stream:
         try:
-            dtype, shape, fortran = npy_header(stream, os.fstat(stream.fileno()).st_size)
+            dtype, shape, fortran = read_npy_header(stream, os.fstat(stream.fileno()).st_size)
         except Unreadable as error:
             raise DataError(f"{file} {error}") from error
         return Array(name, file, dtype, shape, fortran, stream.tell())
 
 
 def _zipped(file: Path) -> list[Array]:
-    opened(file).close()
+    open_binary(file).close()
     found = []
-    with opened_zip(file) as archive, opened(file) as raw:
-        for info in arrays_in(archive):
+    with open_zip(file) as archive, open_binary(file) as raw:
+        for info in list_zipped_arrays(archive):
             name = info.filename.removesuffix(".npy")
             try:
                 if info.compress_type == zipfile.ZIP_STORED:
@@ -162,12 +169,12 @@ def _zipped(file: Path) -> list[Array]:
                     raw.seek(sum(LOCAL_HEADER.unpack(local)), os.SEEK_CUR)
                     begin = raw.tell()
                     there = min(info.file_size, max(0, os.fstat(raw.fileno()).st_size - begin))
-                    dtype, shape, fortran = npy_header(raw, there)
+                    dtype, shape, fortran = read_npy_header(raw, there)
                     found.append(Array(name, file, dtype, shape, fortran, raw.tell()))
                 else:
                     with archive.open(info) as stream:
                         head = io.BytesIO(stream.read(16384))
-                    dtype, shape, fortran = npy_header(head, info.file_size)
+                    dtype, shape, fortran = read_npy_header(head, info.file_size)
                     found.append(Array(name, file, dtype, shape, fortran, None, info))
             except ZIP_DAMAGE as error:
                 raise Unreadable(f"is damaged: member {info.filename}: {error}") from error
@@ -176,4 +183,4 @@ def _zipped(file: Path) -> list[Array]:
     return found
 
 
-FORMAT = Format(kind="numpy", suffixes=frozenset((".npy", ".npz")), read=read, pieces=pieces)
+FORMAT = Format(kind="numpy", suffixes=frozenset((".npy", ".npz")), read=read, list_pieces=list_pieces)

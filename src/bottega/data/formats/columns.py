@@ -17,20 +17,20 @@ import numpy as np
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem
-from bottega.data.formats.compressed import opened
+from bottega.data.formats.compression import open_binary
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.formats.write import Shard, plain
-from bottega.data.records.record import Bad, Record
+from bottega.data.formats.write import OutputShard, to_json_value
+from bottega.data.records.record import BadRecord, Record
 
 # So much of a row group is unpacked at a time: groups of images are hundreds of MiB.
 BATCH_BYTES = 16 << 20
 BATCH_ROWS = 1024
 
-Medium = Callable[[bytes | None, str | None], Any]
+MediumLoader = Callable[[bytes | None, str | None], Any]
 """What becomes of a picture or sound, of which a data set keeps the bytes, the path or both."""
 
 
-def parquet_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def list_parquet_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Runs of row groups of about `size` bytes."""
     with _reading(file), _parquet(file) as table:
         meta = table.metadata
@@ -38,7 +38,7 @@ def parquet_pieces(file: Path, name: str, source: Source, size: int) -> list[Pie
         return _grouped(file, name, [(group.num_rows, group.total_byte_size) for group in groups], size)
 
 
-def read_parquet(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+def read_parquet(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     with _reading(piece.file), _parquet(piece.file) as table:
         meta = table.metadata
         stop = meta.num_row_groups if piece.stop is None else piece.stop
@@ -51,20 +51,20 @@ def read_parquet(piece: Piece, source: Source) -> Iterator[Record | Bad]:
         yield from _records(piece, table.iter_batches(batch_size=at_once, row_groups=groups, use_threads=False))
 
 
-def arrow_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def list_arrow_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Runs of record batches of about `size` bytes."""
     sizes = []
-    for batch in arrow_batches(file):
+    for batch in iter_arrow_batches(file):
         _validate(batch, file)
         sizes.append((batch.num_rows, batch.nbytes))
     return _grouped(file, name, sizes, size)
 
 
-def read_arrow(piece: Piece, source: Source) -> Iterator[Record | Bad]:
-    return _records(piece, arrow_batches(piece.file, piece.start, piece.stop))
+def read_arrow(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    return _records(piece, iter_arrow_batches(piece.file, piece.start, piece.stop))
 
 
-def arrow_batches(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Any]:
+def iter_arrow_batches(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Any]:
     """Record batches of a file or a stream, mapped: what is passed over is not read."""
     pyarrow = _pyarrow(file)
     with _reading(file), pyarrow.memory_map(str(file)) as mapped:
@@ -85,12 +85,12 @@ def arrow_batches(file: Path, start: int = 0, stop: int | None = None) -> Iterat
 def _records(piece: Piece, batches: Iterator[Any]) -> Iterator[Record]:
     row = piece.line
     for batch in batches:
-        for fields in rows(batch, piece.file):
+        for fields in iter_rows(batch, piece.file):
             row += 1
-            yield Record(f"{piece.name}:{row}", f"{piece.place}, row {row}", fields)
+            yield Record(f"{piece.name}:{row}", f"{piece.location}, row {row}", fields)
 
 
-def rows(batch: Any, file: Path, medium: Medium = lambda content, path: content) -> Iterator[dict[str, Any]]:
+def iter_rows(batch: Any, file: Path, medium: MediumLoader = lambda content, path: content) -> Iterator[dict[str, Any]]:
     """The rows of a record batch in Python's own types. The path of a medium is not followed unless `medium` does."""
     names = batch.schema.names
     if len(set(names)) < len(names):
@@ -108,7 +108,7 @@ def _validate(batch: Any, file: Path, *, full: bool = False) -> None:
         batch.validate(full=full)
 
 
-def _values(column: Any, medium: Medium) -> list[Any]:
+def _values(column: Any, medium: MediumLoader) -> list[Any]:
     import pyarrow
 
     types = pyarrow.types
@@ -124,7 +124,7 @@ def _values(column: Any, medium: Medium) -> list[Any]:
     return [_plain(value, medium) for value in values]
 
 
-def _plain(value: Any, medium: Medium) -> Any:
+def _plain(value: Any, medium: MediumLoader) -> Any:
     """Times as ISO 8601, spans as seconds, media as their bytes, whatever they are nested in."""
     if isinstance(value, dict):
         # How Hugging Face keeps images and sounds.
@@ -156,7 +156,7 @@ def _pyarrow(file: Path) -> Any:
         import pyarrow.ipc
     except ImportError as error:
         raise EnvironmentProblem(f"{file}: reading it needs pyarrow; pip install 'bottega[data]'") from error
-    opened(file).close()  # says in our words why it cannot be opened
+    open_binary(file).close()  # says in our words why it cannot be opened
     return pyarrow
 
 
@@ -178,15 +178,15 @@ def _reading(file: Path) -> Iterator[None]:
         raise DataError(f"{file} is damaged or of another kind: {reason}") from error
 
 
-PARQUET = Format(kind="parquet", suffixes=frozenset((".parquet",)), read=read_parquet, pieces=parquet_pieces)
-ARROW = Format(kind="arrow", suffixes=frozenset((".arrow", ".feather")), read=read_arrow, pieces=arrow_pieces)
+PARQUET = Format(kind="parquet", suffixes=frozenset((".parquet",)), read=read_parquet, list_pieces=list_parquet_pieces)
+ARROW = Format(kind="arrow", suffixes=frozenset((".arrow", ".feather")), read=read_arrow, list_pieces=list_arrow_pieces)
 
 
 GROUP_BYTES = 8 << 20
 
 
 @final
-class ParquetShard(Shard):
+class ParquetShard(OutputShard):
     """The first row group says which columns there are, and of what type."""
 
     def __init__(self, path: Path) -> None:
@@ -261,7 +261,7 @@ class ParquetShard(Shard):
 
 
 def _stored(value: Any) -> Any:
-    return value.read_bytes() if isinstance(value, Path) else plain(value)
+    return value.read_bytes() if isinstance(value, Path) else to_json_value(value)
 
 
 def _bytes(value: Any) -> int:

@@ -22,23 +22,23 @@ TOGETHER = 1 << 18
 
 def crc32c(data: bytes) -> int:
     if len(data) > SHORT:
-        return int(of_spans(data, np.zeros(1, np.int64), np.array([len(data)]))[0])
+        return int(crc32c_of_spans(data, np.zeros(1, np.int64), np.array([len(data)]))[0])
     table, crc = _bytewise(), ONES
     for byte in data:
         crc = table[(crc ^ byte) & 255] ^ (crc >> 8)
     return crc ^ ONES
 
 
-def masked(crc: int) -> int:
+def mask_crc(crc: int) -> int:
     """As TFRecord stores it: a checksum over data that holds checksums would be weak."""
     return (((crc >> 15) | (crc << 17)) + MASK_DELTA) & ONES
 
 
-def masked_all(crcs: np.ndarray) -> np.ndarray:
+def mask_crcs(crcs: np.ndarray) -> np.ndarray:
     return ((crcs >> np.uint32(15)) | (crcs << np.uint32(17))) + np.uint32(MASK_DELTA)
 
 
-def of_spans(data: bytes | np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+def crc32c_of_spans(data: bytes | np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """The CRC of data[start:stop] for each pair, uint32 [n]."""
     lengths = stops - starts
     crcs = np.empty(len(starts), np.uint32)

@@ -18,10 +18,10 @@ PACKAGED_APART = ("idlelib", "lib2to3", "turtledemo", "tkinter", "distutils", "e
 INSTALLED = ("site-packages", "dist-packages", "lib-dynload", "__pycache__", "sitecustomize.py", "usercustomize.py")
 WITHOUT = frozenset(("test", "tests", "__phello__", "encodings", *PACKAGED_APART, *INSTALLED))
 
-FORMAT = Format(kind="embedded", suffixes=frozenset(), read=TEXT.read, pieces=TEXT.pieces)
+FORMAT = Format(kind="embedded", suffixes=frozenset(), read=TEXT.read, list_pieces=TEXT.list_pieces)
 
 
-def listed() -> Listing:
+def list_standard_library() -> Listing:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, folders, names in os.walk(root):
@@ -32,7 +32,7 @@ def listed() -> Listing:
     return Listing(root, sorted(files, key=lambda file: file.relative_to(root).as_posix()), is_folder=True)
 
 
-def named(source: Source) -> Source:
+def resolve_named_texts(source: Source) -> Source:
     """Texts that are asked for by name, as a source of files."""
     from bottega.data.embedded.sticker_texts import materialise_texts
 

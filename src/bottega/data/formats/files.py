@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.formats import compressed
-from bottega.data.formats.reader import printable
-from bottega.nearness import near_names
+from bottega.data.formats import compression
+from bottega.data.formats.reader import make_printable
+from bottega.similar_names import find_similar_names
 
 # What lies at the top of a folder of data to explain it, and is not the data.
-NOTES = re.compile(
+DOCUMENTATION_NAMES = re.compile(
     r"(readme|licen[cs]e|copying|notice|source|sources|citation|changelog|authors)(\.(md|txt|rst|html))?", re.IGNORECASE
 )
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -50,7 +50,7 @@ class Listing(NamedTuple):
     """Found in a folder, where other files may lie as well; otherwise each one was named."""
 
 
-def listed(path: str) -> Listing:
+def list_files(path: str) -> Listing:
     """Every file that `path` names, hidden ones left out, in the order of their names."""
     root = Path(path).expanduser()
     if root.is_file():
@@ -65,9 +65,9 @@ def listed(path: str) -> Listing:
     raise _missing(root, path)
 
 
-def listed_together(paths: Sequence[str], choose: Callable[[Listing], list[Path]]) -> Listing:
+def list_files_of_all(paths: Sequence[str], choose: Callable[[Listing], list[Path]]) -> Listing:
     """The files of several paths, in the order of the paths; of folders, those that `choose` takes."""
-    parts = [listed(path) for path in paths]
+    parts = [list_files(path) for path in paths]
     files = [file for part in parts for file in (choose(part) if part.is_folder else part.files)]
     files = list(dict.fromkeys(files))
     if not files:
@@ -76,32 +76,34 @@ def listed_together(paths: Sequence[str], choose: Callable[[Listing], list[Path]
     return Listing(root, [file.absolute() for file in files], is_folder=False)
 
 
-def name_in(root: Path, file: Path) -> str:
-    return printable(file.name if file == root else file.relative_to(root).as_posix())
+def relative_name(root: Path, file: Path) -> str:
+    return make_printable(file.name if file == root else file.relative_to(root).as_posix())
 
 
-def without_notes(listing: Listing) -> list[Path]:
+def drop_documentation_files(listing: Listing) -> list[Path]:
     """The files of a folder less the notes at its top, unless there is nothing else."""
-    data = [file for file in listing.files if file.parent != listing.root or not NOTES.fullmatch(file.name)]
+    data = [
+        file for file in listing.files if file.parent != listing.root or not DOCUMENTATION_NAMES.fullmatch(file.name)
+    ]
     return data or listing.files
 
 
-def suffix_of(name: str, known: Mapping[str, str]) -> str | None:
+def match_suffix(name: str, known: Mapping[str, str]) -> str | None:
     """The longest ending of a name that is known: .tar.gz before .gz."""
     parts = name.lower().split(".")
     endings = ("." + ".".join(parts[-count:]) for count in (3, 2, 1) if len(parts) > count)
     return next((ending for ending in endings if ending in known), None)
 
 
-def bare_suffix(name: str) -> str:
+def uncompressed_suffix(name: str) -> str:
     """The suffix without that of a packing; empty where the name has none."""
     path = Path(name.lower())
-    return Path(path.stem).suffix if path.suffix in compressed.SUFFIXES else path.suffix
+    return Path(path.stem).suffix if path.suffix in compression.SUFFIXES else path.suffix
 
 
-def kind_by_content(file: Path) -> str | None:
+def detect_kind(file: Path) -> str | None:
     """What the first bytes say, unpacked where they are packed; None where they say nothing."""
-    head = compressed.head(file, HEAD_BYTES)
+    head = compression.read_head(file, HEAD_BYTES)
     if head[:4] == b"RIFF":
         return _RIFF.get(head[8:12])
     if head[4:8] == b"ftyp":
@@ -115,7 +117,7 @@ def kind_by_content(file: Path) -> str | None:
             return kind
     from bottega.data.formats import tfrecord
 
-    return "tfrecord" if tfrecord.looks_like(head) else None
+    return "tfrecord" if tfrecord.is_tfrecord(head) else None
 
 
 def is_transport_stream(head: bytes) -> bool:
@@ -123,7 +125,7 @@ def is_transport_stream(head: bytes) -> bool:
     return head[:1] == head[188:189] == head[376:377] == b"G"
 
 
-def expanded(pattern: str) -> Iterator[str]:
+def expand_ranges(pattern: str) -> Iterator[str]:
     """WebDataset's way to name shards: data-{000000..000012}.tar is thirteen names."""
     found = RANGE.search(pattern)
     if not found:
@@ -136,12 +138,12 @@ def expanded(pattern: str) -> Iterator[str]:
         raise UsageError(f"{pattern} names {abs(int(last) - int(first)) + 1:,} files; {MAX_EXPANDED:,} is the most")
     step = 1 if int(last) >= int(first) else -1
     for number in range(int(first), int(last) + step, step):
-        yield from expanded(f"{pattern[: found.start()]}{number:0{width}}{pattern[found.end() :]}")
+        yield from expand_ranges(f"{pattern[: found.start()]}{number:0{width}}{pattern[found.end() :]}")
 
 
 def _matches(path: str) -> set[Path]:
     files: set[Path] = set()
-    for pattern in expanded(path):
+    for pattern in expand_ranges(path):
         matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
         found = [Path(match) for match in matches if os.path.isfile(match)]
         if glob.has_magic(pattern):
@@ -172,7 +174,7 @@ def _refuse_links(paths: Iterable[Path], root: Path) -> None:
                 break  # links in a circle are no files
             if not target.is_relative_to(real):
                 raise DataError(
-                    f"{printable(str(link))} is a link to {printable(str(target))}, outside {root}; copy that into the "
+                    f"{make_printable(str(link))} is a link to {make_printable(str(target))}, outside {root}; copy that into the "
                     "folder, or name it as a source of its own"
                 )
 
@@ -231,7 +233,7 @@ def _missing(root: Path, asked: str) -> DataError:
     path, parent = root, root.parent
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
-    near = near_names(path.name, sorted(os.listdir(parent)))
+    near = find_similar_names(path.name, sorted(os.listdir(parent)))
     remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} holds nothing of a similar name"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", asked) and not asked.startswith("."):
         remedy += "; for a data set of the Hugging Face hub set kind: huggingface"

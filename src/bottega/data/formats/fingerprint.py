@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bottega.core.errors import DataError
-from bottega.data.formats.compressed import opened
-from bottega.data.tables.cache import database
+from bottega.data.formats.compression import open_binary
+from bottega.data.tables.cache import open_database
 
 # Git's rule: a file changed so recently may change again within the resolution of its times, which is up to two
 # seconds on the coarsest file systems, and would then look the same.
@@ -34,16 +34,16 @@ class State(NamedTuple):
     changed: int
     inode: int
 
-    def is_settled(self, now: int) -> bool:
+    def is_stable(self, now: int) -> bool:
         return max(self.written, self.changed) + RACY_NS <= now
 
 
-def content_hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """SHA-256 of a file, in hex."""
-    return content_hashes([path])[0]
+    return hash_files([path])[0]
 
 
-def content_hashes(paths: Sequence[Path], progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
+def hash_files(paths: Sequence[Path], progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
     """SHA-256 of each file, in hex. Several are hashed at once: hashlib lets go of the interpreter.
 
     `progress` is called with the bytes that are hashed and those that have to be.
@@ -61,14 +61,14 @@ def content_hashes(paths: Sequence[Path], progress: Callable[[int, int], None] =
             done += states[name].size
             progress(done, total)
     # A file that changed while it was read has another time of change by now, and is not taken for this one again.
-    settled = (name for name in missing if states[name].is_settled(now))
+    settled = (name for name in missing if states[name].is_stable(now))
     _remember((name, str(states[name]), made[name]) for name in settled)
     hashes = known | made
     return [hashes[name] for name in names]
 
 
 def _hashed(name: str) -> str:
-    with opened(Path(name)) as stream:
+    with open_binary(Path(name)) as stream:
         try:
             return hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
@@ -108,4 +108,4 @@ def _remember(rows: Iterable[tuple[str, str, str]]) -> None:
 
 
 def _database() -> sqlite3.Connection:
-    return database("hashes.sqlite", _TABLE, timeout=5)
+    return open_database("hashes.sqlite", _TABLE, timeout=5)

@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats.metadata import Metadata, metadata_of, table_in
+from bottega.data.formats.metadata import Metadata, find_table_in, load_metadata
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.records.record import Bad, Record
+from bottega.data.records.record import BadRecord, Record
 
 IMAGE_SUFFIXES = frozenset(
     (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm")
@@ -29,24 +29,24 @@ VIDEO_SUFFIXES = frozenset(
 )
 
 
-def _read(piece: Piece, source: Source, *, what: str, suffixes: frozenset[str]) -> Iterator[Record | Bad]:
+def _read(piece: Piece, source: Source, *, what: str, suffixes: frozenset[str]) -> Iterator[Record | BadRecord]:
     root = _root(piece)
-    metadata = metadata_of(piece.file, root, source)
+    metadata = load_metadata(piece.file, root, source)
     if metadata is not None:
         folder = metadata.path.parent if metadata.path.is_relative_to(root) else root
         if piece.file == _first(folder, suffixes, source.metadata is None):
             yield from _orphans(metadata, folder, root, what)
-    where = piece.place
+    where = piece.location
     problem = _problem(piece.file)
     if problem is not None:
-        yield Bad(piece.name, where, problem)
+        yield BadRecord(piece.name, where, problem)
         return
     if metadata is None:
         folders = PurePosixPath(piece.name).parts[:-1]
         label = {"label": folders[0]} if folders else {}
         yield Record(piece.name, where, {**label, what: piece.file})
         return
-    rows = metadata.rows_of(_named(piece.file, metadata.path.parent, root)) or [{}]
+    rows = metadata.find_rows(_named(piece.file, metadata.path.parent, root)) or [{}]
     for number, row in enumerate(rows, start=1):
         # Several rows of one file, such as five captions of one picture, are as many records.
         yield Record(piece.name if number == 1 else f"{piece.name}:{number}", where, {**row, what: piece.file})
@@ -75,22 +75,22 @@ def _named(file: Path, folder: Path, root: Path) -> str:
     return file.relative_to(base).as_posix()
 
 
-def _orphans(metadata: Metadata, base: Path, root: Path, what: str) -> Iterator[Bad]:
+def _orphans(metadata: Metadata, base: Path, root: Path, what: str) -> Iterator[BadRecord]:
     """What no file stands for: bad lines, and rows whose file is missing. They come with the first file, once."""
     yield from metadata.bad
-    missing = dict(metadata.places)
+    missing = dict(metadata.first_records)
     for folder, _, files in os.walk(base):
         for file in files:
-            for name in metadata.names(_named(Path(folder, file), metadata.path.parent, root)):
+            for name in metadata.candidate_names(_named(Path(folder, file), metadata.path.parent, root)):
                 missing.pop(name, None)
-    if missing and len(missing) == len(metadata.places):
+    if missing and len(missing) == len(metadata.first_records):
         name, first = next(iter(missing.items()))
         place = first.where.removeprefix(f"{metadata.path}, ")
         raise DataError(
             f"{metadata.path}: none of its {len(missing)} rows names a file under {base}, such as {name!r} in {place}"
         )
     for name, row in missing.items():
-        yield Bad(row.key, row.where, f"names the {what} {name!r}, which is missing")
+        yield BadRecord(row.key, row.where, f"names the {what} {name!r}, which is missing")
 
 
 @lru_cache(maxsize=64)
@@ -105,7 +105,7 @@ def _first(folder: Path, suffixes: frozenset[str], skip_described: bool) -> Path
         if entry.name.startswith("."):
             continue
         if entry.is_dir(follow_symlinks=False):
-            if skip_described and table_in(Path(entry.path)) is not None:
+            if skip_described and find_table_in(Path(entry.path)) is not None:
                 continue
             below = _first(Path(entry.path), suffixes, skip_described)
             if below is not None:

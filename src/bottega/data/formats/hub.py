@@ -15,47 +15,47 @@ from typing import Any
 from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
 from bottega.data.formats import columns, files
-from bottega.data.formats.fingerprint import content_hashes
+from bottega.data.formats.fingerprint import hash_files
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.records.record import Bad, Record
-from bottega.data.tables.cache import cached, default_cache
-from bottega.models.folders.hub_access import hub_if_it_answers
+from bottega.data.records.record import BadRecord, Record
+from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.models.folders.hub_access import offline_if_hub_unreachable
 
 DEFAULT_SPLIT = "train"
 
 
-def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Record batches of its Arrow files; rows are counted through all of them."""
     named = name if _folder(source) is not None else source.path or name
     found: list[Piece] = []
     before = 0
     for arrow in _arrow_files(source):
-        cut = columns.ARROW.pieces(arrow, named, source, size)
+        cut = columns.ARROW.list_pieces(arrow, named, source, size)
         found += [piece._replace(line=piece.line + before) for piece in cut]
         before += _num_rows(arrow)
     return found
 
 
-def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     row = piece.line
     medium = partial(_medium, roots=_roots(source))
-    for batch in columns.arrow_batches(piece.file, piece.start, piece.stop):
-        for fields in columns.rows(batch, piece.file, medium):
+    for batch in columns.iter_arrow_batches(piece.file, piece.start, piece.stop):
+        for fields in columns.iter_rows(batch, piece.file, medium):
             row += 1
             yield Record(f"{piece.name}:{row}", f"{piece.name}, row {row}", fields)
 
 
-def fingerprint(source: Source) -> str:
+def hash_dataset(source: Source) -> str:
     """Of the files where they are here; of the hub's data set what the library says, which names its version."""
     folder = _folder(source)
     if folder is None:
         return str(_opened(source.path, source.subset, _split(source))._fingerprint)
-    found = files.listed(str(folder)).files
-    names = (files.name_in(folder, file) for file in found)
-    return repr(list(zip(names, content_hashes(found), strict=True)))
+    found = files.list_files(str(folder)).files
+    names = (files.relative_name(folder, file) for file in found)
+    return repr(list(zip(names, hash_files(found), strict=True)))
 
 
-def total_bytes(source: Source) -> int:
+def count_bytes(source: Source) -> int:
     """Of the Arrow files its rows are in."""
     return sum(file.stat().st_size for file in _arrow_files(source))
 
@@ -83,7 +83,7 @@ def _folder(source: Source) -> Path | None:
     if root.is_dir():
         return root
     if root.exists() or source.path.startswith((".", "/", "~")) or source.path.count("/") > 1:
-        files.listed(source.path)  # says what is not there
+        files.list_files(source.path)  # says what is not there
         raise DataError(f"{root} is a file; a data set of Hugging Face is a folder or a name such as owner/name")
     return None
 
@@ -111,12 +111,12 @@ def _arrow_files(source: Source) -> list[Path]:
     arrow = [Path(file["filename"]) for file in data.cache_files]
     if data._indices is None and sum(map(_num_rows, arrow)) == len(data):
         return arrow
-    entry = cached(default_cache() / "hub", data._fingerprint, lambda folder: data.save_to_disk(folder / "data"))
+    entry = get_or_build(default_cache() / "hub", data._fingerprint, lambda folder: data.save_to_disk(folder / "data"))
     return sorted((entry / "data").glob("*.arrow"))
 
 
 def _num_rows(arrow: Path) -> int:
-    return sum(batch.num_rows for batch in columns.arrow_batches(arrow))
+    return sum(batch.num_rows for batch in columns.iter_arrow_batches(arrow))
 
 
 @lru_cache(maxsize=8)
@@ -141,7 +141,7 @@ def _opened(path: str, subset: str | None, split: str | None) -> Any:
 
 
 def _fetched(library: Any, path: str, subset: str | None, split: str | None) -> Any:
-    with hub_if_it_answers() as silence:
+    with offline_if_hub_unreachable() as silence:
         try:
             return library.load_dataset(path, subset, split=split or DEFAULT_SPLIT)
         except Exception as error:
@@ -171,4 +171,4 @@ def _explained(path: str, error: Exception) -> DataError | EnvironmentProblem:
     return DataError(f"{path} cannot be read as a data set of Hugging Face: {reason}")
 
 
-FORMAT = Format(kind="huggingface", suffixes=frozenset(), read=read, pieces=pieces)
+FORMAT = Format(kind="huggingface", suffixes=frozenset(), read=read, list_pieces=list_pieces)

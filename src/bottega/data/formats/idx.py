@@ -13,10 +13,10 @@ import numpy as np
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats.compressed import is_packed, unpacked
-from bottega.data.formats.reader import Format, Piece, printable
-from bottega.data.records.members import CHUNK, MEMBER_BYTES, exactly
-from bottega.data.records.record import Bad, Record
+from bottega.data.formats.compression import is_compressed, open_decompressed
+from bottega.data.formats.reader import Format, Piece, make_printable
+from bottega.data.records.archive_members import CHUNK, MAX_MEMBER_BYTES, read_up_to
+from bottega.data.records.record import BadRecord, Record
 
 TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 MAX_DIMENSIONS = 8
@@ -24,7 +24,7 @@ NAME = re.compile(r"(?P<part>.*?)[-_.]?(?P<what>images|labels)[-_.]idx(?P<dimens
 PARTS = {"train": "train", "t10k": "test", "test": "test", "valid": "validation", "validation": "validation"}
 
 
-def images_in(folder: Path, split: str | None) -> Path:
+def find_images(folder: Path, split: str | None) -> Path:
     """The file of images of one part; without a split that is train, or the only one there is."""
     files = [file for file in sorted(folder.iterdir()) if _what(file) == "images"]
     parts = {file: _part(file) for file in files}
@@ -42,7 +42,7 @@ def images_in(folder: Path, split: str | None) -> Path:
     return found[0]
 
 
-def parts_in(path: Path) -> set[str]:
+def list_splits(path: Path) -> set[str]:
     """Return the parts that a folder has images of: train, test, validation."""
     files = sorted(path.iterdir()) if path.is_dir() else ()
     return {_part(file) for file in files if _what(file) == "images"}
@@ -60,7 +60,7 @@ def _part(file: Path) -> str:
     return PARTS.get(word, word)
 
 
-def labels_of(images: Path) -> Path | None:
+def find_labels(images: Path) -> Path | None:
     """The labels beside a file of images, packed or not, or None."""
     match = NAME.fullmatch(images.name)
     if match is None:
@@ -72,41 +72,41 @@ def labels_of(images: Path) -> Path | None:
     return None
 
 
-def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Ranges of rows. `file` is a file of images or a folder; one of labels is read with its images and is no piece."""
     if file.is_dir():
-        file = images_in(file, source.split)
-        name = printable(f"{name}/{file.name}" if name else file.name)
+        file = find_images(file, source.split)
+        name = make_printable(f"{name}/{file.name}" if name else file.name)
     if _what(file) == "labels":
         return []
     root = Path(source.path).expanduser() if source.path is not None else None
-    if root == file.parent and images_in(root, source.split) != file:
+    if root == file.parent and find_images(root, source.split) != file:
         return []  # the folder of the recipe was listed: this is another part
-    if is_packed(file):
+    if is_compressed(file):
         return [Piece(file, name)]
-    with unpacked(file) as stream:
+    with open_decompressed(file) as stream:
         _, shape = _header(stream, file)
     rows = max(1, size // max(1, math.prod(shape[1:])))
     return [Piece(file, name, start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
 
 
-def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Fields `image`, an array [h, w], and `label`, a whole number. Rows are counted from 0."""
-    labels = labels_of(piece.file)
+    labels = find_labels(piece.file)
     images = _rows(piece.file, piece)
     if labels is None:
         for row, image in images:
-            yield Record(f"{piece.name}:{row}", f"{piece.place}, row {row}", {"image": image})
+            yield Record(f"{piece.name}:{row}", f"{piece.location}, row {row}", {"image": image})
         return
     _agree(piece.file, labels)
     for (row, image), (_, label) in zip(images, _rows(labels, piece), strict=True):
-        yield Record(f"{piece.name}:{row}", f"{piece.place}, row {row}", {"image": image, "label": int(label)})
+        yield Record(f"{piece.name}:{row}", f"{piece.location}, row {row}", {"image": image, "label": int(label)})
 
 
 def _agree(images: Path, labels: Path) -> None:
-    with unpacked(images) as stream:
+    with open_decompressed(images) as stream:
         _, first = _header(stream, images)
-    with unpacked(labels) as stream:
+    with open_decompressed(labels) as stream:
         dtype, second = _header(stream, labels)
     if len(second) != 1 or dtype.kind not in "iu":
         raise DataError(f"{labels} holds {dtype} of shape {second}; labels are whole numbers, one a row")
@@ -116,7 +116,7 @@ def _agree(images: Path, labels: Path) -> None:
 
 def _rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
     """(number, row), in blocks of about a megabyte: a header may say anything, so memory follows what is there."""
-    with unpacked(file) as stream:
+    with open_decompressed(file) as stream:
         dtype, shape = _header(stream, file)
         stop = shape[0] if piece.stop is None else piece.stop
         width = dtype.itemsize * math.prod(shape[1:])
@@ -125,7 +125,7 @@ def _rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
         row, block = piece.start, max(1, CHUNK // width)
         while row < stop:
             count = min(block, stop - row)
-            data = exactly(stream, count * width)
+            data = read_up_to(stream, count * width)
             whole = len(data) // width
             values = np.frombuffer(data, dtype, whole * width // dtype.itemsize).reshape(whole, *shape[1:])
             # A copy in the order of this machine, which may be written to.
@@ -149,8 +149,8 @@ def _header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...
     shape = tuple(int(length) for length in np.frombuffer(lengths, ">u4"))
     dtype = np.dtype(TYPES[magic[2]])
     row = dtype.itemsize * math.prod(shape[1:])
-    if not 0 < row <= MEMBER_BYTES:
-        raise DataError(f"{file} says it has rows of shape {shape[1:]}; one of 1 to {MEMBER_BYTES} bytes is read")
+    if not 0 < row <= MAX_MEMBER_BYTES:
+        raise DataError(f"{file} says it has rows of shape {shape[1:]}; one of 1 to {MAX_MEMBER_BYTES} bytes is read")
     if stream.seekable():
         found = os.fstat(stream.fileno()).st_size - stream.tell()
         if found != row * shape[0]:
@@ -162,6 +162,6 @@ FORMAT = Format(
     kind="idx",
     suffixes=frozenset(f".{name}{packing}" for name in ("idx", "idx1-ubyte", "idx3-ubyte") for packing in ("", ".gz")),
     read=read,
-    pieces=pieces,
+    list_pieces=list_pieces,
     is_media=True,
 )

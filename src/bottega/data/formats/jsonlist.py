@@ -9,12 +9,12 @@ from typing import NoReturn, final
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats.compressed import SUFFIXES as PACKINGS
-from bottega.data.formats.compressed import unpacked
-from bottega.data.formats.jsonlines import EXAMPLE, NotARow, checked, decode, explained
+from bottega.data.formats.compression import SUFFIXES as PACKINGS
+from bottega.data.formats.compression import open_decompressed
+from bottega.data.formats.jsonlines import EXAMPLE_ROW, InvalidRow, check_row, decode, explain_json_error
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.records.members import exactly
-from bottega.data.records.record import CONVERT, Bad, Record
+from bottega.data.records.archive_members import read_up_to
+from bottega.data.records.record import ENCODING_HINT, BadRecord, Record
 
 LARGEST = 256 << 20
 """Of unpacked text. One rare character makes each of its characters four bytes in memory, and the rows are there twice."""
@@ -23,23 +23,23 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _lenient = json.JSONDecoder().raw_decode
 
 
-def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     text = _Text(piece)
     for number, start in enumerate(_elements(text), start=1):
         key, line = f"{piece.name}:{number}", text.line(start)
-        where = f"{piece.place}, line {line}, column {text.column(start)}"
+        where = f"{piece.location}, line {line}, column {text.column(start)}"
         try:
             fields, end = decode(text.all, start)
             text.at = end
-            checked(fields, text.all, start, end)
+            check_row(fields, text.all, start, end)
             yield Record(key, where, fields)
         except json.JSONDecodeError as error:
             text.wrong(error.pos, error.msg)
         except (ValueError, RecursionError) as error:
             if text.at == start:
                 text.skip()
-            reason = error if isinstance(error, NotARow) else explained(error, "")
-            yield Bad(key, where, str(reason))
+            reason = error if isinstance(error, InvalidRow) else explain_json_error(error, "")
+            yield BadRecord(key, where, str(reason))
 
 
 @final
@@ -48,12 +48,12 @@ class _Text:
 
     def __init__(self, piece: Piece) -> None:
         self.file, self.at = piece.file, 0
-        with unpacked(piece.file) as stream:
-            raw = exactly(stream, LARGEST + 1)
+        with open_decompressed(piece.file) as stream:
+            raw = read_up_to(stream, LARGEST + 1)
         if len(raw) > LARGEST:
             raise DataError(
                 f"{self.file} is larger than {LARGEST / 2**20:g} MiB, and a JSON list is read whole; "
-                f"convert it to JSON lines, a row such as {EXAMPLE} on each"
+                f"convert it to JSON lines, a row such as {EXAMPLE_ROW} on each"
             )
         if raw.startswith(b"\xef\xbb\xbf"):
             raise DataError(f"{self.file} starts with a byte order mark; save the file as UTF-8 without one")
@@ -63,7 +63,7 @@ class _Text:
             line = raw.count(b"\n", 0, error.start) + 1
             column = error.start - raw.rfind(b"\n", 0, error.start)
             raise DataError(
-                f"{self.file}, line {line}, column {column}: not UTF-8: byte 0x{raw[error.start]:02x}; {CONVERT}"
+                f"{self.file}, line {line}, column {column}: not UTF-8: byte 0x{raw[error.start]:02x}; {ENCODING_HINT}"
             ) from error
         self._counted, self._lines = 0, 1
 
@@ -113,7 +113,9 @@ def _elements(text: _Text) -> Iterator[int]:
         _enter_data(text)
     if text.next() != "[":
         line = text.line(text.at)
-        raise DataError(f'{text.file}, line {line}: expected a list of objects [{EXAMPLE}, ...] or {{"data": [...]}}')
+        raise DataError(
+            f'{text.file}, line {line}: expected a list of objects [{EXAMPLE_ROW}, ...] or {{"data": [...]}}'
+        )
     text.at += 1
     if text.next() == "]":
         return

@@ -16,10 +16,10 @@ from typing import Any
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats import columns, compressed, files, jsonlines, jsonlist, table
+from bottega.data.formats import columns, compression, files, jsonlines, jsonlist, table
 from bottega.data.formats.fingerprint import RACY_NS
 from bottega.data.formats.reader import Piece
-from bottega.data.records.record import Bad, Record
+from bottega.data.records.record import BadRecord, Record
 
 TABLES = tuple(f"metadata.{suffix}" for suffix in ("csv", "tsv", "psv", "jsonl", "json", "parquet"))
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "id")
@@ -35,39 +35,39 @@ class Metadata:
 
     path: Path
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    places: dict[str, Record] = field(default_factory=dict)
+    first_records: dict[str, Record] = field(default_factory=dict)
     """Where each name is first."""
-    bad: list[Bad] = field(default_factory=list)
+    bad: list[BadRecord] = field(default_factory=list)
 
-    def names(self, file: str) -> Iterator[str]:
+    def candidate_names(self, file: str) -> Iterator[str]:
         """What the table may call this file, the most exact first: with its folders or not, with its suffix or not."""
         path = PurePosixPath(file)
         yield from dict.fromkeys((file, path.name, path.with_suffix("").as_posix(), path.stem))
 
-    def rows_of(self, file: str) -> list[dict[str, Any]] | None:
-        name = next((name for name in self.names(file) if name in self.rows), None)
+    def find_rows(self, file: str) -> list[dict[str, Any]] | None:
+        name = next((name for name in self.candidate_names(file) if name in self.rows), None)
         if name is None:
             return None
         # A row for a.png is not about x/a.png where a.png is there as well.
         belongs = name == file or "/" not in file or not (self.path.parent / name).is_file()
         return self.rows[name] if belongs else None
 
-    def add(self, record: Record | Bad) -> None:
-        if isinstance(record, Bad):
+    def add(self, record: Record | BadRecord) -> None:
+        if isinstance(record, BadRecord):
             self.bad.append(record)
             return
         row = record.fields
         column = next((name for name in FILE_COLUMNS if name in row), None)
         if column is None or not isinstance(row[column], str) or not row[column]:
             reason = f"names no file: expected text in one of {', '.join(FILE_COLUMNS)}"
-            self.bad.append(Bad(record.key, record.where, reason))
+            self.bad.append(BadRecord(record.key, record.where, reason))
             return
         name = row[column].removeprefix("./")
-        self.places.setdefault(name, record._replace(fields={}))
+        self.first_records.setdefault(name, record._replace(fields={}))
         self.rows.setdefault(name, []).append({key: value for key, value in row.items() if key != column})
 
 
-def table_in(folder: Path) -> Path | None:
+def find_table_in(folder: Path) -> Path | None:
     try:
         written = os.stat(folder).st_mtime_ns
     except OSError:
@@ -89,10 +89,10 @@ def _settled_tables(folder: str, written: int) -> tuple[str, ...]:
 
 def _is_table(path: Path) -> bool:
     # A metadata.json is often one object about the whole data set.
-    return path.suffix != ".json" or compressed.head(path, 4096).lstrip()[:1] == b"["
+    return path.suffix != ".json" or compression.read_head(path, 4096).lstrip()[:1] == b"["
 
 
-def table_of(file: Path, root: Path, source: Source) -> Path | None:
+def find_table(file: Path, root: Path, source: Source) -> Path | None:
     """The table that describes a file: the recipe's, or the nearest one from its folder up to the root."""
     if source.metadata is not None:
         named = Path(source.metadata).expanduser()
@@ -102,18 +102,18 @@ def table_of(file: Path, root: Path, source: Source) -> Path | None:
         return path
     folder = file.parent
     while True:
-        path = table_in(folder)
+        path = find_table_in(folder)
         if path is not None or folder == root or folder == folder.parent:
             return path
         folder = folder.parent
 
 
-def metadata_of(file: Path, root: Path, source: Source) -> Metadata | None:
-    path = table_of(file, root, source)
+def load_metadata(file: Path, root: Path, source: Source) -> Metadata | None:
+    path = find_table(file, root, source)
     if path is None:
         return None
     status = path.stat()
-    name = files.name_in(root if path.is_relative_to(root) else path.parent, path)
+    name = files.relative_name(root if path.is_relative_to(root) else path.parent, path)
     return _cached(Piece(path, name), status.st_mtime_ns, status.st_size, source.delimiter, source.columns)
 
 
@@ -127,23 +127,23 @@ def _cached(piece: Piece, time: int, size: int, delimiter: str | None, names: tu
     return metadata
 
 
-def _records(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+def _records(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     for form in FORMATS:
-        if files.suffix_of(piece.file.name, dict.fromkeys(form.suffixes, form.kind)) is not None:
+        if files.match_suffix(piece.file.name, dict.fromkeys(form.suffixes, form.kind)) is not None:
             return form.read(piece, source)
-    return table.records(piece, _layout(piece.file, source))
+    return table.read_with_layout(piece, _layout(piece.file, source))
 
 
 def _layout(file: Path, source: Source) -> table.Layout:
-    delimiter = table.given_delimiter(file, source) or _delimiter(file)
-    first = table.first_row(file, delimiter)
+    delimiter = table.explicit_delimiter(file, source) or _delimiter(file)
+    first = table.read_first_row(file, delimiter)
     if first is None:
         return table.Layout(delimiter, [], has_header=False)
     cells = [cell.strip() for cell in first]
     if source.columns is not None:
         return table.Layout(delimiter, list(source.columns), has_header=cells == list(source.columns))
     if any(name in cells for name in FILE_COLUMNS):
-        return table.Layout(delimiter, table.names_in(first, file), has_header=True)
+        return table.Layout(delimiter, table.parse_header(first, file), has_header=True)
     if delimiter != "|":
         raise DataError(
             f"{file}, line 1: none of the columns is called {', '.join(FILE_COLUMNS[:-1])} or id; add a header, or "
@@ -154,7 +154,7 @@ def _layout(file: Path, source: Source) -> table.Layout:
 
 
 def _delimiter(file: Path) -> str:
-    with compressed.unpacked(file) as stream:
+    with compression.open_decompressed(file) as stream:
         first = stream.readline(_FIRST_LINE)
     # A comma is usual in a text between tabs or bars, never the other way round.
     return next(

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bottega.config.data import Source
-from bottega.data.records.record import Bad, Record
+from bottega.data.records.record import BadRecord, Record
 
 # A file may have any bytes for a name. Python keeps those that are no UTF-8 as lone surrogates, which nothing can encode.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def printable(name: str) -> str:
+def make_printable(name: str) -> str:
     """A name in characters that can be shown on a line and encoded: b"caf\\xe9" is caf\\udce9."""
     return _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], name)
 
@@ -33,12 +33,12 @@ class Piece(NamedTuple):
     """Lines before `start`, so that a bad one is named by its number in the file."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The file, for people; `where` of its records begins with it."""
-        return printable(str(self.file))
+        return make_printable(str(self.file))
 
 
-def whole(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def whole_file(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """For files that can only be read from their beginning."""
     return [Piece(file, name)]
 
@@ -50,8 +50,8 @@ class Format:
     kind: str
     suffixes: frozenset[str]
     """Lower case with the dot, compression included: .jsonl, .jsonl.gz."""
-    read: Callable[[Piece, Source], Iterator[Record | Bad]]
-    pieces: Callable[[Path, str, Source, int], list[Piece]] = whole
+    read: Callable[[Piece, Source], Iterator[Record | BadRecord]]
+    list_pieces: Callable[[Path, str, Source, int], list[Piece]] = whole_file
     """(file, name, source, size): pieces of about `size` bytes."""
     is_media: bool = False
     """Bad records are skipped by default, up to data.max_bad."""

@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
 
-from bottega.config.addresses import strip_credentials, with_credentials
+from bottega.config.credentials import restore_credentials, strip_credentials
 from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, UsageError
-from bottega.data.formats.files import expanded
-from bottega.data.tables.cache import cached, default_cache
+from bottega.data.formats.files import expand_ranges
+from bottega.data.tables.cache import default_cache, get_or_build
 
 # Packages, by scheme; there is no other scheme, because some of fsspec's run commands or unpack archives.
 SCHEMES = {
@@ -56,9 +56,9 @@ SILENT_SECONDS = 60.0
 DATA = "data"
 
 
-def fetched(address: str) -> Path:
+def download(address: str) -> Path:
     """The copy: a file, or the folder that holds those of a folder or a pattern."""
-    address = with_credentials(address)
+    address = restore_credentials(address)
     scheme = address.partition("://")[0].lower()
     if scheme not in SCHEMES:
         raise UsageError(
@@ -122,7 +122,7 @@ def _listed(store: Any, path: str, address: str, *, is_http: bool) -> tuple[dict
     is_pattern = any(mark in path for mark in "*?[{")
     is_folder = not is_pattern and store.isdir(path)
     if is_pattern:
-        found = {name: info for pattern in expanded(path) for name, info in _matches(store, pattern, address)}
+        found = {name: info for pattern in expand_ranges(path) for name, info in _matches(store, pattern, address)}
         root = _common(list(found))
     elif is_folder:
         root = path.rstrip("/")
@@ -171,7 +171,9 @@ def _copied(store: Any, files: dict[str, dict[str, Any]], address: str) -> Path:
     versions = {name: _version(store, info, address) for name, info in files.items()}
     key = hashlib.sha256(json.dumps([strip_credentials(address), versions], sort_keys=True).encode()).hexdigest()[:32]
     # In a folder of its own: what the cache writes down about the entry is no data.
-    return cached(default_cache() / "remote", key, lambda folder: _copy(store, files, folder / DATA, address)) / DATA
+    return (
+        get_or_build(default_cache() / "remote", key, lambda folder: _copy(store, files, folder / DATA, address)) / DATA
+    )
 
 
 def _version(store: Any, info: dict[str, Any], address: str) -> list[str]:

@@ -11,11 +11,11 @@ from typing import BinaryIO, NamedTuple, final
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
-from bottega.data.formats import compressed
-from bottega.data.formats.compressed import SUFFIXES as PACKINGS
-from bottega.data.formats.compressed import unpacked
+from bottega.data.formats import compression as compressed
+from bottega.data.formats.compression import SUFFIXES as PACKINGS
+from bottega.data.formats.compression import open_decompressed
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.records.record import CONVERT, Bad, Record, is_utf16
+from bottega.data.records.record import ENCODING_HINT, BadRecord, Record, is_utf16
 
 BY_SUFFIX = {".tsv": "\t", ".psv": "|"}
 CANDIDATES = ",\t;|"
@@ -38,28 +38,28 @@ class Layout(NamedTuple):
     has_header: bool
 
 
-def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
-    return records(piece, layout_of(piece.file, source))
+def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    return read_with_layout(piece, detect_layout(piece.file, source))
 
 
-def records(piece: Piece, layout: Layout) -> Iterator[Record | Bad]:
-    with unpacked(piece.file) as stream:
+def read_with_layout(piece: Piece, layout: Layout) -> Iterator[Record | BadRecord]:
+    with open_decompressed(piece.file) as stream:
         is_header = layout.has_header
         for line, cells in _rows(_Lines(stream, piece.file), layout.delimiter):
-            key, where = f"{piece.name}:{line}", f"{piece.place}, line {line}"
+            key, where = f"{piece.name}:{line}", f"{piece.location}, line {line}"
             if isinstance(cells, str):
-                yield Bad(key, where, cells)
+                yield BadRecord(key, where, cells)
             elif is_header:
                 is_header = False
             elif len(cells) != len(layout.names):
-                yield Bad(key, where, f"has {len(cells)} columns, and {len(layout.names)} are expected")
+                yield BadRecord(key, where, f"has {len(cells)} columns, and {len(layout.names)} are expected")
             else:
                 yield Record(key, where, dict(zip(layout.names, cells, strict=True)))
 
 
-def layout_of(file: Path, source: Source) -> Layout:
+def detect_layout(file: Path, source: Source) -> Layout:
     """How the cells of a table are divided and called."""
-    delimiter = given_delimiter(file, source) or _delimiter(file)
+    delimiter = explicit_delimiter(file, source) or _delimiter(file)
     sample = _sample(file, delimiter)
     if not sample:
         return Layout(delimiter, [], has_header=False)
@@ -68,10 +68,10 @@ def layout_of(file: Path, source: Source) -> Layout:
         return Layout(delimiter, named, has_header=[cell.strip() for cell in sample[0]] == named)
     if _is_data(sample):
         return Layout(delimiter, _invented(sample), has_header=False)
-    return Layout(delimiter, names_in(sample[0], file), has_header=True)
+    return Layout(delimiter, parse_header(sample[0], file), has_header=True)
 
 
-def names_in(header: list[str], file: Path) -> list[str]:
+def parse_header(header: list[str], file: Path) -> list[str]:
     names = [cell.strip() or f"column_{at}" for at, cell in enumerate(header)]
     if len(set(names)) < len(names):
         (twice, _), *_ = Counter(names).most_common(1)
@@ -81,12 +81,12 @@ def names_in(header: list[str], file: Path) -> list[str]:
     return names
 
 
-def first_row(file: Path, delimiter: str) -> list[str] | None:
+def read_first_row(file: Path, delimiter: str) -> list[str] | None:
     """The cells of the first row that can be read, long ones cut."""
     return next(iter(_sample(file, delimiter)), None)
 
 
-def given_delimiter(file: Path, source: Source) -> str | None:
+def explicit_delimiter(file: Path, source: Source) -> str | None:
     """What the recipe or the suffix says."""
     if source.delimiter in ("\n", "\r", '"', "\0"):
         raise UsageError(f"delimiter {source.delimiter!r} cannot divide the cells of a row")
@@ -113,7 +113,7 @@ def _delimiter(file: Path) -> str:
 def _sample(file: Path, delimiter: str) -> list[list[str]]:
     """The first rows that can be read, at least one where there is one."""
     sample: list[list[str]] = []
-    with unpacked(file) as stream:
+    with open_decompressed(file) as stream:
         lines = _Lines(stream, file)
         for count, (_, cells) in enumerate(_rows(lines, delimiter), start=1):
             if not isinstance(cells, str):
@@ -197,7 +197,7 @@ class _Lines:
 
     def __init__(self, stream: BinaryIO, file: Path) -> None:
         self._file = file
-        self._lines = compressed.lines(stream)
+        self._lines = compressed.iter_lines(stream)
         self._size = self._read_again = 0
         self.read = 0
         """Bytes so far."""
@@ -217,7 +217,7 @@ class _Lines:
         if self._size > compressed.LINE_LIMIT:
             raise _BadLine(f"longer than {compressed.LINE_LIMIT:,} bytes; is a quotation mark never closed?")
         if number == 1 and is_utf16(raw):
-            raise _BadLine(f"the file is UTF-16, not UTF-8; {CONVERT}")
+            raise _BadLine(f"the file is UTF-16, not UTF-8; {ENCODING_HINT}")
         if b"\0" in raw:
             raise _BadLine(f"has a NUL byte at column {raw.index(0) + 1} of line {number}")
         if number == 1:  # Excel begins with a byte order mark
@@ -226,7 +226,7 @@ class _Lines:
             return raw.decode()
         except UnicodeDecodeError as error:
             place = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {number}"
-            raise _BadLine(f"not UTF-8: {place}; {CONVERT}") from error
+            raise _BadLine(f"not UTF-8: {place}; {ENCODING_HINT}") from error
 
     def begin(self) -> None:
         """The next line is the first of a row."""

@@ -14,10 +14,19 @@ from zlib import adler32
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats.compressed import unpacked
+from bottega.data.formats.compression import open_decompressed
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.records.members import CHUNK, MEMBER_BYTES, exactly, key_and_field, known, plain, refusal, value
-from bottega.data.records.record import Bad, Record, Refused, Unreadable
+from bottega.data.records.archive_members import (
+    CHUNK,
+    MAX_MEMBER_BYTES,
+    decode_member,
+    find_name_problem,
+    is_supported_field,
+    normalize_path,
+    read_up_to,
+    split_member_name,
+)
+from bottega.data.records.record import BadRecord, Record, Unreadable, UnsafeContent
 
 MAX_MEMBERS = 4_000_000
 """ImageNet in one archive has 2.6 million. Their keys are remembered, some 70 bytes each."""
@@ -46,11 +55,11 @@ class Member(NamedTuple):
     offset: int
     size: int
     problem: str | None
-    data: bytes | None
+    data_fingerprint: bytes | None
     """Where it was asked for and there is no problem."""
 
 
-class Indexed(NamedTuple):
+class IndexedSample(NamedTuple):
     """Where the members of a sample are, for os.pread."""
 
     key: str
@@ -61,9 +70,9 @@ class Indexed(NamedTuple):
     """Why it must not be read: see `read`."""
 
 
-def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """The samples of an archive in its order. What makes the rest unfindable, such as a cut, is a DataError."""
-    with unpacked(piece.file) as stream:
+    with open_decompressed(piece.file) as stream:
         try:
             if piece.start:
                 stream.seek(piece.start)
@@ -75,12 +84,12 @@ def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
             raise DataError(f"{piece.file}: {error}") from error
 
 
-def index(path: Path) -> list[Indexed]:
+def index_archive(path: Path) -> list[IndexedSample]:
     """All samples of a plain archive by their place in it; only headers are read."""
     return list(_index(Piece(path, path.name)))
 
 
-def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """A plain archive is cut between samples. One with anything odd stays whole: its reader then says what, in order."""
     if file.stat().st_size <= size:
         return [Piece(file, name)]
@@ -96,13 +105,13 @@ def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     return [Piece(file, name, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
 
-def _index(piece: Piece) -> Iterator[Indexed]:
-    with unpacked(piece.file) as stream:
+def _index(piece: Piece) -> Iterator[IndexedSample]:
+    with open_decompressed(piece.file) as stream:
         if not stream.seekable():
             raise DataError(f"{piece.file} is compressed, so its members cannot be read one by one; unpack it to .tar")
         try:
             for sample in _samples(_members(stream, piece, bodies=False)):
-                yield Indexed(sample.key, sample.fields, sample.start, sample.problem)
+                yield IndexedSample(sample.key, sample.fields, sample.start, sample.problem)
         except Unreadable as error:
             raise DataError(f"{piece.file}: {error}") from error
 
@@ -120,11 +129,11 @@ class _Sample:
         self.bytes = 0
 
 
-def _record(sample: _Sample, piece: Piece) -> Record | Bad:
+def _record(sample: _Sample, piece: Piece) -> Record | BadRecord:
     key = sample.key if sample.key.isprintable() else ascii(sample.key)[1:-1]
-    where = f"{piece.place}, sample {key}"
+    where = f"{piece.location}, sample {key}"
     if sample.problem is not None:
-        return Bad(f"{piece.name}:{key}", where, sample.problem, sample.is_refused)
+        return BadRecord(f"{piece.name}:{key}", where, sample.problem, sample.is_refused)
     return Record(f"{piece.name}:{key}", where, _unfolded(sample.fields))
 
 
@@ -172,15 +181,15 @@ def _add(sample: _Sample, member: Member) -> str | None:
     if member.field in sample.fields:
         sample.is_refused = True  # readers that check the first and use the last have been fooled so
         return "a second member of this name"
-    if sample.bytes > MEMBER_BYTES:
-        return f"makes its sample {sample.bytes} bytes; one may have {MEMBER_BYTES}"
-    if member.data is None:
+    if sample.bytes > MAX_MEMBER_BYTES:
+        return f"makes its sample {sample.bytes} bytes; one may have {MAX_MEMBER_BYTES}"
+    if member.data_fingerprint is None:
         sample.fields[member.field] = member.offset, member.size
         return None
     try:
-        sample.fields[member.field] = value(member.field, member.data)
+        sample.fields[member.field] = decode_member(member.field, member.data_fingerprint)
     except Unreadable as error:
-        sample.is_refused |= isinstance(error, Refused)
+        sample.is_refused |= isinstance(error, UnsafeContent)
         return str(error)
     return None
 
@@ -201,14 +210,14 @@ def _members(stream: BinaryIO, piece: Piece, *, bodies: bool) -> Iterator[Member
         after = at + length + -length % BLOCK
         if total is not None and after > total and kind != NO_END:
             raise Unreadable(f"member {name!r} says it has {length} bytes, more than there are; it was cut off")
-        key, field = key_and_field(plain(name))
+        key, field = split_member_name(normalize_path(name))
         problem = problem or _problem(raw, name, kind, is_folder)
         is_left_out = problem is None and (is_folder or _is_note(key))
-        if problem is None and not is_left_out and not known(field):
+        if problem is None and not is_left_out and not is_supported_field(field):
             problem = "not a kind of data that is read here"
-        if problem is None and length > MEMBER_BYTES:
-            problem = f"{length} bytes; a sample may have {MEMBER_BYTES}"
-        data = exactly(stream, length) if bodies and problem is None and not is_left_out else None
+        if problem is None and length > MAX_MEMBER_BYTES:
+            problem = f"{length} bytes; a sample may have {MAX_MEMBER_BYTES}"
+        data = read_up_to(stream, length) if bodies and problem is None and not is_left_out else None
         if data is not None and len(data) < length:
             raise Unreadable(f"ends within member {name!r}; it was cut off")
         if not is_left_out:
@@ -262,7 +271,7 @@ def _problem(raw: bytes, text: str, kind: bytes, is_folder: bool) -> str | None:
         return f"is {NO_BODY[kind]}"
     if not is_folder and kind not in FILE:
         return f"is of a kind that is not known here ({kind!r})"
-    return refusal(text)
+    return find_name_problem(text)
 
 
 def _go(stream: BinaryIO, at: int, to: int, name: str) -> None:
@@ -339,12 +348,12 @@ def _pax(body: bytes, at: int) -> dict[bytes, bytes]:
     return records
 
 
-def _after(stream: BinaryIO, piece: Piece) -> Iterator[Bad]:
+def _after(stream: BinaryIO, piece: Piece) -> Iterator[BadRecord]:
     """Zeros fill the last blocks. Anything else would be passed over in silence, as by tar itself."""
     while part := stream.read(CHUNK):
         if part.count(0) < len(part):
             reason = "further data after the end of the archive; join archives with tar --concatenate"
-            yield Bad(f"{piece.name}:(end)", piece.place, reason)
+            yield BadRecord(f"{piece.name}:(end)", piece.location, reason)
             return
 
 
@@ -352,6 +361,6 @@ FORMAT = Format(
     kind="webdataset",
     suffixes=frozenset((".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")),
     read=read,
-    pieces=pieces,
+    list_pieces=list_pieces,
     is_media=True,
 )

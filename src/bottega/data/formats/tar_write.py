@@ -13,8 +13,8 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.formats.write import Shard, as_json, encoded, refuse
-from bottega.data.records.members import NUMBER, TEXT
+from bottega.data.formats.write import OutputShard, encode_json, encode_medium, raise_field_error
+from bottega.data.records.archive_members import INTEGER_SUFFIXES, TEXT_SUFFIXES
 from bottega.data.records.record import Record
 
 BLOCK = 512
@@ -25,13 +25,13 @@ LARGEST = 10**18
 
 
 @final
-class TarShard(Shard):
+class TarShard(OutputShard):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("wb")
 
     def add(self, record: Record, name: str) -> None:
-        for suffix, data in members(record).items():
+        for suffix, data in encode_members(record).items():
             info = tarfile.TarInfo(f"{name}.{suffix}")
             info.size = len(data)
             header = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict")
@@ -44,13 +44,13 @@ class TarShard(Shard):
             self._file.close()
 
 
-def members(record: Record) -> dict[str, bytes]:
+def encode_members(record: Record) -> dict[str, bytes]:
     """The members of a sample by suffix. Plain values without a suffix of their own stand together in .json."""
     out: dict[str, bytes] = {}
     together: dict[str, Any] = {}
     for field, value in record.fields.items():
         if not field or re.search(r"[/\\\x00-\x1f\x7f-\x9f]|^\.|\.$", field):
-            refuse(record, field, "a name that cannot be part of a file name")
+            raise_field_error(record, field, "a name that cannot be part of a file name")
         found = _member(field, value, record)
         if found is None:
             together[field] = value
@@ -59,21 +59,23 @@ def members(record: Record) -> dict[str, bytes]:
         suffixes, data = found
         suffix = next((suffix for suffix in suffixes if suffix not in out), None)
         if suffix is None:
-            refuse(record, field, f"there are two members .{suffixes[0]}; field names differ by more than case")
+            raise_field_error(
+                record, field, f"there are two members .{suffixes[0]}; field names differ by more than case"
+            )
         out[suffix] = data
     if set(together) == {"json"}:
-        together, out["json"] = {}, as_json(together["json"], record, "json")
+        together, out["json"] = {}, encode_json(together["json"], record, "json")
     if together or not out:
         if "json" in out:
-            refuse(record, "json", "the name of what plain values are written to; rename it")
-        out["json"] = as_json(together, record, ", ".join(together))
+            raise_field_error(record, "json", "the name of what plain values are written to; rename it")
+        out["json"] = encode_json(together, record, ", ".join(together))
     return out
 
 
 def _member(field: str, value: Any, record: Record) -> tuple[tuple[str, ...], bytes] | None:
     """The suffixes it can have, the best first, and the bytes; None for a plain value that has none."""
     name, last = field.lower(), field.lower().rpartition(".")[2]
-    medium = encoded(field, value, record)
+    medium = encode_medium(field, value, record)
     if medium is not None:
         suffix, data = medium
         own = (name,) if last == suffix else ()
@@ -81,7 +83,7 @@ def _member(field: str, value: Any, record: Record) -> tuple[tuple[str, ...], by
         return (*own, *short, f"{name}.{suffix}"), data
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
-            refuse(record, field, "an array of Python objects, which could only be written as pickles")
+            raise_field_error(record, field, "an array of Python objects, which could only be written as pickles")
         stream = io.BytesIO()
         np.lib.format.write_array(stream, value, allow_pickle=False)
         return (name if last == "npy" else f"{name}.npy",), stream.getvalue()
@@ -92,12 +94,12 @@ def _member(field: str, value: Any, record: Record) -> tuple[tuple[str, ...], by
         try:
             data = value.encode()
         except UnicodeEncodeError:
-            refuse(record, field, "half a surrogate pair, which no file can hold")
-        own = ("txt",) if name == "text" else (name,) if last in TEXT else ()
+            raise_field_error(record, field, "half a surrogate pair, which no file can hold")
+        own = ("txt",) if name == "text" else (name,) if last in TEXT_SUFFIXES else ()
         return (*own, f"{name}.txt"), data
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and abs(int(value)) < LARGEST:
         if name in LABELS:
             return ("cls", f"{name}.cls"), str(int(value)).encode()
-        if last in NUMBER:
+        if last in INTEGER_SUFFIXES:
             return (name,), str(int(value)).encode()
     return None

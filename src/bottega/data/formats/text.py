@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats.compressed import SUFFIXES as PACKINGS
-from bottega.data.formats.compressed import is_packed, opened, unpacked
+from bottega.data.formats.compression import SUFFIXES as PACKINGS
+from bottega.data.formats.compression import is_compressed, open_binary, open_decompressed
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.records.record import CONVERT, Bad, Record, is_utf16
+from bottega.data.records.record import ENCODING_HINT, BadRecord, Record, is_utf16
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".yaml", ".yml", ".toml", ".xml")
 CODE = (".py", ".pyi", ".sh", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sql")
@@ -23,21 +23,21 @@ LONGEST = 16 << 20
 _WINDOW = 64 << 10
 
 
-def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Ranges of about LONGEST bytes. What is packed is cut while it is read."""
     total = os.path.getsize(file)
-    if total <= LONGEST or is_packed(file):
+    if total <= LONGEST or is_compressed(file):
         return [Piece(file, name)]
     starts = [0]
-    with opened(file) as stream:
+    with open_binary(file) as stream:
         while (cut := _cut(stream, starts[-1] + LONGEST, total)) < total:
             starts.append(cut)
     return [Piece(file, name, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
 
-def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
-    with unpacked(piece.file) as stream:
-        if is_packed(piece.file):
+def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    with open_decompressed(piece.file) as stream:
+        if is_compressed(piece.file):
             if piece.start or piece.stop is not None:
                 raise DataError(f"{piece.file} is packed and cannot be read from its middle; unpack it to split it")
             parts = _parts(stream)
@@ -50,22 +50,22 @@ def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
                 yield _document(piece, start, raw, continued)
 
 
-def _document(piece: Piece, start: int, raw: bytes, continued: bool) -> Record | Bad:
-    key, where = piece.name, piece.place
+def _document(piece: Piece, start: int, raw: bytes, continued: bool) -> Record | BadRecord:
+    key, where = piece.name, piece.location
     if start:
         key, where = f"{key}@{start}", f"{where}, from byte {start} on"
     else:
         raw = raw.removeprefix(codecs.BOM_UTF8)  # a mark of the encoding, not text
         if is_utf16(raw):
-            return Bad(key, where, f"UTF-16, not UTF-8; {CONVERT}")
+            return BadRecord(key, where, f"UTF-16, not UTF-8; {ENCODING_HINT}")
     nul = raw.find(b"\0")
     if nul != -1:
-        return Bad(key, where, f"no text: it has a NUL byte at offset {start + nul}")
+        return BadRecord(key, where, f"no text: it has a NUL byte at offset {start + nul}")
     try:
         return Record(key, where, {"text": raw.decode(), "continued": continued})
     except UnicodeDecodeError as error:
         byte, offset = raw[error.start], start + error.start
-        return Bad(key, where, f"not UTF-8: byte 0x{byte:02x} at offset {offset}; {CONVERT}")
+        return BadRecord(key, where, f"not UTF-8: byte 0x{byte:02x} at offset {offset}; {ENCODING_HINT}")
 
 
 def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
@@ -125,5 +125,5 @@ FORMAT = Format(
     kind="text",
     suffixes=frozenset(f"{suffix}{packing}" for suffix in (*PROSE, *CODE) for packing in ("", *PACKINGS)),
     read=read,
-    pieces=pieces,
+    list_pieces=list_pieces,
 )

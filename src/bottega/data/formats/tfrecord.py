@@ -17,10 +17,10 @@ import numpy as np
 
 from bottega.config.data import Source
 from bottega.data.formats import crc32c
-from bottega.data.formats.compressed import unpacked
+from bottega.data.formats.compression import open_decompressed
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.records.members import CHUNK, MEMBER_BYTES, exactly
-from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.records.archive_members import CHUNK, MAX_MEMBER_BYTES, read_up_to
+from bottega.data.records.record import BadRecord, Record, Unreadable
 
 HEADER = struct.Struct("<QI")  # length of the data, masked CRC of these 8 bytes; behind the data stands the CRC of it
 FLOAT = struct.Struct("<f")
@@ -30,7 +30,7 @@ HEADERS_TOGETHER = 1 << 16
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
-def looks_like(head: bytes) -> bool:
+def is_tfrecord(head: bytes) -> bool:
     """Whether a file that begins like this is one: a plausible length with the right checksum of it."""
     if head[:3] == b"\x1f\x8b\x08":
         try:
@@ -42,32 +42,32 @@ def looks_like(head: bytes) -> bool:
 
 def _is_header(head: bytes) -> bool:
     length, checksum = HEADER.unpack(head)
-    return length <= MEMBER_BYTES and crc32c.masked(crc32c.crc32c(head[:8])) == checksum
+    return length <= MAX_MEMBER_BYTES and crc32c.mask_crc(crc32c.crc32c(head[:8])) == checksum
 
 
-def read(piece: Piece, source: Source) -> Iterator[Record | Bad]:
+def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     number = piece.line
-    with unpacked(piece.file) as stream:
+    with open_decompressed(piece.file) as stream:
         if piece.start:
             stream.seek(piece.start)
         for offset, data, problem in _records(stream, piece.start, piece.stop):
             number += 1
-            key, where = f"{piece.name}:{number}", f"{piece.place}, record {number} at byte {offset}"
+            key, where = f"{piece.name}:{number}", f"{piece.location}, record {number} at byte {offset}"
             try:
                 if problem is not None:
                     raise Unreadable(problem)
-                yield Record(key, where, example(data))
+                yield Record(key, where, parse_example(data))
             except Unreadable as error:
-                yield Bad(key, where, str(error))
+                yield BadRecord(key, where, str(error))
 
 
-def pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """A plain file is cut between records, found by their lengths alone."""
     whole = [Piece(file, name)]
     total = file.stat().st_size
     if total <= size:
         return whole
-    with unpacked(file) as stream:
+    with open_decompressed(file) as stream:
         if not stream.seekable():
             return whole
         at, count, cuts = 0, 0, [(0, 0)]
@@ -101,7 +101,7 @@ def _good_headers(data: bytes, starts: np.ndarray) -> int:
         return 0
     raw = np.frombuffer(data, np.uint8)
     stored = raw[starts[:, None] + np.arange(8, 12)].view("<u4")[:, 0]
-    wrong = np.flatnonzero(crc32c.masked_all(crc32c.of_spans(data, starts, starts + 8)) != stored)
+    wrong = np.flatnonzero(crc32c.mask_crcs(crc32c.crc32c_of_spans(data, starts, starts + 8)) != stored)
     return int(wrong[0]) if len(wrong) else len(starts)
 
 
@@ -111,7 +111,7 @@ def _records(stream: BinaryIO, at: int, stop: int | None) -> Iterator[tuple[int,
     while more:
         more = stream.read(CHUNK if stop is None else min(CHUNK, stop - at - len(rest)))
         if rest and more:  # a record larger than what is read at a time
-            more += exactly(stream, max(0, _needed(rest + more[: HEADER.size]) - len(rest) - len(more)))
+            more += read_up_to(stream, max(0, _needed(rest + more[: HEADER.size]) - len(rest) - len(more)))
         buffer = rest + more
         starts, stops = _spans(buffer)
         good = _good_headers(buffer, starts)
@@ -120,7 +120,7 @@ def _records(stream: BinaryIO, at: int, stop: int | None) -> Iterator[tuple[int,
         rest, at = buffer[done:], at + done
         if len(rest) >= HEADER.size and not _is_header(rest[: HEADER.size]):
             length = int.from_bytes(rest[:8], "little")
-            yield at, b"", f"its length, {length}, is damaged or above {MEMBER_BYTES}; what follows cannot be found"
+            yield at, b"", f"its length, {length}, is damaged or above {MAX_MEMBER_BYTES}; what follows cannot be found"
             return
     if rest:
         yield at, b"", "the file ends within it; it was cut off"
@@ -151,13 +151,13 @@ def _checked(buffer: bytes, starts: np.ndarray, stops: np.ndarray, at: int) -> I
         return
     raw = np.frombuffer(buffer, np.uint8)
     stored = raw[stops[:, None] + np.arange(4)].view("<u4")[:, 0]
-    right = crc32c.masked_all(crc32c.of_spans(raw, starts + HEADER.size, stops)) == stored
+    right = crc32c.mask_crcs(crc32c.crc32c_of_spans(raw, starts + HEADER.size, stops)) == stored
     for start, end, is_right in zip(starts.tolist(), stops.tolist(), right.tolist(), strict=True):
         problem = None if is_right else "its checksum is wrong: the data are damaged"
         yield at + start, buffer[start + HEADER.size : end], problem
 
 
-def example(data: bytes) -> dict[str, Any]:
+def parse_example(data: bytes) -> dict[str, Any]:
     """The features of an Example, or the context and the feature lists of a SequenceExample."""
     fields: dict[str, Any] = {}
     try:
@@ -377,5 +377,5 @@ FORMAT = Format(
     kind="tfrecord",
     suffixes=frozenset((".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")),
     read=read,
-    pieces=pieces,
+    list_pieces=list_pieces,
 )

@@ -13,7 +13,7 @@ import numpy as np
 
 from bottega.core.errors import DataError
 from bottega.data.formats import crc32c
-from bottega.data.formats.write import Shard, as_json, plain, refuse
+from bottega.data.formats.write import OutputShard, encode_json, raise_field_error, to_json_value
 from bottega.data.records.record import Record
 
 # Checksums are made for so many bytes at a time.
@@ -21,7 +21,7 @@ PENDING_BYTES = 1 << 20
 
 
 @final
-class RecordShard(Shard):
+class TFRecordShard(OutputShard):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("wb")
@@ -29,7 +29,7 @@ class RecordShard(Shard):
         self._pending_bytes = 0
 
     def add(self, record: Record, name: str) -> None:
-        data = example(record)
+        data = encode_example(record)
         self._pending.append(data)
         self._pending_bytes += len(data)
         self.size += len(data) + 16
@@ -45,10 +45,10 @@ class RecordShard(Shard):
         lengths = np.array([len(data) for data in self._pending], "<u8")
         heads = lengths.tobytes()
         starts = np.arange(len(lengths)) * 8
-        of_lengths = crc32c.masked_all(crc32c.of_spans(heads, starts, starts + 8)).astype("<u4").tobytes()
+        of_lengths = crc32c.mask_crcs(crc32c.crc32c_of_spans(heads, starts, starts + 8)).astype("<u4").tobytes()
         stops = np.cumsum(lengths.astype(np.int64))
         all_data = b"".join(self._pending)
-        of_data = crc32c.masked_all(crc32c.of_spans(all_data, stops - lengths.astype(np.int64), stops))
+        of_data = crc32c.mask_crcs(crc32c.crc32c_of_spans(all_data, stops - lengths.astype(np.int64), stops))
         tails = of_data.astype("<u4").tobytes()
         for i, data in enumerate(self._pending):
             self._file.write(heads[8 * i : 8 * i + 8] + of_lengths[4 * i : 4 * i + 4])
@@ -57,7 +57,7 @@ class RecordShard(Shard):
         self._pending, self._pending_bytes = [], 0
 
 
-def example(record: Record) -> bytes:
+def encode_example(record: Record) -> bytes:
     entries = []
     for name, value in record.fields.items():
         try:
@@ -78,12 +78,12 @@ def _features(name: str, value: Any, record: Record) -> list[tuple[str, bytes]]:
         value = value.item()
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufSU":
-            refuse(record, name, f"an array of {value.dtype}; TFRecord has whole numbers, float32 and bytes")
+            raise_field_error(record, name, f"an array of {value.dtype}; TFRecord has whole numbers, float32 and bytes")
         has_shape = value.ndim != 1 or value.size == 1
         shape = [(f"{name}/shape", _list(np.array(value.shape)))] if has_shape else []
         return [(name, _list(value.reshape(-1))), *shape]
     if isinstance(value, list | tuple):
-        value = plain(value)
+        value = to_json_value(value)
         kinds = {type(part) for part in value}
         if kinds <= {str, bytes}:
             return [(name, _bytes_list(value))]
@@ -93,7 +93,7 @@ def _features(name: str, value: Any, record: Record) -> list[tuple[str, bytes]]:
         return [(name, _bytes_list([value]))]
     elif isinstance(value, int | float):
         return [(name, _list(np.array([value], np.float32 if isinstance(value, float) else np.int64)))]
-    return [(name, _bytes_list([as_json(value, record, name)]))]
+    return [(name, _bytes_list([encode_json(value, record, name)]))]
 
 
 def _list(values: np.ndarray) -> bytes:

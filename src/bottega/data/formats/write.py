@@ -20,10 +20,10 @@ from typing import Any, Literal, NoReturn, get_args
 import numpy as np
 
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.records.members import MEDIA, MEMBER_BYTES, medium
+from bottega.data.records.archive_members import MAX_MEMBER_BYTES, MEDIA_SUFFIXES, detect_media_suffix
 from bottega.data.records.record import Record
 from bottega.storage.durable import (
-    TEMPORARY,
+    TEMPORARY_PREFIXES,
     flush,
     flush_many,
     move_files,
@@ -33,13 +33,13 @@ from bottega.storage.durable import (
     write_atomic,
 )
 
-To = Literal["webdataset", "tfrecord", "parquet", "jsonl"]
+OutputFormat = Literal["webdataset", "tfrecord", "parquet", "jsonl"]
 SHARD_BYTES = 256 << 20
 NOTE = ".bottega.json"
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
-class Shard(ABC):
+class OutputShard(ABC):
     """One file being written. It may lie in a folder of its own below `folder`, named for the split."""
 
     path: Path
@@ -54,12 +54,12 @@ class Shard(ABC):
     def close(self) -> None: ...
 
 
-def write(
-    rows: Iterable[Record], folder: Path, *, to: To, split: str = "train", shard_bytes: int = SHARD_BYTES
+def write_records(
+    rows: Iterable[Record], folder: Path, *, to: OutputFormat, split: str = "train", shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
     """The files that were written: SPLIT-000000.tar and so on. Earlier ones of the same split are replaced."""
-    if to not in get_args(To):
-        raise UsageError(f"records cannot be written as {to}; choose {', '.join(get_args(To))}")
+    if to not in get_args(OutputFormat):
+        raise UsageError(f"records cannot be written as {to}; choose {', '.join(get_args(OutputFormat))}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", split):
         raise UsageError(f"split {split!r} cannot be part of a file name; letters, digits, _ and - can")
     note = _ours(folder, to)
@@ -76,10 +76,10 @@ def write(
     return [folder / file.relative_to(aside) for file in files]
 
 
-def _shards(rows: Iterable[Record], folder: Path, to: To, split: str, shard_bytes: int) -> list[Path]:
+def _shards(rows: Iterable[Record], folder: Path, to: OutputFormat, split: str, shard_bytes: int) -> list[Path]:
     files: list[Path] = []
-    names = Names()
-    shard: Shard | None = None
+    names = UniqueNames()
+    shard: OutputShard | None = None
     try:
         for record in rows:
             if shard is None or shard.size >= shard_bytes:
@@ -87,7 +87,7 @@ def _shards(rows: Iterable[Record], folder: Path, to: To, split: str, shard_byte
                     shard.close()
                     files.append(shard.path)
                 shard = _shard(to, folder, split, len(files))
-            shard.add(record, names.of(record.key))
+            shard.add(record, names.make_unique(record.key))
         if shard is None:
             raise DataError(f"there is nothing to write: {split} has no records")
         shard.close()
@@ -99,26 +99,26 @@ def _shards(rows: Iterable[Record], folder: Path, to: To, split: str, shard_byte
     return [*files, shard.path]
 
 
-def _shard(to: To, folder: Path, split: str, number: int) -> Shard:
+def _shard(to: OutputFormat, folder: Path, split: str, number: int) -> OutputShard:
     # Each needs packages of its own.
     if to == "webdataset":
         from bottega.data.formats.tar_write import TarShard
 
         return TarShard(folder / f"{split}-{number:06d}.tar")
     if to == "tfrecord":
-        from bottega.data.formats.tfrecord_write import RecordShard
+        from bottega.data.formats.tfrecord_write import TFRecordShard
 
-        return RecordShard(folder / f"{split}-{number:06d}.tfrecord")
+        return TFRecordShard(folder / f"{split}-{number:06d}.tfrecord")
     if to == "parquet":
         from bottega.data.formats.columns import ParquetShard
 
         return ParquetShard(folder / f"{split}-{number:06d}.parquet")
-    from bottega.data.formats.jsonlines import LineShard
+    from bottega.data.formats.jsonlines import JsonLinesShard
 
-    return LineShard(folder, split, number)
+    return JsonLinesShard(folder, split, number)
 
 
-def _ours(folder: Path, to: To) -> dict[str, Any]:
+def _ours(folder: Path, to: OutputFormat) -> dict[str, Any]:
     """The note about earlier writing here; an error where there is anything it does not name."""
     note: dict[str, Any] = {"to": to, "splits": {}}
     if not folder.exists():
@@ -135,7 +135,7 @@ def _ours(folder: Path, to: To) -> dict[str, Any]:
         known = set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{folder / NOTE} cannot be read ({error}); write to an empty folder") from error
-    other = sorted(name for name in os.listdir(folder) if name not in known and not name.startswith(TEMPORARY))
+    other = sorted(name for name in os.listdir(folder) if name not in known and not name.startswith(TEMPORARY_PREFIXES))
     if other:
         raise UsageError(f"{folder} holds {other[0]}, which was not written here; write to an empty folder")
     if note["to"] != to and any(note["splits"].values()):
@@ -165,15 +165,15 @@ def _save(folder: Path, note: dict[str, Any]) -> None:
     write_atomic(folder / NOTE, json.dumps(note, indent=1))
 
 
-class Names:
+class UniqueNames:
     """Keys as file names: letters, digits, _ and -, and no two alike, also where case does not count."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def of(self, key: str) -> str:
+    def make_unique(self, key: str) -> str:
         stem, _, suffix = key.rpartition(".")
-        name = re.sub(r"[^\w-]+", "_", stem if suffix.lower() in MEDIA else key).strip("_-")
+        name = re.sub(r"[^\w-]+", "_", stem if suffix.lower() in MEDIA_SUFFIXES else key).strip("_-")
         name = name.encode()[:100].decode(errors="ignore") or "row"
         unique, number = name, 1
         while unique.casefold() in self._seen:
@@ -183,39 +183,39 @@ class Names:
         return unique
 
 
-def encoded(field: str, value: Any, record: Record) -> tuple[str, bytes] | None:
+def encode_medium(field: str, value: Any, record: Record) -> tuple[str, bytes] | None:
     """The suffix and the bytes of an encoded medium, given as bytes or as the Path of a file; None for other values."""
     if isinstance(value, Path):
-        if value.stat().st_size > MEMBER_BYTES:
-            raise DataError(f"{record.where}: {value} is larger than {MEMBER_BYTES} bytes")
+        if value.stat().st_size > MAX_MEMBER_BYTES:
+            raise DataError(f"{record.where}: {value} is larger than {MAX_MEMBER_BYTES} bytes")
         data, suffix = value.read_bytes(), value.suffix[1:].lower()
     elif isinstance(value, bytes | bytearray | memoryview):
         data, suffix = bytes(value), field.rpartition(".")[2].lower()
     else:
         return None
-    found = suffix if suffix in MEDIA else medium(data)
+    found = suffix if suffix in MEDIA_SUFFIXES else detect_media_suffix(data)
     if found is None:
-        refuse(record, field, "bytes of no kind that is known; write tfrecord or parquet to keep them")
+        raise_field_error(record, field, "bytes of no kind that is known; write tfrecord or parquet to keep them")
     return found, data
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Without numpy: what JSON can hold."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, dict):
-        return {str(key): plain(part) for key, part in value.items()}
+        return {str(key): to_json_value(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
+        return [to_json_value(part) for part in value]
     return value
 
 
-def as_json(value: Any, record: Record, field: str) -> bytes:
+def encode_json(value: Any, record: Record, field: str) -> bytes:
     try:
-        return json.dumps(plain(value), ensure_ascii=False, allow_nan=False).encode()
+        return json.dumps(to_json_value(value), ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
-        refuse(record, field, f"cannot be written as JSON: {error}")
+        raise_field_error(record, field, f"cannot be written as JSON: {error}")
 
 
-def refuse(record: Record, field: str, reason: str) -> NoReturn:
+def raise_field_error(record: Record, field: str, reason: str) -> NoReturn:
     raise DataError(f"{record.where}: field {field!r}: {reason}")

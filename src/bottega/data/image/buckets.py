@@ -9,7 +9,7 @@ NARROWEST = 0.5
 WIDEST = 2.0
 
 
-def shapes(count: int, image_size: int, *, multiple: int = MULTIPLE) -> tuple[tuple[int, int], ...]:
+def compute_bucket_shapes(count: int, image_size: int, *, multiple: int = MULTIPLE) -> tuple[tuple[int, int], ...]:
     """Up to `count` shapes (h, w) of about image_size^2 pixels, from 1:2 to 2:1 in equal ratios, wide ones last.
 
     Sides are multiples of `multiple`, so that patches and latents fit; shapes that become equal by it are one.
@@ -23,7 +23,7 @@ def shapes(count: int, image_size: int, *, multiple: int = MULTIPLE) -> tuple[tu
     return tuple(found)
 
 
-def assign(height: int, width: int, shapes: tuple[tuple[int, int], ...]) -> int:
+def assign_bucket(height: int, width: int, shapes: tuple[tuple[int, int], ...]) -> int:
     """The number of the shape whose aspect is nearest, as a ratio; the first of several."""
     aspect = math.log(width / height)
     return min(range(len(shapes)), key=lambda number: abs(math.log(shapes[number][1] / shapes[number][0]) - aspect))

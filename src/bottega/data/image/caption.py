@@ -18,7 +18,7 @@ PLAIN = str.maketrans(
 )
 
 
-def legible(text: str) -> str:
+def to_printable(text: str) -> str:
     """In one line, with accents taken off, and without what the font cannot show; ? where that leaves nothing."""
     text = " ".join(text.split())
     plain = unicodedata.normalize("NFKD", text.translate(PLAIN))
@@ -26,10 +26,10 @@ def legible(text: str) -> str:
     return " ".join(shown.split()) or (UNKNOWN if text else "")
 
 
-def captions_in(texts: Sequence[str], width: float, measure: Measure) -> list[list[str]]:
+def fit_captions(texts: Sequence[str], width: float, measure: Measure) -> list[list[str]]:
     """The lines of each caption, none wider than `width`. What all of them begin or end with is dropped where one would
     be cut otherwise, because that is where they could be told apart."""
-    plain = [legible(text) for text in texts]
+    plain = [to_printable(text) for text in texts]
     if any(_broken(text, width, measure)[1] for text in plain):
         plain = _differing(plain)
     fitting = []

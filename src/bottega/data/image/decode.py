@@ -29,10 +29,10 @@ SIXTEEN_BITS = frozenset(("I;16", "I;16L", "I;16B", "I;16N"))
 ORIENTATION = 0x0112
 
 Encoded = bytes | Path
-Data = Encoded | np.ndarray
+ImageInput = Encoded | np.ndarray
 
 
-def decode(data: Data, *, channels: int | None) -> np.ndarray:
+def decode_image(data: ImageInput, *, channels: int | None) -> np.ndarray:
     """Pixels as uint8 [h, w, c]. `channels` None keeps grey images at one channel and all others at three.
 
     What is transparent becomes white. GIF and TIFF give their first picture. Colour profiles are not applied.
@@ -42,7 +42,7 @@ def decode(data: Data, *, channels: int | None) -> np.ndarray:
     return _steadily(_decoded, data, channels)
 
 
-def probe(data: Data) -> tuple[int, int, int]:
+def read_image_shape(data: ImageInput) -> tuple[int, int, int]:
     """Height, width and channels as `decode` would give them, from the header alone."""
     if isinstance(data, np.ndarray):
         height, width, channels = _from_array(data).shape
@@ -50,12 +50,12 @@ def probe(data: Data) -> tuple[int, int, int]:
     return _steadily(_header, data)[0]
 
 
-def kind(data: Encoded) -> str:
+def detect_image_format(data: Encoded) -> str:
     """The format as its content tells, such as JPEG."""
     return _steadily(_header, data)[1]
 
 
-def pillow() -> Any:
+def import_pillow() -> Any:
     """PIL.Image, or how to get it."""
     try:
         from PIL import Image
@@ -105,7 +105,7 @@ def _header(data: Encoded) -> tuple[tuple[int, int, int], str]:
 
 def _opened(data: Encoded) -> tuple[Picture, int]:
     """The image with only its header read, and its EXIF orientation."""
-    Image = pillow()
+    Image = import_pillow()
     size = len(data) if isinstance(data, bytes) else _file_size(data)
     if size == 0:
         raise Unreadable("the file is empty")
@@ -147,7 +147,7 @@ def _pixels(image: Picture, channels: int) -> np.ndarray:
         raise Unreadable("has floating point pixels; save it with 8 or 16 bits")
     mode = "L" if channels == 1 else "RGB"
     if image.has_transparency_data or image.mode in ("La", "RGBa"):
-        Image = pillow()
+        Image = import_pillow()
         clear = image.convert("RGBA")
         white = Image.new("RGBA", clear.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, clear)
@@ -199,7 +199,7 @@ def _with_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
         return pixels
     if wanted == 3:
         return np.repeat(pixels, 3, axis=2)
-    return np.asarray(pillow().fromarray(np.ascontiguousarray(pixels)).convert("L"))[..., None]
+    return np.asarray(import_pillow().fromarray(np.ascontiguousarray(pixels)).convert("L"))[..., None]
 
 
 def _orientation(image: Picture) -> int:

@@ -10,11 +10,11 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from bottega.data.image.buckets import assign
-from bottega.data.image.decode import decode, kind, pillow
-from bottega.data.image.resize import Mode, resize
+from bottega.data.image.buckets import assign_bucket
+from bottega.data.image.decode import decode_image, detect_image_format, import_pillow
+from bottega.data.image.resize import ResizeMode, resize_image
 from bottega.data.prepare.encoder import Encoder
-from bottega.data.records.fields import descriptions, listed, own_names, vector
+from bottega.data.records.fields import list_fields, original_names, read_annotations, read_condition
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.shards import BYTES, TEXT, Column
 
@@ -29,7 +29,7 @@ class ImageEncoder(Encoder):
     size: tuple[int, int] | None
     channels: int
     buckets: tuple[tuple[int, int], ...] | None = None
-    resize: Mode = "crop"
+    resize: ResizeMode = "crop"
     store: Literal["decoded", "encoded"] = "decoded"
     field: str | None = None
     label_field: str | None = None
@@ -46,65 +46,71 @@ class ImageEncoder(Encoder):
         if self.buckets is not None:
             columns["bucket"] = Column("<i4", (1,))
         elif self.store == "decoded":
-            columns["image"] = Column("|u1", self.shape(0))
+            columns["image"] = Column("|u1", self.bucket_shape(0))
         if self.has_condition:
             columns["condition"] = Column("<f4", varying=True)
         return columns
 
-    def shape(self, bucket: int) -> tuple[int, int, int]:
+    def bucket_shape(self, bucket: int) -> tuple[int, int, int]:
         """[h, w, c] of the pictures of a bucket; there is only 0 without buckets."""
         height, width = self.size or (self.buckets or ())[bucket]
         return height, width, self.channels
 
     def rows(self, record: Record) -> Iterator[dict[str, Any]]:
-        data = medium(record, self.field, names=IMAGE_FIELDS, what="image")
-        pixels = decode(data, channels=self.channels)
-        bucket = 0 if self.buckets is None else assign(pixels.shape[0], pixels.shape[1], self.buckets)
-        height, width, _ = self.shape(bucket)
+        data = read_media_field(record, self.field, names=IMAGE_FIELDS, medium="image")
+        pixels = decode_image(data, channels=self.channels)
+        bucket = 0 if self.buckets is None else assign_bucket(pixels.shape[0], pixels.shape[1], self.buckets)
+        height, width, _ = self.bucket_shape(bucket)
         shrinks = pixels.shape[0] * pixels.shape[1] > height * width
         if self.store == "encoded" and not shrinks and not isinstance(data, np.ndarray):
             image: Any = data.read_bytes() if isinstance(data, Path) else data
         else:
-            image = resize(pixels, (height, width), mode=self.resize) if self.store == "decoded" or shrinks else pixels
+            image = (
+                resize_image(pixels, (height, width), mode=self.resize)
+                if self.store == "decoded" or shrinks
+                else pixels
+            )
             if self.store == "encoded":
-                image = _encoded(image, lossy=not isinstance(data, np.ndarray) and kind(data) == "JPEG")
+                image = _encoded(image, lossy=not isinstance(data, np.ndarray) and detect_image_format(data) == "JPEG")
             elif self.buckets is not None:
                 image = image.tobytes()
-        row = {"image": image, "bucket": [bucket], **descriptions(record, label_field=self.label_field)}
+        row = {"image": image, "bucket": [bucket], **read_annotations(record, label_field=self.label_field)}
         if self.has_condition:
-            row["condition"] = vector(record, self.condition_field)
+            row["condition"] = read_condition(record, self.condition_field)
         yield row
 
-    def pixels(self, stored: Any, bucket: int) -> np.ndarray:
+    def decode_row(self, value: Any, bucket: int) -> np.ndarray:
         """What a row of the column `image` shows: uint8 [h, w, c]."""
-        height, width, channels = self.shape(bucket)
+        height, width, channels = self.bucket_shape(bucket)
         if self.store == "decoded":
-            return np.frombuffer(stored, dtype=np.uint8).reshape(height, width, channels)
-        return resize(decode(stored, channels=channels), (height, width), mode=self.resize)
+            return np.frombuffer(value, dtype=np.uint8).reshape(height, width, channels)
+        return resize_image(decode_image(value, channels=channels), (height, width), mode=self.resize)
 
 
-def medium(record: Record, field: str | None, *, names: tuple[str, ...], what: str) -> Any:
+def read_media_field(record: Record, field: str | None, *, names: tuple[str, ...], medium: str) -> Any:
     """The picture, sound or film of a record: its encoded bytes, the Path of its file, or an array."""
     fields = record.fields
     if field is not None and field not in fields:
-        raise Unreadable(f"has no field {field!r}; it has {listed(fields)}")
+        raise Unreadable(f"has no field {field!r}; it has {list_fields(fields)}")
     if field is None:
         usual = [name for name in names if name in fields]
         # An archive may name its members as it likes: then the only one that can be a medium is it.
-        own = own_names(fields)
+        own = original_names(fields)
         others = (name for name, value in fields.items() if name not in own and _medium(value) is not None)
         candidates = usual[:1] or list(others)
         if len(candidates) != 1:
             found = (
                 "several fields that could be the"
                 if candidates
-                else f"no field with {'a' if what == 'video' else 'an'}"
+                else f"no field with {'a' if medium == 'video' else 'an'}"
             )
-            raise Unreadable(f"has {found} {what}; it has {listed(fields)}; name one with data.train.field")
+            raise Unreadable(f"has {found} {medium}; it has {list_fields(fields)}; name one with data.train.field")
         field = candidates[0]
     value = _medium(fields[field])
     if value is None:
-        raise Unreadable(f"field {field!r} is no {what} but {type(fields[field]).__name__}; expected a file's content")
+        raise Unreadable(
+            f"field {field!r} is no {medium} but {type(fields[field]).__name__}; expected a file's content"
+        )
     return value
 
 
@@ -126,6 +132,6 @@ def _medium(value: Any) -> bytes | Path | np.ndarray | None:
 def _encoded(pixels: np.ndarray, *, lossy: bool) -> bytes:
     """PNG, which loses nothing; or JPEG where it was one, at a quality whose loss is small beside the one it has."""
     out = io.BytesIO()
-    picture = pillow().fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
+    picture = import_pillow().fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
     picture.save(out, **({"format": "JPEG", "quality": 95, "subsampling": 0} if lossy else {"format": "PNG"}))
     return out.getvalue()

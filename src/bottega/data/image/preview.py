@@ -6,28 +6,37 @@ import io
 from pathlib import Path
 from typing import Any
 
-from bottega.data.prepare.preview import Preview, annotations_of, caption_of, picture_file, rows_of, spread
-from bottega.data.sources.samples import picture
+from bottega.data.prepare.preview import (
+    Preview,
+    evenly_spaced_rows,
+    image_path,
+    read_rows,
+    row_annotations,
+    row_caption,
+)
+from bottega.data.sources.samples import decode_image
 from bottega.data.tables.shards import Table
 
 
 class ImagePreview(Preview):
     column = "image"
 
-    def public(self, row: dict[str, Any]) -> dict[str, Any]:
+    def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
         from PIL import Image
 
-        if self.prepared.meta["encoder"]["store"] == "encoded":
-            return {_suffix(row["image"]): row["image"], **annotations_of(row)}
-        pixels, out = picture(self.prepared, row), io.BytesIO()
+        if self.prepared.metadata["encoder"]["store"] == "encoded":
+            return {_suffix(row["image"]): row["image"], **row_annotations(row)}
+        pixels, out = decode_image(self.prepared, row), io.BytesIO()
         Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(out, "PNG")
-        return {"png": out.getvalue(), **annotations_of(row)}
+        return {"png": out.getvalue(), **row_annotations(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
-        from bottega.data.image.sheet import sheet
+        from bottega.data.image.contact_sheet import write_contact_sheet
 
-        rows, path = rows_of(table, spread(table, count)), picture_file(folder, "images.png")
-        sheet([picture(self.prepared, row) for row in rows], path, captions=[caption_of(row) for row in rows])
+        rows, path = read_rows(table, evenly_spaced_rows(table, count)), image_path(folder, "images.png")
+        write_contact_sheet(
+            [decode_image(self.prepared, row) for row in rows], path, captions=[row_caption(row) for row in rows]
+        )
         return [path]
 
 

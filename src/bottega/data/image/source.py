@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.image.augment import Normalise, augment, normalise
+from bottega.data.image.augment import Normalisation, augment_images, normalise_pixels
 from bottega.data.image.config import ImageAugmentation
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.sources.source import Source
@@ -31,7 +31,7 @@ class ImageRows(Source):
         content: str,
         classes: Classes | None = None,
         condition: Kind = "none",
-        normalise: Normalise = "symmetric",
+        normalise: Normalisation = "symmetric",
         augmentation: ImageAugmentation | None = None,
         seed: int = 0,
     ) -> None:
@@ -51,20 +51,20 @@ class ImageRows(Source):
         return np.array(self.table.values("bucket")[:, 0], dtype=np.int32)
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        pixels = self.pixels(index)
+        pixels = self.load_pixels(index)
         if self.augmentation is not None:
-            pixels = augment(pixels, self.augmentation, seed=self.seed, epoch=epoch, index=index)
-        return {"image": normalise(pixels, how=self.normalise), **self.conditions.rows(index)}
+            pixels = augment_images(pixels, self.augmentation, seed=self.seed, epoch=epoch, index=index)
+        return {"image": normalise_pixels(pixels, mode=self.normalise), **self.conditions.rows(index)}
 
-    def pixels(self, index: np.ndarray) -> np.ndarray:
+    def load_pixels(self, index: np.ndarray) -> np.ndarray:
         """As prepared: uint8 [b, h, w, c], a copy."""
         if self.encoder.store == "decoded" and self.encoder.buckets is None:
             return self.table.gather("image", index)
         bucket = int(self.buckets[index[0]]) if len(index) else 0
         assert (self.buckets[index] == bucket).all(), "a batch of images of several buckets"
-        pixels = np.empty((len(index), *self.encoder.shape(bucket)), dtype=np.uint8)
+        pixels = np.empty((len(index), *self.encoder.bucket_shape(bucket)), dtype=np.uint8)
         for place, number in enumerate(index.tolist()):
-            pixels[place] = self.encoder.pixels(self.table.row("image", number), bucket)
+            pixels[place] = self.encoder.decode_row(self.table.row("image", number), bucket)
         return pixels
 
     @property
@@ -75,7 +75,7 @@ class ImageRows(Source):
         return hashlib.sha256(repr((*parts, self.seed if options else None)).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        height, width, channels = self.encoder.shape(int(self.buckets[index]))
+        height, width, channels = self.encoder.bucket_shape(int(self.buckets[index]))
         head = f"image {index} of {len(self)}: {self.table.row('key', index)}, {height} x {width} x {channels}"
         caption = self.table.row("caption", index)
         return "\n".join((head, *self.conditions.describe(index), *([caption] if caption else [])))

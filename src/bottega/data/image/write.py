@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bottega.data.image.decode import decode, pillow
-from bottega.data.image.sheet import sheet
-from bottega.data.present import ending, is_folder, numbered
+from bottega.data.image.contact_sheet import write_contact_sheet
+from bottega.data.image.decode import decode_image, import_pillow
+from bottega.data.output_files import build_numbered_paths, is_folder, require_suffix
 from bottega.storage.durable import replacing_file
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
@@ -27,38 +27,40 @@ def write_images(
     """
     assert images.ndim == 4, f"{images.shape} are no images"
     assert images.dtype == np.uint8, f"images of {images.dtype}"
-    pillow()  # or how to get it, before the first file is written
+    import_pillow()  # or how to get it, before the first file is written
     if not is_folder(path):
-        ending(path, FORMATS)
+        require_suffix(path, FORMATS)
         if len(images) == 1 and captions is None:
             _save(images[0], path)
         else:
             _sheet(images, path, captions, columns)
         return [path]
-    singles = numbered(path, len(images), ".png")
+    singles = build_numbered_paths(path, len(images), ".png")
     for image, single in zip(images, singles, strict=True):
         _save(image, single)
     _sheet(images, path / "sheet.png", captions, columns)
     return [*singles, path / "sheet.png"]
 
 
-def page(images: Sequence[np.ndarray], *, captions: Sequence[str] | None, columns: int | None) -> np.ndarray:
+def render_contact_sheet(
+    images: Sequence[np.ndarray], *, captions: Sequence[str] | None, columns: int | None
+) -> np.ndarray:
     """A sheet as pixels, uint8 [h, w, 3]."""
     with tempfile.TemporaryDirectory() as folder:
         drawn = Path(folder) / "page.png"
-        sheet(images, drawn, captions=captions, columns=columns)
-        return decode(drawn, channels=3)
+        write_contact_sheet(images, drawn, captions=captions, columns=columns)
+        return decode_image(drawn, channels=3)
 
 
 def _sheet(images: np.ndarray, path: Path, captions: Sequence[str] | None, columns: int | None) -> None:
     if path.suffix.lower() != ".png":  # a sheet is drawn as PNG
-        _save(page(list(images), captions=captions, columns=columns), path)
+        _save(render_contact_sheet(list(images), captions=captions, columns=columns), path)
         return
     with replacing_file(path) as temporary:
-        sheet(list(images), temporary, captions=captions, columns=columns)
+        write_contact_sheet(list(images), temporary, captions=captions, columns=columns)
 
 
 def _save(image: np.ndarray, path: Path) -> None:
-    picture = pillow().fromarray(np.ascontiguousarray(image[:, :, 0] if image.shape[2] == 1 else image))
+    picture = import_pillow().fromarray(np.ascontiguousarray(image[:, :, 0] if image.shape[2] == 1 else image))
     with replacing_file(path) as temporary:
-        picture.save(temporary, format=FORMATS[ending(path, FORMATS)], quality=QUALITY)
+        picture.save(temporary, format=FORMATS[require_suffix(path, FORMATS)], quality=QUALITY)

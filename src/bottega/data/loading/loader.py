@@ -15,7 +15,7 @@ import numpy as np
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Batch
 from bottega.data.loading.prefetch import prefetch
-from bottega.data.order.orders import Order, Pace, Shuffled, Staged
+from bottega.data.order.orders import BatchSizeSchedule, CurriculumOrder, Order, Shuffled
 from bottega.data.sources.source import Source
 from bottega.terminal import print_notice
 
@@ -49,8 +49,8 @@ class Loader:
                 "lower training.batch_size or add data"
             )
         assert self.order is None or self.order.size <= size, f"an order of {self.order} samples over {size}"
-        is_staged = isinstance(self.order, Staged)
-        for stage, batch_size in enumerate(self.pace.sizes):
+        is_staged = isinstance(self.order, CurriculumOrder)
+        for stage, batch_size in enumerate(self.schedule.batch_sizes):
             if batch_size < 1 or batch_size % self.data_size:
                 key = f"data.curriculum.stages[{stage}].batch_size" if is_staged else "training.batch_size"
                 fitting = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
@@ -60,27 +60,31 @@ class Loader:
                 )
 
     @cached_property
-    def pace(self) -> Pace:
-        return self.order.pace if isinstance(self.order, Staged) else Pace((0,), (self.batch_size,))
+    def schedule(self) -> BatchSizeSchedule:
+        return (
+            self.order.schedule
+            if isinstance(self.order, CurriculumOrder)
+            else BatchSizeSchedule((0,), (self.batch_size,))
+        )
 
     @property
     def steps_per_epoch(self) -> float:
         """As many steps as see each sample once: with a mixture as many samples as there are, with stages all of them."""
-        return self._order.epoch / self.batch_size
+        return self._order.epoch_length / self.batch_size
 
     def batch_size_at(self, step: int) -> int:
-        return self.pace.batch_size_at(step)
+        return self.schedule.batch_size_at(step)
 
     def samples_before(self, step: int) -> int:
-        return self.pace.samples_before(step)
+        return self.schedule.samples_before(step)
 
     def step_at(self, samples: int) -> int:
         """The last step with no more than so many samples before it."""
-        return self.pace.step_at(samples)
+        return self.schedule.step_at(samples)
 
     def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The samples of the whole global batch of this step, and the epochs they are in."""
-        return self._order.places(np.arange(self.samples_before(step), self.samples_before(step + 1)))
+        return self._order.indices(np.arange(self.samples_before(step), self.samples_before(step + 1)))
 
     def batch(self, step: int) -> Batch:
         """This rank's share of one step."""
@@ -114,18 +118,18 @@ class Cursor:
         return self.loader.source.rows(index, epoch)
 
     def _seek(self, step: int) -> None:
-        loader, pace = self.loader, self.loader.pace
-        stage = pace.stage(step)
-        size = pace.sizes[stage]
+        loader, pace = self.loader, self.loader.schedule
+        stage = pace.stage_at(step)
+        size = pace.batch_sizes[stage]
         # What is remembered ends with the stage, because the next one may have batches of another size.
-        last = min([step + max(1, self.block // size), *pace.firsts[stage + 1 : stage + 2]])
+        last = min([step + max(1, self.block // size), *pace.first_steps[stage + 1 : stage + 2]])
         share = size // loader.data_size
         offset = pace.samples_before(step) + loader.data_rank * share + np.arange(share)
-        index, epoch = loader._order.places(np.arange(last - step)[:, None] * size + offset)
+        index, epoch = loader._order.indices(np.arange(last - step)[:, None] * size + offset)
         self.first, self.shares = step, list(zip(index, epoch, strict=True))
 
 
-def evaluate_batches(
+def iter_eval_batches(
     source: Source,
     batch_size: int,
     *,
@@ -143,7 +147,7 @@ def evaluate_batches(
     size = len(source) if limit is None else min(limit, len(source))
     if size < 1:
         raise DataError("the validation data has no samples; add data or leave validation out")
-    order = source.alike(size)
+    order = source.length_order(size)
     for first in range(0, size, batch_size):
         count = min(batch_size, size - first)
         share = -(-count // data_size)

@@ -22,7 +22,7 @@ from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.core.types import Batch
 from bottega.data.loading.transfer import Receiver
 from bottega.data.loading.worker import COMMAND
-from bottega.signals import stop_waiting
+from bottega.signals import raise_if_stopping
 from bottega.terminal import print_notice
 
 # Killed workers are replaced this often in one stream; more than that is no accident.
@@ -37,12 +37,12 @@ STOPPED = 5.0
 SLOW = 15.0
 """Seconds of waiting for one batch after which a person is told; then each time it has doubled."""
 
-Make = Callable[[int], Batch]
-Warn = Callable[[str], None]
+BatchFunction = Callable[[int], Batch]
+WarnCallback = Callable[[str], None]
 Stream = Generator[Batch, None, None]
 
 
-def prefetch(make: Make, start: int, *, workers: int, depth: int, warn: Warn = print_notice) -> Stream:
+def prefetch(make: BatchFunction, start: int, *, workers: int, depth: int, warn: WarnCallback = print_notice) -> Stream:
     """The batches from `start` on. `workers` processes build them; a thread keeps up to `depth` of them ready.
 
     Raises StoppedWaiting where a signal asks for a stop while a batch of another process or thread is waited for.
@@ -52,7 +52,7 @@ def prefetch(make: Make, start: int, *, workers: int, depth: int, warn: Warn = p
     return _behind(stream, depth, closed) if depth else stream
 
 
-def _inline(make: Make, start: int) -> Stream:
+def _inline(make: BatchFunction, start: int) -> Stream:
     for step in count(start):
         yield make(step)
 
@@ -86,7 +86,7 @@ def _behind(stream: Stream, depth: int, closed: threading.Event) -> Stream:
         while True:
             with changed:
                 while not changed.wait_for(lambda: ready, timeout=TICK):
-                    stop_waiting()
+                    raise_if_stopping()
                 item = ready.popleft()
                 changed.notify_all()
             if isinstance(item, Exception):
@@ -108,7 +108,7 @@ class _WorkerDied(Exception):
 class _Worker:
     """One process and the steps it still owes."""
 
-    def __init__(self, make: Make) -> None:
+    def __init__(self, make: BatchFunction) -> None:
         here, there = socket.socketpair()
         with there:
             command = [sys.executable, "-P", "-c", COMMAND, str(there.fileno()), PACKAGE_ROOT]
@@ -142,7 +142,7 @@ class _Worker:
         with suppress(OSError):  # dead: noticed when this step is asked for
             self.connection.send((step, self.receiver.take_freed()))
 
-    def deliver(self, closed: threading.Event, warn: Warn) -> Batch:
+    def deliver(self, closed: threading.Event, warn: WarnCallback) -> Batch:
         """The batch of the oldest step it owes."""
         try:
             self._wait(closed, warn)
@@ -157,14 +157,14 @@ class _Worker:
         self.owes.popleft()
         return batch
 
-    def _wait(self, closed: threading.Event, warn: Warn) -> None:
+    def _wait(self, closed: threading.Event, warn: WarnCallback) -> None:
         """Until something has come. A worker that is stopped in the middle of it sends nothing more and is given up."""
         waited, due = 0.0, SLOW
         while not self.connection.poll(TICK):
             waited += TICK  # not by the clock: we may have been stopped as well
             if closed.is_set():
                 raise _WorkerDied
-            stop_waiting()
+            raise_if_stopping()
             if waited >= STOPPED and is_stopped(self.process.pid):
                 warn(self._stopped())
                 raise _WorkerDied
@@ -191,7 +191,9 @@ def is_stopped(process: int) -> bool:
     return status.rpartition(")")[2].split()[0] == "T"
 
 
-def _from_processes(make: Make, start: int, workers: int, closed: threading.Event, warn: Warn) -> Stream:
+def _from_processes(
+    make: BatchFunction, start: int, workers: int, closed: threading.Event, warn: WarnCallback
+) -> Stream:
     """Step s comes from worker s % workers. Each has a socket of its own, so a death in mid-message hurts no other.
 
     (In concurrent.futures all workers share one result pipe: one killed while it writes there stops the others.)
@@ -221,7 +223,7 @@ def _from_processes(make: Make, start: int, workers: int, closed: threading.Even
             worker.close()
 
 
-def _replace(worker: _Worker, make: Make, restarts: int) -> _Worker:
+def _replace(worker: _Worker, make: BatchFunction, restarts: int) -> _Worker:
     worker.close()
     if restarts > RESTARTS:
         raise EnvironmentProblem(

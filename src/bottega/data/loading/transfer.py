@@ -26,7 +26,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class ArrayLocation:
     """Where an array stands in a segment."""
 
     dtype: str
@@ -35,7 +35,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedBatch:
     """A batch whose arrays stand in a segment; a new segment's descriptor follows."""
 
     batch: Any
@@ -53,7 +53,7 @@ class Sender:
         self.segments: list[mmap.mmap] = []
         self.free: deque[int] = deque()
 
-    def let_go(self, segments: list[int]) -> None:
+    def release(self, segments: list[int]) -> None:
         """The other side holds no array of these any more. Called from the thread that listens."""
         self.free.extend(segments)
 
@@ -71,7 +71,7 @@ class Sender:
             view = self.segments[segment]
             for place, array in arrays:
                 np.ndarray(place.shape, place.dtype, buffer=view, offset=place.offset)[...] = array
-            self.connection.send((Shared(placed, segment, len(view), memory is not None), None))
+            self.connection.send((SharedBatch(placed, segment, len(view), memory is not None), None))
             if memory is not None:
                 with socket.socket(fileno=os.dup(self.connection.fileno())) as channel:
                     socket.send_fds(channel, [b"m"], [memory])
@@ -110,7 +110,7 @@ class Receiver:
     def receive(self) -> tuple[Any, Exception | None]:
         """What was sent: a batch, or the error in its place."""
         batch, error = self.connection.recv()
-        if not isinstance(batch, Shared):
+        if not isinstance(batch, SharedBatch):
             return batch, error
         if batch.is_new:
             self.views[batch.segment] = self._mapped(batch.bytes)
@@ -134,9 +134,9 @@ class Receiver:
             os.close(descriptors[0])
 
 
-def _placed(batch: Any) -> tuple[Any, list[tuple[Place, np.ndarray]], int]:
+def _placed(batch: Any) -> tuple[Any, list[tuple[ArrayLocation, np.ndarray]], int]:
     """The batch with places in place of its arrays, those arrays, and the bytes they need."""
-    arrays: list[tuple[Place, np.ndarray]] = []
+    arrays: list[tuple[ArrayLocation, np.ndarray]] = []
     end = 0
 
     def place(value: Any) -> Any:
@@ -145,7 +145,7 @@ def _placed(batch: Any) -> tuple[Any, list[tuple[Place, np.ndarray]], int]:
             return {name: place(inner) for name, inner in value.items()}
         if not isinstance(value, np.ndarray) or value.ndim == 0 or value.dtype.hasobject:
             return value
-        one = Place(value.dtype.str, value.shape, end)
+        one = ArrayLocation(value.dtype.str, value.shape, end)
         end += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
         arrays.append((one, value))
         return one
@@ -156,6 +156,6 @@ def _placed(batch: Any) -> tuple[Any, list[tuple[Place, np.ndarray]], int]:
 def _found(value: Any, lease: np.ndarray) -> Any:
     if isinstance(value, Mapping):
         return {name: _found(inner, lease) for name, inner in value.items()}
-    if not isinstance(value, Place):
+    if not isinstance(value, ArrayLocation):
         return value
     return np.ndarray(value.shape, value.dtype, buffer=lease, offset=value.offset)

@@ -68,7 +68,7 @@ def _listen(connection: Connection, steps: queue.SimpleQueue[int], sender: Sende
     try:
         while True:
             step, let_go = connection.recv()
-            sender.let_go(let_go)
+            sender.release(let_go)
             steps.put(step)
     except (EOFError, OSError):
         os._exit(0)

@@ -12,28 +12,28 @@ from bottega.config.section import Number, Positive, Probability, Section, Whole
 
 Difficulty = Literal["plain", "hard"]
 
-MOST = 64
+MAX_RULES = 64
 """Rules, and labels."""
-GRID = 2
+GRID_DIMENSIONS = 2
 """Directions of the hard content: in so few, no line tells the cells of one label from the others. With 5 x 5 cells and
 64 units, a network for all four rules is right for 0.70, and one for each rule for 0.88 (Bayes 0.94, 50,000 samples); with
 4 x 4 x 4 cells it was 0.56 and 0.78, with 3 x 3 x 3 0.84 and 0.92."""
 _OURS = ("rule", "rules", "num_samples")
 
 
-def num_cells(num_labels: int, difficulty: Difficulty) -> int:
+def count_cells(num_labels: int, difficulty: Difficulty) -> int:
     """Places that the content is drawn from. A rule says the label of each; two rules seldom the same one."""
-    return max(8, 2 * num_labels) if difficulty == "plain" else grid_side(num_labels) ** GRID
+    return max(8, 2 * num_labels) if difficulty == "plain" else compute_grid_side(num_labels) ** GRID_DIMENSIONS
 
 
-def grid_side(num_labels: int) -> int:
+def compute_grid_side(num_labels: int) -> int:
     """Six cells for each label, or a few more."""
-    return math.ceil((6 * num_labels) ** (1 / GRID))
+    return math.ceil((6 * num_labels) ** (1 / GRID_DIMENSIONS))
 
 
-def content_directions(num_labels: int, difficulty: Difficulty) -> int:
+def count_content_dimensions(num_labels: int, difficulty: Difficulty) -> int:
     """In how many directions the cells lie: each in its own, or all of them on one grid."""
-    return num_cells(num_labels, difficulty) if difficulty == "plain" else GRID
+    return count_cells(num_labels, difficulty) if difficulty == "plain" else GRID_DIMENSIONS
 
 
 def _made(values: Any) -> Any:
@@ -105,8 +105,8 @@ class RoutingData(Data):
     test: RoutingHeldOut | None = Field(None, description="what measures the result, never looked at while training")
     num_samples: Positive = Field(1000, description="synthetic: how many samples")
     num_inputs: Positive = Field(100, description="synthetic: width of a sample")
-    num_rules: Positive = Field(4, le=MOST, description="synthetic: rules, of which one holds for a sample")
-    num_labels: Whole = Field(4, ge=2, le=MOST, description="synthetic: classes")
+    num_rules: Positive = Field(4, le=MAX_RULES, description="synthetic: rules, of which one holds for a sample")
+    num_labels: Whole = Field(4, ge=2, le=MAX_RULES, description="synthetic: classes")
     label_noise: Probability = Field(0.05, description="synthetic: share of labels that are another than the rule's")
     difficulty: Difficulty = Field(
         "plain", description="synthetic: within a rule labels are told by a line, or by a grid of cells (hard)"
@@ -120,7 +120,7 @@ class RoutingData(Data):
     augmentation: VectorAugmentation | None = Field(None, description="changed copies of the training samples")
 
     @property
-    def is_made(self) -> bool:
+    def is_synthetic(self) -> bool:
         """Whether all of it is synthetic, and so what these keys say of its rules and labels is so."""
         held_out = [one for one in (self.validation, self.test) if one is not None and not isinstance(one.split, float)]
         return all(one.kind == "synthetic" for one in (*(self.sources or (self.train,)), *held_out)) and not self.replay
@@ -133,7 +133,7 @@ class RoutingData(Data):
                 f"label_noise: with {self.label_noise:g} the rule's label is no likelier than another of {self.num_labels}; "
                 f"give less than {chance:.4g}"
             )
-        needed = self.num_rules + content_directions(self.num_labels, self.difficulty)
+        needed = self.num_rules + count_content_dimensions(self.num_labels, self.difficulty)
         if self.num_inputs < needed:
             raise ValueError(
                 f"num_inputs: {self.num_inputs} are too few for {self.num_rules} rules and {self.num_labels} labels "

@@ -16,10 +16,17 @@ import numpy as np
 
 from bottega.core.errors import DataError
 from bottega.core.noise import Noise
-from bottega.data.numbers.config import MOST, VectorAugmentation
-from bottega.data.numbers.numbers import Layout, all_numbers, is_empty, laid_out, numbers_of, roles
+from bottega.data.numbers.config import MAX_RULES, VectorAugmentation
+from bottega.data.numbers.numeric_fields import (
+    Layout,
+    assign_field_roles,
+    is_empty,
+    read_all_numbers,
+    read_inputs,
+    to_float_vector,
+)
 from bottega.data.prepare.encoder import Encoder
-from bottega.data.records.fields import label_of
+from bottega.data.records.fields import read_label
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import TEXT, Column, Table
@@ -52,7 +59,7 @@ class VectorEncoder(Encoder):
         return {**always, BAYES: Column("<f4")} if self.is_made else always
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         there = [table for table in map(Table, self.tables) if len(table)]
         found: dict[str, Any] = {}
         if self.layout is not None:
@@ -68,16 +75,16 @@ class VectorEncoder(Encoder):
         for name in (self.field, self.label_field):
             if name is not None and fields.get(name) is None:
                 raise Unreadable(f"no field {name!r}; the record has {', '.join(fields) or 'none'}")
-        field, label, rule = roles(fields, field=self.field, label_field=self.label_field)
+        field, label, rule = assign_field_roles(fields, field=self.field, label_field=self.label_field)
         if field is not None:
-            numbers = numbers_of(fields[field], f"field {field!r}")
+            numbers = to_float_vector(fields[field], f"field {field!r}")
             if numbers is None:
                 raise Unreadable(f"field {field!r} holds no numbers but {type(fields[field]).__name__}")
         elif self.layout is not None:
-            numbers = laid_out(fields, self.layout, without=(label, rule))
+            numbers = read_inputs(fields, self.layout, excluded=(label, rule))
         else:
-            numbers = all_numbers(fields, without=(label, rule))
-        row = {"x": numbers, "key": record.key, "label": label_of(record, self.label_field, besides=self.field)}
+            numbers = read_all_numbers(fields, excluded=(label, rule))
+        row = {"x": numbers, "key": record.key, "label": read_label(record, self.label_field, exclude=self.field)}
         yield {
             **row,
             "rule": NO_RULE if rule is None else _rule(fields[rule], rule),
@@ -89,11 +96,11 @@ def _rule(value: Any, name: str) -> int:
     """The number of the right expert. An empty one is no rule, and all rows have one or none has."""
     if is_empty(value):
         return NO_RULE
-    numbers = [value] if type(value) is int else numbers_of(value, f"column {name!r}")
+    numbers = [value] if type(value) is int else to_float_vector(value, f"column {name!r}")
     number = float(numbers[0]) if numbers is not None and len(numbers) == 1 else None
-    if number is None or not number.is_integer() or not 0 <= number < MOST:
+    if number is None or not number.is_integer() or not 0 <= number < MAX_RULES:
         raise Unreadable(
-            f"{name!r} is {value}, and it is the number of the right expert, from 0 to {MOST - 1}; number them so, or "
+            f"{name!r} is {value}, and it is the number of the right expert, from 0 to {MAX_RULES - 1}; number them so, or "
             "rename the column where it is an input"
         )
     return int(number)
@@ -159,7 +166,7 @@ class VectorRows(Source):
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         rows = {"x": self._x[index]}
         if self.augmentation is not None:
-            rows["x"] = vary(rows["x"], self.augmentation, seed=self.seed, epoch=epoch, index=index)
+            rows["x"] = augment_vectors(rows["x"], self.augmentation, seed=self.seed, epoch=epoch, index=index)
         if self.labels is not None:
             rows["label"] = self.labels[index]
         if self.rules is not None:
@@ -202,13 +209,15 @@ class VectorRows(Source):
         return self.data.values("x").reshape(len(self.data), -1)
 
 
-def rules_of(table: Table) -> np.ndarray | None:
+def read_rules(table: Table) -> np.ndarray | None:
     """The rule of each row, where they have one; tables of an earlier version have none."""
     rules = table.values("rule") if "rule" in table.columns else None
     return None if rules is None or (len(rules) and int(rules.min()) == NO_RULE) else rules
 
 
-def vary(x: np.ndarray, options: VectorAugmentation, *, seed: int, epoch: np.ndarray, index: np.ndarray) -> np.ndarray:
+def augment_vectors(
+    x: np.ndarray, options: VectorAugmentation, *, seed: int, epoch: np.ndarray, index: np.ndarray
+) -> np.ndarray:
     """[b, d] with noise added and then inputs set to 0; each row is f(seed, epoch, index), whatever batch it is in."""
     x = x.copy()
     # A batch across the border of two epochs has rows of both.

@@ -13,16 +13,16 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.errors import DataError, UsageError
-from bottega.core.noise import generator
-from bottega.data.order.spread import Spread
+from bottega.core.noise import numpy_generator
+from bottega.data.order.interleaved import Interleaved
 from bottega.data.sources.combine import Concat
-from bottega.data.sources.first import First
-from bottega.data.sources.known import known
+from bottega.data.sources.per_sample import read_per_sample
 from bottega.data.sources.source import Source
-from bottega.data.tables.classes import texts_of
+from bottega.data.sources.take import Take
+from bottega.data.tables.classes import read_text_column
 from bottega.data.tables.shards import Table
 
-LEFT_OUT = -1
+NO_TASK = -1
 """The task of a sample that no episode has."""
 REGIONS = 64
 """Parts of a text that stand for tasks where nothing else does."""
@@ -31,7 +31,7 @@ BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Episode:
     """Sample numbers, and of each the number of its task among those of the episode."""
 
     tasks: np.ndarray
@@ -66,8 +66,8 @@ class Episodes(Source):
         `name` is for messages."""
         assert len(tasks) == len(source), "one task for each sample"
         self.source, self.tasks, self.seed, self.length = source, np.asarray(tasks), seed, length
-        self.shots, self.queries, self.ways, self.renumbered = shots, queries, ways, renumbered
-        found = len(self.members)
+        self.shots, self.queries, self.ways, self.relabelled_field = shots, queries, ways, renumbered
+        found = len(self.task_samples)
         if found < (ways or 1):
             raise DataError(
                 f"{name}: {found} of {self.num_tasks} tasks have {shots + queries} samples or more, and an episode takes "
@@ -78,33 +78,35 @@ class Episodes(Source):
     @property
     def num_tasks(self) -> int:
         """With those that have too few samples."""
-        return len(np.unique(self.tasks[self.tasks != LEFT_OUT]))
+        return len(np.unique(self.tasks[self.tasks != NO_TASK]))
 
     @cached_property
-    def members(self) -> list[np.ndarray]:
+    def task_samples(self) -> list[np.ndarray]:
         """The samples of each task that has enough of them."""
         order = np.argsort(self.tasks, kind="stable")
-        starts = np.flatnonzero(np.diff(self.tasks[order], prepend=LEFT_OUT - 1))
+        starts = np.flatnonzero(np.diff(self.tasks[order], prepend=NO_TASK - 1))
         parts = np.split(order, starts[1:])
-        return [p for p in parts if self.tasks[p[0]] != LEFT_OUT and len(p) >= self.shots + self.queries]
+        return [p for p in parts if self.tasks[p[0]] != NO_TASK and len(p) >= self.shots + self.queries]
 
     def __len__(self) -> int:
         return self.length
 
-    def draw(self, index: int, epoch: int) -> Drawn:
-        rng = generator(self.seed, "episode", epoch, index)
+    def draw(self, index: int, epoch: int) -> Episode:
+        rng = numpy_generator(self.seed, "episode", epoch, index)
         if self.ways is None:
-            turn, place = divmod(index, len(self.members))
-            chosen = generator(self.seed, "tasks", epoch, turn).permutation(len(self.members))[place : place + 1]
+            turn, place = divmod(index, len(self.task_samples))
+            chosen = numpy_generator(self.seed, "tasks", epoch, turn).permutation(len(self.task_samples))[
+                place : place + 1
+            ]
         else:
             # In the order they are drawn in, which numbers them anew.
-            chosen = rng.permutation(len(self.members))[: self.ways]
+            chosen = rng.permutation(len(self.task_samples))[: self.ways]
         drawn = np.stack(
-            [rng.choice(self.members[one], self.shots + self.queries, replace=False) for one in chosen.tolist()]
+            [rng.choice(self.task_samples[one], self.shots + self.queries, replace=False) for one in chosen.tolist()]
         )
         places = np.arange(len(chosen))
-        return Drawn(
-            tasks=np.array([self.tasks[self.members[one][0]] for one in chosen.tolist()]),
+        return Episode(
+            tasks=np.array([self.tasks[self.task_samples[one][0]] for one in chosen.tolist()]),
             support=drawn[:, : self.shots].ravel(),
             query=drawn[:, self.shots :].ravel(),
             support_task=places.repeat(self.shots),
@@ -118,9 +120,9 @@ class Episodes(Source):
         wanted = np.concatenate([part for one in drawn for part in (one.support, one.query)])
         # All at once, so that the source fills all texts up to one length.
         rows = dict(self.source.rows(wanted, self._seen(index, epoch).repeat(size)))
-        if self.renumbered is not None:
+        if self.relabelled_field is not None:
             places = np.concatenate([part for one in drawn for part in (one.support_task, one.query_task)])
-            rows[self.renumbered] = places.astype(np.asarray(rows[self.renumbered]).dtype)
+            rows[self.relabelled_field] = places.astype(np.asarray(rows[self.relabelled_field]).dtype)
         found: dict[str, dict[str, Any]] = {"support": {}, "query": {}}
         for name, value in rows.items():
             if np.ndim(value) == 0:
@@ -136,7 +138,7 @@ class Episodes(Source):
 
     @property
     def fingerprint(self) -> str:
-        drawn = (self.seed, self.length, self.shots, self.queries, self.ways, self.renumbered)
+        drawn = (self.seed, self.length, self.shots, self.queries, self.ways, self.relabelled_field)
         tasks = hashlib.sha256(np.ascontiguousarray(self.tasks, np.int64).tobytes()).hexdigest()
         return hashlib.sha256(f"{self.source.fingerprint} {drawn} {tasks}".encode()).hexdigest()
 
@@ -144,7 +146,7 @@ class Episodes(Source):
         one, seen = self.draw(index, epoch), int(self._seen(np.array(index), np.array(epoch)))
         named = ", ".join(map(str, one.tasks.tolist()))
         head = f"episode {index}, epoch {epoch}: task{'s' if len(one.tasks) > 1 else ''} {named}"
-        if self.renumbered is not None:
+        if self.relabelled_field is not None:
             head += f", numbered anew from 0 to {len(one.tasks) - 1}"
         lines = [
             f"{name}: samples {', '.join(map(str, numbers.tolist()))}"
@@ -153,9 +155,9 @@ class Episodes(Source):
         return "\n".join([head, *lines, f"the first: {self.source.describe(int(one.support[0]), seen)}"])
 
 
-def by_label(source: Source) -> np.ndarray | None:
+def group_by_label(source: Source) -> np.ndarray | None:
     """The class of each sample, or None where they have none."""
-    found = known(source, _labels)
+    found = read_per_sample(source, _labels)
     if found is None and len(source):
         zero = np.zeros(1, np.int64)
         if "label" not in source.rows(zero, zero):
@@ -165,25 +167,25 @@ def by_label(source: Source) -> np.ndarray | None:
     return None if found is None else _once(source, found)
 
 
-def by_source(source: Source) -> np.ndarray | None:
+def group_by_source(source: Source) -> np.ndarray | None:
     """Which of several sources each sample is of, or None where there is one, or it is not known."""
-    if isinstance(source, Spread):
-        return _once(source, source.owner)
-    if isinstance(source, First):
-        inner = by_source(source.source)
+    if isinstance(source, Interleaved):
+        return _once(source, source.source_ids)
+    if isinstance(source, Take):
+        inner = group_by_source(source.source)
         return None if inner is None else inner[: len(source)]
     if not isinstance(source, Concat) or len(source.sources) < 2:
         return None
     return _once(source, np.arange(len(source.sizes)).repeat(source.sizes))
 
 
-def by_region(source: Source, *, size: int, parts: int = REGIONS) -> np.ndarray:
+def group_by_region(source: Source, *, size: int, parts: int = REGIONS) -> np.ndarray:
     """Parts of equal length, in the order of the samples; fewer where a part would be smaller than `size` samples."""
     number = max(1, min(parts, len(source) // size))
     return _once(source, np.arange(len(source)) * number // max(1, len(source)))
 
 
-def by_field(source: Source, name: str) -> np.ndarray:
+def group_by_field(source: Source, name: str) -> np.ndarray:
     """Samples of which a field says the same are of one task."""
     there: set[str] = set()
 
@@ -192,9 +194,9 @@ def by_field(source: Source, name: str) -> np.ndarray:
         if not isinstance(table, Table) or len(table) != len(one):
             return None
         there.update(column for column, form in table.columns.items() if form.holds == "text")
-        return np.array(texts_of(table, name)) if name in there else None
+        return np.array(read_text_column(table, name)) if name in there else None
 
-    found = known(source, read)
+    found = read_per_sample(source, read)
     if found is None:
         names = ", ".join(sorted({"label", "source", "region", *there}))
         raise UsageError(f"techniques: maml.by: the samples have no field {name!r}; there is {names}")
@@ -210,11 +212,11 @@ def _labels(source: Source) -> np.ndarray | None:
 
 def _once(source: Source, tasks: np.ndarray) -> np.ndarray:
     """Without the copies of a source that is repeated: what was adapted to must not come again as a question."""
-    return np.where(_is_first(source), tasks, LEFT_OUT)
+    return np.where(_is_first(source), tasks, NO_TASK)
 
 
 def _is_first(source: Source) -> np.ndarray:
-    if isinstance(source, First):
+    if isinstance(source, Take):
         return _is_first(source.source)[: len(source)]
     if isinstance(source, Concat):
         parts = [

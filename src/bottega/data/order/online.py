@@ -15,42 +15,42 @@ import numpy as np
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
-from bottega.core.noise import MASK, key_of, threefry
-from bottega.data.order.orders import EXACT, Streamed
+from bottega.core.noise import MASK, derive_key, threefry
+from bottega.data.order.orders import EXACT, OnlineOrder
 
-NEW = 0
+FIRST_EPOCH = 0
 """The epoch in which a sample is new. What comes again is in later ones, so that it looks new to augmentation."""
 
 
-def stream(recipe: Recipe, length: int) -> Stream:
+def build_online_stream(recipe: Recipe, length: int) -> OnlineStream:
     """The order of one source. Its batches are those that the recipe says, however many processes share them."""
     online, training = recipe.data.online, recipe.training
     assert online is not None, "the recipe asks for a stream"
     grain = training.batch_size * (training.gradient_accumulation_steps or 1)
-    return Stream(length, recipe.seed, share=online.replay, memory=online.memory, grain=grain)
+    return OnlineStream(length, recipe.seed, replay_fraction=online.replay, memory_size=online.memory, batch_size=grain)
 
 
 @final
 @dataclass(frozen=True)
-class Stream(Streamed):
+class OnlineStream(OnlineOrder):
     """`grain` positions in a row are a batch. The first is all new; of each later one the `share` is drawn from the last
     `memory` samples that were new before that batch began, no sample twice, each equally often. When all have been new,
     the rest of the batch is filled up in the same way; that of the very first with what is new in it."""
 
     length: int
     seed: int
-    share: float = 0.0
-    memory: int | None = None
+    replay_fraction: float = 0.0
+    memory_size: int | None = None
     """None is all of them."""
-    grain: int = 1
+    batch_size: int = 1
 
     def __post_init__(self) -> None:
-        assert 0 <= self.share < 1, f"{self.share} of a batch"
-        most = -(-self.grain * self._share.numerator // self._share.denominator)
-        if self.memory is not None and self.memory < most:
+        assert 0 <= self.replay_fraction < 1, f"{self.replay_fraction} of a batch"
+        most = -(-self.batch_size * self._share.numerator // self._share.denominator)
+        if self.memory_size is not None and self.memory_size < most:
             raise UsageError(
-                f"data.online.memory: {self.memory} cannot fill the {most} samples of a batch of {self.grain} that replay "
-                f"{self.share:g} takes from it; give {most} or more"
+                f"data.online.memory: {self.memory_size} cannot fill the {most} samples of a batch of {self.batch_size} that replay "
+                f"{self.replay_fraction:g} takes from it; give {most} or more"
             )
 
     @property
@@ -58,43 +58,43 @@ class Stream(Streamed):
         return self.length
 
     @cached_property
-    def epoch(self) -> int:
+    def epoch_length(self) -> int:
         """As many positions as it takes for all samples to have been new."""
-        rest, share = self.length - self.grain, self._share
+        rest, share = self.length - self.batch_size, self._share
         if rest <= 0:
             return self.length
         # Of q positions q - floor(q share) are new; this is the least q that has the rest.
-        return self.grain + (rest - 1) * share.denominator // (share.denominator - share.numerator) + 1
+        return self.batch_size + (rest - 1) * share.denominator // (share.denominator - share.numerator) + 1
 
     @cached_property
     def _share(self) -> Fraction:
-        return Fraction(self.share).limit_denominator(EXACT)
+        return Fraction(self.replay_fraction).limit_denominator(EXACT)
 
-    def new_before(self, positions: np.ndarray) -> np.ndarray:
+    def num_new_before(self, positions: np.ndarray) -> np.ndarray:
         """How many samples have been new before each position."""
-        later = np.maximum(0, positions - self.grain)
+        later = np.maximum(0, positions - self.batch_size)
         again = later * self._share.numerator // self._share.denominator
         return np.minimum(self.length, positions - again)
 
     def is_new(self, positions: np.ndarray) -> np.ndarray:
         positions = np.asarray(positions, dtype=np.int64)
-        return self.new_before(positions + 1) > self.new_before(positions)
+        return self.num_new_before(positions + 1) > self.num_new_before(positions)
 
-    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         positions = np.asarray(positions, dtype=np.int64)
-        before, is_new = self.new_before(positions), self.is_new(positions)
-        start = positions // self.grain * self.grain
-        begun = self.new_before(start)
+        before, is_new = self.num_new_before(positions), self.is_new(positions)
+        start = positions // self.batch_size * self.batch_size
+        begun = self.num_new_before(start)
         # A stream of less than a batch has nothing before it; what fills it up stands in front of it all the same.
-        pool = np.where(start == 0, min(self.length, self.grain), begun)
-        kept = np.maximum(1, pool if self.memory is None else np.minimum(pool, self.memory))
+        pool = np.where(start == 0, min(self.length, self.batch_size), begun)
+        kept = np.maximum(1, pool if self.memory_size is None else np.minimum(pool, self.memory_size))
         # The pool is cut into as many parts as the batch takes from it, and one of each part is drawn.
-        taken = np.maximum(1, self.grain - (self.new_before(start + self.grain) - begun))
+        taken = np.maximum(1, self.batch_size - (self.num_new_before(start + self.batch_size) - begun))
         turn = np.minimum((positions - start) - (before - begun), taken - 1)
         low, high = turn * kept // taken, (turn + 1) * kept // taken
-        words, _ = threefry(key_of("stream", self.seed), (positions & MASK, positions >> 32))
+        words, _ = threefry(derive_key("stream", self.seed), (positions & MASK, positions >> 32))
         drawn = np.maximum(0, pool - kept) + low + (words * np.maximum(1, high - low) >> 32)
-        return np.where(is_new, before, drawn), np.where(is_new, NEW, 1 + positions // self.grain)
+        return np.where(is_new, before, drawn), np.where(is_new, FIRST_EPOCH, 1 + positions // self.batch_size)
 
-    def epochs(self, positions: int) -> int:
-        return 1 + -(-positions // self.grain)
+    def num_epochs(self, positions: int) -> int:
+        return 1 + -(-positions // self.batch_size)

@@ -17,7 +17,7 @@ from typing import final
 
 import numpy as np
 
-from bottega.core.noise import seed_of
+from bottega.core.noise import derive_seed
 from bottega.data.order.permutation import permute
 
 # Shares such as 7:2:1 come out exactly in a block of at most so many slots.
@@ -37,20 +37,20 @@ class Order(ABC):
         """How many samples there are."""
 
     @property
-    def epoch(self) -> int:
+    def epoch_length(self) -> int:
         """How many positions are what people call an epoch."""
         return self.size
 
     @abstractmethod
-    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The samples at these positions, and which epoch each is seen in; shaped like `positions`."""
 
     @abstractmethod
-    def epochs(self, positions: int) -> int:
+    def num_epochs(self, positions: int) -> int:
         """All epochs begun before this position have a smaller number."""
 
 
-class Streamed(Order):
+class OnlineOrder(Order):
     """An order that is gone through as it comes, and so knows what has been there before."""
 
     @abstractmethod
@@ -70,11 +70,11 @@ class Shuffled(Order):
     def size(self) -> int:
         return self.length
 
-    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         epoch = positions // self.length
         return permute(positions % self.length, size=self.length, seed=self.seed, epoch=epoch), epoch
 
-    def epochs(self, positions: int) -> int:
+    def num_epochs(self, positions: int) -> int:
         return -(-positions // self.length)
 
 
@@ -90,13 +90,13 @@ class Mixture(Order):
     """
 
     sizes: tuple[int, ...]
-    shares: tuple[float, ...]
+    weights: tuple[float, ...]
     seed: int
-    grain: int = 1
+    slot_size: int = 1
 
     def __post_init__(self) -> None:
-        assert len(self.sizes) == len(self.shares) > 0, "each source has one size and one share"
-        assert min(*self.sizes, *self.shares, self.grain) > 0, "no source is empty or left out"
+        assert len(self.sizes) == len(self.weights) > 0, "each source has one size and one share"
+        assert min(*self.sizes, *self.weights, self.slot_size) > 0, "no source is empty or left out"
 
     @property
     def size(self) -> int:
@@ -105,7 +105,7 @@ class Mixture(Order):
     @cached_property
     def quotas(self) -> tuple[int, ...]:
         """How many slots of a block each source has."""
-        return quotas(self.shares)
+        return compute_quotas(self.weights)
 
     @cached_property
     def block(self) -> int:
@@ -118,17 +118,17 @@ class Mixture(Order):
     @cached_property
     def seeds(self) -> list[int]:
         """Of the shuffles of each source."""
-        return [seed_of("mixture", self.seed, i) for i in range(len(self.sizes))]
+        return [derive_seed("mixture", self.seed, i) for i in range(len(self.sizes))]
 
-    def given(self, positions: int) -> tuple[int, ...]:
+    def num_drawn(self, positions: int) -> tuple[int, ...]:
         """How many of the first so many positions each source has had for certain: to the end of a window."""
-        slots = positions // (self.grain * self.window) * self.window
-        return tuple((self._given(np.array([slots]))[0] * self.grain).tolist())
+        slots = positions // (self.slot_size * self.window) * self.window
+        return tuple((self._given(np.array([slots]))[0] * self.slot_size).tolist())
 
-    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         flat = np.asarray(positions, dtype=np.int64).ravel()
-        source, number = self._deal(flat // self.grain)
-        number = number * self.grain + flat % self.grain
+        source, number = self._deal(flat // self.slot_size)
+        number = number * self.slot_size + flat % self.slot_size
         epoch = number // np.array(self.sizes)[source]
         index = np.empty_like(number)
         offset = 0
@@ -140,9 +140,9 @@ class Mixture(Order):
             offset += size
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
-    def epochs(self, positions: int) -> int:
-        windows = -(-positions // (self.grain * self.window))
-        (given,) = self._given(np.array([windows * self.window])) * self.grain
+    def num_epochs(self, positions: int) -> int:
+        windows = -(-positions // (self.slot_size * self.window))
+        (given,) = self._given(np.array([windows * self.window])) * self.slot_size
         return int((-(-given // np.array(self.sizes))).max())
 
     def _deal(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +154,7 @@ class Mixture(Order):
         rows = np.arange(len(windows))[:, None]
         # The cards of a window are numbered source by source; a shuffle deals them to its slots.
         deck = np.broadcast_to(np.arange(width), (len(windows), width))
-        key = seed_of("mixture", self.seed, -1)
+        key = derive_seed("mixture", self.seed, -1)
         cards = permute(deck, size=width, seed=key, epoch=np.broadcast_to(windows[:, None], deck.shape))
         owner = np.searchsorted((ends + rows * width).ravel(), cards + rows * width, side="right")
         owner -= rows * len(self.sizes)
@@ -179,7 +179,7 @@ class Mixture(Order):
         return given
 
 
-def quotas(shares: tuple[float, ...]) -> tuple[int, ...]:
+def compute_quotas(shares: tuple[float, ...]) -> tuple[int, ...]:
     """Whole numbers in these proportions, none of them 0: exact ones where they are small."""
     total = math.fsum(shares)
     parts = [share / total for share in shares]
@@ -198,51 +198,51 @@ def quotas(shares: tuple[float, ...]) -> tuple[int, ...]:
 
 @final
 @dataclass(frozen=True)
-class Pace:
+class BatchSizeSchedule:
     """How many samples each step takes: from step `firsts[i]` on, `sizes[i]`."""
 
-    firsts: tuple[int, ...]
-    sizes: tuple[int, ...]
+    first_steps: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
 
     @cached_property
-    def starts(self) -> tuple[int, ...]:
+    def start_positions(self) -> tuple[int, ...]:
         """The position each stage begins at."""
         starts = [0]
-        for (first, last), size in zip(pairwise(self.firsts), self.sizes, strict=False):
+        for (first, last), size in zip(pairwise(self.first_steps), self.batch_sizes, strict=False):
             starts.append(starts[-1] + (last - first) * size)
         return tuple(starts)
 
-    def stage(self, step: int) -> int:
-        return bisect_right(self.firsts, step) - 1
+    def stage_at(self, step: int) -> int:
+        return bisect_right(self.first_steps, step) - 1
 
     def batch_size_at(self, step: int) -> int:
-        return self.sizes[self.stage(step)]
+        return self.batch_sizes[self.stage_at(step)]
 
     def samples_before(self, step: int) -> int:
-        stage = self.stage(step)
-        return self.starts[stage] + (step - self.firsts[stage]) * self.sizes[stage]
+        stage = self.stage_at(step)
+        return self.start_positions[stage] + (step - self.first_steps[stage]) * self.batch_sizes[stage]
 
     def step_at(self, samples: int) -> int:
         """The last step that has no more samples before it."""
-        stage = bisect_right(self.starts, samples) - 1
-        return self.firsts[stage] + (samples - self.starts[stage]) // self.sizes[stage]
+        stage = bisect_right(self.start_positions, samples) - 1
+        return self.first_steps[stage] + (samples - self.start_positions[stage]) // self.batch_sizes[stage]
 
 
 @final
 @dataclass(frozen=True)
-class Stage:
+class CurriculumStage:
     """From step `first` on: batches of `batch_size` from the `count` easiest samples."""
 
-    first: int
+    first_step: int
     batch_size: int
-    count: int
-    replay: float = 0.0
+    num_samples: int
+    replay_fraction: float = 0.0
     """This share from the samples of the stage before, the rest from what is new."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Staged(Order):
+class CurriculumOrder(Order):
     """From easy to hard: each stage shuffles its own part of the ranking, from its own beginning.
 
     Epochs are numbered on from stage to stage, so that a sample never looks the same twice.
@@ -250,57 +250,59 @@ class Staged(Order):
 
     ranking: np.ndarray
     """All sample numbers, the easiest first."""
-    stages: tuple[Stage, ...]
+    stages: tuple[CurriculumStage, ...]
     seed: int
 
     def __post_init__(self) -> None:
-        firsts = [stage.first for stage in self.stages]
+        firsts = [stage.first_step for stage in self.stages]
         assert firsts == sorted({0, *firsts}), "stages begin at 0 and one after the other"
-        assert all(0 < stage.count <= len(self.ranking) for stage in self.stages), "no stage is empty"
+        assert all(0 < stage.num_samples <= len(self.ranking) for stage in self.stages), "no stage is empty"
 
     @property
     def size(self) -> int:
         return len(self.ranking)
 
     @cached_property
-    def pace(self) -> Pace:
-        return Pace(tuple(s.first for s in self.stages), tuple(s.batch_size for s in self.stages))
+    def schedule(self) -> BatchSizeSchedule:
+        return BatchSizeSchedule(tuple(s.first_step for s in self.stages), tuple(s.batch_size for s in self.stages))
 
-    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         flat = np.asarray(positions, dtype=np.int64).ravel()
-        stages = np.searchsorted(self.pace.starts, flat, side="right") - 1
+        stages = np.searchsorted(self.schedule.start_positions, flat, side="right") - 1
         index, epoch = np.empty_like(flat), np.empty_like(flat)
         for i in np.unique(stages):
             here = np.flatnonzero(stages == i)
-            place, own = self._orders[i].places(flat[here] - self.pace.starts[i])
+            place, own = self._orders[i].places(flat[here] - self.schedule.start_positions[i])
             # A mixture has what is new before what is old; the ranking has it after.
             new, old = self._parts(i)
             index[here] = self.ranking[np.where(place < new, place + old, place - new)]
             epoch[here] = own + self._epochs_before[i]
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
-    def epochs(self, positions: int) -> int:
-        stage = max(0, bisect_right(self.pace.starts, positions) - 1)
-        return self._epochs_before[stage] + self._orders[stage].epochs(positions - self.pace.starts[stage])
+    def num_epochs(self, positions: int) -> int:
+        stage = max(0, bisect_right(self.schedule.start_positions, positions) - 1)
+        return self._epochs_before[stage] + self._orders[stage].num_epochs(
+            positions - self.schedule.start_positions[stage]
+        )
 
     def _parts(self, stage: int) -> tuple[int, int]:
         """How many samples are new in a stage, and how many are old ones that it repeats."""
-        count = self.stages[stage].count
-        old = self.stages[stage - 1].count if stage and self.stages[stage].replay else 0
+        count = self.stages[stage].num_samples
+        old = self.stages[stage - 1].num_samples if stage and self.stages[stage].replay_fraction else 0
         return (count - old, old) if old < count else (count, 0)
 
     @cached_property
     def _orders(self) -> list[Order]:
         orders: list[Order] = []
         for i, stage in enumerate(self.stages):
-            (new, old), seed = self._parts(i), seed_of("stage", self.seed, i)
-            shares = (1 - stage.replay, stage.replay)
+            (new, old), seed = self._parts(i), derive_seed("stage", self.seed, i)
+            shares = (1 - stage.replay_fraction, stage.replay_fraction)
             orders.append(Mixture((new, old), shares, seed=seed) if old else Shuffled(new, seed))
         return orders
 
     @cached_property
     def _epochs_before(self) -> list[int]:
         before = [0]
-        for order, (start, stop) in zip(self._orders, pairwise(self.pace.starts), strict=False):
-            before.append(before[-1] + order.epochs(stop - start))
+        for order, (start, stop) in zip(self._orders, pairwise(self.schedule.start_positions), strict=False):
+            before.append(before[-1] + order.num_epochs(stop - start))
         return before

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bottega.core.noise import key_of
+from bottega.core.noise import derive_key
 
 # The working arrays stay in the processor's cache: half the time of one pass over a million places.
 BLOCK = 65_536
@@ -37,7 +37,7 @@ def permute(index: np.ndarray, *, size: int, seed: int, epoch: int | np.ndarray)
 
 
 def _keys(epochs: np.ndarray, *, seed: int) -> np.ndarray:
-    low, high = key_of("order", seed)
+    low, high = derive_key("order", seed)
     return _scramble(epochs.astype(np.uint64) * np.uint64(GOLDEN) + np.uint64(high << 32 | low))
 
 

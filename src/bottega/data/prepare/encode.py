@@ -12,16 +12,16 @@ from typing import Any
 from bottega.core.errors import DataError
 from bottega.data.prepare.encoder import Encoder
 from bottega.data.prepare.inputs import Input, Item
-from bottega.data.prepare.jobs import Jobs, Progress, run
-from bottega.data.prepare.rules import OTHER_CLASS, Dropped, Rules, records
+from bottega.data.prepare.jobs import Jobs, ProgressCallback, run_jobs
+from bottega.data.prepare.rules import OTHER_CLASS, DroppedRecord, Rules, read_records
 from bottega.data.prepare.scan import Decisions
 from bottega.data.prepare.tally import Tally
-from bottega.data.records.record import Bad, Record
-from bottega.data.tables.shards import ShardWriter, Table, merge
+from bottega.data.records.record import BadRecord, Record
+from bottega.data.tables.shards import ShardWriter, Table, merge_tables
 
 
 @dataclass(frozen=True)
-class Encode(Jobs):
+class EncodeJobs(Jobs):
     inputs: tuple[Input, ...]
     jobs: tuple[tuple[Item, ...], ...]
     folder: Path
@@ -30,40 +30,40 @@ class Encode(Jobs):
     encoder: Encoder
     tables: tuple[str, ...]
     decisions: Decisions | None
-    stop: bool
+    stop_on_bad: bool
     """Whether a bad record ends it all."""
     stage: str = "encode"
 
     def num_pieces(self, number: int) -> int:
         return len(self.jobs[number])
 
-    def work(self, number: int, out: Path) -> dict[str, Any]:
+    def run_job(self, number: int, out: Path) -> dict[str, Any]:
         tally = Tally()
         counts: dict[str, Counter[str]] = {}
         with ExitStack() as stack:
             writers: dict[str, ShardWriter] = {}
             for table, row in self.encoder.encode(self._chosen(number, tally)):
-                if isinstance(row, Bad):
-                    tally.note(row, stop=self.stop)
+                if isinstance(row, BadRecord):
+                    tally.count_bad(row, stop=self.stop_on_bad)
                     continue
                 if table not in writers:
                     writers[table] = stack.enter_context(ShardWriter(out / table, self.encoder.columns))
                     counts[table] = Counter()
                 writers[table].add(row)
-                counts[table].update({name: row[name] for name in self.encoder.counted})
+                counts[table].update({name: row[name] for name in self.encoder.summed_entries})
         return {"tables": counts, **vars(tally)}
 
     def _chosen(self, number: int, tally: Tally) -> Iterator[tuple[str, Record]]:
         """The records that stay, each with its table."""
-        decided = self.decisions.of(number) if self.decisions is not None else None
+        decided = self.decisions.for_job(number) if self.decisions is not None else None
         position = -1
         for item in self.jobs[number]:
-            for record in records(self.inputs, item, self.rules):
+            for record in read_records(self.inputs, item, self.rules):
                 position += 1
                 tally.records += 1
-                if isinstance(record, Bad):
-                    tally.note(record, stop=self.stop)
-                elif isinstance(record, Dropped):
+                if isinstance(record, BadRecord):
+                    tally.count_bad(record, stop=self.stop_on_bad)
+                elif isinstance(record, DroppedRecord):
                     tally.dropped[record.reason] = tally.dropped.get(record.reason, 0) + 1
                 elif decided is None or item.table is not None:
                     yield item.table or self.inputs[item.input].table, record
@@ -71,30 +71,32 @@ class Encode(Jobs):
                     yield self.tables[decided[position]], record
 
 
-def encode(jobs: Encode, folder: Path, *, max_bad: float | None, progress: Progress) -> dict[str, Any]:
+def encode_tables(
+    jobs: EncodeJobs, folder: Path, *, max_bad: float | None, progress: ProgressCallback
+) -> dict[str, Any]:
     """All jobs, and their parts as one table each in `folder`. What is known of them afterwards, as plain values."""
     tally = Tally()
     counts: dict[str, Counter[str]] = {}
     by_input: defaultdict[int, Tally] = defaultdict(Tally)
-    for number, summary in enumerate(run(jobs, progress)):
+    for number, summary in enumerate(run_jobs(jobs, progress)):
         tally.add(summary)
         by_input[jobs.jobs[number][0].input].add(summary)
         for table, counted in summary["tables"].items():
             counts.setdefault(table, Counter()).update(counted)
     tally.check(max_bad)
-    parts = [jobs.part(number) for number in range(len(jobs.jobs))]
+    parts = [jobs.job_folder(number) for number in range(len(jobs.jobs))]
     tables = {}
     for table in jobs.tables:
         found = [part / table for part in parts if (part / table).is_dir()]
         if not found:
             # A missing validation would only be missed when the run is over.
             raise DataError(_nothing(table, jobs.inputs, by_input))
-        rows = merge(found, folder / table, jobs.encoder.columns)
+        rows = merge_tables(found, folder / table, jobs.encoder.columns)
         tables[table] = {"rows": rows, **counts.get(table, {})}
     return {"tables": tables, **vars(tally), **_by_source(jobs, parts)}
 
 
-def _by_source(jobs: Encode, parts: list[Path]) -> dict[str, dict[str, list[int]]]:
+def _by_source(jobs: EncodeJobs, parts: list[Path]) -> dict[str, dict[str, list[int]]]:
     """How many rows of what is held out are of each source of a sequence; they stand one source after the other."""
     numbers = [jobs.inputs[job[0].input].source for job in jobs.jobs]
     found: dict[str, list[int]] = {}

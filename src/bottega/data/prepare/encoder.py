@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.tables.shards import Column
 
 Row = dict[str, Any]
@@ -15,11 +15,11 @@ Row = dict[str, Any]
 class Encoder(ABC):
     """Made from a recipe's options and sent to worker processes, so it is small, picklable and stateless."""
 
-    counted: tuple[str, ...] = ()
+    summed_entries: tuple[str, ...] = ()
     """Entries of a row that are not stored but summed over a table."""
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """What a reader of the rows must know besides, as plain values for meta.json."""
         return {}
 
@@ -32,11 +32,11 @@ class Encoder(ABC):
     def rows(self, record: Record) -> Iterator[Row]:
         """What is kept of one record: usually one row. Raises Unreadable where it cannot be decoded."""
 
-    def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | Bad]]:
+    def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | BadRecord]]:
         """The rows of many records, each with the table it belongs to, in order."""
         for table, record in records:
             try:
                 for row in self.rows(record):
                     yield table, row
             except Unreadable as error:
-                yield table, Bad(record.key, record.where, str(error))
+                yield table, BadRecord(record.key, record.where, str(error))

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from bottega.config.data import Data, HeldOut, Source
 from bottega.core.errors import DataError, UsageError
-from bottega.data.formats import Found, compressed, find
-from bottega.data.formats.fingerprint import content_hash, content_hashes
-from bottega.data.formats.idx import parts_in
+from bottega.data.formats import SourceFiles, compression, find_files
+from bottega.data.formats.fingerprint import hash_file, hash_files
+from bottega.data.formats.idx import list_splits
 from bottega.data.formats.reader import Piece
-from bottega.data.tables.cache import cached, default_cache
+from bottega.data.tables.cache import default_cache, get_or_build
 
 # A process is given so many bytes at a time: small enough to lose little when it is killed, large enough that the part
 # it writes costs nothing to open again.
@@ -42,7 +42,7 @@ IN_TEXT = ("text", "lines", "jsonl", "json", "csv")
 class Input:
     """One source, and where its rows go."""
 
-    found: Found
+    found: SourceFiles
     table: str
     """train, or train.0 and so on; validation; test; replay."""
     is_split: bool = False
@@ -73,7 +73,7 @@ class Shares:
         return bool(self.validation or self.test)
 
 
-def inputs_of(data: Data) -> tuple[tuple[Input, ...], Shares]:
+def collect_inputs(data: Data) -> tuple[tuple[Input, ...], Shares]:
     """Held-out sources come first: of two equal rows the first stays, and that should not be the one in train."""
     sources = data.sources or (data.train,)
     held_out = [("validation", data.validation), ("test", data.test)]
@@ -137,7 +137,7 @@ def _labelled(held_out: Source, sources: Sequence[Source], number: int | None) -
     return held_out.model_copy(update={"labels": held_out.labels if number is None and held_out.labels else every})
 
 
-def _find_held_out(source: Source, table: str) -> Found:
+def _find_held_out(source: Source, table: str) -> SourceFiles:
     """Return the files of validation or test; of a folder with named parts those of that name, or else of the other one.
 
     Without a name a folder's part is train, which must not be measured.
@@ -145,33 +145,33 @@ def _find_held_out(source: Source, table: str) -> Found:
     found = _find(source, f"data.{table}")
     if source.split is not None:
         return found
-    parts = parts_in(found.root) if found.kind == "idx" else found.other_parts
+    parts = list_splits(found.root) if found.kind == "idx" else found.other_splits
     order = (table, "test" if table == "validation" else "validation")
     chosen = next((part for part in order if part in parts), None)
     return found if chosen is None else _find(source.model_copy(update={"split": chosen}), f"data.{table}")
 
 
-def _find(source: Source, key: str) -> Found:
-    found = find_in_utf8(source)
+def _find(source: Source, key: str) -> SourceFiles:
+    found = find_utf8_files(source)
     if found.kind == "shards":
         raise UsageError(f"{key}: {source.path} holds shards, which are prepared already and stand alone as data.train")
-    if source.split is not None and found.part is None and found.kind not in NAMED_PARTS:
+    if source.split is not None and found.split_name is None and found.kind not in NAMED_PARTS:
         raise UsageError(f"{key}.split: {found.kind} has no part named {source.split!r}; leave it out")
-    is_packed_text = found.kind == "text" and len(found.files) == 1 and compressed.is_packed(found.files[0])
+    is_packed_text = found.kind == "text" and len(found.files) == 1 and compression.is_compressed(found.files[0])
     return _unpacked(found) if is_packed_text else found
 
 
-def find_in_utf8(source: Source) -> Found:
+def find_utf8_files(source: Source) -> SourceFiles:
     """The files of a source, as copies in UTF-8 where it says that they are in another encoding."""
-    found = find(source)
+    found = find_files(source)
     if source.encoding in (None, "utf-8"):
         return found
     if found.kind not in IN_TEXT:
         raise UsageError(
             f"encoding: {found.root} is {found.kind}, which says by itself how its texts are written; leave it out"
         )
-    names = [found.name(file) for file in found.files]
-    parts = [f"{content} {name}" for content, name in zip(content_hashes(found.files), names, strict=True)]
+    names = [found.relative_name(file) for file in found.files]
+    parts = [f"{content} {name}" for content, name in zip(hash_files(found.files), names, strict=True)]
     key = hashlib.sha256("\n".join([str(source.encoding), *parts]).encode(errors="surrogateescape")).hexdigest()[:32]
 
     def build(folder: Path) -> None:
@@ -179,7 +179,7 @@ def find_in_utf8(source: Source) -> Found:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             _recode(file, folder / name, str(source.encoding))
 
-    folder = cached(default_cache() / "recoded", key, build)
+    folder = get_or_build(default_cache() / "recoded", key, build)
     copies = [folder / name for name in names]
     root = copies[0] if found.files == [found.root] else folder
     changed = found.source.model_copy(update={"path": str(root), "more_paths": None})
@@ -188,7 +188,7 @@ def find_in_utf8(source: Source) -> Found:
 
 def _recode(file: Path, copy: Path, encoding: str) -> None:
     decoder, read = codecs.getincrementaldecoder(encoding)(), 0
-    with compressed.unpacked(file) as stream, copy.open("wb") as out:
+    with compression.open_decompressed(file) as stream, copy.open("wb") as out:
         while True:
             raw = stream.read(1 << 20)
             try:
@@ -201,26 +201,26 @@ def _recode(file: Path, copy: Path, encoding: str) -> None:
                 return
 
 
-def _unpacked(found: Found) -> Found:
+def _unpacked(found: SourceFiles) -> SourceFiles:
     """A single text is cut where its end is kept back, and what is packed cannot be: so it is unpacked, once."""
     file = found.files[0]
     name = file.with_suffix("").name
 
     def build(folder: Path) -> None:
-        with compressed.unpacked(file) as packed, (folder / name).open("wb") as out:
+        with compression.open_decompressed(file) as packed, (folder / name).open("wb") as out:
             shutil.copyfileobj(packed, out, 1 << 20)
 
-    key = hashlib.sha256(f"{content_hash(file)} {name}".encode(errors="surrogateescape")).hexdigest()[:32]
-    plain = cached(default_cache() / "unpacked", key, build) / name
+    key = hashlib.sha256(f"{hash_file(file)} {name}".encode(errors="surrogateescape")).hexdigest()[:32]
+    plain = get_or_build(default_cache() / "unpacked", key, build) / name
     return replace(found, root=plain, files=[plain], source=found.source.model_copy(update={"path": str(plain)}))
 
 
-def items_of(inputs: tuple[Input, ...], shares: Shares, *, cut_single_text: bool) -> list[Item]:
+def list_items(inputs: tuple[Input, ...], shares: Shares, *, cut_single_text: bool) -> list[Item]:
     """Every piece of every input, in order."""
     items: list[Item] = []
     for number, input in enumerate(inputs):
         size = MEDIA_JOB_BYTES if input.found.is_media else JOB_BYTES
-        pieces = input.found.pieces(size)
+        pieces = input.found.list_pieces(size)
         single = input.found.kind == "text" and len(input.found.files) == 1
         if single and input.is_split and cut_single_text:
             items += _cut(number, input, pieces, shares)
@@ -275,7 +275,7 @@ def _bytes(piece: Piece) -> int:
     return min(size, max(1, piece.stop - piece.start))
 
 
-def jobs_of(items: list[Item], inputs: tuple[Input, ...]) -> tuple[tuple[Item, ...], ...]:
+def group_into_jobs(items: list[Item], inputs: tuple[Input, ...]) -> tuple[tuple[Item, ...], ...]:
     """Items in groups of about equal bytes; a job is of one input, so that its parts are merged in order."""
     jobs: list[list[Item]] = []
     room, last = 0, -1

@@ -19,7 +19,7 @@ WORTH_PROCESSES = 24 << 20
 # A thousand small files take about half a second, however few their bytes.
 WORTH_FILES = 8000
 
-Progress = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 """What is being done, how many bytes of how many."""
 
 
@@ -32,26 +32,26 @@ class Jobs(ABC):
     """Bytes of each job."""
 
     @abstractmethod
-    def work(self, number: int, out: Path) -> dict[str, Any]:
+    def run_job(self, number: int, out: Path) -> dict[str, Any]:
         """Do job `number` into the empty folder `out`, and say in a few words of JSON what came of it."""
 
     def num_pieces(self, number: int) -> int:
         """How many files or pieces of files a job reads."""
         return 1
 
-    def part(self, number: int) -> Path:
+    def job_folder(self, number: int) -> Path:
         return self.folder / f"{number:06d}"
 
     def __call__(self, number: int) -> dict[str, Any]:
         if number >= len(self.sizes):
             return {}  # ordered ahead, beyond the end
-        part = self.part(number)
+        part = self.job_folder(number)
         if (part / SUMMARY).is_file():
             return json.loads((part / SUMMARY).read_bytes())
         try:
             # A worker may outlive a parent that was killed, so the next one may do the same job: the first result stays.
             with writing_folder(part, replace=False) as temporary:
-                summary = self.work(number, temporary)
+                summary = self.run_job(number, temporary)
                 (temporary / SUMMARY).write_text(json.dumps(summary))
         except OSError as error:
             if isinstance(error, FileExistsError) and (part / SUMMARY).is_file():
@@ -62,7 +62,7 @@ class Jobs(ABC):
         return summary
 
 
-def run(jobs: Jobs, progress: Progress) -> Iterator[dict[str, Any]]:
+def run_jobs(jobs: Jobs, progress: ProgressCallback) -> Iterator[dict[str, Any]]:
     """The summaries in order, as the jobs are done."""
     jobs.folder.mkdir(parents=True, exist_ok=True)
     total, done = sum(jobs.sizes), 0
@@ -79,7 +79,7 @@ def run(jobs: Jobs, progress: Progress) -> Iterator[dict[str, Any]]:
 
 
 def _workers(jobs: Jobs) -> int:
-    left = [n for n in range(len(jobs.sizes)) if not jobs.part(n).exists()]
+    left = [n for n in range(len(jobs.sizes)) if not jobs.job_folder(n).exists()]
     if sum(jobs.sizes[n] for n in left) < WORTH_PROCESSES and sum(map(jobs.num_pieces, left)) < WORTH_FILES:
         return 0
     cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(left))

@@ -12,9 +12,9 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.records.fields import label_name, label_text, text_of
+from bottega.data.records.fields import find_label_field, normalize_label, to_text
 from bottega.data.records.record import Record, Unreadable
-from bottega.data.tables.classes import is_whole
+from bottega.data.tables.classes import is_integer_label
 
 WORD, NUMBER, EITHER, COPY = 0, 1, 2, 3
 """What a label was in the data; "1" and a list of no class fit with both. A changed copy is not looked at again."""
@@ -40,7 +40,7 @@ class LabelReader:
         fields = record.fields
         is_plural = self.separator is not None and self.field == "label" and "label" not in fields
         try:
-            name = "labels" if is_plural and "labels" in fields else label_name(fields, self.field)
+            name = "labels" if is_plural and "labels" in fields else find_label_field(fields, self.field)
         except Unreadable as error:
             raise Unreadable(f"{error}; {NAME_IT}") from None
         assert name is not None, "a field that is asked for is there, or it is an error"
@@ -57,7 +57,7 @@ class LabelReader:
 
     def _several(self, value: Any, field: str, separator: str) -> tuple[str, int]:
         if isinstance(value, bytes):
-            value = text_of(value, field)
+            value = to_text(value, field)
         if value is None:
             raise Unreadable(
                 f"field {field!r} has no value, and it is the label; write [] for a text of no class, or set data.bad_records=skip"
@@ -97,6 +97,6 @@ def _named(value: Any, field: str) -> tuple[str, int]:
         return str(value).lower(), WORD
     if isinstance(value, float) and not math.isfinite(value):
         raise Unreadable(f"field {field!r} is {value}, and it is the label; {GIVE}")
-    text = label_text(value, field)
-    form = NUMBER if isinstance(value, int | float) else EITHER if is_whole(text) else WORD
+    text = normalize_label(value, field)
+    form = NUMBER if isinstance(value, int | float) else EITHER if is_integer_label(text) else WORD
     return text, form | (BLANKS if isinstance(value, str) and value != text else 0)

@@ -13,16 +13,16 @@ from bottega.config.data import Data, HeldOut, Source
 from bottega.config.media import MediaRecipe
 from bottega.core.errors import DataError, UsageError
 from bottega.data.audio.config import AudioData
-from bottega.data.embedded import Medium, in_place, materialise
-from bottega.data.formats import find
+from bottega.data.embedded import Medium, materialise_embedded, resolve_embedded_sources
+from bottega.data.formats import find_files
 from bottega.data.image.config import ImageData
 from bottega.data.numbers.config import RoutingData
 from bottega.data.prepare.encoder import Encoder
-from bottega.data.prepare.inputs import Input, Shares, check_medium, inputs_of
-from bottega.data.prepare.jobs import Progress
-from bottega.data.prepare.prepared import Plan, Prepared, opened_where_prepared, prepare
-from bottega.data.prepare.rules import Dropped, Rules
-from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.prepare.inputs import Input, Shares, check_medium, collect_inputs
+from bottega.data.prepare.jobs import ProgressCallback
+from bottega.data.prepare.prepared import PreparationPlan, PreparedData, open_if_prepared, prepare
+from bottega.data.prepare.rules import DroppedRecord, Rules
+from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.tables.cache import default_cache
 from bottega.data.video.config import VideoData
 
@@ -34,13 +34,13 @@ TRIES = 100
 T = TypeVar("T")
 
 
-def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None = None) -> Prepared:
+def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Path | None = None) -> PreparedData:
     """Tables of a medium with key, label and caption."""
     medium: Medium = (
         "audio" if isinstance(recipe.data, AudioData) else "video" if isinstance(recipe.data, VideoData) else "image"
     )
     # What a classifier or an autoencoder learns from is what a generator of the same medium does, so they share it.
-    ready = opened_where_prepared(recipe.data, task=medium)
+    ready = open_if_prepared(recipe.data, task=medium)
     if ready is not None:
         return ready
     inputs, shares = _inputs(recipe.data, medium)
@@ -48,7 +48,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None
     condition = getattr(recipe.model, "condition", "none")
     data: Any = recipe.data  # the schema of each medium adds condition_field
     encoder, facts = _encoder(data, condition, _first(inputs, rules), inputs)
-    plan = Plan(
+    plan = PreparationPlan(
         task=medium,
         inputs=inputs,
         shares=shares,
@@ -56,7 +56,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None
         rules=rules,
         encoder=lambda texts, folder, progress: encoder,
         options=(encoder,),
-        facts=facts,
+        metadata=facts,
         label_field=data.condition_field if condition == "class" else None,
         num_classes=getattr(recipe.model, "num_classes", None) if condition == "class" else None,
         needs_classes=condition == "class",
@@ -64,20 +64,20 @@ def prepare_media(recipe: MediaRecipe, *, progress: Progress, cache: Path | None
     return prepare(plan, cache=cache or default_cache(), progress=progress)
 
 
-def prepare_vectors(data: RoutingData, *, progress: Progress, cache: Path | None = None) -> Prepared:
+def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Path | None = None) -> PreparedData:
     """Tables of x, label, rule and key."""
-    from bottega.data.numbers.numbers import layout_of
+    from bottega.data.numbers.numeric_fields import infer_layout
     from bottega.data.numbers.vectors import VectorEncoder
 
-    ready = opened_where_prepared(data, task="routing")
+    ready = open_if_prepared(data, task="routing")
     if ready is not None:
         return ready
     inputs, shares = _vector_inputs(data)
     check_medium(inputs, "x")
-    is_made, rules = data.is_made, Rules("x")
-    layout = None if is_made else layout_of(itertools.islice(_readable(inputs, rules), TRIES))
+    is_made, rules = data.is_synthetic, Rules("x")
+    layout = None if is_made else infer_layout(itertools.islice(_readable(inputs, rules), TRIES))
     encoder = VectorEncoder(is_made=is_made, num_rules=data.num_rules if is_made else None, layout=layout)
-    plan = Plan(
+    plan = PreparationPlan(
         task="routing",
         inputs=inputs,
         shares=shares,
@@ -106,21 +106,21 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
         return plain(**said if source.kind != "synthetic" else {**said, "kind": "numpy", "path": str(folder(source))})
 
     sources = [
-        in_file(source, partial(rules.training_folder, data, number=number))
+        in_file(source, partial(rules.materialise_training, data, number=number))
         for number, source in enumerate(data.sources or (data.train,))
     ]
     held_out = {name: getattr(data, name) for name in ("validation", "test")}
     made = {name: part for name, part in held_out.items() if part is not None and part.kind == "synthetic"}
     there = {name: in_file(part, Path) if name not in made else None for name, part in held_out.items()}
     named = {"train": sources[0], "sources": None} if data.sources is None else {"sources": tuple(sources)}
-    inputs, shares = inputs_of(data.model_copy(update={**named, **there}))
-    if len(sources) > 1 and data.is_made and not any(part.rules for part in made.values()):
+    inputs, shares = collect_inputs(data.model_copy(update={**named, **there}))
+    if len(sources) > 1 and data.is_synthetic and not any(part.rules for part in made.values()):
         # Whose each held-out sample is stays known, also where the sources are no sequence: they are tasks to adapt to.
         inputs = tuple(replace(one, source=_number(one)) for one in inputs)
     first = [
-        Input(find(Source(kind="numpy", path=str(folder))), name, source=number if len(sources) > 1 else None)
+        Input(find_files(Source(kind="numpy", path=str(folder))), name, source=number if len(sources) > 1 else None)
         for name, part in made.items()
-        for number, folder in enumerate(rules.held_out_folders(data, part, table=name))
+        for number, folder in enumerate(rules.materialise_held_out(data, part, table=name))
     ]
     return (*first, *inputs), shares
 
@@ -128,9 +128,9 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
 def _readable(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
     """The training records that are none of the bad, from the first on."""
     for input in inputs:
-        for piece in input.found.pieces(64 << 20) if input.table.startswith("train") else ():
+        for piece in input.found.list_pieces(64 << 20) if input.table.startswith("train") else ():
             for record in input.found.read(piece):
-                ruled = record if isinstance(record, Bad) else rules.apply(record, input.found.source)
+                ruled = record if isinstance(record, BadRecord) else rules.apply(record, input.found.source)
                 if isinstance(ruled, Record):
                     yield ruled
 
@@ -144,7 +144,7 @@ def _inputs(data: Data, medium: Medium) -> tuple[tuple[Input, ...], Shares]:
     for source in (*(data.sources or (data.train,)), data.validation, data.test):
         if source is not None and source.kind == "synthetic":
             raise UsageError("data.train.kind: synthetic data is of the task routing; say embedded, or give a path")
-    inputs, shares = inputs_of(in_place(data, "numpy", partial(materialise, medium)))
+    inputs, shares = collect_inputs(resolve_embedded_sources(data, "numpy", partial(materialise_embedded, medium)))
     check_medium(inputs, medium)
     return inputs, shares
 
@@ -156,7 +156,7 @@ def _first(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Recor
         problem = None
         for record in _some(inputs, rules):
             try:
-                if not isinstance(record, Bad):
+                if not isinstance(record, BadRecord):
                     return question(record)
                 problem = problem or str(record)
             except Unreadable as error:
@@ -169,17 +169,17 @@ def _first(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Recor
     return ask
 
 
-def _some(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record | Bad]:
+def _some(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record | BadRecord]:
     tried = 0
     for input in inputs:
         if not input.table.startswith("train"):
             continue
-        for piece in input.found.pieces(64 << 20):
+        for piece in input.found.list_pieces(64 << 20):
             for record in input.found.read(piece):
-                ruled = record if isinstance(record, Bad) else rules.apply(record, input.found.source)
-                if isinstance(ruled, Bad) and not tried and not input.found.is_media:
+                ruled = record if isinstance(record, BadRecord) else rules.apply(record, input.found.source)
+                if isinstance(ruled, BadRecord) and not tried and not input.found.is_media:
                     raise DataError(str(ruled))
-                if not isinstance(ruled, Dropped):
+                if not isinstance(ruled, DroppedRecord):
                     yield ruled
                     tried += 1
                 if tried >= TRIES:
@@ -200,22 +200,22 @@ def _encoder(
 
 
 def _audio(data: AudioData, named: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
-    from bottega.data.audio.encoder import AudioEncoder, native_rate
+    from bottega.data.audio.encoder import AudioEncoder, read_sample_rate
 
-    rate = data.sample_rate or first(native_rate)
+    rate = data.sample_rate or first(read_sample_rate)
     return AudioEncoder(rate, data.normalise, **named), {"sample_rate": rate}
 
 
 def _image(
     data: ImageData, named: dict[str, Any], first: Any, inputs: tuple[Input, ...]
 ) -> tuple[Encoder, dict[str, Any]]:
-    from bottega.data.image.buckets import shapes
-    from bottega.data.image.decode import probe
-    from bottega.data.image.encoder import IMAGE_FIELDS, ImageEncoder, medium
+    from bottega.data.image.buckets import compute_bucket_shapes
+    from bottega.data.image.decode import read_image_shape
+    from bottega.data.image.encoder import IMAGE_FIELDS, ImageEncoder, read_media_field
 
     def look(record: Record) -> tuple[tuple[int, int, int], int]:
-        picture = medium(record, None, names=IMAGE_FIELDS, what="image")
-        return probe(picture), _encoded_size(picture)
+        picture = read_media_field(record, None, names=IMAGE_FIELDS, medium="image")
+        return read_image_shape(picture), _encoded_size(picture)
 
     (height, width, channels), encoded = first(look)
     size = (data.image_size, data.image_size) if data.image_size is not None else (height, width)
@@ -227,7 +227,7 @@ def _image(
     encoder = ImageEncoder(
         size=size if data.buckets is None else None,
         channels=data.channels or min(3, channels),
-        buckets=shapes(data.buckets, size[0]) if data.buckets is not None else None,
+        buckets=compute_bucket_shapes(data.buckets, size[0]) if data.buckets is not None else None,
         resize=data.resize,
         store=stored,
         **named,
@@ -242,9 +242,9 @@ def _encoded_size(picture: Any) -> int:
 
 
 def _video(data: VideoData, named: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
-    from bottega.data.image.decode import probe
-    from bottega.data.image.encoder import medium
-    from bottega.data.video.decode import frames
+    from bottega.data.image.decode import read_image_shape
+    from bottega.data.image.encoder import read_media_field
+    from bottega.data.video.decode import decode_frames
     from bottega.data.video.encoder import VIDEO_FIELDS, VideoEncoder
 
     if data.buckets is not None:
@@ -252,8 +252,8 @@ def _video(data: VideoData, named: dict[str, Any], first: Any) -> tuple[Encoder,
 
     def look(record: Record) -> tuple[int, int, int]:
         """Height, width and channels of the first frame."""
-        video = medium(record, None, names=VIDEO_FIELDS, what="video")
-        return probe(next(frames(video).frames) if not hasattr(video, "shape") else video[0])
+        video = read_media_field(record, None, names=VIDEO_FIELDS, medium="video")
+        return read_image_shape(next(decode_frames(video).frames) if not hasattr(video, "shape") else video[0])
 
     side, channels = data.image_size or 0, data.channels or 0
     height, width, in_colour = (side, side, channels) if side and channels else first(look)

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from bottega.config.data import Data, Duplicates, Splitting
+from bottega.config.data import Data, Deduplication, Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.data.prepare.encode import Encode, encode
+from bottega.data.prepare.encode import EncodeJobs, encode_tables
 from bottega.data.prepare.encoder import Encoder
-from bottega.data.prepare.inputs import Input, Item, Shares, items_of, jobs_of
-from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.inputs import Input, Item, Shares, group_into_jobs, list_items
+from bottega.data.prepare.jobs import ProgressCallback
 from bottega.data.prepare.rules import OTHER_CLASS, Rules
-from bottega.data.prepare.scan import Decisions, Scan, decide
-from bottega.data.prepare.scored import Scored
-from bottega.data.tables.cache import cached, damage
-from bottega.data.tables.classes import Classes, classes_of, texts_of
+from bottega.data.prepare.scan import Decisions, ScanJobs, decide_tables
+from bottega.data.prepare.scored_encoder import ScoredEncoder
+from bottega.data.tables.cache import find_damage, get_or_build
+from bottega.data.tables.classes import Classes, find_classes_if_labelled, read_text_column
 from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.storage.durable import flush_all, write_atomic
@@ -40,25 +40,25 @@ FORMAT = 4
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Tables in `folder`. The fingerprint is a hash of all they were made from."""
 
     folder: Path
     fingerprint: str
-    unread_parts: tuple[str, ...] = ()
+    unread_splits: tuple[str, ...] = ()
     """Parts of the folder that train is a part of, and that nothing reads. The same rows may come from a file that has no
     parts, so this is not kept with them."""
-    contents: Mapping[str, str] = field(default_factory=dict, compare=False)
+    held_out_hashes: Mapping[str, str] = field(default_factory=dict, compare=False)
     """validation and test -> hash of the files that their rows come from; empty where that was not recorded."""
 
     @cached_property
-    def meta(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         return json.loads((self.folder / META).read_bytes())
 
     @property
     def tables(self) -> dict[str, dict[str, int]]:
         """What each table holds, in numbers."""
-        return self.meta["tables"]
+        return self.metadata["tables"]
 
     @property
     def training_tables(self) -> list[str]:
@@ -69,10 +69,10 @@ class Prepared:
 
     def notes(self) -> list[str]:
         """What was left out, in words."""
-        meta = self.meta
+        meta = self.metadata
         lines = []
-        if self.unread_parts:
-            names, one = ", ".join(self.unread_parts), self.unread_parts[0]
+        if self.unread_splits:
+            names, one = ", ".join(self.unread_splits), self.unread_splits[0]
             lines.append(f"only the part train is read, not {names}; data.{one}.split={one} would read that")
         dropped = {reason: count for reason, count in meta["dropped"].items() if reason != OTHER_CLASS}
         lines += [f"{count:,} records left out: {reason}" for reason, count in sorted(dropped.items())]
@@ -84,7 +84,7 @@ class Prepared:
 
     @cached_property
     def classes(self) -> Classes:
-        return Classes(tuple(self.meta.get("classes") or ()))
+        return Classes(tuple(self.metadata.get("classes") or ()))
 
     def hash_samples(self, table: str) -> str:
         """Return a hash of which samples with which labels a table holds, whatever else is read of them."""
@@ -98,7 +98,7 @@ class Prepared:
                 digest.update(np.ascontiguousarray(columns.values(name)).tobytes())
         return digest.hexdigest()[:32]
 
-    def labels(self, table: str) -> np.ndarray | None:
+    def class_ids(self, table: str) -> np.ndarray | None:
         """The class number of each row; None where there are no classes."""
         return self.classes.ids(list(_column(self.table(table), "label"))) if len(self.classes) else None
 
@@ -108,7 +108,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparationPlan:
     """One preparation: what is read, what is done with it, and how it is encoded."""
 
     task: str
@@ -116,18 +116,18 @@ class Plan:
     shares: Shares
     data: Data
     rules: Rules
-    encoder: Callable[[Texts, Path, Progress], Encoder]
+    encoder: Callable[[PlannedTexts, Path, ProgressCallback], Encoder]
     """Made when the records are known to be there, since it may learn from them (a tokenizer)."""
     options: tuple[Any, ...]
     """Whatever else decides what is written, with a stable text form."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     """What a reader of the tables must know besides."""
     label_field: str | None = None
     num_classes: int | None = None
     """Declared by the recipe; None counts them in the data."""
     needs_classes: bool = False
     """Whether a record without a label is an error."""
-    deduplicate: Duplicates | None = None
+    deduplicate: Deduplication | None = None
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -141,14 +141,14 @@ class Plan:
         inputs = [(*_named(input), input.table, input.is_split, *_chosen(input)) for input in self.inputs]
         parts = (FORMAT, self.task, inputs, self.shares, self.data.split, self.rules, self.deduplicate)
         labels = (self.label_field, self.num_classes, self.needs_classes)
-        policy = (self.stop, self.data.max_bad, *labels, self.score_field, *self.rules.named)
+        policy = (self.stop_on_bad, self.data.max_bad, *labels, self.score_field, *self.rules.class_names_key)
         # Another Python may know other characters.
         is_ruled = self.rules.clean or self.rules.filter or self.deduplicate
         tables = unicodedata.unidata_version if is_ruled else None
         return hashlib.sha256(repr((parts, policy, self.options, tables)).encode()).hexdigest()[:32]
 
     @property
-    def contents(self) -> dict[str, str]:
+    def held_out_hashes(self) -> dict[str, str]:
         """validation and test -> hash of the files that their rows come from, however these are read."""
         found: dict[str, str] = {}
         for name in (table for table in ("validation", "test") if table in self.tables):
@@ -164,7 +164,7 @@ class Plan:
         return curriculum.by if curriculum is not None and curriculum.by not in ("length", "rarity") else None
 
     @property
-    def stop(self) -> bool:
+    def stop_on_bad(self) -> bool:
         """What a bad record does: media are many and now and then one is cut short, a broken row is a mistake."""
         if self.data.bad_records is not None:
             return self.data.bad_records == "stop"
@@ -186,23 +186,25 @@ def _chosen(input: Input) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Texts:
+class PlannedTexts:
     """The planned work, for those who must see the texts before they are encoded."""
 
-    plan: Plan
+    plan: PreparationPlan
     jobs: tuple[tuple[Item, ...], ...]
     decisions: Decisions | None
 
 
-def prepare(plan: Plan, *, cache: Path, progress: Progress = lambda stage, done, total: None) -> Prepared:
+def prepare(
+    plan: PreparationPlan, *, cache: Path, progress: ProgressCallback = lambda stage, done, total: None
+) -> PreparedData:
     """The prepared folder of a plan, made where it is not there yet. Many processes may call at once."""
     for input in plan.inputs:
         input.found.hash_files(progress)
-    folder = cached(cache, plan.key, lambda folder: _build(plan, folder, progress))
-    return Prepared(folder, plan.key, _unread_parts(plan.inputs), plan.contents)
+    folder = get_or_build(cache, plan.key, lambda folder: _build(plan, folder, progress))
+    return PreparedData(folder, plan.key, _unread_parts(plan.inputs), plan.held_out_hashes)
 
 
-def opened(folder: Path, *, task: str) -> Prepared:
+def open_prepared(folder: Path, *, task: str) -> PreparedData:
     """A folder that `bottega prepare --out` wrote, here or elsewhere."""
     try:
         meta = json.loads((folder / META).read_bytes())
@@ -214,11 +216,13 @@ def opened(folder: Path, *, task: str) -> Prepared:
             f"{folder} was prepared for {made_for} in form {version}; {task} in form {FORMAT} was asked for: prepare the "
             "data again"
         )
-    problem = damage(folder) or next((f"{name!r} is no table" for name in meta["tables"] if not _TABLE(name)), None)
+    problem = find_damage(folder) or next(
+        (f"{name!r} is no table" for name in meta["tables"] if not _TABLE(name)), None
+    )
     if problem is not None:
         raise DataError(f"{folder} is damaged: {problem}; copy or prepare it again")
     contents = meta.get("contents")
-    return Prepared(folder, key, contents=contents if isinstance(contents, dict) else {})
+    return PreparedData(folder, key, held_out_hashes=contents if isinstance(contents, dict) else {})
 
 
 def is_prepared(folder: Path) -> bool:
@@ -229,7 +233,7 @@ def is_prepared(folder: Path) -> bool:
         return False
 
 
-def opened_where_prepared(data: Data, *, task: str) -> Prepared | None:
+def open_if_prepared(data: Data, *, task: str) -> PreparedData | None:
     """The recipe's training data where that is a prepared folder already."""
     path = Path(data.train.path).expanduser() if data.train.path is not None else None
     if data.train.kind == "shards" and path is None:
@@ -238,7 +242,7 @@ def opened_where_prepared(data: Data, *, task: str) -> Prepared | None:
         for key in ("replay", "split", "clean", "filter", "deduplicate"):
             if getattr(data, key, None) is not None:
                 raise UsageError(f"data.{key}: {path} holds shards, which are prepared already; leave it out")
-        ready = opened(path, task=task)
+        ready = open_prepared(path, task=task)
         for name, part in (("validation", data.validation), ("test", data.test)):
             if part is not None and part.path is not None:
                 raise UsageError(f"data.{name}.path: {path} holds shards, which bring their own; leave it out")
@@ -248,7 +252,7 @@ def opened_where_prepared(data: Data, *, task: str) -> Prepared | None:
     return None
 
 
-def _build(plan: Plan, folder: Path, progress: Progress) -> None:
+def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
     """Parts are removed only when all else is done, so that a kill at any moment costs little."""
     if not (folder / META).is_file():
         _make_tables(plan, folder, progress)
@@ -256,19 +260,27 @@ def _build(plan: Plan, folder: Path, progress: Progress) -> None:
         shutil.rmtree(folder / left, ignore_errors=True)
 
 
-def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
+def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
     # The end of a single text is a cut of its bytes, which nobody has to scan for.
-    items = items_of(plan.inputs, plan.shares, cut_single_text=plan.data.split is None)
-    jobs = jobs_of(items, plan.inputs)
+    items = list_items(plan.inputs, plan.shares, cut_single_text=plan.data.split is None)
+    jobs = group_into_jobs(items, plan.inputs)
     sizes = tuple(sum(item.bytes for item in job) for job in jobs)
     decisions = _decisions(plan, jobs, sizes, folder, progress)
-    encoder = plan.encoder(Texts(plan, jobs, decisions), folder, progress)
+    encoder = plan.encoder(PlannedTexts(plan, jobs, decisions), folder, progress)
     if plan.score_field is not None:
-        encoder = Scored(encoder, plan.score_field)
-    work = Encode(
-        plan.inputs, jobs, folder / "parts", sizes, plan.rules, encoder, plan.tables, decisions, stop=plan.stop
+        encoder = ScoredEncoder(encoder, plan.score_field)
+    work = EncodeJobs(
+        plan.inputs,
+        jobs,
+        folder / "parts",
+        sizes,
+        plan.rules,
+        encoder,
+        plan.tables,
+        decisions,
+        stop_on_bad=plan.stop_on_bad,
     )
-    known = encode(work, folder, max_bad=plan.data.max_bad, progress=progress)
+    known = encode_tables(work, folder, max_bad=plan.data.max_bad, progress=progress)
     for name, count in (decisions.dropped if decisions else {}).items():
         known["dropped"][name] = count
     classes = None
@@ -279,11 +291,11 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
         "format": FORMAT,
         "task": plan.task,
         "key": plan.key,
-        "contents": plan.contents,
+        "contents": plan.held_out_hashes,
         **known,
         "classes": classes,
-        **plan.facts,
-        **encoder.facts,
+        **plan.metadata,
+        **encoder.metadata,
     }
     _check_unchanged(plan)
     for table in known["tables"]:
@@ -292,12 +304,12 @@ def _make_tables(plan: Plan, folder: Path, progress: Progress) -> None:
 
 
 def _unread_parts(inputs: tuple[Input, ...]) -> tuple[str, ...]:
-    read = {input.found.part for input in inputs}
-    beside_train = {part for input in inputs if input.table.startswith("train") for part in input.found.other_parts}
+    read = {input.found.split_name for input in inputs}
+    beside_train = {part for input in inputs if input.table.startswith("train") for part in input.found.other_splits}
     return tuple(sorted(beside_train - read))
 
 
-def _check_unchanged(plan: Plan) -> None:
+def _check_unchanged(plan: PreparationPlan) -> None:
     """What was read must be what the key says: hashes are remembered, so this costs a look at each file's times."""
     for input in plan.inputs:
         again = replace(input.found)
@@ -305,7 +317,7 @@ def _check_unchanged(plan: Plan) -> None:
             raise DataError(f"{input.found.root} changed while it was read; prepare it again when it is complete")
 
 
-def _classes(plan: Plan, folder: Path, tables: Iterable[str]) -> list[str]:
+def _classes(plan: PreparationPlan, folder: Path, tables: Iterable[str]) -> list[str]:
     """The classes of all tables, in order; a label that is none of them is an error now and not in training."""
     first_of: dict[str, str] = {}
     for name in tables:
@@ -313,19 +325,19 @@ def _classes(plan: Plan, folder: Path, tables: Iterable[str]) -> list[str]:
         for number, label in enumerate(_column(table, "label")):
             if label not in first_of:
                 first_of[label] = table.row("key", number)
-    classes = classes_of(first_of, num_classes=plan.num_classes, required=plan.needs_classes)
+    classes = find_classes_if_labelled(first_of, num_classes=plan.num_classes, required=plan.needs_classes)
     if len(classes):
         classes.ids(list(first_of), keys=list(first_of.values()))
     return list(classes.names)
 
 
-def _check_labels(plan: Plan, folder: Path) -> None:
+def _check_labels(plan: PreparationPlan, folder: Path) -> None:
     """A class that is asked for and occurs nowhere is a slip."""
     for input in plan.inputs:
         labels = input.found.source.labels
         if labels is None or not input.table.startswith("train"):
             continue
-        found = set(texts_of(Table(folder / input.table), "label"))
+        found = set(read_text_column(Table(folder / input.table), "label"))
         wrong = [label for label in labels if label not in found]
         if wrong:
             raise DataError(
@@ -339,12 +351,16 @@ def _column(table: Table, name: str) -> Iterator[str]:
 
 
 def _decisions(
-    plan: Plan, jobs: tuple[tuple[Item, ...], ...], sizes: tuple[int, ...], folder: Path, progress: Progress
+    plan: PreparationPlan,
+    jobs: tuple[tuple[Item, ...], ...],
+    sizes: tuple[int, ...],
+    folder: Path,
+    progress: ProgressCallback,
 ) -> Decisions | None:
     undecided = any(item.table is None and plan.inputs[item.input].is_split for job in jobs for item in job)
     if not undecided and plan.deduplicate is None:
         return None
-    scan = Scan(
+    scan = ScanJobs(
         plan.inputs,
         jobs,
         folder / "scan",
@@ -353,7 +369,7 @@ def _decisions(
         plan.data.split or Splitting(),
         plan.label_field,
         plan.deduplicate,
-        stop=plan.stop,
+        stop_on_bad=plan.stop_on_bad,
         by_length=plan.task == "language",
     )
-    return decide(scan, plan.shares, plan.tables, max_bad=plan.data.max_bad, progress=progress)
+    return decide_tables(scan, plan.shares, plan.tables, max_bad=plan.data.max_bad, progress=progress)

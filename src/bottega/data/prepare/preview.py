@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.prepare.prepared import PreparedData
 from bottega.data.records.record import Record
 from bottega.data.tables.shards import Table
 
@@ -21,10 +21,10 @@ class Preview:
     unit: str | None = None
     """What its length is counted in; None where all are of one length."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedData) -> None:
         self.prepared = prepared
 
-    def content_of(self, tables: dict[str, Table]) -> list[str]:
+    def content_columns(self, tables: dict[str, Table]) -> list[str]:
         """The columns by which two rows are the same: their content, or all but the name. Two texts may have the same ids, so
         it is the text where there is one."""
         whole = (name for name in ("text", "record") if all(name in table.columns for table in tables.values()))
@@ -52,7 +52,7 @@ class Preview:
     def describe_array(self, content: np.ndarray) -> str:
         return " x ".join(map(str, content.shape))
 
-    def public(self, row: dict[str, Any]) -> dict[str, Any]:
+    def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
         """A row as fields that other programs read."""
         plain = {name: np.asarray(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
         return {**{name: value for name, value in plain.items() if name != "key"}, "source": row["key"]}
@@ -62,7 +62,7 @@ class Preview:
         return []
 
 
-def picture_file(folder: Path, name: str) -> Path:
+def image_path(folder: Path, name: str) -> Path:
     """A file for a picture, in a folder that is made for it."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / name
@@ -72,21 +72,21 @@ def _short(value: Any) -> str:
     return np.array2string(np.asarray(value), threshold=8, precision=4) if not isinstance(value, str) else value
 
 
-def rows_of(table: Table, numbers: list[int]) -> list[dict[str, Any]]:
+def read_rows(table: Table, numbers: list[int]) -> list[dict[str, Any]]:
     return [{name: table.row(name, number) for name in table.columns} for number in numbers]
 
 
-def spread(table: Table, count: int) -> list[int]:
+def evenly_spaced_rows(table: Table, count: int) -> list[int]:
     """Numbers of `count` rows from the first to the last."""
     return [int(n) for n in np.unique(np.linspace(0, len(table) - 1, min(count, len(table))).astype(int))]
 
 
-def caption_of(row: dict[str, Any]) -> str:
+def row_caption(row: dict[str, Any]) -> str:
     named = [row[name] for name in ("label", "caption", "key") if name in row]
     return next((text for text in named if text), "")
 
 
-def annotations_of(row: dict[str, Any]) -> dict[str, Any]:
+def row_annotations(row: dict[str, Any]) -> dict[str, Any]:
     """The label, caption, source and condition of a row, without those that are empty."""
     named = {"label": row.get("label"), "caption": row.get("caption"), "source": row["key"]}
     annotations: dict[str, Any] = {name: value for name, value in named.items() if value}
@@ -95,11 +95,11 @@ def annotations_of(row: dict[str, Any]) -> dict[str, Any]:
     return annotations
 
 
-def public_records(preview: Preview, table: str, progress: Callable[[int], None]) -> Iterator[Record]:
+def iter_public_records(preview: Preview, table: str, progress: Callable[[int], None]) -> Iterator[Record]:
     """The rows of a table in order, their numbers as keys."""
     rows = preview.prepared.table(table)
     for number in range(len(rows)):
         row = {name: rows.row(name, number) for name in rows.columns}
-        fields = {name: value for name, value in preview.public(row).items() if value is not None}
+        fields = {name: value for name, value in preview.public_fields(row).items() if value is not None}
         yield Record(f"{number:08d}", f"{table} row {number}", fields)
         progress(number + 1)

@@ -10,17 +10,26 @@ from bottega.config.data import Cleaning, Filter, Source, TextData
 from bottega.core.errors import UsageError
 from bottega.data.prepare.inputs import Input, Item
 from bottega.data.prepare.labels import LabelReader
-from bottega.data.records.fields import GOES_ON, TEXTS, Renamed, label_name, label_text, listed, text_of, usual
-from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.records.fields import (
+    HAS_NEXT_PIECE,
+    TEXT_FIELDS,
+    RenamedFields,
+    find_field,
+    find_label_field,
+    list_fields,
+    normalize_label,
+    to_text,
+)
+from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.text import filters
-from bottega.data.text.clean import clean
-from bottega.nearness import near_names
+from bottega.data.text.clean import clean_text
+from bottega.similar_names import find_similar_names
 
 OTHER_CLASS = "of another class"
 """Why a record is left out that `labels` does not ask for."""
 
 
-class Dropped(NamedTuple):
+class DroppedRecord(NamedTuple):
     key: str
     reason: str
 
@@ -38,13 +47,13 @@ class Rules:
     """Number of a class -> its name."""
 
     @classmethod
-    def of_text(cls, data: TextData, *, label: str = "label", class_names: Mapping[str, str] | None = None) -> Rules:
+    def for_text(cls, data: TextData, *, label: str = "label", class_names: Mapping[str, str] | None = None) -> Rules:
         if data.filter is not None:
-            filters.check(data.filter)
+            filters.check_filter(data.filter)
         return cls("text", label, clean=data.clean, filter=data.filter, class_names=class_names or {})
 
     @property
-    def named(self) -> tuple[Any, ...]:
+    def class_names_key(self) -> tuple[Any, ...]:
         """What of it a key of prepared data holds beside its text form."""
         return (tuple(sorted(self.class_names.items())),) if self.class_names else ()
 
@@ -54,7 +63,7 @@ class Rules:
 
     def apply(
         self, record: Record, source: Source, *, starts: bool = True, ends: bool = True, by_number: bool = False
-    ) -> Record | Bad | Dropped:
+    ) -> Record | BadRecord | DroppedRecord:
         """`starts` and `ends` say whether the text of the record does so in it, or whether it is a piece of a longer one.
 
         `by_number` is for a table, whose fields can be named by their number as well.
@@ -62,16 +71,16 @@ class Rules:
         try:
             record = record._replace(fields=self._renamed(record.fields, source, by_number=by_number))
         except Unreadable as error:
-            return Bad(record.key, record.where, str(error))
+            return BadRecord(record.key, record.where, str(error))
         if source.labels is not None:
             try:
                 if LabelReader(self.label).read(record)[0] not in source.labels:
-                    return Dropped(record.key, OTHER_CLASS)
+                    return DroppedRecord(record.key, OTHER_CLASS)
             except Unreadable as error:
-                return Bad(record.key, record.where, str(error))
+                return BadRecord(record.key, record.where, str(error))
         return self._text(record, starts=starts, ends=ends) if self.is_text else record
 
-    def _renamed(self, fields: dict[str, Any], source: Source, *, by_number: bool) -> Renamed:
+    def _renamed(self, fields: dict[str, Any], source: Source, *, by_number: bool) -> RenamedFields:
         """The fields with what is learned from and its label under our names. Raises Unreadable where one is missing."""
         known = Columns(fields, by_number)
         renamed: dict[str, Any] = {}
@@ -86,9 +95,9 @@ class Rules:
             renamed[self.label] = known.value(source.label)
         elif by_number and self.label.isdecimal() and self.label not in fields:
             renamed[self.label] = known.value(self.label)
-        found = Renamed({**fields, **renamed}, own=own - renamed.keys())
+        found = RenamedFields({**fields, **renamed}, own=own - renamed.keys())
         if self.class_names:
-            name = label_name(found, self.label)
+            name = find_label_field(found, self.label)
             if name is not None:
                 found[name] = self._named_class(found[name], name)
         return found
@@ -96,13 +105,13 @@ class Rules:
     def _joined(self, known: Columns, names: tuple[str, ...]) -> str:
         if not self.is_text:
             raise UsageError(f"data.train.field: {len(names)} fields are given, and only texts can be joined; name one")
-        texts = (text_of(known.value(name), name).strip() for name in names)
+        texts = (to_text(known.value(name), name).strip() for name in names)
         return "\n".join(text for text in texts if text)
 
     def _named_class(self, value: Any, field: str) -> Any:
         if isinstance(value, list | tuple):
             return [self._named_class(one, field) for one in value]
-        label = label_text(value, field)
+        label = normalize_label(value, field)
         if label in self.class_names or label in self.class_names.values():
             return self.class_names.get(label, label)
         numbers = ", ".join(list(self.class_names)[:6]) + (", ..." if len(self.class_names) > 6 else "")
@@ -111,20 +120,20 @@ class Rules:
             "are not counted from 0"
         )
 
-    def _text(self, record: Record, *, starts: bool, ends: bool) -> Record | Bad | Dropped:
+    def _text(self, record: Record, *, starts: bool, ends: bool) -> Record | BadRecord | DroppedRecord:
         text = _text(record)
-        if isinstance(text, Bad):
+        if isinstance(text, BadRecord):
             return text
         if self.clean is not None:
-            text = clean(text, self.clean, starts=starts, ends=ends)
+            text = clean_text(text, self.clean, is_start=starts, is_end=ends)
         # A piece always stays: without the last one, short as it may be, the text would lose its end.
         if starts and ends:
             if not text:
-                return Dropped(record.key, "empty")
+                return DroppedRecord(record.key, "empty")
             if self.filter is not None:
-                reason = filters.reason_to_drop(text, self.filter)
+                reason = filters.find_drop_reason(text, self.filter)
                 if reason is not None:
-                    return Dropped(record.key, reason)
+                    return DroppedRecord(record.key, reason)
         record.fields["text"] = text
         return record
 
@@ -138,7 +147,7 @@ class Columns(NamedTuple):
     def value(self, name: str) -> Any:
         if name in self.fields:
             return self.fields[name]
-        columns = [field for field in self.fields if field not in ("continued", GOES_ON)]
+        columns = [field for field in self.fields if field not in ("continued", HAS_NEXT_PIECE)]
         if self.by_number and name.isdecimal():
             if int(name) < len(columns):
                 return self.fields[columns[int(name)]]
@@ -146,10 +155,10 @@ class Columns(NamedTuple):
         raise Unreadable(_no_field(name, self.fields))
 
 
-def records(inputs: tuple[Input, ...], item: Item, rules: Rules) -> Iterator[Record | Bad | Dropped]:
+def read_records(inputs: tuple[Input, ...], item: Item, rules: Rules) -> Iterator[Record | BadRecord | DroppedRecord]:
     found = inputs[item.input].found
     for record in found.read(item.piece):
-        if isinstance(record, Bad):
+        if isinstance(record, BadRecord):
             yield record
             continue
         if item.table is not None:
@@ -160,30 +169,30 @@ def records(inputs: tuple[Input, ...], item: Item, rules: Rules) -> Iterator[Rec
         ends = not pieces or not record.fields["continued"]
         ruled = rules.apply(record, found.source, starts=starts, ends=ends, by_number=found.kind == "csv")
         if pieces and isinstance(ruled, Record):
-            ruled.fields[GOES_ON] = not ends
+            ruled.fields[HAS_NEXT_PIECE] = not ends
         yield ruled
 
 
-def _text(record: Record) -> str | Bad:
+def _text(record: Record) -> str | BadRecord:
     fields = record.fields
-    name = usual(fields, TEXTS)
+    name = find_field(fields, TEXT_FIELDS)
     if name is None:
-        return Bad(
+        return BadRecord(
             record.key,
             record.where,
             f"{_no_field('text', fields)}; name the right one with data.train.field (`bottega data FILE` lists all)",
         )
     text = fields[name]
     if not isinstance(text, str):
-        return Bad(record.key, record.where, f"field {name!r} must be text, not {type(text).__name__}")
+        return BadRecord(record.key, record.where, f"field {name!r} must be text, not {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"half a surrogate pair ({text[error.start]!r}) at character {error.start}"
-        return Bad(record.key, record.where, f"field {name!r} has {half}")
+        return BadRecord(record.key, record.where, f"field {name!r} has {half}")
     return text
 
 
 def _no_field(name: str, fields: Mapping[str, Any]) -> str:
-    near = near_names(name, fields)
-    return f"no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"the row has {listed(fields)}")
+    near = find_similar_names(name, fields)
+    return f"no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"the row has {list_fields(fields)}")

@@ -10,22 +10,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bottega.config.data import Duplicates, Splitting
+from bottega.config.data import Deduplication, Splitting
 from bottega.core.errors import DataError
 from bottega.data.prepare.inputs import Input, Item, Shares
-from bottega.data.prepare.jobs import Jobs, Progress, run
-from bottega.data.prepare.rules import Rules, records
+from bottega.data.prepare.jobs import Jobs, ProgressCallback, run_jobs
+from bottega.data.prepare.rules import Rules, read_records
 from bottega.data.prepare.tally import Tally
-from bottega.data.records.fields import label_of, listed
-from bottega.data.records.record import Bad, Record, Unreadable
-from bottega.data.tables.splits import SplitTable, assign, hash_key
-from bottega.data.text.duplicates import PERMUTATIONS, content_key, keep_exact, keep_near, signature
+from bottega.data.records.fields import list_fields, read_label
+from bottega.data.records.record import BadRecord, Record, Unreadable
+from bottega.data.tables.splits import SplitTable, assign_splits, hash_key
+from bottega.data.text.duplicates import (
+    PERMUTATIONS,
+    find_exact_unique,
+    find_near_unique,
+    hash_content,
+    minhash_signature,
+)
 
 PARTS = ("train", "validation", "test")
 NO_FIELD = "no field to split by"
 
 
-class Seen(NamedTuple):
+class ScannedRecord(NamedTuple):
     """What a decision needs to know of one record; hashes of 64 bits stand for names."""
 
     keys: int
@@ -54,7 +60,7 @@ TYPES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Scan(Jobs):
+class ScanJobs(Jobs):
     """What is seen of each record, as one array for each field of Seen."""
 
     inputs: tuple[Input, ...]
@@ -64,8 +70,8 @@ class Scan(Jobs):
     rules: Rules
     split: Splitting
     label_field: str | None
-    duplicates: Duplicates | None
-    stop: bool
+    duplicates: Deduplication | None
+    stop_on_bad: bool
     """Whether a bad record ends it all."""
     by_length: bool = False
     """Whether a share is one of the text rather than of the records."""
@@ -74,58 +80,58 @@ class Scan(Jobs):
     def num_pieces(self, number: int) -> int:
         return len(self.jobs[number])
 
-    def work(self, number: int, out: Path) -> dict[str, Any]:
+    def run_job(self, number: int, out: Path) -> dict[str, Any]:
         tally = Tally()
         rows = list(self._rows(number, tally))
-        for name in Seen._fields:
-            if name != "signatures" or self.is_near:
+        for name in ScannedRecord._fields:
+            if name != "signatures" or self.finds_near_duplicates:
                 np.save(out / f"{name}.npy", np.array([getattr(row, name) for row in rows], TYPES[name]))
         return {**vars(tally), "records": len(rows)}
 
     @property
-    def is_near(self) -> bool:
+    def finds_near_duplicates(self) -> bool:
         return self.duplicates is not None and self.duplicates.method == "near"
 
-    def _rows(self, number: int, tally: Tally) -> Iterator[Seen]:
-        empty = signature("") if self.is_near else None
+    def _rows(self, number: int, tally: Tally) -> Iterator[ScannedRecord]:
+        empty = minhash_signature("") if self.finds_near_duplicates else None
         for item in self.jobs[number]:
             file = hash_key(item.piece.name)
-            for record in records(self.inputs, item, self.rules):
+            for record in read_records(self.inputs, item, self.rules):
                 seen = self._seen(record, item, tally) if isinstance(record, Record) else None
-                if isinstance(record, Bad):
-                    tally.note(record, stop=self.stop)
-                yield (seen or Seen(hash_key(record.key), signatures=empty))._replace(files=file)
+                if isinstance(record, BadRecord):
+                    tally.count_bad(record, stop=self.stop_on_bad)
+                yield (seen or ScannedRecord(hash_key(record.key), signatures=empty))._replace(files=file)
 
-    def _seen(self, record: Record, item: Item, tally: Tally) -> Seen | None:
+    def _seen(self, record: Record, item: Item, tally: Tally) -> ScannedRecord | None:
         """None where it cannot be told which side it belongs to."""
         is_split = self.inputs[item.input].is_split
         group = 0
         if is_split and self.split.by in ("hash", "group") and self.split.field is not None:
             if self.split.field not in record.fields:
-                reason = f"no field {self.split.field!r} to split by; it has {listed(record.fields)}"
-                tally.note(Bad(record.key, record.where, reason), stop=self.stop)
+                reason = f"no field {self.split.field!r} to split by; it has {list_fields(record.fields)}"
+                tally.count_bad(BadRecord(record.key, record.where, reason), stop=self.stop_on_bad)
                 # The encoder never sees it, so this is the only place where it is counted.
                 tally.dropped[NO_FIELD] = tally.dropped.get(NO_FIELD, 0) + 1
                 return None
             group = hash_key(str(record.fields[self.split.field]))
         text = str(record.fields.get("text", "")) if self.rules.is_text else ""
-        return Seen(
+        return ScannedRecord(
             keys=hash_key(record.key),
             sizes=len(text) if self.by_length else 1,
             labels=hash_key(self._label(record)) if is_split and self.split.by == "stratified" else 0,
             groups=group,
-            contents=content_key(text) if self.duplicates is not None else 0,
+            contents=hash_content(text) if self.duplicates is not None else 0,
             kept=True,
             placed=item.table is not None,
-            signatures=signature(text) if self.is_near else None,
+            signatures=minhash_signature(text) if self.finds_near_duplicates else None,
         )
 
     def _label(self, record: Record) -> str:
         """As the encoder stores it. Where there is none to be found, the encoder will find the record bad and say so."""
         try:
-            return label_of(record, self.label_field)
+            return read_label(record, self.label_field)
         except Unreadable as error:
-            if self.stop:
+            if self.stop_on_bad:
                 raise DataError(f"{record.where}: {error}") from error
             return ""
 
@@ -137,16 +143,16 @@ class Decisions:
     folder: Path
     dropped: dict[str, int]
 
-    def of(self, number: int) -> np.ndarray:
+    def for_job(self, number: int) -> np.ndarray:
         return np.load(self.folder / f"{number:06d}.npy", mmap_mode="r", allow_pickle=False)
 
 
-def decide(
-    scan: Scan, shares: Shares, tables: tuple[str, ...], *, max_bad: float | None, progress: Progress
+def decide_tables(
+    scan: ScanJobs, shares: Shares, tables: tuple[str, ...], *, max_bad: float | None, progress: ProgressCallback
 ) -> Decisions:
     """The scan, and what follows from it."""
     tally, counts = Tally(), []
-    for summary in run(scan, progress):
+    for summary in run_jobs(scan, progress):
         tally.add(summary)
         counts.append(summary["records"])
     # Here already: the few that are left may not be enough to split, which would be told in place of the reason.
@@ -173,7 +179,9 @@ def decide(
     return Decisions(folder, {**tally.dropped, **({"duplicate": repeated} if repeated else {})})
 
 
-def _split_together(scan: Scan, splitting: np.ndarray, inputs: np.ndarray) -> Iterator[tuple[np.ndarray, Path | None]]:
+def _split_together(
+    scan: ScanJobs, splitting: np.ndarray, inputs: np.ndarray
+) -> Iterator[tuple[np.ndarray, Path | None]]:
     """Yield the rows of which one share is held back: all of them, or in a sequence those of one source, with its path.
 
     A sequence measures each source by itself, so each needs a share of its own, however few rows it has.
@@ -189,32 +197,32 @@ def _split_together(scan: Scan, splitting: np.ndarray, inputs: np.ndarray) -> It
             yield rows, scan.inputs[number].found.root
 
 
-def _assigned(scan: Scan, load: Any, rows: np.ndarray, shares: Shares, *, where: Path | None) -> np.ndarray:
+def _assigned(scan: ScanJobs, load: Any, rows: np.ndarray, shares: Shares, *, where: Path | None) -> np.ndarray:
     try:
-        return assign(_table(scan, load, rows), scan.split, shares.validation, shares.test)
+        return assign_splits(_table(scan, load, rows), scan.split, shares.validation, shares.test)
     except DataError as error:
         if where is None:
             raise
         raise DataError(f"{where}, of which a sequence holds back its own share: {error}") from None
 
 
-def _load(scan: Scan, count: int, name: str) -> np.ndarray:
-    parts = [np.load(scan.part(n) / f"{name}.npy", allow_pickle=False) for n in range(count)]
+def _load(scan: ScanJobs, count: int, name: str) -> np.ndarray:
+    parts = [np.load(scan.job_folder(n) / f"{name}.npy", allow_pickle=False) for n in range(count)]
     return np.concatenate(parts) if parts else np.empty(0)
 
 
-def _unrepeated(scan: Scan, load: Any, kept: np.ndarray, counts: list[int]) -> np.ndarray:
+def _unrepeated(scan: ScanJobs, load: Any, kept: np.ndarray, counts: list[int]) -> np.ndarray:
     """Which of the kept records say what no record before them says."""
     assert scan.duplicates is not None
-    keep = keep_exact(load("contents")[kept])
-    if scan.is_near:
+    keep = find_exact_unique(load("contents")[kept])
+    if scan.finds_near_duplicates:
         compared = kept.copy()
         compared[kept] = keep
-        keep[keep] = keep_near(_signatures(scan, compared, counts), scan.duplicates.threshold)
+        keep[keep] = find_near_unique(_signatures(scan, compared, counts), scan.duplicates.threshold)
     return keep
 
 
-def _signatures(scan: Scan, rows: np.ndarray, counts: list[int]) -> np.ndarray:
+def _signatures(scan: ScanJobs, rows: np.ndarray, counts: list[int]) -> np.ndarray:
     """Those of `rows`, in memory once: they are 512 bytes a record, 5 GB for ten million."""
     found = np.empty((np.count_nonzero(rows), PERMUTATIONS), np.uint32)
     filled = begun = 0
@@ -222,13 +230,13 @@ def _signatures(scan: Scan, rows: np.ndarray, counts: list[int]) -> np.ndarray:
         wanted = np.flatnonzero(rows[begun : begun + count])
         begun += count
         if len(wanted):
-            part = np.load(scan.part(number) / "signatures.npy", mmap_mode="r", allow_pickle=False)
+            part = np.load(scan.job_folder(number) / "signatures.npy", mmap_mode="r", allow_pickle=False)
             np.take(part, wanted, axis=0, out=found[filled : filled + len(wanted)], mode="clip")
             filled += len(wanted)
     return found
 
 
-def _table(scan: Scan, load: Any, rows: np.ndarray) -> SplitTable:
+def _table(scan: ScanJobs, load: Any, rows: np.ndarray) -> SplitTable:
     # Hashing by a field is hashing by the row's name where the field is the name.
     keys = load("groups") if scan.split.by == "hash" and scan.split.field is not None else load("keys")
     return SplitTable(

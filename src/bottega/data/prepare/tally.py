@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bottega.core.errors import DataError
-from bottega.data.records.record import Bad
+from bottega.data.records.record import BadRecord
 
 # Bad records that are named; beyond that they are only counted.
 NAMED = 100
@@ -21,9 +21,9 @@ class Tally:
     named: list[str] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=dict)
 
-    def note(self, bad: Bad, *, stop: bool) -> None:
+    def count_bad(self, bad: BadRecord, *, stop: bool) -> None:
         """Count a bad record; with `stop`, or where it is refused, it ends it all."""
-        if stop or bad.is_refused:
+        if stop or bad.is_unsafe:
             raise DataError(str(bad))
         self.bad += 1
         if len(self.named) < NAMED:

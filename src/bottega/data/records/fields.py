@@ -14,14 +14,14 @@ import numpy as np
 
 from bottega.data.records.record import Record, Unreadable
 
-LABELS = ("label", "cls", "class", "category", "target", "digit", "genre", "speaker", "y")
-CAPTIONS = ("caption", "text", "txt", "transcript", "transcription", "normalised", "sentence")
-TEXTS = ("text", "content", "document", "sentence", "txt")
-GOES_ON = "\0goes on"
+LABEL_FIELDS = ("label", "cls", "class", "category", "target", "digit", "genre", "speaker", "y")
+CAPTION_FIELDS = ("caption", "text", "txt", "transcript", "transcription", "normalised", "sentence")
+TEXT_FIELDS = ("text", "content", "document", "sentence", "txt")
+HAS_NEXT_PIECE = "\0goes on"
 """Set on a piece of a text whose next piece follows; no column can have that name."""
 
 
-class Renamed(dict[str, Any]):
+class RenamedFields(dict[str, Any]):
     """Fields of which some stand under two names: ours, and `own`, as their source calls them.
 
     Both can be asked for by name. Whoever goes through all fields, or looks for a usual name, leaves `own` out, so that
@@ -33,68 +33,68 @@ class Renamed(dict[str, Any]):
         self.own = frozenset(own)
 
 
-def own_names(fields: Mapping[str, Any]) -> frozenset[str]:
-    return fields.own if isinstance(fields, Renamed) else frozenset()
+def original_names(fields: Mapping[str, Any]) -> frozenset[str]:
+    return fields.own if isinstance(fields, RenamedFields) else frozenset()
 
 
-def usual(fields: Mapping[str, Any], names: tuple[str, ...], *, besides: str | None = None) -> str | None:
+def find_field(fields: Mapping[str, Any], names: tuple[str, ...], *, exclude: str | None = None) -> str | None:
     """The first of `names` that is a field.
 
     Also where it has no value: else a row without a class would take one from another column than its neighbours.
     """
-    own = own_names(fields)
-    return next((name for name in names if name in fields and name != besides and name not in own), None)
+    own = original_names(fields)
+    return next((name for name in names if name in fields and name != exclude and name not in own), None)
 
 
-def label_name(fields: Mapping[str, Any], field: str | None, *, besides: str | None = None) -> str | None:
+def find_label_field(fields: Mapping[str, Any], field: str | None, *, exclude: str | None = None) -> str | None:
     """The field with the class. A name that is asked for must be there; `label` may be any of the usual ones."""
     if field is not None and field in fields:
         return field
-    found = usual(fields, LABELS, besides=besides) if field in (None, LABELS[0]) else None
+    found = find_field(fields, LABEL_FIELDS, exclude=exclude) if field in (None, LABEL_FIELDS[0]) else None
     if found is None and field is not None:
-        raise Unreadable(f"has no field {field!r} for its label; it has {listed(fields)}")
+        raise Unreadable(f"has no field {field!r} for its label; it has {list_fields(fields)}")
     return found
 
 
-def label_of(record: Record, field: str | None, *, besides: str | None = None) -> str:
+def read_label(record: Record, field: str | None, *, exclude: str | None = None) -> str:
     """The class as it is stored; empty where no field is asked for and none is there.
 
     `besides` is a field that is something else.
     """
-    name = label_name(record.fields, field, besides=besides)
+    name = find_label_field(record.fields, field, exclude=exclude)
     if name is None:
         return ""
     value = record.fields[name]
-    text = label_text(value, name)
+    text = normalize_label(value, name)
     if field is not None and not text:
         raise Unreadable(f"field {name!r} has no value, and it is the label")
     return text
 
 
-def label_text(value: Any, field: str) -> str:
+def normalize_label(value: Any, field: str) -> str:
     """The name of a class: blanks around it and runs of blanks within it do not count."""
-    return " ".join(text_of(value, field).split())
+    return " ".join(to_text(value, field).split())
 
 
-def caption_of(record: Record, field: str | None = None, *, besides: str | None = None) -> str:
+def read_caption(record: Record, field: str | None = None, *, exclude: str | None = None) -> str:
     """What is said about a medium; empty where nothing is."""
     if field is not None and field not in record.fields:
-        raise Unreadable(f"has no field {field!r} for its caption; it has {listed(record.fields)}")
-    name = field or usual(record.fields, CAPTIONS, besides=besides)
-    return "" if name is None else text_of(record.fields[name], name)
+        raise Unreadable(f"has no field {field!r} for its caption; it has {list_fields(record.fields)}")
+    name = field or find_field(record.fields, CAPTION_FIELDS, exclude=exclude)
+    return "" if name is None else to_text(record.fields[name], name)
 
 
-def descriptions(record: Record, *, label_field: str | None) -> dict[str, str]:
+def read_annotations(record: Record, *, label_field: str | None) -> dict[str, str]:
     """The columns `key`, `label` and `caption`; the latter two are empty where the record has none."""
-    label = label_name(record.fields, label_field)
+    label = find_label_field(record.fields, label_field)
     return {
         "key": record.key,
-        "label": label_of(record, label_field),
-        "caption": caption_of(record, besides=label),
+        "label": read_label(record, label_field),
+        "caption": read_caption(record, exclude=label),
     }
 
 
-def text_of(value: Any, field: str) -> str:
+def to_text(value: Any, field: str) -> str:
     """Text, or a number as text; the members of an archive are bytes."""
     if value is None:
         return ""
@@ -114,11 +114,11 @@ def text_of(value: Any, field: str) -> str:
     return str(value)
 
 
-def vector(record: Record, field: str | None) -> np.ndarray:
+def read_condition(record: Record, field: str | None) -> np.ndarray:
     """The condition as float32 [d]: a number, a list, an array, or numbers in a text, apart by spaces or commas."""
     name = field or "condition"
     if name not in record.fields:
-        raise Unreadable(f"has no field {name!r} for its condition; it has {listed(record.fields)}")
+        raise Unreadable(f"has no field {name!r} for its condition; it has {list_fields(record.fields)}")
     value = record.fields[name]
     try:
         if isinstance(value, str | bytes):
@@ -132,6 +132,6 @@ def vector(record: Record, field: str | None) -> np.ndarray:
     return numbers
 
 
-def listed(fields: Mapping[str, Any]) -> str:
+def list_fields(fields: Mapping[str, Any]) -> str:
     """What a record has, in words; without what only we put there."""
-    return ", ".join(repr(field) for field in fields if field not in ("continued", GOES_ON)) or "no fields"
+    return ", ".join(repr(field) for field in fields if field not in ("continued", HAS_NEXT_PIECE)) or "no fields"

@@ -16,14 +16,14 @@ class Record(NamedTuple):
     """Text, numbers, lists, arrays. A medium is its encoded bytes, or the Path of its file."""
 
 
-class Bad(NamedTuple):
+class BadRecord(NamedTuple):
     """What a reader gives in place of a record it cannot read. Whether that ends the reading is not its decision."""
 
     key: str
     where: str
     """With the physical line, the member or the record number."""
     reason: str
-    is_refused: bool = False
+    is_unsafe: bool = False
     """Made to do harm, or as if: a name that leads out of the archive, a link, a pickle. Never merely skipped."""
 
     def __str__(self) -> str:
@@ -34,11 +34,11 @@ class Unreadable(Exception):
     """What a decoder raises: the content of a record is damaged, too large or of another kind. One line, why."""
 
 
-class Refused(Unreadable):
+class UnsafeContent(Unreadable):
     """The content could do harm where somebody trusted it."""
 
 
-CONVERT = "set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
+ENCODING_HINT = "set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
 """What to do with bytes that are not UTF-8."""
 
 

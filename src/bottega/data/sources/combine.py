@@ -11,10 +11,10 @@ import numpy as np
 
 from bottega.config import data as schema
 from bottega.core.errors import DataError, UsageError
-from bottega.data.order.in_turn import InTurn
 from bottega.data.order.orders import Mixture, Order
-from bottega.data.sources.first import First
+from bottega.data.order.sequential import Sequential
 from bottega.data.sources.source import Source
+from bottega.data.sources.take import Take
 
 
 @final
@@ -32,7 +32,7 @@ class Concat(Source):
     ) -> None:
         """`limits` keep the first so many of a source; `names` are for messages."""
         bounds = limits or [None] * len(sources)
-        self.sources = [s if n is None else First(s, n) for s, n in zip(sources, bounds, strict=True)]
+        self.sources = [s if n is None else Take(s, n) for s, n in zip(sources, bounds, strict=True)]
         self.repeats = list(repeats or [1] * len(sources))
         self.names = list(names or (f"data.sources[{i}]" for i in range(len(sources))))
         assert len(self.sources) == len(self.repeats) == len(self.names) > 0
@@ -74,10 +74,10 @@ class Concat(Source):
         self._merged({i: (zero + i, s.rows(zero, zero)) for i, s in enumerate(self.sources)}, len(self.sources))
 
     def _merged(self, parts: dict[int, tuple[np.ndarray, dict[str, Any]]], count: int) -> dict[str, Any]:
-        for name in self.filling:
+        for name in self.padding_values:
             width = max(rows[name].shape[1] for _, rows in parts.values())
             for part, (_, rows) in parts.items():
-                filling = self.sources[part].filling
+                filling = self.sources[part].padding_values
                 if name in filling:
                     rows[name] = _widened(rows[name], width, filling[name])
         (leader, (_, model)), *others = parts.items()
@@ -106,8 +106,8 @@ class Concat(Source):
         return merged
 
     @cached_property
-    def filling(self) -> Mapping[str, int]:
-        return {name: value for source in self.sources for name, value in source.filling.items()}
+    def padding_values(self) -> Mapping[str, int]:
+        return {name: value for source in self.sources for name, value in source.padding_values.items()}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -134,7 +134,7 @@ def _form(value: Any) -> str:
     return f"{array.dtype} {list(array.shape[1:])}"
 
 
-def shares(
+def mixture_weights(
     sizes: Sequence[int],
     mixture: str | None,
     weights: Sequence[float | None],
@@ -153,7 +153,7 @@ def shares(
     return (parts / parts.sum()).tolist()
 
 
-def build(
+def combine_sources(
     parts: Sequence[tuple[Source, schema.Source]],
     data: schema.Data,
     *,
@@ -179,11 +179,11 @@ def build(
     plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_names(data, options))
     if mixture == "sequence":
         return _in_turn(plain, data, seed)
-    by_source = shares(plain.sizes, mixture, [option.weight for option in options], data.temperature)
+    by_source = mixture_weights(plain.sizes, mixture, [option.weight for option in options], data.temperature)
     if replay is None and (by_source is None or len(parts) == 1):
         alone = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
         _check(plain)
-        return (alone if data.limit is None else First(alone, data.limit)), None
+        return (alone if data.limit is None else Take(alone, data.limit)), None
     return _mixed(plain, by_source, data, replay, seed)
 
 
@@ -194,7 +194,7 @@ def _mixed(
     sources, repeats, names = list(plain.sources), list(plain.repeats), list(plain.names)
     if by_source is None and data.limit is not None:
         # Together they are one part of the mixture, so that is what is cut.
-        sources, repeats, names = [First(plain, data.limit)], [1], ["data"]
+        sources, repeats, names = [Take(plain, data.limit)], [1], ["data"]
     if replay is not None:
         assert data.replay is not None, "who gives replay data has read it from data.replay"
         parts = [part * (1 - data.replay.share) for part in parts] + [data.replay.share]
@@ -219,7 +219,7 @@ def _in_turn(plain: Concat, data: schema.Data, seed: int) -> tuple[Source, Order
         limits = [max(1, round(data.limit * size / len(plain))) for size in plain.sizes]
         plain = Concat(plain.sources, repeats=plain.repeats, limits=limits, names=plain.names)
     _check(plain)
-    return plain, InTurn(tuple(plain.sizes), seed=seed)
+    return plain, Sequential(tuple(plain.sizes), seed=seed)
 
 
 def _check(source: Concat) -> None:

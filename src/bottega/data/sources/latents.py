@@ -13,11 +13,11 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.errors import UsageError
-from bottega.data.audio.mel import is_fixed
+from bottega.data.audio.mel import find_deterministic_samples
 from bottega.data.audio.source import AudioRows
 from bottega.data.image.source import ImageRows
 from bottega.data.sources.source import Source
-from bottega.data.tables.cache import cached, default_cache
+from bottega.data.tables.cache import default_cache, get_or_build
 from bottega.data.tables.shards import Column, ShardWriter, Table
 from bottega.data.video.source import VideoRows
 
@@ -27,7 +27,7 @@ FORMAT = 1
 CHUNK = 64
 
 MediaRows = ImageRows | AudioRows | VideoRows
-Encode = Callable[[np.ndarray], np.ndarray]
+EncodeFunction = Callable[[np.ndarray], np.ndarray]
 """Samples [n, ...] to mean and log variance, one after the other, float32 [n, *grid, 2 z]."""
 
 
@@ -64,13 +64,13 @@ class LatentRows(Source):
         return f"{self.source.describe(index, epoch)}\nseen as latents of {sides}, computed beforehand"
 
 
-def stored(
+def compute_latents(
     samples: Source,
     key: str,
     *,
     content: str,
     shape: tuple[int, ...],
-    encode: Encode,
+    encode: EncodeFunction,
     progress: Callable[[str, int, int], None],
     cache: Path | None = None,
 ) -> Table:
@@ -87,14 +87,14 @@ def stored(
                     writer.add({FIELD: row})
                 progress("latents", int(index[-1]) + 1, len(samples))
 
-    return Table(cached(cache or default_cache(), name, build))
+    return Table(get_or_build(cache or default_cache(), name, build))
 
 
-def check_fixed(rows: MediaRows) -> None:
+def check_deterministic(rows: MediaRows) -> None:
     """What is computed once must be the same each time it is seen."""
     if rows.augmentation is not None:
         raise UsageError("data.augmentation: changes samples each time, and data.latents computes them once; keep one")
-    if isinstance(rows, AudioRows) and not is_fixed(rows).all():
+    if isinstance(rows, AudioRows) and not find_deterministic_samples(rows).all():
         raise UsageError(
             "data.crop: random hears another part of long sounds each time, and data.latents computes one; set "
             "data.crop=centre"

@@ -10,21 +10,21 @@ from bottega.config.media import MediaData
 from bottega.config.recipe import Recipe
 from bottega.data.audio.config import AudioData
 from bottega.data.numbers.config import RoutingData
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.combine import Concat
 from bottega.data.sources.source import Source
-from bottega.data.tables.classes import Classes, Conditions, texts_of
+from bottega.data.tables.classes import Classes, Conditions, read_text_column
 from bottega.data.video.config import VideoData
 
 if TYPE_CHECKING:
-    from bottega.data.audio.mel import MelCodec
+    from bottega.data.audio.mel import MelProcessor
     from bottega.data.image.encoder import ImageEncoder
 
 R = TypeVar("R", bound=Recipe)
 
 
-def media_samples(
-    recipe: Recipe, prepared: Prepared, table: str, *, is_training: bool, classes: Classes | None = None
+def open_media_source(
+    recipe: Recipe, prepared: PreparedData, table: str, *, is_training: bool, classes: Classes | None = None
 ) -> Source:
     """The samples of one table. Held-out ones are never changed, and their clips are always the same.
 
@@ -40,14 +40,14 @@ def media_samples(
         "seed": recipe.seed,
     }
     if isinstance(data, RoutingData):
-        from bottega.data.numbers.vectors import BAYES, VectorRows, rules_of
+        from bottega.data.numbers.vectors import BAYES, VectorRows, read_rules
 
-        texts = texts_of(rows, "label") if len(classes) else [""]
-        labels = classes.ids(texts, keys=texts_of(rows, "key")) if "" not in texts else None
+        texts = read_text_column(rows, "label") if len(classes) else [""]
+        labels = classes.ids(texts, keys=read_text_column(rows, "key")) if "" not in texts else None
         bayes = (
             rows.values(BAYES) if BAYES in rows.columns and not is_training else None
         )  # it measures, and teaches nothing
-        return VectorRows(rows, labels=labels, rules=rules_of(rows), bayes=bayes, **common)
+        return VectorRows(rows, labels=labels, rules=read_rules(rows), bayes=bayes, **common)
     assert isinstance(recipe.data, MediaData), "text has sources of its own"
     condition: Any = getattr(recipe.model, "condition", "none")
     if isinstance(data, AudioData):
@@ -55,7 +55,7 @@ def media_samples(
 
         return AudioRows(
             rows,
-            sample_rate=int(prepared.meta["sample_rate"]),
+            sample_rate=int(prepared.metadata["sample_rate"]),
             seconds=data.seconds,
             crop=data.crop,
             train=is_training,
@@ -70,45 +70,47 @@ def media_samples(
         return VideoRows(rows, num_frames=data.num_frames, stride=data.stride, clip=clip, **seen)
     from bottega.data.image.source import ImageRows
 
-    return ImageRows(rows, image_encoder(prepared), **seen)
+    return ImageRows(rows, load_image_encoder(prepared), **seen)
 
 
-def mel_codec(
-    recipe: Recipe, prepared: Prepared, *, multiple: int = 1, low: float = 0.0, high: float | None = None
-) -> MelCodec:
+def fit_mel_processor(
+    recipe: Recipe, prepared: PreparedData, *, multiple: int = 1, low: float = 0.0, high: float | None = None
+) -> MelProcessor:
     """How the sounds of a recipe are seen as spectrograms, by the training sounds as they are before any change.
 
     The bands reach from `low` to `high` hertz; None is half the sample rate.
     """
-    from bottega.data.audio.mel import fit
-    from bottega.data.audio.spectrogram import Mel
+    from bottega.data.audio.mel import fit_mel_processor
+    from bottega.data.audio.spectrogram import MelSpectrogram
 
     data: Any = recipe.data
-    rate, tables = int(prepared.meta["sample_rate"]), prepared.training_tables
+    rate, tables = int(prepared.metadata["sample_rate"]), prepared.training_tables
     sizes = {"fft_size": data.fft_size, "hop_size": data.hop_size, "num_mels": data.num_mels}
-    mel = Mel(sample_rate=rate, **sizes, low=low, high=high)
+    mel = MelSpectrogram(sample_rate=rate, **sizes, low=low, high=high)
 
     def sounds(recipe: Recipe) -> list[Any]:
-        return [media_samples(recipe, prepared, table, is_training=False) for table in tables]
+        return [open_media_source(recipe, prepared, table, is_training=False) for table in tables]
 
     longest = max(rows.num_samples for rows in sounds(recipe))
-    return fit(Concat(sounds(_with_length(recipe, longest / rate))), mel, num_samples=longest, multiple=multiple)
+    return fit_mel_processor(
+        Concat(sounds(_with_length(recipe, longest / rate))), mel, num_samples=longest, multiple=multiple
+    )
 
 
-def with_codec(recipe: R, codec: MelCodec) -> R:
+def with_processor_length(recipe: R, processor: MelProcessor) -> R:
     """The recipe with its sounds as long as the codec's: where that is not said, held-out ones would be as they are."""
-    return _with_length(recipe, codec.num_samples / codec.mel.sample_rate)
+    return _with_length(recipe, processor.num_samples / processor.mel.sample_rate)
 
 
 def _with_length(recipe: R, seconds: float) -> R:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"seconds": seconds})})
 
 
-def image_encoder(prepared: Prepared) -> ImageEncoder:
+def load_image_encoder(prepared: PreparedData) -> ImageEncoder:
     """The one that wrote the tables, which also reads them."""
     from bottega.data.image.encoder import ImageEncoder
 
-    fields = prepared.meta["encoder"]
+    fields = prepared.metadata["encoder"]
     # JSON knows only lists.
     size, buckets = fields["size"], fields["buckets"]
     tuples = {
@@ -118,8 +120,12 @@ def image_encoder(prepared: Prepared) -> ImageEncoder:
     return ImageEncoder(**{**fields, **tuples})
 
 
-def picture(prepared: Prepared, row: dict[str, Any]) -> np.ndarray:
+def decode_image(prepared: PreparedData, row: dict[str, Any]) -> np.ndarray:
     """The pixels of a row, however they are stored: uint8 [h, w, c]."""
     bucket = int(np.ravel(row["bucket"])[0]) if "bucket" in row else 0
     stored = row["image"]
-    return np.asarray(stored) if isinstance(stored, np.ndarray) else image_encoder(prepared).pixels(stored, bucket)
+    return (
+        np.asarray(stored)
+        if isinstance(stored, np.ndarray)
+        else load_image_encoder(prepared).decode_row(stored, bucket)
+    )

@@ -27,11 +27,11 @@ class Source(ABC):
         """The samples `index` [n] as seen in the epochs `epoch` [n]: arrays whose first axis is n."""
 
     @property
-    def filling(self) -> Mapping[str, int]:
+    def padding_values(self) -> Mapping[str, int]:
         """Arrays [n, T, ...] that are as long as their longest row, each with what makes it longer beside another."""
         return {}
 
-    def alike(self, count: int) -> np.ndarray | None:
+    def length_order(self, count: int) -> np.ndarray | None:
         """The first `count` samples in an order that has those of like length together; None where all cost the same.
 
         An evaluation goes by it, because a batch is as long as its longest sample.

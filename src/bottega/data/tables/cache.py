@@ -28,7 +28,7 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bottega"
 
 
-def database(name: str, table: str, *, timeout: float) -> sqlite3.Connection:
+def open_database(name: str, table: str, *, timeout: float) -> sqlite3.Connection:
     """A file of rows that many processes add to; `table` is the statement that makes it where it is missing. Raises OSError
     and sqlite3.Error."""
     folder = default_cache()
@@ -42,15 +42,15 @@ def database(name: str, table: str, *, timeout: float) -> sqlite3.Connection:
     return opened
 
 
-def cached(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
+def get_or_build(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
     """The entry `key`, made by `build(folder)` where it is missing or damaged. Processes that come second wait."""
     entry = cache / key
     try:
-        if is_whole(entry):
+        if is_intact(entry):
             return entry
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{key}.lock"):
-            if not is_whole(entry):
+            if not is_intact(entry):
                 _make(entry, build)
     except OSError as error:
         if error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(cache):
@@ -78,21 +78,21 @@ def _make(entry: Path, build: Callable[[Path], None]) -> None:
         entry.unlink(missing_ok=True)
     with resumable_folder(entry) as temporary:
         build(temporary)
-        seal(temporary)
+        write_manifest(temporary)
 
 
-def seal(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Write down what the folder holds; who publishes it flushes that too."""
     files = {path.relative_to(folder).as_posix(): path for path in _files(folder) if path.name != MANIFEST}
     rows = {name: {**_seen(path), "sha256": _sha256(path)} for name, path in files.items()}
     (folder / MANIFEST).write_text(json.dumps(rows, indent=1))
 
 
-def is_whole(folder: Path) -> bool:
-    return damage(folder) is None
+def is_intact(folder: Path) -> bool:
+    return find_damage(folder) is None
 
 
-def damage(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """What changed in the folder since it was sealed; None is nothing. A file of the same size and time is not read.
 
     (A copy that lost its times, as on another machine, is read in full at every start.)

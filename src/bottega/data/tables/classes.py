@@ -39,7 +39,7 @@ class Classes:
     def _problem(self, text: str, record: str) -> str:
         if not text:
             return f"{record}: has no label, but others have; give it one, remove it, or set model.condition=none"
-        if self.names == _numbered(len(self)) and is_whole(text):
+        if self.names == _numbered(len(self)) and is_integer_label(text):
             return f"{record}: label {text} is out of range: num_classes is {len(self)}, so 0 to {len(self) - 1} are"
         more = ", ..." if len(self) > 5 else ""
         return f"{record}: label {text!r} is none of the {len(self)} classes ({', '.join(self.names[:5])}{more})"
@@ -56,7 +56,7 @@ def find_classes(texts: Iterable[str], *, num_classes: int | None = None) -> Cla
     Empty labels are no class. A label that does not fit is found by `Classes.ids`, which knows whose it is.
     """
     names = set(texts) - {""}
-    whole = bool(names) and all(map(is_whole, names))
+    whole = bool(names) and all(map(is_integer_label, names))
     if num_classes is not None and whole:
         return Classes(_numbered(num_classes))
     if num_classes is not None and len(names) > num_classes:
@@ -64,7 +64,7 @@ def find_classes(texts: Iterable[str], *, num_classes: int | None = None) -> Cla
     return Classes(tuple(sorted(names, key=lambda name: (int(name), name) if whole else (0, name))))
 
 
-def classes_of(texts: Iterable[str], *, num_classes: int | None = None, required: bool) -> Classes:
+def find_classes_if_labelled(texts: Iterable[str], *, num_classes: int | None = None, required: bool) -> Classes:
     """The classes of these labels; none where they are not `required` and some sample has no label.
 
     Who learns without classes need not name one for each sample, and half of them are of no use to a batch.
@@ -73,12 +73,12 @@ def classes_of(texts: Iterable[str], *, num_classes: int | None = None, required
     return Classes(()) if not required and "" in texts else find_classes(texts, num_classes=num_classes)
 
 
-def is_whole(text: str) -> bool:
+def is_integer_label(text: str) -> bool:
     """Whether a label is a number: -1, 0, 12; not 1.5, and no digits of other scripts."""
     return text.isascii() and text.removeprefix("-").isdigit()
 
 
-def texts_of(table: Table, column: str) -> list[str]:
+def read_text_column(table: Table, column: str) -> list[str]:
     """All of a text column: 20 times as fast as row by row."""
     raw, ends = table.values(column).tobytes(), table.ends(column).tolist()
     return [raw[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
@@ -100,7 +100,7 @@ class Conditions:
         self.kind, self.classes = kind, classes
         self.labels: np.ndarray | None = None
         if classes is not None and len(classes):
-            texts = texts_of(table, "label")
+            texts = read_text_column(table, "label")
             if kind == "class" or "" not in texts:  # else they are for looking at only, and all or none
                 self.labels = classes.ids(texts, keys=_Keys(table))
         if kind == "class" and self.labels is None:

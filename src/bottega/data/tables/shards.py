@@ -92,7 +92,7 @@ def _describe(folder: Path, columns: Mapping[str, Column], rows: int) -> None:
     (folder / COLUMNS).write_text(json.dumps(meta, indent=1))
 
 
-def merge(parts: Iterable[Path], folder: Path, columns: Mapping[str, Column]) -> int:
+def merge_tables(parts: Iterable[Path], folder: Path, columns: Mapping[str, Column]) -> int:
     """The rows of several folders of the same columns in one, in order; how many there are."""
     folder.mkdir(parents=True, exist_ok=True)
     tables = [Table(part) for part in parts]
@@ -178,7 +178,7 @@ class Table:
         """How long each row of a varying column is."""
         return np.diff(self.ends(name), prepend=0)
 
-    def records(self) -> Iterator[dict[str, Any]]:
+    def iter_rows(self) -> Iterator[dict[str, Any]]:
         for number in range(self.rows):
             yield {name: self.row(name, number) for name in self.columns}
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from bottega.config.data import Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.core.noise import key_of
+from bottega.core.noise import derive_key
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
 NAMES = ("train", "validation", "test")
@@ -42,7 +42,7 @@ def hash_key(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
-def assign(rows: SplitTable, options: Splitting, validation: float | None, test: float | None) -> np.ndarray:
+def assign_splits(rows: SplitTable, options: Splitting, validation: float | None, test: float | None) -> np.ndarray:
     """For each row 0 (train), 1 (validation) or 2 (test). `options.folds` stands in place of the share of validation."""
     if options.folds is not None:
         validation = None
@@ -90,7 +90,7 @@ def _mixed(keys: np.ndarray, seed: int) -> np.ndarray:
     keys = np.asarray(keys, dtype=np.uint64)
     if seed == 0:
         return keys
-    low, high = key_of("split", seed)
+    low, high = derive_key("split", seed)
     # Each step can be undone, so names that differ still do; the multiplications carry every bit to the top ones.
     mixed = keys ^ np.uint64(high << 32 | low)
     for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):

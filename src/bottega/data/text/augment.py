@@ -13,15 +13,15 @@ from typing import final
 
 import numpy as np
 
-from bottega.core.noise import generator
-from bottega.data.text.synonyms import synonyms
+from bottega.core.noise import numpy_generator
+from bottega.data.text.synonyms import find_synonyms
 
 # Listed, since the alternative, "no letter", would take vowel signs of Hindi and emoji for punctuation.
 _EDGE = r"\s!-/:-@\[-`{-~\u00a1-\u00bf\u2010-\u2027\u2030-\u205e\u3001-\u3003\u3008-\u301f\uff01-\uff0f\uff1a-\uff20"
 _WORD = re.compile(rf"[^{_EDGE}](?:\S*[^{_EDGE}])?")
 
 
-def copies(
+def make_augmented_copies(
     text: str, *, factor: int, techniques: Sequence[str], probability: float, seed: int, key: str | int
 ) -> list[str]:
     """`factor` changed copies, each f(seed, key, its number).
@@ -31,15 +31,15 @@ def copies(
     """
     made = []
     for number in range(factor):
-        rng = generator(seed, "text-augmentation", key, number)
-        copy = augment(text, techniques=techniques, probability=probability, rng=rng)
+        rng = numpy_generator(seed, "text-augmentation", key, number)
+        copy = augment_text(text, techniques=techniques, probability=probability, rng=rng)
         if copy == text and probability > 0:
             copy = _changed(text, techniques, 0.0, rng, at_least=1)
         made.append(copy)
     return made
 
 
-def augment(text: str, *, techniques: Sequence[str], probability: float, rng: np.random.Generator) -> str:
+def augment_text(text: str, *, techniques: Sequence[str], probability: float, rng: np.random.Generator) -> str:
     """The text with a share `probability` of its words changed, on average exactly, by techniques drawn at random.
 
     A word inserted is one change, two words swapped are two. What a technique cannot do (no synonym is known, only one
@@ -90,9 +90,9 @@ class _Words:
         self.free = rng.permutation(len(matches)).tolist()
 
     def replace(self, count: int) -> int:
-        able = [position for position in self.free if synonyms(self.original[position])][:count]
+        able = [position for position in self.free if find_synonyms(self.original[position])][:count]
         for position in able:
-            self.words[position] = self._one_of(synonyms(self.original[position]))
+            self.words[position] = self._one_of(find_synonyms(self.original[position]))
         self._use(able)
         return count - len(able)
 
@@ -122,11 +122,11 @@ class _Words:
         return count - len(chosen)
 
     def insert(self, count: int) -> int:
-        able = [word for word in self.original if synonyms(word.lower())] if count else []
+        able = [word for word in self.original if find_synonyms(word.lower())] if count else []
         # Beside a deleted word there may be no white space left.
         places = [position for position, word in enumerate(self.words) if word is not None]
         for _ in range(count):
-            word = self._one_of(synonyms(self._one_of(able).lower())) if able else self._one_of(self.original)
+            word = self._one_of(find_synonyms(self._one_of(able).lower())) if able else self._one_of(self.original)
             self.inserted.setdefault(places[int(self.rng.integers(len(places)))], []).append(word)
         return 0
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-from bottega.data.text.languages import FREQUENT_WORDS, num_words
+from bottega.data.text.languages import FREQUENT_WORDS, count_words
 
 _NOTICE_WORDS = 30  # A longer line that mentions cookies is about cookies.
 _BARE_WORDS = 5
@@ -44,7 +44,7 @@ _END_MARKS = tuple(".!?:;,…\"'”’»)]}-–—。！？；：，、」』）
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
 
 
-def without_boilerplate(text: str) -> str:
+def remove_boilerplate(text: str) -> str:
     """The text without those lines. One that has none comes back as it is."""
     lines = text.split("\n")
     gone: set[int] = set()
@@ -68,7 +68,7 @@ def without_boilerplate(text: str) -> str:
 def _goes_by_itself(line: str) -> bool:
     lower = line.lower()
     notice = _WHOLE_NOTICE.fullmatch(lower) or (any(word in lower for word in _TELLING) and _NOTICE.search(lower))
-    if notice and num_words(line) <= _NOTICE_WORDS:
+    if notice and count_words(line) <= _NOTICE_WORDS:
         return True
     items = _PARTED.split(line)
     if len(items) >= 3 and all(len(item.split()) <= 4 for item in items):
@@ -89,7 +89,7 @@ def _num_links(line: str) -> int:
 def _is_bare(line: str) -> bool:
     if _num_links(line):
         return True
-    if len(line) > _BARE_CHARACTERS or line.endswith(_END_MARKS) or num_words(line) > _BARE_WORDS:
+    if len(line) > _BARE_CHARACTERS or line.endswith(_END_MARKS) or count_words(line) > _BARE_WORDS:
         return False
     # Verse has short lines too, but hardly a line of it does without "the" or "of". The first word does not count, nor
     # do those of a pair: "About us" and "All news" are items of menus.

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 # GPT-2's table: printable Latin-1 stands for itself, every other byte for a symbol from U+0100 on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in set(_PRINTABLE)]
-BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
-SYMBOLS = [symbol for symbol, _ in sorted(BYTE_OF.items(), key=lambda pair: pair[1])]
+BYTE_BY_SYMBOL = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
+SYMBOLS = [symbol for symbol, _ in sorted(BYTE_BY_SYMBOL.items(), key=lambda pair: pair[1])]
 
 
-def token_bytes(token: str) -> bytes:
+def decode_token_bytes(token: str) -> bytes:
     """The bytes a token stands for. One with a symbol outside the table (an added token) stands for its own text."""
     try:
-        return bytes(BYTE_OF[symbol] for symbol in token)
+        return bytes(BYTE_BY_SYMBOL[symbol] for symbol in token)
     except KeyError:
         return token.encode()
 
 
-def safe_pieces(text: str, size: int) -> Iterator[str]:
+def split_at_safe_points(text: str, size: int) -> Iterator[str]:
     """Pieces of at least `size` characters whose tokens, joined, are those of the whole text.
 
     Cut before a newline that follows something other than white space. No alternative of the pre-tokenizer's pattern

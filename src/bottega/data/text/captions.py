@@ -15,8 +15,8 @@ from tokenizers import processors
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.sources.source import Source
-from bottega.data.tables.cache import cached, default_cache
-from bottega.data.tables.classes import texts_of
+from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.classes import read_text_column
 from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
 from bottega.data.text.vocabulary import train_bpe
@@ -24,11 +24,11 @@ from bottega.data.text.vocabulary import train_bpe
 # Raised when the same captions would give another tokenizer, so that old entries are left alone.
 FORMAT = 1
 # Merges are learnt from so many bytes at most, evenly spread: more text hardly changes them.
-ENOUGH = 64 << 20
+MAX_TRAINING_CHARACTERS = 64 << 20
 
 
 @final
-class CaptionTokens:
+class CaptionTokenizer:
     """Texts as rows of `length` tokens, with the marks that the tokenizer puts around a text; a longer one is cut.
 
     The tokenizer stays in its folder, where each process opens it for itself.
@@ -36,7 +36,7 @@ class CaptionTokens:
 
     def __init__(self, folder: Path, length: int) -> None:
         self.folder, self.length = Path(folder), length
-        marks = self.tokenizer.core.num_special_tokens_to_add(False)
+        marks = self.tokenizer.backend.num_special_tokens_to_add(False)
         if length <= marks:
             raise UsageError(f"model.text.max_tokens: {length} leaves no room for text beside {marks} marks around it")
 
@@ -55,7 +55,7 @@ class CaptionTokens:
     def save(self, folder: Path) -> None:
         """So that it opens alike here and in transformers, with padding="max_length"."""
         found = self.tokenizer
-        Tokenizer(found.core, kind=found.kind, config={**found.config, "pad_token": self._filler[1]}).save(folder)
+        Tokenizer(found.backend, kind=found.kind, config={**found.config, "pad_token": self._filler[1]}).save(folder)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -68,7 +68,7 @@ class CaptionTokens:
     @cached_property
     def _filling(self) -> Any:
         """The library's own object, which cuts and fills up as transformers does, because that asks the same one."""
-        core = Tokenizer.load(self.folder).core
+        core = Tokenizer.load(self.folder).backend
         number, token = self._filler
         core.enable_truncation(self.length)
         core.enable_padding(length=self.length, pad_id=number, pad_token=token)
@@ -79,10 +79,10 @@ class CaptionTokens:
         """What rows are filled up with. It matters to CLIP, which looks at it, and to nobody else."""
         named = self.tokenizer.config.get("pad_token") or _special_tokens(self.folder).get("pad_token")
         token = named.get("content") if isinstance(named, dict) else named
-        number = self.tokenizer.core.token_to_id(token) if token else None
+        number = self.tokenizer.backend.token_to_id(token) if token else None
         if number is None:
-            number = self.tokenizer.end_of_text
-        return number, self.tokenizer.core.id_to_token(number) or ""
+            number = self.tokenizer.eos_token_id
+        return number, self.tokenizer.backend.id_to_token(number) or ""
 
 
 @final
@@ -93,11 +93,11 @@ class CaptionRows(Source):
     250 MB in each worker.
     """
 
-    def __init__(self, source: Source, table: Table, tokens: CaptionTokens) -> None:
+    def __init__(self, source: Source, table: Table, tokens: CaptionTokenizer) -> None:
         """`table` is the one that the samples are the rows of."""
         assert len(source) == len(table), "captions of other samples"
-        self.source, self.table, self.tokens = source, table, tokens
-        silent = [number for number, text in enumerate(captions_of(table)) if not text]
+        self.source, self.table, self.caption_tokenizer = source, table, tokens
+        silent = [number for number, text in enumerate(read_captions(table)) if not text]
         if silent:
             raise DataError(
                 f"{table.row('key', silent[0])}: has neither caption nor label, like {len(silent):,} of "
@@ -109,39 +109,41 @@ class CaptionRows(Source):
         return len(self.table)
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        texts = [caption_at(self.table, number) for number in index.tolist()]
-        return {**self.source.rows(index, epoch), **self.tokens.encode(texts)}
+        texts = [read_caption(self.table, number) for number in index.tolist()]
+        return {**self.source.rows(index, epoch), **self.caption_tokenizer.encode(texts)}
 
     @property
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"{self.source.fingerprint} {self.tokens.fingerprint}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.source.fingerprint} {self.caption_tokenizer.fingerprint}".encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        count = int(self.tokens.encode([caption_at(self.table, index)])["attention_mask"].sum())
-        return f"{self.source.describe(index, epoch)}\nasked for in {count} tokens of {self.tokens.length}"
+        count = int(self.caption_tokenizer.encode([read_caption(self.table, index)])["attention_mask"].sum())
+        return f"{self.source.describe(index, epoch)}\nasked for in {count} tokens of {self.caption_tokenizer.length}"
 
 
-def caption_at(table: Table, number: int) -> str:
+def read_caption(table: Table, index: int) -> str:
     """What is said about a sample: its caption, or the name of its class where it has none.
 
     Without the space around it: a text file ends in a line break, and nobody types one into a prompt.
     """
-    return table.row("caption", number).strip() or table.row("label", number).strip()
+    return table.row("caption", index).strip() or table.row("label", index).strip()
 
 
-def captions_of(table: Table) -> list[str]:
+def read_captions(table: Table) -> list[str]:
     """All of them; empty where nothing is said."""
-    both = zip(texts_of(table, "caption"), texts_of(table, "label"), strict=True)
+    both = zip(read_text_column(table, "caption"), read_text_column(table, "label"), strict=True)
     return [caption.strip() or label.strip() for caption, label in both]
 
 
-def first_captions(tables: Sequence[Table], count: int, *, among: int = 1000) -> tuple[str, ...]:
+def find_distinct_captions(tables: Sequence[Table], count: int, *, among: int = 1000) -> tuple[str, ...]:
     """The first captions that differ from each other, looking at some of each table."""
-    some = (caption_at(table, number) for table in tables for number in range(min(among, len(table))))
+    some = (read_caption(table, number) for table in tables for number in range(min(among, len(table))))
     return tuple(islice(dict.fromkeys(some), count))
 
 
-def learn_tokens(tables: Sequence[Table], *, content: str, vocab_size: int, cache: Path | None = None) -> Path:
+def train_caption_tokenizer(
+    tables: Sequence[Table], *, content: str, vocab_size: int, cache: Path | None = None
+) -> Path:
     """The folder of a tokenizer that is learnt from the captions of these tables, once; `content` is their hash.
 
     Its `tokenizer.json` ends every text by itself, so that in transformers a caption has the same tokens.
@@ -150,14 +152,16 @@ def learn_tokens(tables: Sequence[Table], *, content: str, vocab_size: int, cach
     key = hashlib.sha256(repr(("captions", FORMAT, content, names, vocab_size)).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        texts = [text for table in tables for text in captions_of(table)]
-        step = -(-sum(map(len, texts)) // ENOUGH) or 1
+        texts = [text for table in tables for text in read_captions(table)]
+        step = -(-sum(map(len, texts)) // MAX_TRAINING_CHARACTERS) or 1
         tokenizer = train_bpe(texts[::step], vocab_size=vocab_size)
-        marks = [(END_OF_TEXT, tokenizer.end_of_text)]
-        tokenizer.core.post_processor = processors.TemplateProcessing(single=f"$A {END_OF_TEXT}", special_tokens=marks)
+        marks = [(END_OF_TEXT, tokenizer.eos_token_id)]
+        tokenizer.backend.post_processor = processors.TemplateProcessing(
+            single=f"$A {END_OF_TEXT}", special_tokens=marks
+        )
         tokenizer.save(folder)
 
-    return cached(cache or default_cache(), key, build)
+    return get_or_build(cache or default_cache(), key, build)
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import re
 import unicodedata
 
 from bottega.config.data import Cleaning
-from bottega.data.text.boilerplate import without_boilerplate
+from bottega.data.text.boilerplate import remove_boilerplate
 from bottega.data.text.html import strip_html
 
 # What str.splitlines breaks at. Removed as mere control characters, they would glue two words together.
@@ -35,7 +35,7 @@ _RUN = re.compile("[ \t]{2,}+")
 _EMPTY_LINES = re.compile("\n{3,}+")
 
 
-def clean(text: str, options: Cleaning, *, starts: bool = True, ends: bool = True) -> str:
+def clean_text(text: str, options: Cleaning, *, is_start: bool = True, is_end: bool = True) -> str:
     """`starts` and `ends` say whether the whole text does so here, or whether this is a piece of it.
 
     White space at a cut stays: without it the words on its two sides would be one.
@@ -53,12 +53,12 @@ def clean(text: str, options: Cleaning, *, starts: bool = True, ends: bool = Tru
         if options.control:
             text = _without_stray_joiners(text, options)
     if options.whitespace:
-        text = _with_plain_spaces(text, starts=starts, ends=ends)
+        text = _with_plain_spaces(text, starts=is_start, ends=is_end)
     if options.boilerplate:
-        text = without_boilerplate(text)
-    if text and not starts and not text[0].isspace():
+        text = remove_boilerplate(text)
+    if text and not is_start and not text[0].isspace():
         text = _space(before[: len(before) - len(before.lstrip())]) + text
-    if text and not ends and not text[-1].isspace():
+    if text and not is_end and not text[-1].isspace():
         text += _space(before[len(before.rstrip()) :])
     return text
 

@@ -24,7 +24,7 @@ class Tokenizer(Section):
     path: str | None = Field(None, description="pretrained: a tokenizer file, a folder or a hub name")
 
 
-def tokenizer_problems(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+def find_tokenizer_problems(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     if tokenizer.kind == "pretrained" and tokenizer.path is None:
         return [("data.tokenizer.path", "missing; kind pretrained needs a file, a folder or a hub name")]
     if tokenizer.kind != "pretrained" and tokenizer.path is not None:

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 
 PERMUTATIONS = 128
-RUN = 5  # Words in a shingle; texts of fewer than twice as many are compared as a whole.
+SHINGLE_WORDS = 5  # Words in a shingle; texts of fewer than twice as many are compared as a whole.
 
 # h -> (a h + b) mod 2^64, of which the high 32 bits are kept: pairwise independent for h < 2^32 (Dietzfelbinger, 1996),
 # as is the usual (a h + b) mod a prime, and three passes of numpy in place of seven.
-_DRAWN = generator(0, "minhash").integers(0, 2**64, size=(2, PERMUTATIONS), dtype=np.uint64)
+_DRAWN = numpy_generator(0, "minhash").integers(0, 2**64, size=(2, PERMUTATIONS), dtype=np.uint64)
 _A, _B = _DRAWN[0] | np.uint64(1), _DRAWN[1]
 _BLOCK = 256  # Shingles hashed at once: 128 x 256 numbers of 8 bytes stay in the second-level cache.
 
@@ -34,20 +34,20 @@ _FOUND = 0.99  # Of the pairs that are just as similar as the threshold, this sh
 _CHUNK = 1 << 14  # Pairs of signatures compared at once: 16 MiB.
 
 
-def content_key(text: str) -> int:
+def hash_content(text: str) -> int:
     """64 bits of the text with case and white space folded. Among 100 million texts, two differ and collide in 1 of 3,700."""
     folded = " ".join(text.casefold().split())
     return int.from_bytes(hashlib.blake2b(folded.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
-def keep_exact(keys: Sequence[int] | np.ndarray) -> np.ndarray:
+def find_exact_unique(keys: Sequence[int] | np.ndarray) -> np.ndarray:
     """Which texts stay, the first of each key: bool [n]."""
     kept = np.zeros(len(keys), dtype=bool)
     kept[np.unique(np.asarray(keys, dtype=np.uint64), return_index=True)[1]] = True
     return kept
 
 
-def signature(text: str) -> np.ndarray:
+def minhash_signature(text: str) -> np.ndarray:
     """uint32 [128]. A text without any word is like its equals only."""
     shingles = _shingles(text)
     least = np.full(PERMUTATIONS, np.iinfo(np.uint64).max, dtype=np.uint64)
@@ -58,7 +58,7 @@ def signature(text: str) -> np.ndarray:
     return (least >> np.uint64(32)).astype(np.uint32)
 
 
-def similarity(first: np.ndarray, second: np.ndarray) -> float:
+def estimate_similarity(first: np.ndarray, second: np.ndarray) -> float:
     """The estimate of Jaccard's similarity from two signatures."""
     return float(np.mean(first == second))
 
@@ -67,9 +67,9 @@ def _shingles(text: str) -> np.ndarray:
     """A hash below 2^32 for each different run of words, in uint64."""
     words = _word_hashes(text)
     if not len(words):
-        return np.array([content_key(text) >> 32], dtype=np.uint64)
-    if len(words) >= 2 * RUN:
-        return np.unique(_runs(words, RUN))
+        return np.array([hash_content(text) >> 32], dtype=np.uint64)
+    if len(words) >= 2 * SHINGLE_WORDS:
+        return np.unique(_runs(words, SHINGLE_WORDS))
     # "One of the best movies" and "one of the worst movies" share most words: what is that short must agree in all.
     return _runs(words, len(words))
 
@@ -95,7 +95,7 @@ def _runs(words: np.ndarray, length: int) -> np.ndarray:
     return value >> np.uint64(32)
 
 
-def bands(threshold: float) -> tuple[int, int]:
+def choose_bands(threshold: float) -> tuple[int, int]:
     """(bands, rows in each): the most selective that still finds 99 % of the pairs at the threshold.
 
     Finding too many costs time only, since every pair found is compared by its whole signature.
@@ -107,14 +107,14 @@ def bands(threshold: float) -> tuple[int, int]:
     return PERMUTATIONS, 1
 
 
-def keep_near(signatures: np.ndarray, threshold: float) -> np.ndarray:
+def find_near_unique(signatures: np.ndarray, threshold: float) -> np.ndarray:
     """Which texts stay, the first of each group of similar ones: bool [n] for uint32 [n, 128].
 
     Similar to a similar one is of the same group. Memory grows with n: the bands are looked at one after the other.
     """
     signatures = np.ascontiguousarray(signatures, dtype=np.uint32)
     root = np.arange(len(signatures))
-    number, rows = bands(threshold)
+    number, rows = choose_bands(threshold)
     least = int(np.ceil(threshold * PERMUTATIONS - 1e-9))
     for band in range(number):
         keys = _band_keys(signatures[:, band * rows : (band + 1) * rows])

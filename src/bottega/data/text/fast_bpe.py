@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import models
 
 # Joined with spaces and without: contractions, digits, white space of all kinds, signs, scripts, accents, emoji.
-AWKWARD = (
+PROBE_TEXTS = (
     "it's we'll I'VE don't 'tis o'clock",
     "a  b   c\t\td \n\n e\r\n f\u00a0g\u2003h\u3000i",
     "1234567 3.14 1,000,000 ٣٤ Ⅻ ½",
@@ -29,10 +29,10 @@ AWKWARD = (
     "\x00\x07\x1b\x7f \x85 \u2028",
 )
 
-Encode = Callable[[list[str]], list[np.ndarray]]
+BatchEncoder = Callable[[list[str]], list[np.ndarray]]
 
 
-def fast_encoder(core: tokenizers.Tokenizer) -> Encode | None:
+def load_fast_encoder(core: tokenizers.Tokenizer) -> BatchEncoder | None:
     """A function that gives the ids of many texts, equal to those of `core`; None where there is none to trust."""
     if not isinstance(core.model, models.BPE) or os.environ.get("BOTTEGA_FAST_BPE") == "0":
         return None
@@ -61,14 +61,14 @@ def fast_encoder(core: tokenizers.Tokenizer) -> Encode | None:
     return encode if _agree(encode, core) else None
 
 
-def _agree(encode: Encode, core: tokenizers.Tokenizer) -> bool:
+def _agree(encode: BatchEncoder, core: tokenizers.Tokenizer) -> bool:
     added = {token.content for token in core.get_added_tokens_decoder().values()}
     numbers = [number for token, number in core.get_vocab().items() if token not in added]
     words = core.decode_batch([[number] for number in numbers], skip_special_tokens=False)
-    mixed = [f"{a} {b}{a}" for a, b in pairwise(AWKWARD)]
+    mixed = [f"{a} {b}{a}" for a, b in pairwise(PROBE_TEXTS)]
     # A hundred tokens at once: alone, 32,000 of them take half a second.
     lists = [joint.join(words[i : i + 100]) for i in range(0, len(words), 100) for joint in ("", " ")]
-    probes = [*AWKWARD, *mixed, *lists]
+    probes = [*PROBE_TEXTS, *mixed, *lists]
     expected = [encoding.ids for encoding in core.encode_batch_fast(probes, add_special_tokens=False)]
     try:
         got = encode(probes)

@@ -8,7 +8,7 @@ from collections import Counter
 
 from bottega.config.data import Filter
 from bottega.core.errors import UsageError
-from bottega.data.text.languages import LANGUAGES, language, num_words
+from bottega.data.text.languages import LANGUAGES, count_words, detect_language
 
 _ASCII_NO_SIGN = bytes(code for code in range(128) if chr(code).isalnum() or chr(code).isspace())
 _ASCII_SPACE = bytes(code for code in range(128) if chr(code).isspace())
@@ -16,7 +16,7 @@ _ASCII_SPACE = bytes(code for code in range(128) if chr(code).isspace())
 _SAME = {"nb": "no", "nn": "no"}
 
 
-def check(options: Filter) -> None:
+def check_filter(options: Filter) -> None:
     """Raises UsageError for a language that can never be told, as it would leave out every text."""
     for code in options.languages or ():
         if _code(code) not in LANGUAGES:
@@ -25,20 +25,20 @@ def check(options: Filter) -> None:
             raise UsageError(f"data.filter.languages: {code!r} is no language that can be told; {remedy}")
 
 
-def reason_to_drop(text: str, options: Filter) -> str | None:
+def find_drop_reason(text: str, options: Filter) -> str | None:
     """None where the text stays. The cheap questions come first."""
     if options.min_characters is not None and len(text) < options.min_characters:
         return "too short"
     if options.max_characters is not None and len(text) > options.max_characters:
         return "too long"
-    if options.min_words is not None and num_words(text) < options.min_words:
+    if options.min_words is not None and count_words(text) < options.min_words:
         return "too few words"
-    if options.max_symbol_share is not None and symbol_share(text) > options.max_symbol_share:
+    if options.max_symbol_share is not None and symbol_fraction(text) > options.max_symbol_share:
         return "too many signs"
-    if options.max_repeated_share is not None and repeated_share(text) > options.max_repeated_share:
+    if options.max_repeated_share is not None and repeated_line_fraction(text) > options.max_repeated_share:
         return "repeated lines"
     if options.languages is not None:
-        code, _ = language(text)
+        code, _ = detect_language(text)
         if not code:
             return "unknown language"
         if code not in map(_code, options.languages):
@@ -46,7 +46,7 @@ def reason_to_drop(text: str, options: Filter) -> str | None:
     return None
 
 
-def symbol_share(text: str) -> float:
+def symbol_fraction(text: str) -> float:
     """Of the characters that are no white space: how many are no letter, digit or mark of a letter.
 
     Punctuation counts, so that no list decides what is ordinary: Shakespeare has 0.06, the source of argparse 0.16.
@@ -66,7 +66,7 @@ def symbol_share(text: str) -> float:
     return signs / max(len(text) - spaces, 1)
 
 
-def repeated_share(text: str) -> float:
+def repeated_line_fraction(text: str) -> float:
     """Of the lines that are not empty: how many say what a line before them said."""
     lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
     return 1 - len(set(lines)) / len(lines) if lines else 0.0

@@ -18,37 +18,39 @@ import numpy as np
 
 from bottega.core.errors import DataError
 from bottega.data.prepare.labels import COPY
-from bottega.data.prepare.prepared import Prepared
+from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.source import Source
-from bottega.data.tables.classes import Classes, texts_of
+from bottega.data.tables.classes import Classes, read_text_column
 from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import Tokenizer
-from bottega.nearness import near_names
+from bottega.similar_names import find_similar_names
 
 # Few enough lengths for a compiler to know them all. With 8 a batch of sentences was a tenth longer than it need be.
-MULTIPLE = 4
-RARE = 2
+LENGTH_MULTIPLE = 4
+RARE_CLASS_SAMPLES = 2
 """Training samples of a class from which little can be learnt."""
 
 
 @final
 @dataclass(frozen=True)
-class TextForm:
+class TextCollator:
     """How the ids of texts become a batch: what stands before and after each, what fills it up, and where it is cut."""
 
-    padding: int
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-    longest: int | None = None
+    pad_token_id: int
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    max_length: int | None = None
     """At most so many ids, with those before and after; None never cuts."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, *, sequence_length: int | None = None) -> TextForm:
+    def from_tokenizer(cls, tokenizer: Tokenizer, *, sequence_length: int | None = None) -> TextCollator:
         """For texts that are encoded now; as `of_meta` for prepared ones."""
-        return cls._cut(tokenizer.padding, tokenizer.frame, tokenizer.longest, sequence_length)
+        return cls._cut(
+            tokenizer.pad_token_id, tokenizer.special_tokens_around, tokenizer.model_max_length, sequence_length
+        )
 
     @classmethod
-    def of_meta(cls, meta: Mapping[str, Any], *, sequence_length: int | None = None) -> TextForm:
+    def from_metadata(cls, meta: Mapping[str, Any], *, sequence_length: int | None = None) -> TextCollator:
         """What meta.json of prepared texts says."""
         padding = meta.get("padding", meta["end_of_text"])
         return cls._cut(padding, meta.get("frame", ((), ())), meta.get("longest"), sequence_length)
@@ -56,21 +58,21 @@ class TextForm:
     @classmethod
     def _cut(
         cls, padding: int, frame: tuple[Sequence[int], Sequence[int]], longest: int | None, asked: int | None
-    ) -> TextForm:
+    ) -> TextCollator:
         limits = [limit for limit in (longest, asked) if limit is not None]
         return cls(padding, tuple(frame[0]), tuple(frame[1]), min(limits, default=None))
 
-    def lengths(self, contents: np.ndarray) -> np.ndarray:
+    def compute_lengths(self, contents: np.ndarray) -> np.ndarray:
         """Ids of texts that have so many of their own. A text of none is one filling, so that a mean over it exists."""
-        whole = np.maximum(contents + len(self.before) + len(self.after), 1)
-        return whole if self.longest is None else np.minimum(whole, self.longest)
+        whole = np.maximum(contents + len(self.prefix) + len(self.suffix), 1)
+        return whole if self.max_length is None else np.minimum(whole, self.max_length)
 
-    def num_cut(self, contents: np.ndarray) -> int:
+    def count_truncated(self, contents: np.ndarray) -> int:
         """How many texts of so many ids of their own are cut."""
-        whole = contents + len(self.before) + len(self.after)
-        return 0 if self.longest is None else int((whole > self.longest).sum())
+        whole = contents + len(self.prefix) + len(self.suffix)
+        return 0 if self.max_length is None else int((whole > self.max_length).sum())
 
-    def batch(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    def collate(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """input_ids and attention_mask of texts that were encoded without anything around them."""
         ends = np.cumsum([len(one) for one in ids])
         return self.gather(np.concatenate([*ids, np.zeros(0, np.int32)]), np.r_[0, ends[:-1]], ends)
@@ -79,20 +81,20 @@ class TextForm:
         self, values: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, longest: int | None = None
     ) -> dict[str, np.ndarray]:
         """input_ids and attention_mask [b, T] of the texts values[start:end]. T is never more than `longest`."""
-        lengths = self.lengths(ends - starts)
-        T = -(-int(lengths.max(initial=1)) // MULTIPLE) * MULTIPLE
-        T = min([T, *(limit for limit in (longest, self.longest) if limit is not None)])
-        first, last = len(self.before), len(self.after)
+        lengths = self.compute_lengths(ends - starts)
+        T = -(-int(lengths.max(initial=1)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        T = min([T, *(limit for limit in (longest, self.max_length) if limit is not None)])
+        first, last = len(self.prefix), len(self.suffix)
         # Cut is what the text itself says; its frame always stays.
         contents = np.clip(lengths - first - last, 0, ends - starts)
         places = np.arange(T) - first
         inside = (places >= 0) & (places < contents[:, None])
         taken = np.where(inside, starts[:, None] + places, 0)
         found = values[taken] if len(values) else np.zeros_like(taken)
-        filled = np.where(inside, found.astype(np.int32), np.int32(self.padding))
-        filled[:, :first] = self.before
+        filled = np.where(inside, found.astype(np.int32), np.int32(self.pad_token_id))
+        filled[:, :first] = self.prefix
         at = first + contents[:, None] + np.arange(last)
-        np.put_along_axis(filled, at, np.broadcast_to(np.array(self.after, np.int32), at.shape), axis=1)
+        np.put_along_axis(filled, at, np.broadcast_to(np.array(self.suffix, np.int32), at.shape), axis=1)
         return {"input_ids": filled, "attention_mask": (np.arange(T) < lengths[:, None]).astype(np.int32)}
 
 
@@ -106,19 +108,21 @@ class LabelledTexts(Source):
         self.folder, self.table_name = Path(folder), table
         self.labels = labels.astype(np.int32 if labels.ndim == 1 else np.float32)
         self.table = Table(self.folder / table)
-        self.form = TextForm.of_meta(self.meta, sequence_length=sequence_length)
-        framed = len(self.form.before) + len(self.form.after)
-        if self.form.longest is not None and self.form.longest <= framed:
-            raise DataError(f"data.sequence_length={self.form.longest} leaves no room beside {framed} special tokens")
+        self.collator = TextCollator.from_metadata(self.meta, sequence_length=sequence_length)
+        framed = len(self.collator.prefix) + len(self.collator.suffix)
+        if self.collator.max_length is not None and self.collator.max_length <= framed:
+            raise DataError(
+                f"data.sequence_length={self.collator.max_length} leaves no room beside {framed} special tokens"
+            )
         self.sequence_length = int(self.lengths().max(initial=1))
 
     def __len__(self) -> int:
         return len(self.table)
 
     def lengths(self) -> np.ndarray:
-        return self.form.lengths(self.table.lengths("input_ids"))
+        return self.collator.compute_lengths(self.table.lengths("input_ids"))
 
-    def alike(self, count: int) -> np.ndarray:
+    def length_order(self, count: int) -> np.ndarray:
         return np.argsort(self.lengths()[:count], kind="stable")
 
     def scores(self, name: str) -> np.ndarray:
@@ -127,15 +131,15 @@ class LabelledTexts(Source):
         return self.table.values("score")
 
     @property
-    def filling(self) -> dict[str, int]:
+    def padding_values(self) -> dict[str, int]:
         """With what a batch is made longer, where it is joined with one of another length."""
-        return {"input_ids": self.form.padding, "attention_mask": 0}
+        return {"input_ids": self.collator.pad_token_id, "attention_mask": 0}
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         ends = self.table.ends("input_ids")
         starts = np.where(index > 0, ends[index - 1], 0)
         values = self.table.values("input_ids")
-        batch = self.form.gather(values, starts, ends[index], longest=self.sequence_length)
+        batch = self.collator.gather(values, starts, ends[index], longest=self.sequence_length)
         return {**batch, "label" if self.labels.ndim == 1 else "labels": self.labels[index]}
 
     @property
@@ -152,19 +156,19 @@ class LabelledTexts(Source):
         return json.loads((self.folder / "meta.json").read_text())
 
 
-def labelled_texts(
-    prepared: Prepared, table: str, *, classes: Classes | None = None, sequence_length: int | None = None
+def open_labelled_texts(
+    prepared: PreparedData, table: str, *, classes: Classes | None = None, sequence_length: int | None = None
 ) -> LabelledTexts:
     """The texts of one table. `classes` are those that a model knows already, where the data is not its own."""
     known = prepared.classes if classes is None else classes
-    labels = class_numbers(prepared.table(table), known, multi_label=prepared.meta.get("multi_label", False))
+    labels = encode_labels(prepared.table(table), known, multi_label=prepared.metadata.get("multi_label", False))
     return LabelledTexts(prepared.folder, table, labels=labels, sequence_length=sequence_length)
 
 
-def class_numbers(table: Table, classes: Classes, *, multi_label: bool = False) -> np.ndarray:
+def encode_labels(table: Table, classes: Classes, *, multi_label: bool = False) -> np.ndarray:
     """The class of each row, int32 [n]; or 1 for each class that it has, float32 [n, K]."""
     numbers = {name: number for number, name in enumerate(classes.names)}
-    texts = texts_of(table, "label")
+    texts = read_text_column(table, "label")
     named = {text: json.loads(text) if multi_label else [text] for text in set(texts)}
     unknown = {text for text, names in named.items() if not numbers.keys() >= set(names)}
     if unknown:
@@ -180,16 +184,16 @@ def class_numbers(table: Table, classes: Classes, *, multi_label: bool = False) 
 
 
 def _not_learnt(name: str, classes: Classes) -> str:
-    near = near_names(name, classes.names)
+    near = find_similar_names(name, classes.names)
     listed = ", ".join(classes.names[:5]) + (", ..." if len(classes) > 5 else "")
     hint = f"did you mean {near[0]!r}?" if near else f"there is {listed}"
     return f"label {name!r} is none of the {len(classes)} classes that were learnt; {hint}"
 
 
-def learnt_classes(
-    prepared: Prepared,
+def find_training_classes(
+    prepared: PreparedData,
     *,
-    counts_all: bool = False,
+    include_held_out: bool = False,
     remedy: str = "name another field with data.label_field, or add samples",
 ) -> Classes:
     """The classes of what is trained on; `counts_all` takes in those that only held-out samples have.
@@ -197,14 +201,14 @@ def learnt_classes(
     Refused where there is nothing to tell apart, and where a held-out sample is of a class that nobody could learn: most
     often that is a slip, and it would be one more class.
     """
-    found = set(class_counts(prepared))
+    found = set(count_classes(prepared))
     if len(found) < (1 if _is_several(prepared) else 2):
         first = prepared.table(prepared.training_tables[0]).row("key", 0)
         named = f"are all of the class {found.pop()!r}" if found else "have no class"
         raise DataError(
             f"data.train: the samples from {first} on {named}, and a classifier tells several apart; {remedy}"
         )
-    if counts_all:
+    if include_held_out:
         return prepared.classes
     classes = Classes(tuple(name for name in prepared.classes.names if name in found))
     for name in prepared.tables:
@@ -213,9 +217,9 @@ def learnt_classes(
     return classes
 
 
-def _check_learnt(prepared: Prepared, name: str, classes: Classes) -> None:
+def _check_learnt(prepared: PreparedData, name: str, classes: Classes) -> None:
     table, known = prepared.table(name), set(classes.names)
-    for row, text in enumerate(texts_of(table, "label")):
+    for row, text in enumerate(read_text_column(table, "label")):
         wrong = next((one for one in _names(prepared, text) if one not in known), None)
         if wrong is not None:
             raise DataError(
@@ -224,40 +228,42 @@ def _check_learnt(prepared: Prepared, name: str, classes: Classes) -> None:
             )
 
 
-def class_counts(prepared: Prepared) -> Counter[str]:
+def count_classes(prepared: PreparedData) -> Counter[str]:
     """Class -> its training samples, without changed copies of them."""
     counts: Counter[str] = Counter()
     for name in filter(_is_learnt, prepared.tables):
         table = prepared.table(name)
         own = table.values("form") != COPY if "form" in table.columns else np.ones(len(table), bool)
-        for text, is_own in zip(texts_of(table, "label"), own.tolist(), strict=True):
+        for text, is_own in zip(read_text_column(table, "label"), own.tolist(), strict=True):
             counts.update(_names(prepared, text) if is_own else ())
     return counts
 
 
-def rare_classes(prepared: Prepared, classes: Classes) -> list[str]:
+def describe_rare_classes(prepared: PreparedData, classes: Classes) -> list[str]:
     """A note where some classes have hardly a training sample: a slip in a label is a class of its own."""
-    counts = class_counts(prepared)
-    rare = [name for name in classes.names if counts[name] <= RARE]
+    counts = count_classes(prepared)
+    rare = [name for name in classes.names if counts[name] <= RARE_CLASS_SAMPLES]
     if not rare:
         return []
     named = ", ".join(f"{name!r} ({counts[name]})" for name in rare[:3]) + (", ..." if len(rare) > 3 else "")
-    return [f"{len(rare):,} of {len(classes):,} classes have at most {RARE} training samples: {named}; are they meant?"]
+    return [
+        f"{len(rare):,} of {len(classes):,} classes have at most {RARE_CLASS_SAMPLES} training samples: {named}; are they meant?"
+    ]
 
 
 def _is_learnt(table: str) -> bool:
     return table.startswith("train") or table == "replay"
 
 
-def _is_several(prepared: Prepared) -> bool:
-    return bool(prepared.meta.get("multi_label", False))
+def _is_several(prepared: PreparedData) -> bool:
+    return bool(prepared.metadata.get("multi_label", False))
 
 
-def _names(prepared: Prepared, label: str) -> list[str]:
+def _names(prepared: PreparedData, label: str) -> list[str]:
     return json.loads(label) if _is_several(prepared) else [label] if label else []
 
 
-def balanced_weights(labels: np.ndarray, num_classes: int) -> tuple[float, ...]:
+def compute_balanced_weights(labels: np.ndarray, num_classes: int) -> tuple[float, ...]:
     """A weight for each class so that all count alike: n / (K * its texts), and 1 where it has none."""
     counts = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=num_classes)
     return tuple(np.where(counts > 0, counts.sum() / (num_classes * np.maximum(counts, 1)), 1.0).tolist())

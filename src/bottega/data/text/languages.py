@@ -140,7 +140,7 @@ _UNSPACED = re.compile(
 )
 
 
-def language(text: str) -> tuple[str, float]:
+def detect_language(text: str) -> tuple[str, float]:
     """The code of the language and how sure that is, from 0 to 1; ("", 0.0) for a text too short or in none we know."""
     if len(text) > _SAMPLE:
         middle = len(text) // 2
@@ -202,7 +202,7 @@ def _by_words(text: str, codes: list[str]) -> tuple[str, float]:
     return ranked[0], (1 - second / best) * min(1.0, evidence / 0.2)
 
 
-def num_words(text: str) -> int:
+def count_words(text: str) -> int:
     """Words between white space; where a script has none, two Han or kana signs are taken for a word, or five of Thai."""
     count = len(text.split())
     if text.isascii():

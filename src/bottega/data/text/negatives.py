@@ -13,18 +13,18 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.errors import DataError
-from bottega.core.noise import Noise, seed_of
+from bottega.core.noise import Noise, derive_seed
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
-from bottega.data.text.captions import CaptionTokens, captions_of
-from bottega.data.text.near_captions import NearCaptions
+from bottega.data.text.captions import CaptionTokenizer, read_captions
+from bottega.data.text.hard_negatives import HardNegativeSampler
 
 # Tokens of distinct captions are kept up to so many; there are rarely more, and a step asks for thousands of captions.
-MOST_KEPT = 1 << 25
+MAX_CACHED_TOKENS = 1 << 25
 
 
 @final
-class WithNegatives(Source):
+class ContrastiveRows(Source):
     """The samples of a medium with "texts" int32 [b, 1 + N, L]: the tokens of its own caption, then of N others.
 
     "caption" int64 [b, 1 + N] is a hash of each, so that equal ones, also of other tables, can be encoded once. "counts"
@@ -32,12 +32,19 @@ class WithNegatives(Source):
     """
 
     def __init__(
-        self, source: Source, table: Table, tokens: CaptionTokens, *, count: int, seed: int, hard: float = 0.0
+        self,
+        source: Source,
+        table: Table,
+        tokens: CaptionTokenizer,
+        *,
+        count: int,
+        seed: int,
+        hard_fraction: float = 0.0,
     ) -> None:
         """`table` is the one that the samples are the rows of; `hard` is the share of others that differ in one word."""
         assert len(source) == len(table), "captions of other samples"
-        self.source, self.table, self.tokens, self.count, self.seed = source, table, tokens, count, seed
-        self.num_hard = round(hard * count)
+        self.source, self.table, self.caption_tokenizer, self.count, self.seed = source, table, tokens, count, seed
+        self.num_hard = round(hard_fraction * count)
         silent = np.flatnonzero(self._numbers == self._distinct.get("", -1))
         if len(silent):
             raise DataError(
@@ -54,13 +61,13 @@ class WithNegatives(Source):
         return len(self.table)
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        caption = np.concatenate([self._numbers[index][:, None], self.others(index, epoch)], axis=1)
+        caption = np.concatenate([self._numbers[index][:, None], self.sample_negatives(index, epoch)], axis=1)
         counts = caption != caption[:, :1]
         counts[:, 0] = True
         said = {"texts": self._encoded(caption), "caption": self._hashes[caption], "counts": counts}
         return {**self.source.rows(index, epoch), **said}
 
-    def others(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+    def sample_negatives(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
         """Numbers of captions [n, N]: the hard ones first, then those of rows that are drawn, any as likely as any."""
         own = self._numbers[index].astype(np.int64)
         found, rest = np.repeat(own[:, None], self.count, axis=1), len(self) - 1
@@ -74,7 +81,7 @@ class WithNegatives(Source):
             if self.num_hard:
                 hard = slice(0, self.num_hard)
                 asked = np.repeat(own[at, None], self.num_hard, axis=1)
-                near = self._near.draw(asked, low[:, hard], high[:, hard])
+                near = self._near.sample(asked, low[:, hard], high[:, hard])
                 found[at, hard] = np.where(near != asked, near, found[at, hard])
         return found
 
@@ -85,46 +92,46 @@ class WithNegatives(Source):
 
     @property
     def fingerprint(self) -> str:
-        parts = (self.source.fingerprint, self.tokens.fingerprint, self.count, self.num_hard, self.seed)
+        parts = (self.source.fingerprint, self.caption_tokenizer.fingerprint, self.count, self.num_hard, self.seed)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        drawn = self.others(np.array([index]), np.array([epoch]))[0]
+        drawn = self.sample_negatives(np.array([index]), np.array([epoch]))[0]
         some = ", ".join(repr(self.texts[number]) for number in drawn[:5])
         return f"{self.source.describe(index, epoch)}\ntold apart from {some}{', ...' if len(drawn) > 5 else ''}"
 
     @cached_property
     def _distinct(self) -> dict[str, int]:
-        return {text: number for number, text in enumerate(dict.fromkeys(captions_of(self.table)))}
+        return {text: number for number, text in enumerate(dict.fromkeys(read_captions(self.table)))}
 
     @cached_property
     def _numbers(self) -> np.ndarray:
         """The number of each row's caption, int32 [n]."""
-        return np.array([self._distinct[text] for text in captions_of(self.table)], np.int32)
+        return np.array([self._distinct[text] for text in read_captions(self.table)], np.int32)
 
     @cached_property
     def _hashes(self) -> np.ndarray:
-        return np.array([seed_of("caption", text) for text in self._distinct], np.int64)
+        return np.array([derive_seed("caption", text) for text in self._distinct], np.int64)
 
     @cached_property
-    def _near(self) -> NearCaptions:
-        return NearCaptions(self.texts)
+    def _near(self) -> HardNegativeSampler:
+        return HardNegativeSampler(self.texts)
 
     @cached_property
     def _known(self) -> np.ndarray:
         """Tokens [distinct, L], each row -1 until it is asked for."""
-        return np.full((len(self._distinct), self.tokens.length), -1, np.int32)
+        return np.full((len(self._distinct), self.caption_tokenizer.length), -1, np.int32)
 
     def _encoded(self, caption: np.ndarray) -> np.ndarray:
         wanted, places = np.unique(caption, return_inverse=True)
-        if len(self._distinct) * self.tokens.length > MOST_KEPT:
+        if len(self._distinct) * self.caption_tokenizer.length > MAX_CACHED_TOKENS:
             found = self._tokens(wanted)
         else:
             new = wanted[self._known[wanted, 0] < 0]
             if len(new):
                 self._known[new] = self._tokens(new)
             found = self._known[wanted]
-        return found[places.reshape(-1)].reshape(*caption.shape, self.tokens.length)
+        return found[places.reshape(-1)].reshape(*caption.shape, self.caption_tokenizer.length)
 
     def _tokens(self, numbers: np.ndarray) -> np.ndarray:
-        return self.tokens.encode([self.texts[number] for number in numbers.tolist()])["input_ids"]
+        return self.caption_tokenizer.encode([self.texts[number] for number in numbers.tolist()])["input_ids"]

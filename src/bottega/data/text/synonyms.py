@@ -131,13 +131,13 @@ def _table() -> dict[str, tuple[str, ...]]:
     return {word: tuple(others) for word, others in found.items()}
 
 
-def source() -> str:
+def synonym_source() -> str:
     """Where synonyms come from on this machine: nltk, wn or table."""
     return _lookup()[0]
 
 
 @lru_cache(maxsize=1 << 16)
-def synonyms(word: str) -> tuple[str, ...]:
+def find_synonyms(word: str) -> tuple[str, ...]:
     """In a fixed order, written as the word is: Good gives Great, GOOD gives GREAT. Empty where none is known."""
     lower = word.lower()
     found = _lookup()[1](lower)

@@ -20,50 +20,50 @@ import tokenizers
 from tokenizers import decoders
 
 from bottega.core.errors import BottegaError, DataError, UsageError
-from bottega.data.text.bytelevel import safe_pieces, token_bytes
-from bottega.data.text.fast_bpe import Encode, fast_encoder
-from bottega.models.folders.tokenizer_limits import panics_as_errors, read_tokenizer
+from bottega.data.text.bytelevel import decode_token_bytes, split_at_safe_points
+from bottega.data.text.fast_bpe import BatchEncoder, load_fast_encoder
+from bottega.models.folders.tokenizer_limits import convert_panics, read_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
-UNKNOWN = "<unk>"
+UNKNOWN_TOKEN = "<unk>"
 Kind = Literal["bytes", "characters", "bpe", "words", "pretrained"]
 
 # Characters encoded in one call of the library: enough for all cores, few enough that its token objects fit in memory.
-GROUP = 4_000_000
+BATCH_CHARACTERS = 4_000_000
 # A long text is cut into pieces of so many characters: one of 8 MB then encoded 2.5 times as fast, on two cores.
-PIECE = 32_000
-WORTH_FAST = 500_000
+PIECE_CHARACTERS = 32_000
+FAST_ENCODER_MIN_CHARACTERS = 500_000
 # Tried in turn where a tokenizer_config.json does not say which token ends a text.
-USUAL_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
-USUAL_PADDINGS = ("[PAD]", "<pad>", "<|padding|>")
-USUAL_UNKNOWNS = (UNKNOWN, "[UNK]")
+COMMON_EOS_TOKENS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+COMMON_PAD_TOKENS = ("[PAD]", "<pad>", "<|padding|>")
+COMMON_UNK_TOKENS = (UNKNOWN_TOKEN, "[UNK]")
 # Tokenizers without a longest text say so with a number of this order.
-UNBOUNDED = 1 << 24
+NO_MAX_LENGTH = 1 << 24
 
 
 @final
 class Tokenizer:
     """Made by the functions of vocabulary.py or by `Tokenizer.load`."""
 
-    def __init__(self, core: tokenizers.Tokenizer, *, kind: Kind, config: dict[str, Any]) -> None:
-        filled_with = core.padding["pad_token"] if core.padding is not None else None
-        core.no_padding()
-        core.no_truncation()
-        core.encode_special_tokens = True
-        self.core = core
+    def __init__(self, backend: tokenizers.Tokenizer, *, kind: Kind, config: dict[str, Any]) -> None:
+        filled_with = backend.padding["pad_token"] if backend.padding is not None else None
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True
+        self.backend = backend
         self.kind = kind
         self.config = config
-        self._fast: Encode | None = None
+        self._fast: BatchEncoder | None = None
         self._is_slow = False
-        self.end_of_text = _end_of_text(core, config)
-        paddings = (_named(config, "pad_token"), filled_with, *USUAL_PADDINGS)
-        self.padding: int = _first_id(core, paddings, self.end_of_text)
+        self.eos_token_id = _end_of_text(backend, config)
+        paddings = (_named(config, "pad_token"), filled_with, *COMMON_PAD_TOKENS)
+        self.pad_token_id: int = _first_id(backend, paddings, self.eos_token_id)
         """What fills up a batch; end of text where there is no token of its own for that."""
-        unknown = _first_id(core, (_named(config, "unk_token"), *USUAL_UNKNOWNS), -1)
-        self.unknown: int | None = unknown if unknown >= 0 else None
+        unknown = _first_id(backend, (_named(config, "unk_token"), *COMMON_UNK_TOKENS), -1)
+        self.unk_token_id: int | None = unknown if unknown >= 0 else None
         """The id of what is not in the vocabulary."""
         # Ids may have holes, and a model needs a row for the highest one.
-        self.vocab_size: int = 1 + max(core.get_vocab(with_added_tokens=True).values())
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def encode(self, text: str) -> np.ndarray:
@@ -75,28 +75,28 @@ class Tokenizer:
         return self._encode(texts, DataError)
 
     @cached_property
-    def frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def special_tokens_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The ids that the tokenizer's own post-processor puts before and after one text: [CLS] and [SEP] of BERT."""
-        with panics_as_errors("the tokenizer cannot frame a text"):
-            around = self.core.encode("").ids
-            plain, framed = (self.core.encode("a b", add_special_tokens=special).ids for special in (False, True))
+        with convert_panics("the tokenizer cannot frame a text"):
+            around = self.backend.encode("").ids
+            plain, framed = (self.backend.encode("a b", add_special_tokens=special).ids for special in (False, True))
         for at in range(len(around) + 1):
             if [*around[:at], *plain, *around[at:]] == framed:
                 return tuple(around[:at]), tuple(around[at:])
         raise DataError(f"the tokenizer turns the ids {plain} into {framed}, which is more than to frame them")
 
     @property
-    def longest(self) -> int | None:
+    def model_max_length(self) -> int | None:
         """How many ids the model that it was made for can read, where it says so."""
         said = self.config.get("model_max_length")
-        return int(said) if isinstance(said, int | float) and 0 < said < UNBOUNDED else None
+        return int(said) if isinstance(said, int | float) and 0 < said < NO_MAX_LENGTH else None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of these ids. Bytes that are no UTF-8 become U+FFFD, end of text its own name."""
         numbers = np.asarray(ids, dtype=np.int64).tolist()
-        if self.pieces is None:
-            return self.core.decode(numbers, skip_special_tokens=False)
-        return b"".join([self.pieces[i] for i in numbers]).decode("utf-8", "replace")
+        if self.bytes_by_id is None:
+            return self.backend.decode(numbers, skip_special_tokens=False)
+        return b"".join([self.bytes_by_id[i] for i in numbers]).decode("utf-8", "replace")
 
     def stream_decoder(self) -> StreamDecoder:
         return StreamDecoder(self)
@@ -104,29 +104,29 @@ class Tokenizer:
     @cached_property
     def byte_lengths(self) -> np.ndarray:
         """How many UTF-8 bytes of text each id stands for; special tokens stand for none."""
-        lengths = [len(piece) for piece in self.pieces or map(_text_of, self._tokens)]
-        for number, token in self.core.get_added_tokens_decoder().items():
+        lengths = [len(piece) for piece in self.bytes_by_id or map(_text_of, self._tokens)]
+        for number, token in self.backend.get_added_tokens_decoder().items():
             if token.special:
                 lengths[number] = 0
         return np.array(lengths, dtype=np.int32)
 
     @cached_property
-    def pieces(self) -> list[bytes] | None:
+    def bytes_by_id(self) -> list[bytes] | None:
         """The bytes of each id, where an id stands for the same bytes whatever is around it."""
         if self.kind == "characters":
             return [token.encode() for token in self._tokens]
-        if isinstance(self.core.decoder, decoders.ByteLevel):
-            return [token_bytes(token) for token in self._tokens]
+        if isinstance(self.backend.decoder, decoders.ByteLevel):
+            return [decode_token_bytes(token) for token in self._tokens]
         return None
 
     @cached_property
     def fingerprint(self) -> str:
-        return hashlib.sha256(self.core.to_str().encode()).hexdigest()
+        return hashlib.sha256(self.backend.to_str().encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Written so that `transformers.AutoTokenizer.from_pretrained(folder)` gives the same ids and texts."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_text(self.core.to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         config = json.dumps({**self.config, "bottega_kind": self.kind}, indent=2, ensure_ascii=False)
         (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
 
@@ -137,7 +137,7 @@ class Tokenizer:
         if not path.is_file():
             raise DataError(f"{folder} has no tokenizer.json; name a folder that has one")
         try:
-            with panics_as_errors(str(path)):
+            with convert_panics(str(path)):
                 core = tokenizers.Tokenizer.from_str(read_tokenizer(path))
         except DataError:
             raise
@@ -153,7 +153,7 @@ class Tokenizer:
 
     @cached_property
     def _tokens(self) -> list[str]:
-        return [self.core.id_to_token(number) or "" for number in range(self.vocab_size)]
+        return [self.backend.id_to_token(number) or "" for number in range(self.vocab_size)]
 
     def _encode(self, texts: Iterable[str], problem: type[BottegaError]) -> Iterator[np.ndarray]:
         if self.kind == "bytes":
@@ -179,19 +179,19 @@ class Tokenizer:
     def _id_of_point(self) -> np.ndarray:
         table = np.full(0x110000, -1, np.int32)
         for number, token in enumerate(self._tokens):
-            if number != self.end_of_text:
+            if number != self.eos_token_id:
                 table[ord(token)] = number
         return table
 
     def _ids(self, texts: list[str]) -> list[np.ndarray]:
         # Finding out whether the faster one agrees costs as much as half a megabyte of text.
-        if self._fast is None and not self._is_slow and sum(map(len, texts)) > WORTH_FAST:
-            self._fast = fast_encoder(self.core)
+        if self._fast is None and not self._is_slow and sum(map(len, texts)) > FAST_ENCODER_MIN_CHARACTERS:
+            self._fast = load_fast_encoder(self.backend)
             self._is_slow = self._fast is None
         if self._fast is not None:
             return [ids.astype(self.dtype) for ids in self._fast(texts)]
-        with panics_as_errors("a text cannot be encoded"):
-            encodings = self.core.encode_batch_fast(texts, add_special_tokens=False)
+        with convert_panics("a text cannot be encoded"):
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def _encode_groups(self, texts: Iterable[str], problem: type[BottegaError]) -> Iterator[np.ndarray]:
@@ -213,12 +213,16 @@ class Tokenizer:
         for text in texts:
             _utf8(text, problem)
             # Only our own pre-tokenizer is known to allow cuts.
-            pieces = list(safe_pieces(text, PIECE)) if self.kind == "bpe" and len(text) > PIECE else [text]
+            pieces = (
+                list(split_at_safe_points(text, PIECE_CHARACTERS))
+                if self.kind == "bpe" and len(text) > PIECE_CHARACTERS
+                else [text]
+            )
             for number, piece in enumerate(pieces or [text]):
                 group.append(piece)
                 ends.append(number >= len(pieces) - 1)
                 waiting += len(piece)
-                if waiting >= GROUP:
+                if waiting >= BATCH_CHARACTERS:
                     yield from flush()
                     waiting = 0
         yield from flush()
@@ -236,15 +240,15 @@ class StreamDecoder:
         self.given = 0
 
     def push(self, number: int) -> str:
-        if self.tokenizer.pieces is not None:
-            return self.bytes.decode(self.tokenizer.pieces[number])
+        if self.tokenizer.bytes_by_id is not None:
+            return self.bytes.decode(self.tokenizer.bytes_by_id[number])
         self.ids.append(int(number))
-        text = self.stream.step(self.tokenizer.core, int(number)) or ""
+        text = self.stream.step(self.tokenizer.backend, int(number)) or ""
         self.given += len(text)
         return text
 
     def finish(self) -> str:
-        if self.tokenizer.pieces is not None:
+        if self.tokenizer.bytes_by_id is not None:
             return self.bytes.decode(b"", final=True)
         return self.tokenizer.decode(self.ids)[self.given :]
 
@@ -283,11 +287,11 @@ def _first_id(core: tokenizers.Tokenizer, tokens: Iterable[str | None], otherwis
 
 def _end_of_text(core: tokenizers.Tokenizer, config: dict[str, Any]) -> int:
     named = _named(config, "eos_token")
-    for token in (named,) if named else USUAL_ENDS:
+    for token in (named,) if named else COMMON_EOS_TOKENS:
         number = core.token_to_id(token)
         if number is not None:
             return number
-    tried = repr(named) if named else "none of " + ", ".join(USUAL_ENDS)
+    tried = repr(named) if named else "none of " + ", ".join(COMMON_EOS_TOKENS)
     raise DataError(
         f"the tokenizer has no token that ends a text (tried {tried}); set eos_token in tokenizer_config.json"
     )

@@ -15,32 +15,32 @@ from typing import Any, final
 import numpy as np
 
 from bottega.core.errors import DataError
-from bottega.core.noise import key_of
+from bottega.core.noise import derive_key
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
 
 BYTE_LENGTHS = "byte_lengths.bin"
 """A file beside the tables: how many bytes each token of the vocabulary stands for."""
-NAMES = {"validation": "validation", "test": "test", "replay": "earlier"}
+SPLIT_NAMES = {"validation": "validation", "test": "test", "replay": "earlier"}
 
 
-class Tokens(Source):
+class TokenSource(Source):
     """What windows and documents have in common: a table of tokens in a prepared folder."""
 
     def __init__(self, folder: Path, table: str, *, documents: bool, with_bytes: bool) -> None:
         self.folder, self.table_name = Path(folder), table
-        self.documents, self.with_bytes = documents, with_bytes
+        self.with_document_ids, self.with_bytes = documents, with_bytes
         self.table = Table(self.folder / table)
 
     @property
     def name(self) -> str:
-        return NAMES.get(self.table_name, "training")
+        return SPLIT_NAMES.get(self.table_name, "training")
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         """input_ids and attention_mask [n, T+1]; documents [n, T+1] counts those begun; bytes [n] of the T targets."""
         ids, mask = self._tokens(index, epoch)
         rows = {"input_ids": ids, "attention_mask": mask}
-        if self.documents:
+        if self.with_document_ids:
             # The token that ends a document belongs to it, so the count goes up one place later.
             rows["documents"] = np.zeros_like(ids)
             np.cumsum(ids[:, :-1] == self.meta["end_of_text"], axis=1, out=rows["documents"][:, 1:])
@@ -74,7 +74,7 @@ class Tokens(Source):
 
 
 @final
-class TokenWindows(Tokens):
+class TokenWindows(TokenSource):
     """Windows at stride T, so that each token is a target once.
 
     Training shifts all borders by an offset that is f(seed, epoch), so that epochs cut the text in other places; up to
@@ -89,11 +89,11 @@ class TokenWindows(Tokens):
         *,
         sequence_length: int,
         seed: int | None = None,
-        documents: bool = False,
+        with_document_ids: bool = False,
         with_bytes: bool = False,
     ) -> None:
         """`seed` is None for held-out text."""
-        super().__init__(folder, table, documents=documents, with_bytes=with_bytes)
+        super().__init__(folder, table, documents=with_document_ids, with_bytes=with_bytes)
         self.seed = seed
         total = len(self.table.values("tokens"))
         self.sequence_length = T = sequence_length if seed is not None else min(sequence_length, total - 1)
@@ -103,7 +103,7 @@ class TokenWindows(Tokens):
                 "(sequence_length + 1); lower sequence_length or add text"
             )
         self.length = (total - 1) // T if seed is None else max(1, (total - T) // T)
-        self.offsets = 1 if seed is None else min(T, total - self.length * T)
+        self.num_offsets = 1 if seed is None else min(T, total - self.length * T)
 
     def __len__(self) -> int:
         return self.length
@@ -114,7 +114,7 @@ class TokenWindows(Tokens):
 
     @property
     def fingerprint(self) -> str:
-        parts = (self.meta["key"], self.table_name, self.sequence_length, self.seed if self.offsets > 1 else None)
+        parts = (self.meta["key"], self.table_name, self.sequence_length, self.seed if self.num_offsets > 1 else None)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
@@ -133,13 +133,13 @@ class TokenWindows(Tokens):
         return first, last
 
     def _offset(self, epoch: np.ndarray) -> Any:
-        if self.offsets == 1 or self.seed is None:
+        if self.num_offsets == 1 or self.seed is None:
             return 0
         # Nearly every batch lies in one epoch, and the offset of an epoch is remembered.
         first = int(epoch[0]) if len(epoch) else 0
         if (epoch == first).all():
-            return _offset_of(self.seed, first, self.offsets)
-        return np.array([_offset_of(self.seed, int(number), self.offsets) for number in epoch])
+            return _offset_of(self.seed, first, self.num_offsets)
+        return np.array([_offset_of(self.seed, int(number), self.num_offsets) for number in epoch])
 
     def scores(self, name: str) -> np.ndarray:
         """That of the document in the middle of each window, as epoch 0 cuts them."""
@@ -154,7 +154,7 @@ class TokenWindows(Tokens):
 
 
 @final
-class TokenDocuments(Tokens):
+class TokenDocuments(TokenSource):
     """One document a sample, filled up with end of text that counts nowhere; a longer one is several samples.
 
     Consecutive samples of a document share one token, the last target of the one before, so that each of its tokens but
@@ -225,4 +225,4 @@ def _check_score(meta: dict[str, Any], name: str) -> None:
 
 @lru_cache(maxsize=1024)
 def _offset_of(seed: int, epoch: int, offsets: int) -> int:
-    return key_of("window offset", seed, epoch)[0] % offsets
+    return derive_key("window offset", seed, epoch)[0] % offsets

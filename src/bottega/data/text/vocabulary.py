@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.text.bytelevel import SYMBOLS, safe_pieces
-from bottega.data.text.tokenizer import END_OF_TEXT, PIECE, UNKNOWN, Kind, Tokenizer
+from bottega.data.text.bytelevel import SYMBOLS, split_at_safe_points
+from bottega.data.text.tokenizer import END_OF_TEXT, PIECE_CHARACTERS, UNKNOWN_TOKEN, Kind, Tokenizer
 from bottega.models.folders.resolve import resolve_tokenizer
 
-SMALLEST = 257
+MIN_BPE_VOCAB_SIZE = 257
 """All bytes and end of text."""
-USUAL_SIZE = 4096
+DEFAULT_BPE_VOCAB_SIZE = 4096
 # A short form as in "movie's" stands alone and "don't" stays whole, as in texts that were divided beforehand ("do n't").
 WORD = r"'(?:s|re|ve|ll|m|d)\b|\w+(?:'t\b)?|[^\w\s]"
 # More words than any language has: the library knows no `all`.
@@ -44,25 +44,27 @@ class TokenizerSpec(BaseModel):
     @classmethod
     def _usual_size(cls, values: Any) -> Any:
         is_bpe = isinstance(values, dict) and values.get("kind", "bpe") == "bpe"
-        return {**values, "vocab_size": USUAL_SIZE} if is_bpe and values.get("vocab_size") is None else values
+        return (
+            {**values, "vocab_size": DEFAULT_BPE_VOCAB_SIZE} if is_bpe and values.get("vocab_size") is None else values
+        )
 
 
 def build_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
     """`texts` are read only by the kinds that learn from them."""
     if spec.kind == "bytes":
-        return byte_tokenizer()
+        return build_byte_tokenizer()
     if spec.kind == "characters":
-        return character_tokenizer(texts)
+        return build_character_tokenizer(texts)
     if spec.kind == "bpe":
-        return train_bpe(texts, vocab_size=spec.vocab_size or USUAL_SIZE)
+        return train_bpe(texts, vocab_size=spec.vocab_size or DEFAULT_BPE_VOCAB_SIZE)
     if spec.kind == "words":
-        return word_tokenizer(texts, vocab_size=spec.vocab_size, min_frequency=spec.min_frequency)
+        return train_word_tokenizer(texts, vocab_size=spec.vocab_size, min_frequency=spec.min_frequency)
     if not spec.path:
         raise UsageError("a pretrained tokenizer needs path: a tokenizer.json, its folder, or a name on the hub")
-    return pretrained_tokenizer(spec.path)
+    return load_pretrained_tokenizer(spec.path)
 
 
-def byte_tokenizer() -> Tokenizer:
+def build_byte_tokenizer() -> Tokenizer:
     """Ids 0-255 are the bytes themselves, 256 ends a text."""
     core = tokenizers.Tokenizer(models.BPE({symbol: byte for byte, symbol in enumerate(SYMBOLS)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -70,7 +72,7 @@ def byte_tokenizer() -> Tokenizer:
     return _finished(core, "bytes")
 
 
-def character_tokenizer(texts: Iterable[str]) -> Tokenizer:
+def build_character_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """One id for each character of the texts, in the order of Unicode; the last id ends a text."""
     characters = sorted(set().union(*map(set, texts)))
     core = tokenizers.Tokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}))
@@ -81,8 +83,10 @@ def character_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """Byte-level BPE: any text round-trips, because every byte has an id of its own. A small corpus gives fewer ids."""
-    if vocab_size < SMALLEST:
-        raise UsageError(f"tokenizer vocab_size={vocab_size} is less than {SMALLEST}: all bytes and end of text")
+    if vocab_size < MIN_BPE_VOCAB_SIZE:
+        raise UsageError(
+            f"tokenizer vocab_size={vocab_size} is less than {MIN_BPE_VOCAB_SIZE}: all bytes and end of text"
+        )
     core = tokenizers.Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -90,19 +94,19 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=SYMBOLS, show_progress=False
     )
     # Whole texts of 16 MB cost the library 3 GB; the words, which are all it counts, are the same in pieces.
-    pieces = (piece for text in texts for piece in safe_pieces(text, PIECE))
+    pieces = (piece for text in texts for piece in split_at_safe_points(text, PIECE_CHARACTERS))
     core.train_from_iterator(pieces, trainer)
     return _finished(core, "bpe")
 
 
-def word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_frequency: int = 2) -> Tokenizer:
+def train_word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_frequency: int = 2) -> Tokenizer:
     """Lower-cased words and signs: the most frequent ones, equally frequent ones by their letters; others are unknown.
 
     `vocab_size` counts the unknown word and end of text too; None takes all words that occur `min_frequency` times.
     """
     if vocab_size is not None and vocab_size < 3:
         raise UsageError(f"tokenizer vocab_size={vocab_size} is less than 3: the unknown word, end of text and a word")
-    core = tokenizers.Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    core = tokenizers.Tokenizer(models.WordLevel(unk_token=UNKNOWN_TOKEN))
     core.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace("\u2019", "'")]
     )
@@ -110,7 +114,7 @@ def word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_frequenc
     trainer = trainers.WordLevelTrainer(
         vocab_size=ALL_WORDS if vocab_size is None else vocab_size,
         min_frequency=min_frequency,
-        special_tokens=[UNKNOWN, END_OF_TEXT],
+        special_tokens=[UNKNOWN_TOKEN, END_OF_TEXT],
         show_progress=False,
     )
     core.train_from_iterator(texts, trainer)
@@ -118,14 +122,14 @@ def word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_frequenc
         raise DataError(
             f"no word occurs {min_frequency} times in the training texts; lower data.tokenizer.min_frequency"
         )
-    return _finished(core, "words", unk_token=UNKNOWN, pad_token=END_OF_TEXT)
+    return _finished(core, "words", unk_token=UNKNOWN_TOKEN, pad_token=END_OF_TEXT)
 
 
-def pretrained_tokenizer(name: str) -> Tokenizer:
+def load_pretrained_tokenizer(name: str) -> Tokenizer:
     """From a tokenizer.json or its folder, or by its name on the Hugging Face hub."""
     path = resolve_tokenizer(name)
     tokenizer = Tokenizer.load(path)
-    limits = [limit for limit in (tokenizer.longest, _positions(path)) if limit is not None]
+    limits = [limit for limit in (tokenizer.model_max_length, _positions(path)) if limit is not None]
     if limits:
         tokenizer.config["model_max_length"] = min(limits)
     return tokenizer

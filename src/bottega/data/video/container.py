@@ -13,7 +13,7 @@ EBML, SEGMENT = 0x1A45DFA3, 0x18538067
 FIRST_BOXES = frozenset((b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot"))
 
 
-def missing_bytes(stream: BinaryIO) -> int:
+def count_missing_bytes(stream: BinaryIO) -> int:
     """How many bytes the file should have beyond its end; 0 where it is whole or nothing can be said."""
     length = stream.seek(0, os.SEEK_END)
     stream.seek(0)

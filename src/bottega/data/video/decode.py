@@ -19,7 +19,7 @@ import numpy as np
 from bottega.core.errors import EnvironmentProblem
 from bottega.data.image.decode import MAX_PIXELS
 from bottega.data.records.record import Unreadable
-from bottega.data.video.container import missing_bytes
+from bottega.data.video.container import count_missing_bytes
 
 Encoded = bytes | Path
 
@@ -44,14 +44,14 @@ class Limits:
 LIMITS = Limits()
 
 
-class Clip(NamedTuple):
+class DecodedVideo(NamedTuple):
     """`rate` is that of the frames given, in frames a second; `frames` are uint8 [h, w, 3], decoded as they are asked for."""
 
     rate: float
     frames: Iterator[np.ndarray]
 
 
-def frames(data: Encoded, *, fps: float | None = None, stride: int = 1, limit: Limits = LIMITS) -> Clip:
+def decode_frames(data: Encoded, *, fps: float | None = None, stride: int = 1, limit: Limits = LIMITS) -> DecodedVideo:
     """The frames of a video; with `fps`, those nearest in time to that rate, and every `stride`-th of them.
 
     Raises Unreadable here or while frames are taken. Turned as the file says; pixels that are not square stay so.
@@ -66,7 +66,7 @@ def frames(data: Encoded, *, fps: float | None = None, stride: int = 1, limit: L
         container.close()
         raise
     rate = None if fps is None else Fraction(fps).limit_denominator(100_000)
-    return Clip(float((rate or own) / stride), _wanted(container, stream, Fraction(own), rate, stride, limit))
+    return DecodedVideo(float((rate or own) / stride), _wanted(container, stream, Fraction(own), rate, stride, limit))
 
 
 def _av() -> Any:
@@ -108,7 +108,7 @@ def _whole(data: Encoded) -> None:
         with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as stream:
             if not stream.read(1):
                 raise Unreadable("the file is empty")
-            missing = missing_bytes(stream)
+            missing = count_missing_bytes(stream)
     except OSError as error:
         raise Unreadable(f"the file cannot be read: {error.strerror}") from error
     if missing:

@@ -10,14 +10,14 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.image.decode import decode
-from bottega.data.image.encoder import medium
-from bottega.data.image.resize import Mode, resize
+from bottega.data.image.decode import decode_image
+from bottega.data.image.encoder import read_media_field
+from bottega.data.image.resize import ResizeMode, resize_image
 from bottega.data.prepare.encoder import Encoder
-from bottega.data.records.fields import descriptions, vector
+from bottega.data.records.fields import read_annotations, read_condition
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.shards import TEXT, Column
-from bottega.data.video.decode import LIMITS, Limits, frames
+from bottega.data.video.decode import LIMITS, Limits, decode_frames
 
 VIDEO_FIELDS = ("video", "mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg", "clip", "frames", "file")
 # Kept frames of one video; it is held in memory while it is prepared.
@@ -34,7 +34,7 @@ class VideoEncoder(Encoder):
     size: tuple[int, int]
     channels: int = 3
     fps: float | None = None
-    resize: Mode = "crop"
+    resize: ResizeMode = "crop"
     field: str | None = None
     label_field: str | None = None
     condition_field: str | None = None
@@ -50,15 +50,15 @@ class VideoEncoder(Encoder):
         return columns
 
     def rows(self, record: Record) -> Iterator[dict[str, Any]]:
-        data = medium(record, self.field, names=VIDEO_FIELDS, what="video")
+        data = read_media_field(record, self.field, names=VIDEO_FIELDS, medium="video")
         video, rate = self._from_array(data, record) if isinstance(data, np.ndarray) else self._from_file(data)
-        row = {"video": video, "fps": [rate], **descriptions(record, label_field=self.label_field)}
+        row = {"video": video, "fps": [rate], **read_annotations(record, label_field=self.label_field)}
         if self.has_condition:
-            row["condition"] = vector(record, self.condition_field)
+            row["condition"] = read_condition(record, self.condition_field)
         yield row
 
     def _from_file(self, data: bytes | Path) -> tuple[np.ndarray, float]:
-        rate, pictures = frames(data, fps=self.fps, limit=self.limit)
+        rate, pictures = decode_frames(data, fps=self.fps, limit=self.limit)
         return self._stacked(pictures), rate
 
     def _from_array(self, video: np.ndarray, record: Record) -> tuple[np.ndarray, float]:
@@ -89,7 +89,7 @@ class VideoEncoder(Encoder):
                 )
             if taken == len(kept):
                 _make_long(kept, min(most, taken + max(1, BLOCK // each, taken // 4)))
-            kept[taken] = resize(decode(picture, channels=self.channels), self.size, mode=self.resize)
+            kept[taken] = resize_image(decode_image(picture, channels=self.channels), self.size, mode=self.resize)
             taken += 1
         _make_long(kept, taken)
         return kept

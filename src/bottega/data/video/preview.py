@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.preview import Preview, annotations_of, caption_of, picture_file, rows_of, spread
+from bottega.data.prepare.preview import (
+    Preview,
+    evenly_spaced_rows,
+    image_path,
+    read_rows,
+    row_annotations,
+    row_caption,
+)
 from bottega.data.tables.shards import Table
 
 FRAMES = 6
@@ -17,13 +24,15 @@ FRAMES = 6
 class VideoPreview(Preview):
     column, unit = "video", "frames"
 
-    def public(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"video": np.asarray(row["video"]), "fps": float(np.ravel(row["fps"])[0]), **annotations_of(row)}
+    def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"video": np.asarray(row["video"]), "fps": float(np.ravel(row["fps"])[0]), **row_annotations(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
-        from bottega.data.image.sheet import sheet
+        from bottega.data.image.contact_sheet import write_contact_sheet
 
-        rows, path = rows_of(table, spread(table, 4)), picture_file(folder, "frames.png")
+        rows, path = read_rows(table, evenly_spaced_rows(table, 4)), image_path(folder, "frames.png")
         frames = [row["video"][i] for row in rows for i in np.linspace(0, len(row["video"]) - 1, FRAMES).astype(int)]
-        sheet(frames, path, captions=[caption_of(row) for row in rows for _ in range(FRAMES)], columns=FRAMES)
+        write_contact_sheet(
+            frames, path, captions=[row_caption(row) for row in rows for _ in range(FRAMES)], columns=FRAMES
+        )
         return [path]

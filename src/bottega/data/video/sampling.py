@@ -10,18 +10,18 @@ from typing import Literal
 
 import numpy as np
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 
-Where = Literal["random", "start", "centre"]
+ClipPosition = Literal["random", "start", "centre"]
 
 
-def clip(
-    length: int, *, num_frames: int, stride: int, where: Where, seed: int = 0, epoch: int = 0, index: int = 0
+def sample_frame_indices(
+    length: int, *, num_frames: int, stride: int, position: ClipPosition, seed: int = 0, epoch: int = 0, index: int = 0
 ) -> np.ndarray:
     """The numbers [num_frames] of the frames seen of a video of `length`; a random place is f(seed, epoch, index)."""
     room = max(0, length - ((num_frames - 1) * stride + 1))
-    if where == "random":
-        start = int(generator(seed, "video clip", epoch, index).integers(room + 1))
+    if position == "random":
+        start = int(numpy_generator(seed, "video clip", epoch, index).integers(room + 1))
     else:
-        start = room // 2 if where == "centre" else 0
+        start = room // 2 if position == "centre" else 0
     return np.minimum(start + stride * np.arange(num_frames), length - 1)

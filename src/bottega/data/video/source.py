@@ -8,12 +8,12 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.data.image.augment import Normalise, augment, normalise
+from bottega.data.image.augment import Normalisation, augment_images, normalise_pixels
 from bottega.data.image.config import ImageAugmentation
 from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Classes, Conditions, Kind
 from bottega.data.tables.shards import Table
-from bottega.data.video.sampling import Where, clip
+from bottega.data.video.sampling import ClipPosition, sample_frame_indices
 
 
 @final
@@ -30,10 +30,10 @@ class VideoRows(Source):
         content: str,
         num_frames: int,
         stride: int = 1,
-        clip: Where = "random",
+        clip: ClipPosition = "random",
         classes: Classes | None = None,
         condition: Kind = "none",
-        normalise: Normalise = "symmetric",
+        normalise: Normalisation = "symmetric",
         augmentation: ImageAugmentation | None = None,
         seed: int = 0,
     ) -> None:
@@ -55,19 +55,19 @@ class VideoRows(Source):
         shape = (len(index), self.num_frames, *self.table.columns["video"].shape)
         pixels = np.empty(shape, dtype=np.uint8)
         for place, (number, at) in enumerate(zip(index.tolist(), epoch.tolist(), strict=True)):
-            pixels[place] = self.table.row("video", number)[self.chosen(number, at)]
+            pixels[place] = self.table.row("video", number)[self.frame_indices(number, at)]
         if self.augmentation is not None:
-            pixels = augment(pixels, self.augmentation, seed=self.seed, epoch=epoch, index=index)
-        rows = {"video": normalise(pixels, how=self.normalise), "fps": np.array(self.fps, dtype=np.int32)}
+            pixels = augment_images(pixels, self.augmentation, seed=self.seed, epoch=epoch, index=index)
+        rows = {"video": normalise_pixels(pixels, mode=self.normalise), "fps": np.array(self.fps, dtype=np.int32)}
         return {**rows, **self.conditions.rows(index)}
 
-    def chosen(self, number: int, epoch: int) -> np.ndarray:
+    def frame_indices(self, number: int, epoch: int) -> np.ndarray:
         """The frames of a sample that are seen in an epoch."""
-        return clip(
+        return sample_frame_indices(
             int(self._lengths[number]),
             num_frames=self.num_frames,
             stride=self.stride,
-            where=self.clip,
+            position=self.clip,
             seed=self.seed,
             epoch=epoch,
             index=number,
@@ -83,7 +83,7 @@ class VideoRows(Source):
 
     def describe(self, index: int, epoch: int) -> str:
         height, width, channels = self.table.columns["video"].shape
-        chosen, rate = self.chosen(index, epoch), float(self.table.row("fps", index)[0])
+        chosen, rate = self.frame_indices(index, epoch), float(self.table.row("fps", index)[0])
         lines = [
             f"video {index} of {len(self)}: {self.table.row('key', index)}, {height} x {width} x {channels}",
             f"frames {chosen[0]} to {chosen[-1]} of {self._lengths[index]}, at {rate:g} a second",

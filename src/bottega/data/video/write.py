@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.image.decode import pillow
-from bottega.data.image.sheet import sheet
-from bottega.data.image.write import page
-from bottega.data.present import ending, is_folder, numbered
+from bottega.data.image.contact_sheet import write_contact_sheet
+from bottega.data.image.decode import import_pillow
+from bottega.data.image.write import render_contact_sheet
+from bottega.data.output_files import build_numbered_paths, is_folder, require_suffix
 from bottega.storage.durable import replacing_file
 
 ANIMATIONS = (".gif", ".mp4")
@@ -46,16 +46,16 @@ def write_videos(
     With a `path` without an ending 00.mp4, ... (00.gif where PyAV is missing), sheet.gif and sheet.png.
     """
     assert videos.ndim == 5, f"{videos.shape} are no videos"
-    pillow()  # or how to get it, before the first file is written
+    import_pillow()  # or how to get it, before the first file is written
     if not is_folder(path):
-        if ending(path, (*ANIMATIONS, ".png")) == ".png":
+        if require_suffix(path, (*ANIMATIONS, ".png")) == ".png":
             _filmstrip(videos, fps, path, captions)
         elif len(videos) == 1 and captions is None:
             write_video(videos[0], fps, path)
         else:
             _animate(_pages(videos, captions, columns), fps, path)
         return [path]
-    singles = numbered(path, len(videos), ".mp4" if find_spec("av") is not None else ".gif")
+    singles = build_numbered_paths(path, len(videos), ".mp4" if find_spec("av") is not None else ".gif")
     for frames, single in zip(videos, singles, strict=True):
         write_video(frames, fps, single)
     _animate(_pages(videos, captions, columns), fps, path / "sheet.gif")
@@ -66,7 +66,7 @@ def write_videos(
 def _pages(videos: np.ndarray, captions: Sequence[str] | None, columns: int | None) -> np.ndarray:
     """All clips at one time on a page, for each time: uint8 [f, h, w, 3]."""
     moments = videos.swapaxes(0, 1)
-    return np.stack([page(list(moment), captions=captions, columns=columns) for moment in moments])
+    return np.stack([render_contact_sheet(list(moment), captions=captions, columns=columns) for moment in moments])
 
 
 def _filmstrip(videos: np.ndarray, fps: float, path: Path, captions: Sequence[str] | None) -> None:
@@ -76,7 +76,7 @@ def _filmstrip(videos: np.ndarray, fps: float, path: Path, captions: Sequence[st
     times = [f"{number / fps:.2f} s" for number in chosen]
     names = captions if captions is not None else [f"{number:02d}" for number in range(len(videos))]
     with replacing_file(path) as temporary:
-        sheet(
+        write_contact_sheet(
             [frames[number] for frames in videos for number in chosen],
             temporary,
             captions=[words for name in names for words in (name, *times[1:])],
@@ -87,7 +87,7 @@ def _filmstrip(videos: np.ndarray, fps: float, path: Path, captions: Sequence[st
 def _animate(frames: np.ndarray, fps: float, path: Path) -> None:
     assert frames.dtype == np.uint8, f"frames of {frames.dtype}"
     assert fps > 0, f"{fps} frames a second"
-    kind = ending(path, ANIMATIONS)
+    kind = require_suffix(path, ANIMATIONS)
     with replacing_file(path) as temporary:
         if kind == ".gif":
             temporary.write_bytes(_gif(frames, fps))
@@ -115,7 +115,7 @@ def _delays(count: int, fps: float) -> list[int]:
 
 def _with_palette(frames: np.ndarray) -> tuple[Iterator[Any], bytes]:
     """Pictures whose pixels are numbers of colours, and the 256 colours: the same for all frames, or they would flicker."""
-    Image = pillow()
+    Image = import_pillow()
     if frames.shape[3] == 1:
         greys = np.arange(256, dtype=np.uint8).repeat(3)
         return (Image.fromarray(np.ascontiguousarray(frame[:, :, 0])) for frame in frames), greys.tobytes()
@@ -132,7 +132,7 @@ def _exact(frames: np.ndarray, colours: np.ndarray) -> tuple[Iterator[Any], byte
     """Few colours stay as they are; Pillow would take neighbours of them."""
     numbers = (np.searchsorted(colours, _packed(frame)).astype(np.uint8) for frame in frames)
     table = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1).astype(np.uint8)
-    return (pillow().fromarray(frame) for frame in numbers), table.tobytes().ljust(768, b"\0")
+    return (import_pillow().fromarray(frame) for frame in numbers), table.tobytes().ljust(768, b"\0")
 
 
 def _packed(pixels: np.ndarray) -> np.ndarray:

@@ -8,12 +8,12 @@ from typing import Any, final
 
 import torch
 
-from bottega.config.optimizers import RULES
+from bottega.config.optimizers import OPTIMIZER_SPECS
 from bottega.config.training import Training
 from bottega.core.engine import Engine
 from bottega.core.errors import BottegaError
 from bottega.core.task import Task
-from bottega.engines.backend import Backend, Footprint
+from bottega.engines.backend import Backend, MemoryEstimate
 from bottega.models.device import choose_device
 from bottega.world import World
 
@@ -41,56 +41,62 @@ class TorchBackend(Backend):
             torch.set_num_threads(count)
 
     def find_model_problems(self, task: Task, training: Training, *, seed: int) -> list[BottegaError]:
-        from bottega.config.groups import parameter_settings
-        from bottega.engines.torch.wrapping import require
-        from bottega.models.build import build_without_memory
+        from bottega.config.parameter_groups import resolve_parameter_settings
+        from bottega.engines.torch.wrapping import require_attribute
+        from bottega.models.build import build_meta_models
 
         problems: list[BottegaError] = []
         try:
-            models = build_without_memory(task, seed)
+            models = build_meta_models(task, seed)
         except BottegaError as error:
             return [error]
         if models is None:
             return []
         model = models["model"]
         try:
-            parameter_settings(training, [name for name, _ in model.named_parameters()], learns=task.learns)
+            resolve_parameter_settings(
+                training, [name for name, _ in model.named_parameters()], is_trainable=task.is_trainable
+            )
         except BottegaError as error:
             problems.append(error)
         if training.gradient_checkpointing:
             try:
-                require(model, "checkpoint_blocks", "training.gradient_checkpointing")
+                require_attribute(model, "checkpoint_blocks", "training.gradient_checkpointing")
             except BottegaError as error:
                 problems.append(error)
         return problems
 
     def describe_optimizer(self, task: Task, training: Training, *, seed: int) -> list[str]:
-        from bottega.config.groups import parameter_settings
-        from bottega.engines.torch.optimizers import describe_choice
-        from bottega.models.build import build_without_memory
+        from bottega.config.parameter_groups import resolve_parameter_settings
+        from bottega.engines.torch.optimizers import describe_fallback
+        from bottega.models.build import build_meta_models
 
-        models = build_without_memory(task, seed) if RULES[training.optimizer.name].hidden_matrices_only else None
+        models = (
+            build_meta_models(task, seed)
+            if OPTIMIZER_SPECS[training.optimizer.name].is_for_hidden_matrices_only
+            else None
+        )
         if models is None:
             return []
         named = dict(models["model"].named_parameters())
-        settings = parameter_settings(training, list(named), learns=task.learns)
+        settings = resolve_parameter_settings(training, list(named), is_trainable=task.is_trainable)
         own = {name: parameter for name, parameter in named.items() if settings[name].scale is not None}
-        return describe_choice(own, training.optimizer)
+        return describe_fallback(own, training.optimizer)
 
-    def estimate(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> Footprint:
+    def estimate_memory(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
         from bottega.engines.torch import sizing
 
-        return sizing.estimate(task, training, seed=seed, is_frozen=is_frozen)
+        return sizing.estimate_memory(task, training, seed=seed, is_frozen=is_frozen)
 
-    def check_fits(self, footprint: Footprint, device: str) -> None:
+    def check_memory(self, footprint: MemoryEstimate, device: str) -> None:
         from bottega.engines.torch import sizing
 
-        sizing.check_fits(footprint, choose_device(device))
+        sizing.check_memory(footprint, choose_device(device))
 
     def join_ranks(self, device: str) -> int:
         from bottega.engines.torch import ranks
 
-        return ranks.join_group(choose_device(device), World.current()).rank
+        return ranks.join_group(choose_device(device), World.from_environment()).rank
 
     def any_rank(self, flag: bool) -> bool:
         from bottega.engines.torch import ranks
@@ -105,7 +111,7 @@ class TorchBackend(Backend):
     def describe_lost_rank(self, error: BaseException) -> str | None:
         from bottega.engines.torch import heartbeat, ranks
 
-        if World.current().size == 1 or not ranks.is_lost_peer(error):
+        if World.from_environment().size == 1 or not ranks.is_lost_peer(error):
             return None
         watching = heartbeat.Heartbeat.current
         return watching.describe_loss() if watching is not None else "another rank is lost"

@@ -45,12 +45,12 @@ def seed_dropout(seed: int, device: torch.device) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def put(batch: Batch, device: torch.device, *, pin: bool = True) -> dict[str, Any]:
+def move_batch(batch: Batch, device: torch.device, *, pin: bool = True) -> dict[str, Any]:
     """A host batch on the device; from pinned memory the copy does not wait."""
     moved: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Mapping):
-            moved[name] = put(value, device, pin=pin)
+            moved[name] = move_batch(value, device, pin=pin)
             continue
         tensor = torch.from_numpy(value if value.flags.writeable else value.copy())
         if device.type != "cpu":

@@ -16,25 +16,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bottega.config.groups import parameter_settings
+from bottega.config.parameter_groups import resolve_parameter_settings
 from bottega.config.training import Training
 from bottega.core.batch import batch_length, slice_batch
-from bottega.core.engine import BeforeStep, Engine, Evaluated, Memory, Parameter
-from bottega.core.noise import Noise, seed_of
-from bottega.core.schedule import decay_at
+from bottega.core.engine import BeforeStepHook, Engine, EvaluationOutput, MemoryReport, ParameterInfo
+from bottega.core.noise import Noise, derive_seed
+from bottega.core.schedule import ema_decay_at
 from bottega.core.task import Task
 from bottega.core.types import Batch, Rows
-from bottega.engines.torch import changes, evaluation, fisher, fitting, gradients, inspection, memory, optimizers, ranks
-from bottega.engines.torch.average import Average
-from bottega.engines.torch.devices import choose_precision, make_deterministic, put, seed_dropout
-from bottega.engines.torch.noise import draw
-from bottega.engines.torch.sums import Local, add_up, fetched, in_order, sum_terms
-from bottega.engines.torch.tensors import TorchSnapshot, check_finite, compare, take
-from bottega.engines.torch.thawing import thaw
-from bottega.engines.torch.wrapping import compile_frozen, compiled, replicated, require
+from bottega.engines.torch import (
+    evaluation,
+    fisher,
+    gradients,
+    inspection,
+    memory,
+    micro_batches,
+    optimizers,
+    ranks,
+    state_updates,
+)
+from bottega.engines.torch.devices import choose_precision, make_deterministic, move_batch, seed_dropout
+from bottega.engines.torch.noise import make_noise
+from bottega.engines.torch.sums import LocalSum, accumulate_sums, fetch_metrics, sort_rows, sum_terms
+from bottega.engines.torch.tensors import TorchSnapshot, check_finite, check_same_layout, take_snapshot
+from bottega.engines.torch.unfreezing import unfreeze_parameters
+from bottega.engines.torch.weight_average import WeightAverage
+from bottega.engines.torch.wrapping import compile_frozen_models, compile_model, require_attribute, wrap_in_ddp
 from bottega.models.build import build_models
 from bottega.models.device import choose_device
-from bottega.models.experts.torch import active_parameters
+from bottega.models.experts.torch import count_active_parameters
 from bottega.models.folders.tensors import read_tensors
 from bottega.world import World
 
@@ -58,7 +68,7 @@ class TorchEngine(Engine):
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
         self.device: torch.device = choose_device(device)
         self.device_type = self.device.type
-        place = ranks.join_group(self.device, world or World.current())
+        place = ranks.join_group(self.device, world or World.from_environment())
         self.rank, self.world = place.rank, place.size
         self.data_rank, self.data_size = place.data_rank, place.data_size
         if deterministic:
@@ -73,30 +83,32 @@ class TorchEngine(Engine):
         self.model: torch.nn.Module = models["model"].to(self.device)
         frozen = {name: m.to(self.device).eval().requires_grad_(False) for name, m in models.items() if name != "model"}
         named = dict(self.model.named_parameters())
-        self.settings = parameter_settings(training, list(named), learns=task.learns)
-        self.optimizers = optimizers.build(
+        self.settings = resolve_parameter_settings(training, list(named), is_trainable=task.is_trainable)
+        self.optimizers = optimizers.build_optimizers(
             named, self.settings, training.optimizer, learning_rate=rate(0), weight_decay=training.weight_decay
         )
         self._names = {id(p): name for name, p in named.items()}
         self._params = [p for p in named.values() if p.requires_grad]
-        self._average = Average(self.model, wanted=training.ema is not None)
+        self._average = WeightAverage(self.model, enabled=training.ema is not None)
         self._state: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(named).items()}
-        self._apart = gradients.Apart(self._params) if task.keeps_apart else None
-        self._seen = changes.Seen(task.learns_from_rows)
-        self._hooks: list[BeforeStep] = []
+        self._apart = gradients.PCGrad(self._params) if task.gradient_surgery else None
+        self._seen = state_updates.BatchStats(task.update_inputs)
+        self._hooks: list[BeforeStepHook] = []
         if training.gradient_checkpointing:
-            require(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
+            require_attribute(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
             self.model.checkpoint_blocks = True
 
         called: Any = self.model
-        self._is_bare = task.rebinds or task.keeps_apart  # gradients are then summed over ranks by hand
+        self._is_bare = (
+            task.needs_unwrapped_model or task.gradient_surgery
+        )  # gradients are then summed over ranks by hand
         self._fused = self.device.type == "cuda" and training.compile is not False and not self._is_bare
         self._is_compiled = self._fused or (training.compile is True and not self._is_bare)
         if self._is_compiled:
             # What is recorded holds one forward and its backward: several in a step would each want a copy.
             whole = self.micro_batch_size is None and training.micro_batch_size is None
-            called = compiled(self.model, graphs=self._fused and self.world == 1 and whole)
-            compile_frozen(frozen, always=training.compile is True)
+            called = compile_model(self.model, graphs=self._fused and self.world == 1 and whole)
+            compile_frozen_models(frozen, always=training.compile is True)
         self._alone, self.frozen = called, frozen
         self._wrap()
         self.eager_models = {**frozen, "model": self.model}
@@ -106,15 +118,19 @@ class TorchEngine(Engine):
         self._buffers: dict[str, dict[str, Tensor]] = {}
         self._has_state = self._is_gradual = self._has_measured = False
 
-    def plan(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
+    def set_schedule(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
         self.rate = rate
-        self.settings = parameter_settings(
-            self.training, list(self.settings), total=total, steps_per_epoch=steps_per_epoch, learns=self.task.learns
+        self.settings = resolve_parameter_settings(
+            self.training,
+            list(self.settings),
+            total=total,
+            steps_per_epoch=steps_per_epoch,
+            is_trainable=self.task.is_trainable,
         )
-        self._is_gradual = any(one.starts for one in self.settings.values())
+        self._is_gradual = any(one.start_step for one in self.settings.values())
 
     def _wrap(self) -> None:
-        self._called = self._alone if self.world == 1 or self._is_bare else replicated(self._alone, self.device)
+        self._called = self._alone if self.world == 1 or self._is_bare else wrap_in_ddp(self._alone, self.device)
         self._train_models = {**self.frozen, "model": self._called}
 
     # One step
@@ -124,16 +140,16 @@ class TorchEngine(Engine):
             torch.compiler.cudagraph_mark_step_begin()
         size = batch_length(batch)
         rate = self.rate(step) * self.rate_scale
-        optimizers.set_rate(self.optimizers, rate)
-        counts = ranks.summed(self.task.counts(batch))
+        optimizers.set_learning_rate(self.optimizers, rate)
+        counts = ranks.sum_over_ranks(self.task.counts(batch))
         self._ensure_state()
-        changed = self._is_gradual and thaw(self.model, self.settings, step, compiled=self._is_compiled)
+        changed = self._is_gradual and unfreeze_parameters(self.model, self.settings, step, compiled=self._is_compiled)
         if changed and self.world > 1:
             self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
-        on_device = put(batch, self.device, pin=self.pin_memory)
+        on_device = move_batch(batch, self.device, pin=self.pin_memory)
         if self._auto and self.micro_batch_size is None and not self._has_measured:
             self._has_measured = True
-            fitting.find_micro_batch(self, step, on_device, counts, size)
+            micro_batches.fit_micro_batch(self, step, on_device, counts, size)
         for before_step in self._hooks:
             before_step(step, batch)
         if not self.model.training:
@@ -144,10 +160,10 @@ class TorchEngine(Engine):
                 metrics |= self._complete(step)
                 break
             except (RuntimeError, MemoryError) as error:
-                fitting.back_off(self, size, error, allowed=self._auto and self.world == 1)
+                micro_batches.halve_micro_batch(self, size, error, allowed=self._auto and self.world == 1)
         norm = self._update(step, loss)
         return {
-            "loss": Local(loss) if self.world > 1 else loss,
+            "loss": LocalSum(loss) if self.world > 1 else loss,
             "grad_norm": norm,
             "learning_rate": rate,
             "bad_steps": self._bad_steps,
@@ -169,9 +185,9 @@ class TorchEngine(Engine):
         for number, at in enumerate(range(0, size, micro)):
             part = batch if micro == size else slice_batch(batch, at, at + micro)
             # Dropout is the one draw that knows about ranks and splits; everything else asks `Noise`.
-            seed_dropout(seed_of(self.seed, step, number, self.data_rank), self.device)
+            seed_dropout(derive_seed(self.seed, step, number, self.data_rank), self.device)
             positions = torch.arange(first + at, first + min(at + micro, size), device=self.device)
-            rng = draw(self.seed, step, positions, fused=self._fused)
+            rng = make_noise(self.seed, step, positions, fused=self._fused)
             with self._sync(last=at + micro >= size), self.autocast():
                 out = self.task.loss(self._train_models, part, rng)
                 loss = sum_terms(out.terms, counts)
@@ -179,10 +195,10 @@ class TorchEngine(Engine):
             total = loss.detach() if total is None else total + loss.detach()
             parts = out.terms if len(out.terms) > 1 else {}  # of one, the loss says it all
             shares = {n: (t.detach() / max(counts[n], 1e-12), None) for n, (t, _) in parts.items() if n != "loss"}
-            add_up(sums, {**shares, **out.metrics})
+            accumulate_sums(sums, {**shares, **out.metrics})
             self._seen.add(out, part.get("weight"))
         assert total is not None
-        return total, {name: Local(value, count) for name, (value, count) in sums.items()}
+        return total, {name: LocalSum(value, count) for name, (value, count) in sums.items()}
 
     def _differentiate(self, loss: Tensor, terms: Mapping[str, Any], counts: Mapping[str, float]) -> None:
         if self._apart is not None:
@@ -198,11 +214,11 @@ class TorchEngine(Engine):
 
     def _complete(self, step: int) -> dict[str, Any]:
         """What is done once a step to the gradients of all micro-batches together, and what is said of all they saw."""
-        found: dict[str, Any] = self.task.observed(self._seen.whole())
+        found: dict[str, Any] = self.task.batch_metrics(self._seen.reduce())
         if self._apart is not None:
-            found["gradient_cosine"] = self._apart.settle(seed=self.seed, step=step)
+            found["gradient_cosine"] = self._apart.combine(seed=self.seed, step=step)
         elif self._is_bare:
-            gradients.reduce(self._params)
+            gradients.sum_gradients_over_ranks(self._params)
         penalty = self.task.penalty(dict(self.model.named_parameters()), self._state)
         if penalty is not None:
             gradients.add_penalty(penalty, self._params, scale=self._scale)
@@ -235,19 +251,21 @@ class TorchEngine(Engine):
             self._bad_steps += (self._scale < 2.0**-10).float()
         if passed_over:
             hold = torch.ones_like(hold)
-        optimizers.apply(self.optimizers, divisor=divisor, hold=hold)
+        optimizers.step_optimizers(self.optimizers, divisor=divisor, skip_update=hold)
         rng = Noise(self.seed, step, (), torch)
-        changes.renew(self.task, self.model, self._state, self._seen.whole(), rng=rng, hold=hold)
+        state_updates.apply_state_update(
+            self.task, self.model, self._state, self._seen.reduce(), rng=rng, skip_update=hold
+        )
         for p in self._params:
             p.grad = None
         if self.training.ema is not None:
-            self._average.follow(self._params, decay_at(step, self.training.ema))
+            self._average.update(self._params, ema_decay_at(step, self.training.ema))
         return norm
 
     def _ensure_state(self) -> None:
         """The optimizers' state, whole, before it is first written or read; a run that only evaluates never has it."""
         if not self._has_state:
-            optimizers.initialise(self.optimizers)
+            optimizers.initialise_state(self.optimizers)
             self._has_state = True
 
     def _sync(self, *, last: bool) -> Any:
@@ -264,68 +282,70 @@ class TorchEngine(Engine):
 
     # Everything that is not a step
 
-    def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> Evaluated:
-        with self._average.in_place():
-            return evaluation.evaluate(self, batch, task or self.task, with_rows=with_rows)
+    def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> EvaluationOutput:
+        with self._average.averaged_weights():
+            return evaluation.evaluate_batch(self, batch, task or self.task, with_rows=with_rows)
 
     def fetch_rows(self, parts: Sequence[Mapping[str, Tensor]]) -> Rows:
-        return in_order({name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]})
+        return sort_rows({name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]})
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        return fetched(metrics, self.device)
+        return fetch_metrics(metrics, self.device)
 
-    def agree(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         return ranks.any_rank(flag)
 
-    def same(self, text: str) -> bool:
-        return ranks.all_same(text)
+    def all_ranks_equal(self, text: str) -> bool:
+        return ranks.all_ranks_equal(text)
 
     def evaluating(self) -> Any:
-        return self._average.in_place()
+        return self._average.averaged_weights()
 
     @contextlib.contextmanager
     def sampling(self) -> Any:
         was = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self._average.in_place():
+            with torch.no_grad(), self._average.averaged_weights():
                 yield self.eager_models
         finally:
             self.model.train(was)
 
-    def add_hook(self, before_step: BeforeStep) -> None:
+    def add_hook(self, before_step: BeforeStepHook) -> None:
         self._hooks.append(before_step)
 
     def remove_hooks(self) -> None:
         self._hooks.clear()
 
-    def parameters(self) -> dict[str, Parameter]:
+    def parameters(self) -> dict[str, ParameterInfo]:
         settings = self.settings
         named = self.model.named_parameters()
-        return {name: Parameter(tuple(p.shape), learns=settings[name].scale is not None) for name, p in named}
+        return {name: ParameterInfo(tuple(p.shape), is_trainable=settings[name].scale is not None) for name, p in named}
 
-    def num_active(self) -> int:
-        return active_parameters(self.model)
+    def num_active_parameters(self) -> int:
+        return count_active_parameters(self.model)
 
     def inspect(self, batch: Batch) -> dict[str, Any]:
-        return inspection.inspect(self, batch)
+        return inspection.inspect_modules(self, batch)
 
-    def first_bad_module(self, step: int, batch: Batch) -> str | None:
-        return inspection.first_bad_module(self, step, batch)
+    def find_nonfinite_module(self, step: int, batch: Batch) -> str | None:
+        return inspection.find_nonfinite_module(self, step, batch)
 
-    def squared_gradients(
+    def fisher_diagonal(
         self, examples: Iterable[tuple[int, Batch]], *, count: int, names: Sequence[str]
     ) -> dict[str, Tensor]:
-        return fisher.diagonal(self, examples, count=count, names=names)
+        return fisher.fisher_diagonal(self, examples, count=count, names=names)
 
-    def measure_memory(self, batch_of: Callable[[int], Batch], *, most: int, say: Callable[[int, int], None]) -> Memory:
-        return memory.measure(self, batch_of, most=most, say=say)
+    def measure_memory(
+        self, make_batch: Callable[[int], Batch], *, max_micro_batch: int, report_progress: Callable[[int, int], None]
+    ) -> MemoryReport:
+        return memory.measure_memory(self, make_batch, max_micro_batch=max_micro_batch, report_progress=report_progress)
 
     # State
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """File -> name -> tensor: everything a checkpoint keeps, still on the device."""
-        files = {"model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.learns(n)}}
+        files = {"model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.is_trainable(n)}}
         files["optimizer.safetensors"] = optimizers.state_tensors(self.optimizers, self._names)
         if self._scale is not None:
             files["optimizer.safetensors"] |= {"loss_scale/scale": self._scale, "loss_scale/growth": self._growth}
@@ -339,7 +359,7 @@ class TorchEngine(Engine):
         if self.rank != 0:
             return TorchSnapshot({}, None)
         self._ensure_state()
-        return take(self.state(), self._buffers, on_device=self.device.type == "cuda")
+        return take_snapshot(self.state(), self._buffers, on_device=self.device.type == "cuda")
 
     def load(self, folder: Path) -> None:
         self.load_weights({"model.safetensors": read_tensors(folder / "model.safetensors")}, folder)
@@ -349,12 +369,14 @@ class TorchEngine(Engine):
             self._scale.copy_(scaling["loss_scale/scale"])
             self._growth.copy_(scaling["loss_scale/growth"])
         self._ensure_state()
-        compare(state, optimizers.state_tensors(self.optimizers, self._names), folder / "optimizer.safetensors")
+        check_same_layout(
+            state, optimizers.state_tensors(self.optimizers, self._names), folder / "optimizer.safetensors"
+        )
         optimizers.load_state(self.optimizers, self._names, state)
         for file, tensors in (("ema.safetensors", self._average.tensors), ("state.safetensors", self._state)):
             if tensors:
                 found = read_tensors(folder / file)
-                compare(found, tensors, folder / file)
+                check_same_layout(found, tensors, folder / file)
                 for name, tensor in found.items():
                     tensors[name].copy_(tensor)
         self._poison.zero_()
@@ -362,11 +384,11 @@ class TorchEngine(Engine):
 
     def load_weights(self, files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
         wanted = {
-            "model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.learns(n)},
+            "model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.is_trainable(n)},
             "ema.safetensors": {n: p for n, p in self.model.named_parameters() if p.requires_grad},
         }
         for file, tensors in files.items():
-            compare(tensors, wanted[file], folder / file)
+            check_same_layout(tensors, wanted[file], folder / file)
             check_finite(tensors, wanted[file], folder / file)
             self.model.load_state_dict(tensors, strict=False)  # the rest is as it was built
 
@@ -382,10 +404,10 @@ class TorchEngine(Engine):
         for name, value in values.items():
             self._state[name].copy_(value)
 
-    def restart_average(self) -> None:
-        self._average.restart()
+    def reset_weight_average(self) -> None:
+        self._average.reset()
 
-    def forget_bad_steps(self) -> None:
+    def reset_bad_steps(self) -> None:
         self._poison = torch.zeros_like(self._poison)
         self._bad_steps.zero_()
 

@@ -7,31 +7,31 @@ from typing import TYPE_CHECKING
 import torch
 
 from bottega.core.batch import batch_length
-from bottega.core.engine import Evaluated
+from bottega.core.engine import EvaluationOutput
 from bottega.core.errors import OutOfMemory
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Sums
 from bottega.engines.torch import ranks
-from bottega.engines.torch.devices import put
-from bottega.engines.torch.sums import INDEX, reduced
+from bottega.engines.torch.devices import move_batch
+from bottega.engines.torch.sums import INDEX, reduce_sums
 
 if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
 
-EVALUATION = -1
+EVALUATION_STEP = -1
 """The step that evaluations draw their noise for."""
 
 
 @torch.no_grad()
-def evaluate(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: bool) -> Evaluated:
+def evaluate_batch(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: bool) -> EvaluationOutput:
     engine.model.eval()
     device, counts = engine.device, task.counts(batch)
-    on_device = put(batch, device, pin=engine.pin_memory)
+    on_device = move_batch(batch, device, pin=engine.pin_memory)
     # The same noise for a sample in every evaluation, whatever batch it comes in, and none that training draws.
     is_numbered = INDEX in on_device
     positions = on_device.pop(INDEX) if is_numbered else torch.arange(batch_length(batch), device=device)
-    rng = Noise(engine.seed, EVALUATION, positions, torch)
+    rng = Noise(engine.seed, EVALUATION_STEP, positions, torch)
     try:
         with engine.autocast():
             out = task.loss(engine.eager_models, on_device, rng)
@@ -45,4 +45,4 @@ def evaluate(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: bool) 
     rows = dict(out.rows) if with_rows else {}
     if rows and is_numbered:
         rows[INDEX] = positions
-    return Evaluated(reduced(sums, device), ranks.joined_rows(rows, on_device.get("weight")))
+    return EvaluationOutput(reduce_sums(sums, device), ranks.gather_rows(rows, on_device.get("weight")))

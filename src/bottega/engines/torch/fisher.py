@@ -12,18 +12,18 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
-from bottega.engines.torch.devices import put
+from bottega.engines.torch.devices import move_batch
 from bottega.engines.torch.ranks import data_group
 from bottega.engines.torch.sums import sum_terms
 
 if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
 
-DRAWN_FOR = -2
+FISHER_STEP = -2
 """The step whose noise the examples see: none that training or an evaluation draws."""
 
 
-def diagonal(
+def fisher_diagonal(
     engine: TorchEngine, examples: Iterable[tuple[int, Batch]], *, count: int, names: Sequence[str]
 ) -> dict[str, Tensor]:
     """For each of the parameters `names` the mean over `count` examples of the squared gradient of an example's loss.
@@ -55,8 +55,8 @@ def diagonal(
 
 def _loss(engine: TorchEngine, number: int, example: Batch) -> Tensor:
     counts = engine.task.counts(example)
-    on_device = put(example, engine.device, pin=engine.pin_memory)
-    rng = Noise(engine.seed, DRAWN_FOR, torch.tensor([number], device=engine.device), torch)
+    on_device = move_batch(example, engine.device, pin=engine.pin_memory)
+    rng = Noise(engine.seed, FISHER_STEP, torch.tensor([number], device=engine.device), torch)
     # Not in fp16: the scale that lifts small gradients into its range is that of the steps, and here they are squared.
     short = engine.dtype is torch.bfloat16
     with torch.autocast(engine.device.type, dtype=engine.dtype) if short else contextlib.nullcontext():

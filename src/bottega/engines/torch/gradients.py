@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.engines.torch.ranks import data_group
 
 
@@ -29,7 +29,7 @@ def add_penalty(penalty: Tensor, parameters: Sequence[Tensor], *, scale: Tensor 
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def reduce(parameters: Sequence[Tensor]) -> None:
+def sum_gradients_over_ranks(parameters: Sequence[Tensor]) -> None:
     """The sum over ranks, for a model that is not wrapped: each rank's loss is its share of the mean over all."""
     if not dist.is_initialized():
         return
@@ -42,7 +42,7 @@ def reduce(parameters: Sequence[Tensor]) -> None:
         parameter.grad = part.view_as(parameter)
 
 
-class Apart:
+class PCGrad:
     """The gradient of each term by itself over the micro-batches of a step, and one that none of them objects to.
 
     PCGrad (Yu et al., 2020): where two gradients point against each other, each loses its part along the other, the
@@ -62,14 +62,14 @@ class Apart:
             old = self.gradients.get(name)
             self.gradients[name] = whole if old is None else list(torch._foreach_add(old, whole))
 
-    def settle(self, *, seed: int, step: int) -> Tensor:
+    def combine(self, *, seed: int, step: int) -> Tensor:
         """Writes the gradients, and gives the cosine of the two that disagree most."""
         flat = [torch.cat([g.flatten() for g in gradients]) for gradients in self.gradients.values()]
         self.gradients = {}
         if dist.is_initialized():
             for gradient in flat:
                 dist.all_reduce(gradient, group=data_group())
-        rng = generator(seed, "gradient order", step)
+        rng = numpy_generator(seed, "gradient order", step)
         squares = [gradient.square().sum().clamp(min=torch.finfo(gradient.dtype).tiny) for gradient in flat]
         worst = flat[0].new_ones(())
         total = torch.zeros_like(flat[0])

@@ -26,9 +26,9 @@ import psutil
 import torch.distributed as dist
 
 from bottega.core.errors import Interrupted, PeerLost
-from bottega.signals import leave_at_once
+from bottega.signals import exit_immediately
 from bottega.terminal import escape_controls
-from bottega.world import World, missing_variables, rank_of
+from bottega.world import World, list_missing_variables, read_rank
 
 BEAT = 2.0
 """Seconds between two beats."""
@@ -79,7 +79,7 @@ class Heartbeat:
 
     def __init__(self, rank: int, world: int, *, log: Path | None = None) -> None:
         self.rank, self.world, self.log = rank, world, log
-        here = World.current().local_size
+        here = World.from_environment().local_size
         watched = [
             other for other in range(world) if other != rank and (rank == 0 or other == 0 or _same(other, rank, here))
         ]
@@ -250,7 +250,7 @@ class Heartbeat:
             flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
             with suppress(OSError), open(self.log, "a", opener=lambda path, _: os.open(path, flags)) as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {escape_controls(reason)}\n")
-        leave_at_once(f"rank {self.rank}: {escape_controls(reason)}" if reason is not None else None, PeerLost.code)
+        exit_immediately(f"rank {self.rank}: {escape_controls(reason)}" if reason is not None else None, PeerLost.code)
 
 
 def watch_ranks(log: Path) -> Heartbeat | None:
@@ -258,8 +258,8 @@ def watch_ranks(log: Path) -> Heartbeat | None:
 
     Rank 0 also writes to the file `log` why it ends the job.
     """
-    world = World.current()
-    if world.size == 1 or missing_variables():
+    world = World.from_environment()
+    if world.size == 1 or list_missing_variables():
         return None
     return Heartbeat(world.rank, world.size, log=log if world.is_main else None)
 
@@ -304,7 +304,7 @@ def _find_sibling(rank: int) -> int | None:
     with suppress(psutil.Error):
         for child in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error):
-                if rank_of(child.environ()) == rank:
+                if read_rank(child.environ()) == rank:
                     return child.pid
     return None
 

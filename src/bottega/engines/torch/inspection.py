@@ -11,19 +11,19 @@ from bottega.core.batch import batch_length
 from bottega.core.errors import OutOfMemory, first_line
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
-from bottega.engines.torch.devices import put
+from bottega.engines.torch.devices import move_batch
 
 if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
 
 
-def inspect(engine: TorchEngine, batch: Batch) -> dict[str, Any]:
+def inspect_modules(engine: TorchEngine, batch: Batch) -> dict[str, Any]:
     """One row for each module, with the gradients of one batch; the weights stay as they are."""
     engine.model.train()
     counts = engine.task.counts(batch)
     rng = Noise(engine.seed, 0, torch.arange(batch_length(batch), device=engine.device), torch)
     with engine.autocast():
-        out = engine.task.loss(engine.eager_models, put(batch, engine.device), rng)
+        out = engine.task.loss(engine.eager_models, move_batch(batch, engine.device), rng)
         loss = sum(weight * total / counts[name] for name, (total, weight) in out.terms.items())
     loss.backward()
     rows = [
@@ -47,7 +47,7 @@ def _row(name: str, module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
+def find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
     """Run the step's forward and backward again, eagerly, and name the first module with a bad output or gradient."""
     try:
         return _first_bad_module(engine, step, batch)
@@ -60,7 +60,7 @@ def _first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | Non
 
     def watch(name: str) -> Callable[..., None]:
         def see(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            if not bad_places and any(not torch.isfinite(t).all() for t in floats(output)):
+            if not bad_places and any(not torch.isfinite(t).all() for t in floating_tensors(output)):
                 bad_places.append(name or "the model")
 
         return see
@@ -71,7 +71,7 @@ def _first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | Non
     for m in compiled:
         m.compiled = None  # type: ignore[assignment]  # hooks inside a compiled block would not fire
     try:
-        on_device = put(batch, engine.device)
+        on_device = move_batch(batch, engine.device)
         size = batch_length(batch)
         places = torch.arange(engine.data_rank * size, (engine.data_rank + 1) * size, device=engine.device)
         rng = Noise(engine.seed, step, places, torch)
@@ -92,7 +92,7 @@ def _first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | Non
     return bad_places[0] if bad_places else None
 
 
-def floats(value: Any) -> list[torch.Tensor]:
+def floating_tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
-    return [t for item in value for t in floats(item)] if isinstance(value, tuple | list) else []
+    return [t for item in value for t in floating_tensors(item)] if isinstance(value, tuple | list) else []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bottega.core.engine import Memory, ModelMemory, StepMemory
+from bottega.core.engine import MemoryReport, ModelMemory, StepMemory
 from bottega.core.errors import OutOfMemory
 from bottega.core.types import Batch
 from bottega.engines.torch.saved_tensors import SavedTensorMeter
@@ -27,20 +27,24 @@ TIMED = 3
 """Steps whose median is taken, after one that builds optimizer state and warms up."""
 
 
-def measure(
-    engine: TorchEngine, batch_of: Callable[[int], Batch], *, most: int, say: Callable[[int, int], None]
-) -> Memory:
-    steps = measure_steps(engine, batch_of, most=most, say=say)
-    return Memory(
+def measure_memory(
+    engine: TorchEngine,
+    make_batch: Callable[[int], Batch],
+    *,
+    max_micro_batch: int,
+    report_progress: Callable[[int, int], None],
+) -> MemoryReport:
+    steps = measure_steps(engine, make_batch, max_micro_batch=max_micro_batch, report_progress=report_progress)
+    return MemoryReport(
         device=torch.cuda.get_device_name() if engine.device_type == "cuda" else "the CPU",
-        models=weights_of(engine),
+        models=measure_weights(engine),
         gradients=sum(_bytes(p) for p in engine.model.parameters() if p.requires_grad),
         optimizer=optimizer_bytes(engine),
         steps=steps,
     )
 
 
-def weights_of(engine: TorchEngine) -> list[ModelMemory]:
+def measure_weights(engine: TorchEngine) -> list[ModelMemory]:
     """Each of a task's models, the one that learns first."""
     models = {"model": engine.model, **{n: m for n, m in engine.frozen.items() if n != "model"}}
     return [_weights(name, model) for name, model in models.items()]
@@ -68,20 +72,26 @@ def optimizer_bytes(engine: TorchEngine) -> int:
 
 
 def measure_steps(
-    engine: TorchEngine, batch_of: Callable[[int], Batch], *, most: int, say: Callable[[int, int], None]
+    engine: TorchEngine,
+    batch_of: Callable[[int], Batch],
+    *,
+    max_micro_batch: int,
+    report_progress: Callable[[int, int], None],
 ) -> list[StepMemory]:
     """Micro-batches of 1, 2, 4, ... up to `most`, until one does not fit. The engine has learnt from them after that."""
-    sizes = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+    sizes = [1 << power for power in range(max_micro_batch.bit_length()) if 1 << power < max_micro_batch] + [
+        max_micro_batch
+    ]
     steps: list[StepMemory] = []
     for number, size in enumerate(sizes):
-        say(number, len(sizes))
+        report_progress(number, len(sizes))
         try:
             steps.append(_taken(engine, batch_of(size), size))
         except OutOfMemory:
             if engine.device.type == "cuda":
                 torch.cuda.empty_cache()
             break
-    say(len(sizes), len(sizes))
+    report_progress(len(sizes), len(sizes))
     return steps
 
 

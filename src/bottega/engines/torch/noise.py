@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.core.noise import Noise, key_of
+from bottega.core.noise import Noise, derive_key
 
 
-def draw(seed: int, step: int, positions: Tensor, *, fused: bool) -> Noise:
+def make_noise(seed: int, step: int, positions: Tensor, *, fused: bool) -> Noise:
     return (FusedNoise if fused else Noise)(seed, step, positions, torch)
 
 
@@ -33,7 +33,7 @@ class FusedNoise(Noise):
         # compiler takes a symbol for a float.
         first, second = (
             torch.full((), word, dtype=torch.int64, device=self.positions.device)
-            for word in key_of(self.seed, self.step, name)
+            for word in derive_key(self.seed, self.step, name)
         )
         count = math.prod(shape)
         values = _compiled(kind, len(self.positions), count)(first, second, self.positions)
@@ -46,8 +46,8 @@ def _compiled(kind: str, rows: int, count: int) -> Callable[..., Tensor]:
 
     def values(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
         rng = Noise(0, 0, positions, torch)
-        words = rng.words((first, second), count)
-        return rng.normal_of(words) if kind == "normal" else rng.uniform_of(words)
+        words = rng.random_words((first, second), count)
+        return rng.to_normal(words) if kind == "normal" else rng.to_uniform(words)
 
     # The limit is counted by code, so the code must not be shared either.
     values.__code__ = values.__code__.replace(co_name=f"{kind}_{rows}_{count}")

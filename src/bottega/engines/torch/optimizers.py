@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bottega.config.groups import Setting
-from bottega.config.optimizers import REST, RULES
+from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS
+from bottega.config.parameter_groups import ParameterSetting
 from bottega.config.training import Optimizer as OptimizerOptions
-from bottega.core.model_spec import resolve
+from bottega.core.model_spec import resolve_reference
 
 
-def build(
+def build_optimizers(
     named: Mapping[str, torch.nn.Parameter],
-    settings: Mapping[str, Setting],
+    settings: Mapping[str, ParameterSetting],
     options: OptimizerOptions,
     *,
     learning_rate: float,
@@ -27,14 +27,14 @@ def build(
     Weight decay goes to matrices only, unless a row says otherwise: decaying a norm's gain or a bias pulls it away from
     where it has to be.
     """
-    rule = RULES[options.name]
+    rule = OPTIMIZER_SPECS[options.name]
     groups: dict[tuple[bool, float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in named.items():
         one = settings[name]
         parameter.requires_grad_(one.scale is not None)
         if one.scale is not None:
             usual = weight_decay if parameter.dim() >= 2 else 0.0
-            is_hidden = rule.hidden_matrices_only and is_hidden_matrix(name, parameter)
+            is_hidden = rule.is_for_hidden_matrices_only and is_hidden_matrix(name, parameter)
             key = is_hidden, one.scale, usual if one.weight_decay is None else one.weight_decay
             groups.setdefault(key, []).append(parameter)
 
@@ -45,14 +45,14 @@ def build(
             if is_hidden is hidden
         ]
 
-    others = REST if rule.hidden_matrices_only else options.name
+    others = FALLBACK_OPTIMIZER if rule.is_for_hidden_matrices_only else options.name
     tables = ((options.name, table(True)), (others, table(False)))
     return [_one(name, options, groups, learning_rate) for name, groups in tables if groups]
 
 
-def describe_choice(named: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
+def describe_fallback(named: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
     """Return a line where the update rule that was chosen applies to none of the parameters."""
-    if not RULES[options.name].hidden_matrices_only or any(
+    if not OPTIMIZER_SPECS[options.name].is_for_hidden_matrices_only or any(
         is_hidden_matrix(name, parameter) for name, parameter in named.items()
     ):
         return []
@@ -68,21 +68,25 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def _one(name: str, options: OptimizerOptions, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    rule = RULES[name]
-    reference = f"bottega.engines.torch.{rule.torch}" if ":" in rule.torch else f"torch.optim:{rule.torch}"
-    given = {option: getattr(options, option) for option in rule.reads}
-    optimizer: torch.optim.Optimizer = resolve(reference)(groups, lr=lr, **given, **rule.settings)
+    rule = OPTIMIZER_SPECS[name]
+    reference = (
+        f"bottega.engines.torch.{rule.torch_class}" if ":" in rule.torch_class else f"torch.optim:{rule.torch_class}"
+    )
+    given = {option: getattr(options, option) for option in rule.options}
+    optimizer: torch.optim.Optimizer = resolve_reference(reference)(groups, lr=lr, **given, **rule.fixed_arguments)
     return optimizer
 
 
-def set_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+def set_learning_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
     """An optimizer's state dict would bring an old rate back, so ours is set before every step."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate * group["scale"]
 
 
-def apply(optimizers: Sequence[torch.optim.Optimizer], *, divisor: Tensor | None, hold: Tensor | None) -> None:
+def step_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], *, divisor: Tensor | None, skip_update: Tensor | None
+) -> None:
     """Step with gradients divided by `divisor`, or not at all where the device flag `hold` is 1; nobody waits.
 
     Fused kernels take both as arguments, so clipping costs no pass over the gradients. The others are stepped and then
@@ -90,20 +94,20 @@ def apply(optimizers: Sequence[torch.optim.Optimizer], *, divisor: Tensor | None
     """
     for optimizer in optimizers:
         if optimizer.defaults.get("fused"):
-            optimizer.grad_scale, optimizer.found_inf = divisor, hold  # type: ignore[attr-defined]
+            optimizer.grad_scale, optimizer.found_inf = divisor, skip_update  # type: ignore[attr-defined]
             optimizer.step()
             continue
         if divisor is not None:
             torch._foreach_div_(
                 [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None], divisor
             )
-        if hold is None:
+        if skip_update is None:
             optimizer.step()
         else:
-            _step_or_put_back(optimizer, hold)
+            _step_or_put_back(optimizer, skip_update)
 
 
-def initialise(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def initialise_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """The state as a first step leaves it that was held back: zeros, for every parameter.
 
     Left to themselves optimizers make it when a gradient first comes. A checkpoint could then not be compared with what
@@ -117,7 +121,7 @@ def initialise(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                     optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    apply(optimizers, divisor=None, hold=torch.ones((), device=parameters[0].device))
+    step_optimizers(optimizers, divisor=None, skip_update=torch.ones((), device=parameters[0].device))
     for p in parameters:
         p.grad = None
 

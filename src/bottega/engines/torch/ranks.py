@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bottega.core.errors import UsageError
-from bottega.core.noise import seed_of
-from bottega.world import World, missing_variables
+from bottega.core.noise import derive_seed
+from bottega.world import World, list_missing_variables
 
 _groups = itertools.count()
 """Numbers the groups that this process joins, one after the other; all ranks join the same ones."""
@@ -35,7 +35,7 @@ def join_group(device: torch.device, world: World) -> World:
     _data_group = None
     if world.size == 1:
         return replace(world, rank=0)
-    unset = missing_variables()
+    unset = list_missing_variables()
     if unset:
         raise UsageError(
             f"WORLD_SIZE is {world.size} and {', '.join(unset)} not set; start the processes with torchrun"
@@ -65,7 +65,7 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def summed(numbers: Mapping[str, float]) -> dict[str, float]:
+def sum_over_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
     """Host numbers added up over the shares of a batch; they travel over gloo, so nobody waits for a device."""
     if not dist.is_initialized():
         return {name: float(n) for name, n in numbers.items()}
@@ -74,7 +74,7 @@ def summed(numbers: Mapping[str, float]) -> dict[str, float]:
     return dict(zip(numbers, total.tolist(), strict=True))
 
 
-def joined(values: Tensor) -> Tensor:
+def gather_examples(values: Tensor) -> Tensor:
     """Equal shares [b, ...] of a batch, one after the other."""
     if not dist.is_initialized():
         return values
@@ -83,14 +83,14 @@ def joined(values: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def joined_rows(rows: Mapping[str, Tensor], weight: Tensor | None) -> dict[str, Tensor]:
+def gather_rows(rows: Mapping[str, Tensor], weight: Tensor | None) -> dict[str, Tensor]:
     """The rows of all ranks in the order of the examples, without those of weight 0, which only fill up a share."""
     if not rows:
         return {}
-    found = {name: joined(values.detach()) for name, values in rows.items()}
+    found = {name: gather_examples(values.detach()) for name, values in rows.items()}
     if weight is None:
         return found
-    counted = joined(weight) > 0
+    counted = gather_examples(weight) > 0
     return {name: values[counted] for name, values in found.items()}
 
 
@@ -103,11 +103,11 @@ def any_rank(flag: bool) -> bool:
     return bool(votes > 0)
 
 
-def all_same(text: str) -> bool:
+def all_ranks_equal(text: str) -> bool:
     """Whether every rank says the same."""
     if not dist.is_initialized():
         return True
-    lowest = torch.tensor([seed_of(text)])
+    lowest = torch.tensor([derive_seed(text)])
     highest = lowest.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)

@@ -9,39 +9,39 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bottega.config.optimizers import REST, RULES
+from bottega.config.optimizers import FALLBACK_OPTIMIZER, OPTIMIZER_SPECS
 from bottega.config.training import Optimizer, Training
 from bottega.core.errors import OutOfMemory
 from bottega.core.task import Task
-from bottega.engines.backend import Footprint
+from bottega.engines.backend import MemoryEstimate
 from bottega.engines.host_memory import available_memory
 from bottega.engines.torch.optimizers import is_hidden_matrix
-from bottega.models.build import build_without_memory
+from bottega.models.build import build_meta_models
 from bottega.world import World
 
 GIB = 1 << 30
 
 
-def estimate(task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> Footprint:
+def estimate_memory(task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
     """Return what training takes at least; of a base that `is_frozen`, and of models known by their files, the weights."""
-    models = build_without_memory(task, seed)
+    models = build_meta_models(task, seed)
     if models is None:
         size = sum(_file_sizes(task))
-        return Footprint(parameters=size // 4, weights=size)
+        return MemoryEstimate(parameters=size // 4, weights=size)
     tensors = {id(t): t for model in models.values() for t in (*model.parameters(), *model.buffers())}.values()
     named = dict(models["model"].named_parameters())
     weights, parameters = sum(map(_bytes, tensors)), sum(p.numel() for p in named.values())
     if is_frozen:
-        return Footprint(parameters, weights)
-    own = {name: parameter for name, parameter in named.items() if task.learns(name)}
+        return MemoryEstimate(parameters, weights)
+    own = {name: parameter for name, parameter in named.items() if task.is_trainable(name)}
     learning = sum(map(_bytes, own.values()))
     state = sum(_state_bytes(name, parameter, training.optimizer) for name, parameter in own.items())
-    return Footprint(parameters, weights, learning, state, learning if training.ema is not None else 0)
+    return MemoryEstimate(parameters, weights, learning, state, learning if training.ema is not None else 0)
 
 
-def check_fits(footprint: Footprint, device: torch.device) -> None:
+def check_memory(footprint: MemoryEstimate, device: torch.device) -> None:
     """Refuse, before anything is allocated, a model that has no room where it would be trained."""
-    beside = World.current().local_size  # processes that share the memory of the host
+    beside = World.from_environment().local_size  # processes that share the memory of the host
     free = available_memory() // beside
     needed, place = footprint.total, "memory"
     if device.type == "cuda":
@@ -68,15 +68,19 @@ def check_fits(footprint: Footprint, device: torch.device) -> None:
 
 def _state_bytes(name: str, parameter: Tensor, options: Optimizer) -> int:
     """Return what an update rule keeps of one parameter."""
-    rule, size = RULES[options.name], _bytes(parameter)
-    if rule.hidden_matrices_only and not is_hidden_matrix(name, parameter):
-        rule = RULES[REST]
+    rule, size = OPTIMIZER_SPECS[options.name], _bytes(parameter)
+    if rule.is_for_hidden_matrices_only and not is_hidden_matrix(name, parameter):
+        rule = OPTIMIZER_SPECS[FALLBACK_OPTIMIZER]
     if rule.is_factored and parameter.dim() >= 2:
         rows, columns = parameter.shape[-2:]
         return size // (rows * columns) * (rows + columns) if rows * columns else 0
     if rule.is_factored:
         return size
-    return rule.copies * size if rule.copies_need is None or getattr(options, rule.copies_need) else 0
+    return (
+        rule.num_state_tensors * size
+        if rule.state_requires_option is None or getattr(options, rule.state_requires_option)
+        else 0
+    )
 
 
 def _file_sizes(task: Task) -> Iterator[int]:

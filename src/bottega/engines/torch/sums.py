@@ -19,7 +19,7 @@ INDEX = "index"
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalSum:
     """This rank's part of a sum, or of a mean where there is a count; `fetch` adds the ranks up."""
 
     value: Tensor
@@ -31,14 +31,14 @@ def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, fl
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
-def add_up(sums: dict[str, tuple[Tensor, Any]], more: Mapping[str, tuple[Tensor, Any]]) -> None:
+def accumulate_sums(sums: dict[str, tuple[Tensor, Any]], more: Mapping[str, tuple[Tensor, Any]]) -> None:
     """What one more micro-batch gave; what has no count is a share of a mean already."""
     for name, (value, count) in more.items():
         old = sums.get(name)
         sums[name] = (value, count) if old is None else (old[0] + value, None if count is None else old[1] + count)
 
 
-def reduced(sums: Sums, device: torch.device) -> Sums:
+def reduce_sums(sums: Sums, device: torch.device) -> Sums:
     """Sums of all ranks together."""
     if not dist.is_initialized():
         return sums
@@ -47,10 +47,10 @@ def reduced(sums: Sums, device: torch.device) -> Sums:
     return {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
 
 
-def fetched(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+def fetch_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float]:
     """All of them as numbers of the host, which waits for the device once. A mean over nothing is not among them."""
     found = dict(metrics)
-    local = {name: m for name, m in metrics.items() if isinstance(m, Local)}
+    local = {name: m for name, m in metrics.items() if isinstance(m, LocalSum)}
     counts: dict[str, Tensor] = {}
     if local:
         pairs = torch.stack([_pair(m, device) for m in local.values()])
@@ -69,14 +69,14 @@ def fetched(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float
     return {name: value for name, value in rest.items() if name not in empty}
 
 
-def in_order(rows: Rows) -> Rows:
+def sort_rows(rows: Rows) -> Rows:
     """Rows in the order of the data set, whatever order it was gone through in."""
     rows = dict(rows)
     order = rows.pop(INDEX, None)
     return rows if order is None else {name: values[np.argsort(order)] for name, values in rows.items()}
 
 
-def _pair(m: Local, device: torch.device) -> Tensor:
+def _pair(m: LocalSum, device: torch.device) -> Tensor:
     """[value, count], for a sum over ranks."""
     count = 0.0 if m.count is None else m.count
     return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (m.value, count)])

@@ -23,7 +23,7 @@ class TorchSnapshot(Snapshot):
         return {file: {name: t.numpy() for name, t in tensors.items()} for file, tensors in self._files.items()}
 
 
-def take(
+def take_snapshot(
     state: Mapping[str, Mapping[str, Tensor]], buffers: dict[str, dict[str, Tensor]], *, on_device: bool
 ) -> TorchSnapshot:
     """A copy of the state in `buffers`, pinned and kept from save to save: it then runs behind the next kernels of the
@@ -44,7 +44,7 @@ def take(
     return TorchSnapshot(files, copied)
 
 
-def compare(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
+def check_same_layout(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
     """Names, shapes and types must be equal; nothing is cast or filled in silently."""
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} is not in the model" for name in found if name not in wanted]

@@ -12,7 +12,7 @@ from bottega.core.errors import UsageError
 from bottega.engines.torch.ranks import data_group
 
 
-def replicated(model: Any, device: torch.device) -> Any:
+def wrap_in_ddp(model: Any, device: torch.device) -> Any:
     """The model with gradients averaged over the shares of a batch. Nothing of ours changes a buffer in a forward, so none travels."""
     kind = torch.nn.parallel.DistributedDataParallel
     newer = "forward_sync_buffers" in inspect.signature(kind.__init__).parameters  # its name since torch 2.13
@@ -26,7 +26,7 @@ def replicated(model: Any, device: torch.device) -> Any:
     )
 
 
-def compiled(model: torch.nn.Module, *, graphs: bool) -> Any:
+def compile_model(model: torch.nn.Module, *, graphs: bool) -> Any:
     """As the model offers it: one graph for all equal blocks, so that a cold start costs one layer, or one for all of it,
     whose kernels `graphs` lets the device replay by itself."""
     if hasattr(model, "compile_whole"):
@@ -38,13 +38,13 @@ def compiled(model: torch.nn.Module, *, graphs: bool) -> Any:
     return torch.compile(model)
 
 
-def compile_frozen(models: Mapping[str, Any], *, always: bool) -> None:
+def compile_frozen_models(models: Mapping[str, Any], *, always: bool) -> None:
     """Those that gradients pass through take most of the time, and offer it."""
     for model in models.values():
         if hasattr(model, "compile_parts"):
             model.compile_parts(always=always)
 
 
-def require(model: torch.nn.Module, attribute: str, key: str) -> None:
+def require_attribute(model: torch.nn.Module, attribute: str, key: str) -> None:
     if not hasattr(model, attribute):
         raise UsageError(f"{key}: {type(model).__name__} does not offer it")

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from bottega.core.errors import UsageError
 from bottega.models.autoencoder.config import CodesShape
 from bottega.models.autoencoder.layout import diffusers_config
-from bottega.models.autoencoder.resnet import Decoder, Encoder, channels_second, convolution
-from bottega.models.autoencoder.vae import residual_layers
+from bottega.models.autoencoder.resnet import Decoder, Encoder, convolution, to_channels_first
+from bottega.models.autoencoder.vae import count_residual_layers
 from bottega.models.initial_conv import initialise_convolutional
 
 MARGIN = 1e-3
 """How far beyond the last level a bounded number may reach, so that no finite input is needed to reach it."""
 
 
-class FiniteScalars(nn.Module):
+class FiniteScalarQuantizer(nn.Module):
     """Finite scalar quantisation (Mentzer et al., 2023): each channel is rounded to one of its levels.
 
     Nothing is learned and nothing can die: K is the product of the levels, and a code is its digits in mixed radix. The
@@ -34,7 +34,7 @@ class FiniteScalars(nn.Module):
     def __init__(self, levels: tuple[int, ...]) -> None:
         super().__init__()
         self.levels = levels
-        self.places = tuple(math.prod(levels[:i]) for i in range(len(levels)))
+        self.basis = tuple(math.prod(levels[:i]) for i in range(len(levels)))
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """z [B, *grid, Z] to vectors with z's gradient, codes [B, *grid], and the losses [B] of a codebook: zeros."""
@@ -47,7 +47,7 @@ class FiniteScalars(nn.Module):
 
     def vectors(self, codes: Tensor) -> Tensor:
         """[...] to [..., Z] in -1 to 1."""
-        digits = [codes // place % level for place, level in zip(self.places, self.levels, strict=True)]
+        digits = [codes // place % level for place, level in zip(self.basis, self.levels, strict=True)]
         return torch.stack(
             [(digit - level // 2).float() / (level // 2) for digit, level in zip(digits, self.levels, strict=True)],
             dim=-1,
@@ -59,7 +59,7 @@ class FiniteScalars(nn.Module):
             ((channel * (level // 2)).round().long() + level // 2).clamp(0, level - 1)
             for channel, level in self._channels(vectors)
         ]
-        return torch.stack([digit * place for digit, place in zip(digits, self.places, strict=True)]).sum(0)
+        return torch.stack([digit * place for digit, place in zip(digits, self.basis, strict=True)]).sum(0)
 
     def _channels(self, z: Tensor) -> list[tuple[Tensor, int]]:
         return list(zip(z.unbind(-1), self.levels, strict=True))
@@ -125,15 +125,15 @@ class CodeAutoencoder(nn.Module):
         inner, size = shape.autoencoder, shape.autoencoder.latent_channels
         self.encoder = Encoder(inner, size)
         self.quant_conv = convolution(inner, size, size, kernel=1)
-        self.quantize: FiniteScalars | Codebook = (
-            FiniteScalars(shape.levels) if shape.levels is not None else Codebook(shape.num_codes, size)
+        self.quantize: FiniteScalarQuantizer | Codebook = (
+            FiniteScalarQuantizer(shape.levels) if shape.levels is not None else Codebook(shape.num_codes, size)
         )
         self.post_quant_conv = convolution(inner, size, size, kernel=1)
         self.decoder = Decoder(inner)
         self.checkpoint_blocks = False
 
     def initialise(self, seed: int) -> None:
-        initialise_convolutional(self, seed, residual_layers=residual_layers(self.shape.autoencoder))
+        initialise_convolutional(self, seed, residual_layers=count_residual_layers(self.shape.autoencoder))
 
     @property
     def num_codes(self) -> int:
@@ -175,11 +175,11 @@ class CodeAutoencoder(nn.Module):
 
     def _latents(self, x: Tensor) -> Tensor:
         self.shape.autoencoder.latent_grid(x.shape[1:-1])
-        hidden = self.encoder(channels_second(x), checkpointed=self._checkpointed)
+        hidden = self.encoder(to_channels_first(x), checkpointed=self._checkpointed)
         return self.quant_conv(hidden).movedim(1, -1)
 
     def _decoded(self, vectors: Tensor) -> Tensor:
-        z = self.post_quant_conv(channels_second(vectors))
+        z = self.post_quant_conv(to_channels_first(vectors))
         return self.decoder(z, checkpointed=self._checkpointed).movedim(1, -1)
 
     @property

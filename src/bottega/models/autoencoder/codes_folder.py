@@ -14,7 +14,7 @@ from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.autoencoder.codes import CodeAutoencoder
 from bottega.models.autoencoder.config import CodesShape
 from bottega.models.folders.pretrained import load_weights
-from bottega.models.pipeline.component import CONFIG, on_host, read_config
+from bottega.models.pipeline.component import CONFIG, read_config, to_cpu
 
 MODEL_TYPE = "bottega-codes"
 WEIGHTS = "model.safetensors"
@@ -25,10 +25,10 @@ def write_codes(model: CodeAutoencoder, folder: Path, **said: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": MODEL_TYPE, "shape": model.shape.model_dump(mode="json"), **said}
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-    save_file(on_host(model.state_dict()), folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(to_cpu(model.state_dict()), folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def read_codes(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
+def read_codes_config(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
     """Its shape, and what else was said."""
     config = read_config(folder)
     if config.pop("model_type", None) != MODEL_TYPE:
@@ -42,7 +42,7 @@ def read_codes(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
 def load_codes(folder: Path | str) -> CodeAutoencoder:
     """The model of a folder that `write_codes` wrote, in float32 on the host."""
     with torch.device("meta"):
-        model = CodeAutoencoder(read_codes(Path(folder))[0])
+        model = CodeAutoencoder(read_codes_config(Path(folder))[0])
     model.to_empty(device="cpu")
     load_weights(model, folder)
     return model

@@ -21,7 +21,7 @@ EPSILON = 1e-6
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-def channels_second(x: Tensor) -> Tensor:
+def to_channels_first(x: Tensor) -> Tensor:
     """[B, *grid, C] to [B, C, *grid], written out.
 
     A mere view would make every convolution work on channels-last memory, where kernels of one place or one input
@@ -58,15 +58,15 @@ class Norm(GroupNorm):
         self.by_frame = shape.causal_time
 
     def forward(self, x: Tensor) -> Tensor:
-        return from_frames(super().forward(to_frames(x)), len(x)) if self.by_frame else super().forward(x)
+        return unflatten_frames(super().forward(flatten_frames(x)), len(x)) if self.by_frame else super().forward(x)
 
 
-def to_frames(x: Tensor) -> Tensor:
+def flatten_frames(x: Tensor) -> Tensor:
     """[B, C, T, H, W] to [B T, C, H, W]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def from_frames(x: Tensor, batch: int) -> Tensor:
+def unflatten_frames(x: Tensor, batch: int) -> Tensor:
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
@@ -96,12 +96,12 @@ class GridAttention(nn.Module):
         self.by_frame = shape.dims == 3
 
     def forward(self, x: Tensor) -> Tensor:
-        grids = to_frames(x) if self.by_frame else x
+        grids = flatten_frames(x) if self.by_frame else x
         tokens = self.group_norm(grids.flatten(2)).transpose(1, 2)
         q, k, v = (project(tokens)[:, None] for project in (self.to_q, self.to_k, self.to_v))
         mixed = self.to_out[0](F.scaled_dot_product_attention(q, k, v)[:, 0])
         grids = mixed.transpose(1, 2).reshape(grids.shape)
-        return x + (from_frames(grids, len(x)) if self.by_frame else grids)
+        return x + (unflatten_frames(grids, len(x)) if self.by_frame else grids)
 
 
 class Downsampler(nn.Module):

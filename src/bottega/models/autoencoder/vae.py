@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bottega.core.errors import UsageError
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import diffusers_config, read_autoencoder_shape, read_autoencoder_tensors
-from bottega.models.autoencoder.resnet import Decoder, Encoder, channels_second, convolution
+from bottega.models.autoencoder.resnet import Decoder, Encoder, convolution, to_channels_first
 from bottega.models.initial_conv import initialise_convolutional
 
 LOG_VARIANCES = (-30.0, 20.0)
@@ -36,7 +36,7 @@ class Autoencoder(nn.Module):
         self.checkpoint_blocks = False
 
     def initialise(self, seed: int) -> None:
-        initialise_convolutional(self, seed, residual_layers=residual_layers(self.shape))
+        initialise_convolutional(self, seed, residual_layers=count_residual_layers(self.shape))
 
     def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, *grid, C] and standard normal noise [B, *latent grid, Z]: the reconstruction, mean and log variance."""
@@ -46,7 +46,7 @@ class Autoencoder(nn.Module):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[B, *grid, C] to the mean and the log variance of its latents, each float32 [B, *latent grid, Z]."""
         self.shape.latent_grid(x.shape[1:-1])
-        moments = self.encoder(channels_second(x), checkpointed=self._checkpointed)
+        moments = self.encoder(to_channels_first(x), checkpointed=self._checkpointed)
         if self.shape.quant_conv:
             moments = self.quant_conv(moments)
         # float32 whatever the precision around it: bfloat16 would round a mean of 1 by as much as its deviation.
@@ -55,7 +55,7 @@ class Autoencoder(nn.Module):
 
     def decode(self, z: Tensor) -> Tensor:
         """Latents [B, *latent grid, Z] to data [B, *grid, C]."""
-        z = channels_second(z)
+        z = to_channels_first(z)
         if self.shape.quant_conv:
             z = self.post_quant_conv(z)
         return self.decoder(z, checkpointed=self._checkpointed).movedim(1, -1)
@@ -73,7 +73,7 @@ class Autoencoder(nn.Module):
         return self.checkpoint_blocks and self.training
 
 
-def residual_layers(shape: AutoencoderShape) -> int:
+def count_residual_layers(shape: AutoencoderShape) -> int:
     """How often the decoder, the longer half, adds to its stream."""
     return len(shape.widths) * (shape.layers_per_block + 1) + 2 + int(shape.mid_attention)
 

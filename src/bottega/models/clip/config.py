@@ -22,17 +22,17 @@ class ClipShape(BaseModel):
     """Whether a picture of other sides is cut to the middle, rather than distorted."""
 
     @property
-    def values(self) -> dict[str, Any]:
+    def config_dict(self) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(self.config)
         return values
 
     @property
     def image_size(self) -> int:
-        return int(self.values["vision_config"].get("image_size", 224))
+        return int(self.config_dict["vision_config"].get("image_size", 224))
 
     @property
     def max_tokens(self) -> int:
         """How many tokens can be read."""
-        text = self.values["text_config"]
-        usual = 77 if self.values.get("model_type") == "clip" else 64
+        text = self.config_dict["text_config"]
+        usual = 77 if self.config_dict.get("model_type") == "clip" else 64
         return int(text.get("max_position_embeddings", usual))

@@ -19,13 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.models.clip.config import ClipShape
-from bottega.models.folders.encoder import own_randomness, silent
-from bottega.models.folders.json_object import read_object
+from bottega.models.folders.json_object import read_json_object
 from bottega.models.folders.resolve import require_config
-from bottega.models.folders.untrusted import blaming, check_loaded, read_plain, require_safetensors
-from bottega.models.initial import fill
+from bottega.models.folders.transformers_loader import isolated_rng, quiet_logging
+from bottega.models.folders.untrusted import (
+    attribute_errors_to,
+    check_loading_info,
+    read_config_without_code,
+    require_safetensors,
+)
+from bottega.models.initial import fill_parameters
 
 CONFIG, PREPROCESSOR, PAIRS = "config.json", "preprocessor_config.json", "pairs.json"
 KINDS = ("clip", "siglip")
@@ -37,7 +42,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 """OpenAI's, for folders without a preprocessor_config.json."""
 
 
-class Pairs(NamedTuple):
+class ClipOutput(NamedTuple):
     """What a model says of pictures and captions. Scores are log odds that both belong together."""
 
     scores: Tensor
@@ -65,7 +70,7 @@ class Clip(nn.Module):
         self.register_buffer("std", torch.tensor(shape.std), persistent=False)
         self._is_checkpointed = False
 
-    def forward(self, pixels: Tensor, ids: Tensor, numbers: Tensor | None = None) -> Pairs:
+    def forward(self, pixels: Tensor, ids: Tensor, numbers: Tensor | None = None) -> ClipOutput:
         """`ids` [B, K, T] are the captions of each picture; equal `numbers` [B, K] promise equal captions."""
         flat, inverse = ids.flatten(0, 1).long(), None
         if numbers is not None and ids.device.type == "cpu":
@@ -80,7 +85,7 @@ class Clip(nn.Module):
             texts = texts.index_select(0, inverse)
         texts = texts.unflatten(0, ids.shape[:2])
         images = self.images(pixels)
-        return Pairs(self.logits(images, texts), images, texts[:, 0])
+        return ClipOutput(self.logits(images, texts), images, texts[:, 0])
 
     def logits(self, images: Tensor, texts: Tensor) -> Tensor:
         """[B, K] of [B, P] and [B, K, P], or [B, K] of [B, P] and [K, P]: log odds that each pair belongs together."""
@@ -144,7 +149,7 @@ def build_clip(shape: ClipShape, seed: int, *, negatives: int, folder: Path | st
                 clip.bias.copy_(-math.log(negatives) - USUAL_COSINE * clip.scale)
         return clip.train()
     clip = Clip(shape, _network(shape), bias=0.0)
-    fill(clip, functools.partial(_initial, shape=shape.values, negatives=negatives, seed=seed))
+    fill_parameters(clip, functools.partial(_initial, shape=shape.config_dict, negatives=negatives, seed=seed))
     return clip.train()
 
 
@@ -156,17 +161,17 @@ def load_clip(folder: Path | str) -> Clip:
 
 def read_clip_shape(folder: Path | str, *, key: str = "model.clip") -> ClipShape:
     """What must be known of a folder's model before it is loaded. `key` is who asks."""
-    with blaming(folder, key=key):
+    with attribute_errors_to(folder, key=key):
         return _read_clip_shape(Path(folder), key)
 
 
 def _read_clip_shape(folder: Path, key: str) -> ClipShape:
     require_config(folder, key=key, what="CLIP")
-    config = read_plain(folder / CONFIG, key=key)
+    config = read_config_without_code(folder / CONFIG, key=key)
     if config.get("model_type") not in KINDS or not {"text_config", "vision_config"} <= config.keys():
         held = config.get("model_type") or "model of no known type"
         raise UsageError(f"{key}: {folder} holds a {held}; a CLIP or SigLIP of both towers is needed")
-    shown = read_object(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
+    shown = read_json_object(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     size = shown.get("size", 0)
     if not isinstance(size, dict | int):
         raise CheckpointError(f"{folder / PREPROCESSOR}: size is {size!r}, and no number or object; export it again")
@@ -187,7 +192,7 @@ def export_clip(clip: Clip, folder: Path) -> None:
     """config.json and model.safetensors as CLIPModel opens them, how pixels are scaled, and the bias that CLIP has no place
     for. CLIPTextModel opens the same folder and takes its half."""
     folder.mkdir(parents=True, exist_ok=True)
-    with silent(_transformers()):
+    with quiet_logging(_transformers()):
         clip.network.save_pretrained(folder)
     side, shape = clip.shape.image_size, clip.shape
     size = {"shortest_edge": side} if shape.keeps_aspect else {"height": side, "width": side}
@@ -215,9 +220,9 @@ def _opened(folder: Path) -> Clip:
     shape = read_clip_shape(folder)
     transformers = _transformers()
     require_safetensors(folder)
-    kind = transformers.CLIPModel if shape.values["model_type"] == "clip" else transformers.SiglipModel
+    kind = transformers.CLIPModel if shape.config_dict["model_type"] == "clip" else transformers.SiglipModel
     try:
-        with silent(transformers), own_randomness():
+        with quiet_logging(transformers), isolated_rng():
             network, seen = kind.from_pretrained(
                 folder,
                 local_files_only=True,
@@ -228,14 +233,14 @@ def _opened(folder: Path) -> Clip:
             )
     except Exception as error:  # of transformers and of safetensors, which have classes of their own
         raise CheckpointError(f"{folder}: cannot be loaded as a {kind.__name__}: {first_line(error)}") from error
-    check_loaded(folder, seen)
+    check_loading_info(folder, seen)
     return Clip(shape, network, bias=_kept_bias(folder) or 0.0)
 
 
 def _kept_bias(folder: Path) -> float | None:
     if not (folder / PAIRS).is_file():
         return None
-    found = read_object(folder / PAIRS).get("bias")
+    found = read_json_object(folder / PAIRS).get("bias")
     if not isinstance(found, int | float):
         raise CheckpointError(f"{folder / PAIRS}: has no number for bias; export the run again")
     return float(found)
@@ -243,9 +248,9 @@ def _kept_bias(folder: Path) -> float | None:
 
 def _network(shape: ClipShape) -> Any:
     transformers = _transformers()
-    values = shape.values
+    values = shape.config_dict
     kind = transformers.CLIPModel if values["model_type"] == "clip" else transformers.SiglipModel
-    with silent(transformers), own_randomness():
+    with quiet_logging(transformers), isolated_rng():
         config = transformers.AutoConfig.for_model(**values)
         return kind._from_config(config, dtype=torch.float32)
 
@@ -273,7 +278,7 @@ def _initial(name: str, size: tuple[int, ...], *, shape: dict[str, Any], negativ
         std *= (2 * depth) ** -0.5
     elif layer.endswith("_projection"):
         std = size[1] ** -0.5
-    return std * generator(seed, name).standard_normal(size, dtype=np.float32)
+    return std * numpy_generator(seed, name).standard_normal(size, dtype=np.float32)
 
 
 def _sized(x: Tensor, side: int, *, keeps_aspect: bool) -> Tensor:

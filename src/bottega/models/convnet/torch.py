@@ -30,7 +30,7 @@ def convolution(ins: int, outs: int, kernel: tuple[int, ...], *, stride: tuple[i
     return kind(ins, outs, kernel, stride=stride, padding=padding, bias=False)
 
 
-def norm(channels: int) -> nn.Module:
+def group_norm(channels: int) -> nn.Module:
     return GroupNorm(math.gcd(channels, LARGEST_GROUPS), channels)
 
 
@@ -46,9 +46,9 @@ class Block(nn.Module):
         inner, outer = ((3, 3), (3, 3)) if is_flat else ((1, 3, 3), (3, 3, 3))
         # Time is strided over by the one that looks along it, or every second frame would never be seen.
         first, second = (stride, (1, 1)) if is_flat else ((1, *stride[1:]), (stride[0], 1, 1))
-        self.norm1 = norm(ins)
+        self.norm1 = group_norm(ins)
         self.conv1 = convolution(ins, outs, inner, stride=first)
-        self.norm2 = norm(outs)
+        self.norm2 = group_norm(outs)
         self.conv2 = convolution(outs, outs, outer, stride=second)
         self.stride = stride
         single = (1,) * len(stride)
@@ -75,7 +75,7 @@ class ConvNet(nn.Module):
                 blocks.append(Block(ins, outs, stride if number == 0 else (1,) * sides))
                 ins = outs
         self.blocks = nn.ModuleList(blocks)
-        self.norm = norm(ins)
+        self.norm = group_norm(ins)
         self.head = nn.Linear(ins, shape.num_labels)
         self.checkpoint_blocks = False
 
@@ -86,7 +86,7 @@ class ConvNet(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """[B, D]: what the classes are told by, a place where samples that look alike are near."""
-        x = self.stem(torch.cat((x, places(x)), dim=-1).movedim(-1, 1))
+        x = self.stem(torch.cat((x, coordinate_channels(x)), dim=-1).movedim(-1, 1))
         for block in self.blocks:
             if self.checkpoint_blocks and self.training:
                 x = checkpoint(block, x, use_reentrant=False)
@@ -97,7 +97,7 @@ class ConvNet(nn.Module):
         return F.silu(self.norm(x)).flatten(2).amax(2)
 
 
-def places(x: Tensor) -> Tensor:
+def coordinate_channels(x: Tensor) -> Tensor:
     """Where each value stands, from -1 to 1 in each direction, [B, *grid, sides] (Liu et al., 2018).
 
     The largest value over all places forgets where it was, and pitch is nothing but a place among the bands.

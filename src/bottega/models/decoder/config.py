@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from bottega.core.errors import UsageError
 from bottega.models.experts.config import ExpertsShape
 from bottega.models.ssm.config import SSMShape
-from bottega.nearness import near_names
+from bottega.similar_names import find_similar_names
 
 Mixer = Literal["attention", "ssm"]
-WIDENING = 3
+MLP_RATIO = 3
 """The inside of a block's perceptron in widths, where nobody says: three matrices of it weigh about what two of four times
 the width do. Tasks that share a trunk have the same."""
 
@@ -54,7 +54,7 @@ class TransformerShape(BaseModel):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
-                f"each key-value head serves the same number of query heads; try num_kv_heads {fitting_kv_heads(self.num_heads, self.num_kv_heads)}"
+                f"each key-value head serves the same number of query heads; try num_kv_heads {nearest_kv_heads(self.num_heads, self.num_kv_heads)}"
             )
         if self.head_size % 2:
             raise ValueError(
@@ -95,13 +95,13 @@ class TransformerShape(BaseModel):
     def expert_layers(self) -> tuple[int, ...]:
         return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
 
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """The exact number of parameters; a tied embedding counts once."""
-        return self._count(self.experts.parameters() if self.experts is not None else 0)
+        return self._count(self.experts.num_parameters() if self.experts is not None else 0)
 
-    def active_parameters(self) -> int:
+    def num_active_parameters(self) -> int:
         """Those that take part in one token: of the experts the chosen ones alone."""
-        return self._count(self.experts.active_parameters() if self.experts is not None else 0)
+        return self._count(self.experts.num_active_parameters() if self.experts is not None else 0)
 
     def _count(self, experts: int) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
@@ -113,7 +113,7 @@ class TransformerShape(BaseModel):
         width, queries, keys = self.hidden_size, self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         if self.mixer(layer) == "ssm":
             assert self.ssm is not None, "the validator asks for it"
-            return self.ssm.parameters() + width
+            return self.ssm.num_parameters() + width
         return 2 * width * queries + 2 * width * keys + (2 * self.head_size if self.qk_norm else 0) + width
 
     def _inner_size(self, layer: int, experts: int) -> int:
@@ -129,11 +129,11 @@ class TransformerShape(BaseModel):
         looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
         scanned = sum(self.mixer(layer) == "ssm" for layer in range(self.num_layers))
         attention = 12 * (self.num_layers - scanned) * self.num_heads * self.head_size * (length or self.context)
-        scans = 0 if self.ssm is None else scanned * (self.ssm.flops_per_token() - 6 * self.ssm.parameters())
-        return 6 * (self.active_parameters() - looked_up) + attention + scans
+        scans = 0 if self.ssm is None else scanned * (self.ssm.flops_per_token() - 6 * self.ssm.num_parameters())
+        return 6 * (self.num_active_parameters() - looked_up) + attention + scans
 
 
-def fitting_kv_heads(num_heads: int, wanted: int) -> int:
+def nearest_kv_heads(num_heads: int, wanted: int) -> int:
     """Return the number of key-value heads nearest to `wanted` that divides the query heads."""
     return min((d for d in range(1, num_heads + 1) if num_heads % d == 0), key=lambda d: abs(d - wanted))
 
@@ -180,7 +180,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
-DECLARED: dict[str, tuple[int, float]] = {
+DOCUMENTED_PARAMETERS: dict[str, tuple[int, float]] = {
     "nano": (1024, 1.0e6),
     "verse": (50304, 125e6),
     "stanza": (50304, 1.3e9),
@@ -189,10 +189,10 @@ DECLARED: dict[str, tuple[int, float]] = {
 """Size -> (vocabulary, parameters that the documentation promises at that vocabulary, within 2 %)."""
 
 
-def sized(size: str, *, vocab_size: int, **changes: Any) -> TransformerShape:
+def shape_for_size(size: str, *, vocab_size: int, **changes: Any) -> TransformerShape:
     """A named size with a vocabulary; any field may be changed."""
     if size not in SIZES:
-        near = near_names(size, SIZES)
+        near = find_similar_names(size, SIZES)
         hint = f"did you mean {near[0]!r}?" if near else "known sizes: " + ", ".join(SIZES)
         raise UsageError(f"model.size: {size!r} is no size of the language model; {hint}")
     return TransformerShape(**{**SIZES[size], "vocab_size": vocab_size, **changes})

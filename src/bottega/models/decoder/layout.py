@@ -15,7 +15,7 @@ from bottega.models.decoder.config import TransformerShape
 from bottega.models.experts.config import ExpertsShape
 from bottega.models.ssm.config import SSMShape
 
-OWN = "bottega-decoder"
+OWN_MODEL_TYPE = "bottega-decoder"
 """The model_type of what no class of transformers computes; its names are ours."""
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -43,13 +43,13 @@ _MAMBA = (
 )
 
 
-def layout_for(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
+def select_layout(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
     """The model_type whose class computes what this model does, or our own."""
     experts = shape.experts
     if shape.has_ssm:
         assert shape.ssm is not None, "the shape asks for it"
         is_plain = not shape.has_attention and experts is None and not shape.intermediate_size
-        return "mamba2" if is_plain and shape.ssm.norm_epsilon == shape.norm_epsilon else OWN
+        return "mamba2" if is_plain and shape.ssm.norm_epsilon == shape.norm_epsilon else OWN_MODEL_TYPE
     if experts is None:
         return "qwen3" if shape.qk_norm else "llama"
     is_plain = (experts.gate, experts.router, experts.activation, experts.num_shared) == (
@@ -62,13 +62,13 @@ def layout_for(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
         bool(tensor.any()) for name, tensor in state.items() if name.endswith(".mlp.router.bias")
     )
     if not is_plain or is_biased:
-        return OWN
+        return OWN_MODEL_TYPE
     if shape.qk_norm:
         return "qwen3_moe"
-    return "mixtral" if experts.renormalises and shape.experts_every == 1 else OWN
+    return "mixtral" if experts.renormalises and shape.experts_every == 1 else OWN_MODEL_TYPE
 
 
-def why_own(shape: TransformerShape) -> str:
+def explain_own_layout(shape: TransformerShape) -> str:
     """What no class of transformers has, of a model that `layout_for` gives our own layout."""
     experts = shape.experts
     if shape.has_ssm:
@@ -88,13 +88,13 @@ def why_own(shape: TransformerShape) -> str:
     return next((why for why, holds in found.items() if holds), _MIXTRAL)
 
 
-def named(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
+def rename_tensors(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
     """Views of our tensors under the names of a layout: to be written from, or to be filled. Of stacked experts each has a
     name of its own there."""
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         is_state = ROUTER_STATE.fullmatch(name) is not None
-        if is_state and (model_type != OWN or name.endswith(".absent")):
+        if is_state and (model_type != OWN_MODEL_TYPE or name.endswith(".absent")):
             continue
         if model_type == "mamba2":
             found[_renamed(name, _MAMBA)] = tensor
@@ -126,10 +126,10 @@ def _of_experts(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]
 # What a config.json says
 
 
-def config_for(shape: TransformerShape, model_type: str) -> dict[str, Any]:
+def build_config(shape: TransformerShape, model_type: str) -> dict[str, Any]:
     """All of it that describes the model."""
-    if model_type == OWN:
-        return {"model_type": OWN, "shape": shape.model_dump(mode="json")}
+    if model_type == OWN_MODEL_TYPE:
+        return {"model_type": OWN_MODEL_TYPE, "shape": shape.model_dump(mode="json")}
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -192,11 +192,11 @@ def _mamba_config(shape: TransformerShape) -> dict[str, Any]:
     }
 
 
-def shape_from(config: Mapping[str, Any], path: Path) -> TransformerShape:
+def shape_from_config(config: Mapping[str, Any], path: Path) -> TransformerShape:
     """The shape that a config.json at `path` describes, refused unless our model computes it exactly."""
     model_type = config.get("model_type")
     try:
-        if model_type == OWN:
+        if model_type == OWN_MODEL_TYPE:
             return TransformerShape(**config["shape"])
         if model_type not in ARCHITECTURES:
             kind = (config.get("architectures") or [model_type])[0]

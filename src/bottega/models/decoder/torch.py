@@ -15,27 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.models.attention import Attention, RMSNorm, Window, document_mask, rotary
+from bottega.models.attention import Attention, RMSNorm, SequenceContext, build_document_mask, compute_rotary_tables
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.experts.torch import Experts, Routing, leave_out
+from bottega.models.experts.torch import Experts, Routing, drop_initial_experts
 from bottega.models.initial import initialise
 from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
-from bottega.models.losses.token_loss import IGNORED
+from bottega.models.losses.token_loss import IGNORE_INDEX
 from bottega.models.ssm.torch import SSMState, StateSpace
 
-Past = tuple[Tensor, Tensor] | SSMState
+LayerCache = tuple[Tensor, Tensor] | SSMState
 """What one layer keeps of the tokens it has read."""
-Out = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routing]
-Routed = tuple[Routing, ...]
+BlockOutput = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routing]
+LayerRoutings = tuple[Routing, ...]
 """How the tokens of one forward went through each layer of experts."""
 
 
 @dataclass(frozen=True)
-class Cache:
+class DecoderCache:
     """What was already read, for each layer, written in place: keys and values [B, K, length, h], or the fixed-size state of
     a state space."""
 
-    layers: tuple[Past, ...]
+    layers: tuple[LayerCache, ...]
 
     @classmethod
     def empty(
@@ -46,10 +46,10 @@ class Cache:
         length: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-    ) -> Cache:
+    ) -> DecoderCache:
         size = (batch, shape.num_kv_heads, length or shape.context, shape.head_size)
 
-        def past(layer: int) -> Past:
+        def past(layer: int) -> LayerCache:
             if shape.mixer(layer) == "ssm":
                 assert shape.ssm is not None, "the shape asks for it"
                 return SSMState.empty(shape.ssm, batch, device=device, dtype=dtype)
@@ -57,14 +57,14 @@ class Cache:
 
         return cls(tuple(past(layer) for layer in range(shape.num_layers)))
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin again. Keys and values are overwritten before they are seen, and a state is not."""
         for past in self.layers:
             if isinstance(past, SSMState):
                 for tensor in past:
                     tensor.zero_()
 
-    def put(self, part: Cache, rows: Sequence[int], *, length: int) -> None:
+    def update_rows(self, part: DecoderCache, rows: Sequence[int], *, length: int) -> None:
         """What some rows have read anew, `length` tokens from position 0."""
         for past, new in zip(self.layers, part.layers, strict=True):
             for mine, theirs in zip(past, new, strict=True):
@@ -100,8 +100,8 @@ class Block(nn.Module):
 
     def __init__(self, shape: TransformerShape, layer: int = 0) -> None:
         super().__init__()
-        self.is_scanned = shape.mixer(layer) == "ssm"
-        if self.is_scanned:
+        self.has_ssm = shape.mixer(layer) == "ssm"
+        if self.has_ssm:
             assert shape.ssm is not None, "the shape asks for it"
             self.mixer = StateSpace(shape.ssm)
         else:
@@ -118,13 +118,13 @@ class Block(nn.Module):
         self.dropout = shape.dropout
         self.compiled: Callable[..., Any] | None = None
 
-    def forward(self, x: Tensor, added: Tensor, window: Window, past: Past | None = None) -> Any:
+    def forward(self, x: Tensor, added: Tensor, window: SequenceContext, past: LayerCache | None = None) -> Any:
         # Dispatched here rather than by the caller, so that the hooks of sharding run outside the compiled region.
         if self.compiled is not None and self.training and past is None and self._fits_a_graph(x):
             return self.compiled(self, x, added, window)
         return self.compute(x, added, window, past)
 
-    def compute(self, x: Tensor, added: Tensor, window: Window, past: Past | None = None) -> Out:
+    def compute(self, x: Tensor, added: Tensor, window: SequenceContext, past: LayerCache | None = None) -> BlockOutput:
         """The stream and what is still to be added to it: the next block adds it, where the sum and the norm that
         follows are one kernel. With the sum at the end of a block it would be a pass over memory of its own.
         With experts, also how the tokens went through them."""
@@ -139,10 +139,10 @@ class Block(nn.Module):
         return x, self._drop(self.mlp(self.post_attention_layernorm(x)))
 
     def _fits_a_graph(self, x: Tensor) -> bool:
-        return not isinstance(self.mlp, Experts) or self.mlp.experts.fits_a_graph(x)
+        return not isinstance(self.mlp, Experts) or self.mlp.experts.can_capture_graph(x)
 
-    def _mix(self, x: Tensor, window: Window, past: Past | None) -> Tensor:
-        if not self.is_scanned:
+    def _mix(self, x: Tensor, window: SequenceContext, past: LayerCache | None) -> Tensor:
+        if not self.has_ssm:
             return self.self_attn(x, window, past)
         assert past is None or isinstance(past, SSMState)
         mixed, state = self.mixer(x, state=past, lengths=window.lengths, documents=window.documents)
@@ -186,7 +186,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         *,
         documents: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: DecoderCache | None = None,
         position: int | Sequence[int] = 0,
         counted: Tensor | None = None,
     ) -> Any:
@@ -195,7 +195,7 @@ class Transformer(nn.Module):
         A model with experts also gives a `Routed`, where there are targets or `counted` [B, T] tells the tokens that count.
         """
         if counted is None and targets is not None and self.shape.experts is not None:
-            counted = targets != IGNORED
+            counted = targets != IGNORE_INDEX
         window = self._window(tokens, documents=documents, cache=cache, position=position, counted=counted)
         hidden, routed = self._through(tokens, window, cache)
         if targets is None:
@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         *,
         documents: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: DecoderCache | None = None,
         position: int | Sequence[int] = 0,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
@@ -219,7 +219,9 @@ class Transformer(nn.Module):
         window = self._window(tokens, documents=documents, cache=cache, position=position, lengths=lengths)
         return self._through(tokens, window, cache)[0]
 
-    def _through(self, tokens: Tensor, window: Window, cache: Cache | None) -> tuple[Tensor, Routed]:
+    def _through(
+        self, tokens: Tensor, window: SequenceContext, cache: DecoderCache | None
+    ) -> tuple[Tensor, LayerRoutings]:
         x = self.model.embed_tokens(tokens)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) is torch.bfloat16:
             # A bfloat16 residual stream halves the traffic between blocks; float16 could overflow there, so it stays.
@@ -253,7 +255,7 @@ class Transformer(nn.Module):
 
     def reset_buffers(self) -> None:
         """The rotary tables again, on the device where the weights now are. They are in no state dict."""
-        cos, sin = rotary(self.shape, self.model.norm.weight.device)
+        cos, sin = compute_rotary_tables(self.shape, self.model.norm.weight.device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -268,11 +270,11 @@ class Transformer(nn.Module):
         tokens: Tensor,
         *,
         documents: Tensor | None,
-        cache: Cache | None,
+        cache: DecoderCache | None,
         position: int | Sequence[int],
         lengths: Sequence[int] | None = None,
         counted: Tensor | None = None,
-    ) -> Window:
+    ) -> SequenceContext:
         assert documents is None or cache is None, "documents are for training, a cache is for generation"
         # What no layer asks for is left out, so that plain transformers are compiled as if it did not exist.
         read: dict[str, Any] = {"counted": counted if self.shape.experts is not None else None}
@@ -280,7 +282,7 @@ class Transformer(nn.Module):
             read["documents"] = documents
             read["lengths"] = torch.tensor(lengths, device=tokens.device) if lengths is not None else None
         if not self.shape.has_attention:
-            return Window(self.cos, self.sin, **read)  # a state knows no position, and so no last one
+            return SequenceContext(self.cos, self.sin, **read)  # a state knows no position, and so no last one
         length, device = tokens.shape[1], tokens.device
         starts = [position] if isinstance(position, int) else list(position)
         start, stop = starts[0], max(starts) + length
@@ -289,19 +291,21 @@ class Transformer(nn.Module):
             first = torch.tensor(starts, device=device)
             places = first[:, None] + torch.arange(length, device=device)
             mask = torch.arange(stop, device=device) <= places[:, None, :, None]
-            return Window(self.cos[places][:, None], self.sin[places][:, None], mask, start=first, stop=stop, **read)
+            return SequenceContext(
+                self.cos[places][:, None], self.sin[places][:, None], mask, start=first, stop=stop, **read
+            )
         cos, sin = self.cos[start:stop], self.sin[start:stop]
         if documents is not None:
             # FlexAttention skips the blocks between documents, but knows no dropout.
             flex = device.type == "cuda" and not (self.training and self.shape.dropout)
-            return Window(cos, sin, document_mask(documents, flex=flex), stop=stop, **read)
+            return SequenceContext(cos, sin, build_document_mask(documents, flex=flex), stop=stop, **read)
         if start and length > 1:
             mask = torch.ones(length, stop, dtype=torch.bool, device=device).tril(diagonal=start)
-            return Window(cos, sin, mask, start=start, stop=stop, **read)
-        return Window(cos, sin, causal=length > 1, start=start, stop=stop, **read)
+            return SequenceContext(cos, sin, mask, start=start, stop=stop, **read)
+        return SequenceContext(cos, sin, causal=length > 1, start=start, stop=stop, **read)
 
 
 def initialise_decoder(model: Transformer, seed: int, *, residual_layers: int) -> None:
     """Set every parameter by its name, and which experts sit out at first."""
     initialise(model, seed, residual_layers=residual_layers)
-    leave_out(model, seed)
+    drop_initial_experts(model, seed)

@@ -15,7 +15,7 @@ from bottega.models.dit.torch import EPSILON
 from bottega.models.generator.config import DiTShape, GeneratorShape
 
 CLASS = "DiTTransformer2DModel"
-NO_CLASS = 1000
+NULL_CLASS = 1000
 """DiTPipeline asks for this row where it wants no class, however many classes there are."""
 
 _OUTER = {
@@ -42,7 +42,7 @@ _TABLE = "norm1.emb.class_embedder.embedding_table.weight"
 _PATCHES = "pos_embed.proj.weight"
 
 
-def has_diffusers_form(shape: GeneratorShape) -> bool:
+def is_diffusers_compatible(shape: GeneratorShape) -> bool:
     """Whether DiTTransformer2DModel computes the same: square pictures in square patches, asked for by class."""
     backbone = shape.backbone
     return (
@@ -51,7 +51,7 @@ def has_diffusers_form(shape: GeneratorShape) -> bool:
         and len(set(backbone.grid)) == len(set(backbone.patch)) == 1
         and backbone.attention == "full"
         and shape.condition.kind == "class"
-        and shape.condition.size <= NO_CLASS
+        and shape.condition.size <= NULL_CLASS
     )
 
 
@@ -68,7 +68,7 @@ def diffusers_config(shape: DiTShape) -> dict[str, Any]:
         "sample_size": shape.grid[0],
         "patch_size": shape.patch[0],
         "activation_fn": "gelu-approximate",
-        "num_embeds_ada_norm": NO_CLASS,
+        "num_embeds_ada_norm": NULL_CLASS,
         "norm_type": "ada_norm_zero",
         "norm_elementwise_affine": False,
         "norm_eps": EPSILON,
@@ -78,7 +78,7 @@ def diffusers_config(shape: DiTShape) -> dict[str, Any]:
 def to_diffusers(state: Mapping[str, Tensor], shape: DiTShape) -> dict[str, Tensor]:
     """Every block of theirs has the embedding of time and class again; rows for no class follow after ours."""
     table = state["condition.embedding.weight"]
-    table = torch.cat((table, table[-1:].expand(NO_CLASS + 1 - len(table), -1)))
+    table = torch.cat((table, table[-1:].expand(NULL_CLASS + 1 - len(table), -1)))
     side, channels = shape.patch[0], shape.channels
     found = {theirs: state[ours] for theirs, ours in _OUTER.items()}
     patches = state["backbone.embed.weight"].view(-1, side, side, channels)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.models.dit.patches import patchify, unpatchify
 from bottega.models.generator.config import DiTShape
 
@@ -27,7 +27,7 @@ FREQUENCIES = 256
 EPSILON = 1e-6
 
 
-def positions(counts: tuple[int, ...], width: int) -> Tensor:
+def sinusoidal_positions(counts: tuple[int, ...], width: int) -> Tensor:
     """Sines and cosines of each patch's place, [N, width], an equal part of the width for each direction; what three
     directions cannot share equally stays 0."""
     part = 2 * (width // (2 * len(counts)))
@@ -95,7 +95,7 @@ class Block(nn.Module):
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = changes
         x = x + gate_attn * self._drop(self._attend(_modulated(x, shift_attn, scale_attn)))
         if self.cross is not None:
-            x = x + self.cross(normed(x), context, mask)
+            x = x + self.cross(layer_norm(x), context, mask)
         h = F.gelu(self.up(_modulated(x, shift_mlp, scale_mlp)), approximate="tanh")
         return x + gate_mlp * self._drop(self.down(h))
 
@@ -177,7 +177,7 @@ class DiT(nn.Module):
 
     def reset_buffers(self) -> None:
         device = self.out.weight.device
-        place = positions(self.shape.tokens, self.shape.hidden_size).to(device)
+        place = sinusoidal_positions(self.shape.tokens, self.shape.hidden_size).to(device)
         self.register_buffer("place", place, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DiT:
@@ -186,25 +186,25 @@ class DiT(nn.Module):
         return self
 
 
-ZERO = (".modulation.weight", "modulation_out.weight", ".cross.to_out.weight", "out.weight")
+ZERO_INITIALISED = (".modulation.weight", "modulation_out.weight", ".cross.to_out.weight", "out.weight")
 """What begins at nothing: each block is the identity, and the first prediction is 0."""
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Glorot's uniform for matrices, a small normal for embeddings, zeros for biases and for what must begin silent."""
-    if name.endswith(".bias") or (name.endswith(ZERO) and not name.endswith("attn.to_out.weight")):
+    if name.endswith(".bias") or (name.endswith(ZERO_INITIALISED) and not name.endswith("attn.to_out.weight")):
         return np.zeros(shape, np.float32)
-    draw = generator(seed, name)
+    draw = numpy_generator(seed, name)
     if len(shape) < 2 or "embedding" in name or ".time." in f".{name}":
         return 0.02 * draw.standard_normal(shape, dtype=np.float32)
     limit = math.sqrt(6 / (shape[0] + math.prod(shape[1:])))
     return draw.uniform(-limit, limit, shape).astype(np.float32)
 
 
-def normed(x: Tensor) -> Tensor:
+def layer_norm(x: Tensor) -> Tensor:
     """In float32 whatever the precision around it, and without weights of its own: what follows has them."""
     return F.layer_norm(x.float(), x.shape[-1:], eps=EPSILON).to(x.dtype)
 
 
 def _modulated(x: Tensor, shift: Any, scale: Any) -> Tensor:
-    return normed(x) * (1 + scale) + shift
+    return layer_norm(x) * (1 + scale) + shift

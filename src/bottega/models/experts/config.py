@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bottega.models.spiking.config import SpikingShape
 
-SPIKING_GROUP = 8
+SPIKING_UNITS_PER_EXPERT = 8
 """Units of a spiking router that speak for one expert."""
 
 
@@ -87,16 +87,16 @@ class ExpertsShape(BaseModel):
         return self.num_shared * (self.shared_size or self.expert_size)
 
     @property
-    def limited(self) -> bool:
+    def has_capacity_limit(self) -> bool:
         """Whether an expert can be full."""
         return self.capacity is not None or self.capacity_factor is not None
 
     @property
-    def units(self) -> SpikingShape | None:
+    def spiking_units(self) -> SpikingShape | None:
         """Of the router, if it spikes."""
         return (self.spiking or SpikingShape()) if self.router == "spiking" else None
 
-    def room(self, tokens: int) -> int:
+    def capacity_for(self, tokens: int) -> int:
         """How many choices of a group of so many tokens an expert takes."""
         if self.capacity is not None:
             return self.capacity
@@ -104,11 +104,11 @@ class ExpertsShape(BaseModel):
         # 1.1 * 10 is 11.000000000000002: what is a whole number but for rounding is that number.
         return math.ceil(self.capacity_factor * self.top_k * tokens / self.num_experts - 1e-6)
 
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """The exact number of parameters."""
         return self._router() + self.num_experts * self._expert(self.expert_size) + self._expert(self.shared_width)
 
-    def active_parameters(self) -> int:
+    def num_active_parameters(self) -> int:
         """Those that one token meets."""
         return self._router() + self.top_k * self._expert(self.expert_size) + self._expert(self.shared_width)
 
@@ -118,4 +118,4 @@ class ExpertsShape(BaseModel):
     def _router(self) -> int:
         if self.router == "linear":
             return self.num_experts * self.hidden_size
-        return self.num_experts * SPIKING_GROUP * (self.hidden_size + 1)
+        return self.num_experts * SPIKING_UNITS_PER_EXPERT * (self.hidden_size + 1)

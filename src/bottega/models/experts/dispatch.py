@@ -39,10 +39,10 @@ class StackedExperts(nn.Module):
         gate_proj = None if self.gate_proj is None else self.gate_proj.to(dtype)
         stacks = gate_proj, self.up_proj.to(dtype), self.down_proj.to(dtype)
         if grouped_product_fits(x, self.down_proj):
-            return in_order(x, chosen, weights, stacks, run=grouped)
+            return dispatch_sorted(x, chosen, weights, stacks, run=run_grouped)
         return _uncompiled(x, chosen, weights, stacks)
 
-    def fits_a_graph(self, x: Tensor) -> bool:
+    def can_capture_graph(self, x: Tensor) -> bool:
         """Whether a forward with these tokens can be compiled as a part of one graph."""
         return grouped_product_fits(x, self.down_proj)
 
@@ -66,16 +66,18 @@ def _precision(x: Tensor) -> torch.dtype:
 def _uncompiled(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks) -> Tensor:
     """A loop over experts has to know on the host how many tokens each has, which a compiled graph cannot: it is left for
     that. All experts for all tokens would be a graph, and E / k times the work."""
-    return in_order(x, chosen, weights, stacks, run=looped)
+    return dispatch_sorted(x, chosen, weights, stacks, run=looped)
 
 
-def inner(gate: Tensor | None, up: Tensor, weight: Tensor) -> Tensor:
+def gated_activation(gate: Tensor | None, up: Tensor, weight: Tensor) -> Tensor:
     """The activation, already weighed: I numbers of a token are fewer than D, and the sum over choices is then plain."""
     active = F.gelu(up) if gate is None else F.silu(gate) * up
     return (active * weight).to(up.dtype)
 
 
-def in_order(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks, *, run: Callable[..., Tensor]) -> Tensor:
+def dispatch_sorted(
+    x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks, *, run: Callable[..., Tensor]
+) -> Tensor:
     """Choices in the order of their experts, so that each expert's tokens lie side by side."""
     k, device = chosen.shape[-1], x.device
     experts, order = chosen.flatten().sort(stable=True)
@@ -87,7 +89,7 @@ def in_order(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks, *, run:
     return _Collect.apply(out, order, back, k)
 
 
-def grouped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
+def run_grouped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
     """Rows [A, D] up to ends [E] through each expert, one kernel for all. No shape depends on the choices."""
     function: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the first since torch 2.10
 
@@ -96,7 +98,7 @@ def grouped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
 
     gate_proj, up_proj, down_proj = stacks
     gate = None if gate_proj is None else product(x, gate_proj)
-    return product(inner(gate, product(x, up_proj), weight), down_proj)
+    return product(gated_activation(gate, product(x, up_proj), weight), down_proj)
 
 
 def looped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ def looped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
     for rows, weighed, gate, up, down in zip(x.split(sizes), weight.split(sizes), *each, strict=True):
         if len(rows):
             opened = None if gate is None else F.linear(rows, gate)
-            found.append(F.linear(inner(opened, F.linear(rows, up), weighed), down))
+            found.append(F.linear(gated_activation(opened, F.linear(rows, up), weighed), down))
     return torch.cat(found)
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.core.noise import Noise, generator
-from bottega.models.experts.config import SPIKING_GROUP, ExpertsShape
+from bottega.core.noise import Noise, numpy_generator
+from bottega.models.experts.config import SPIKING_UNITS_PER_EXPERT, ExpertsShape
 from bottega.models.experts.dispatch import StackedExperts
 from bottega.models.spiking.units import SpikingGate
 
@@ -106,8 +106,10 @@ class Experts(nn.Module):
         self.shape = shape
         width, activation = shape.hidden_size, shape.activation
         self.router = Router(shape)
-        units = shape.units
-        self.gate = SpikingGate(width, shape.num_experts, units, group=SPIKING_GROUP) if units is not None else None
+        units = shape.spiking_units
+        self.gate = (
+            SpikingGate(width, shape.num_experts, units, group=SPIKING_UNITS_PER_EXPERT) if units is not None else None
+        )
         self.experts = StackedExperts(width, shape.expert_size, shape.num_experts, activation=activation)
         self.shared = FeedForward(width, shape.shared_width, activation=activation) if shape.num_shared else None
 
@@ -130,7 +132,7 @@ class Experts(nn.Module):
                 weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
             every = torch.arange(self.shape.num_experts, device=x.device)
             asked = (chosen[..., None] == every) & counts[..., None, None]
-            full = self._full(asked, counted) if self.training and self.shape.limited else None
+            full = self._full(asked, counted) if self.training and self.shape.has_capacity_limit else None
             if full is not None:
                 weights = weights.masked_fill(full, 0.0)
             routing = self._routing(logits, gates, chosen, counts=counts, asked=asked, full=full, rates=rates)
@@ -176,7 +178,7 @@ class Experts(nn.Module):
         groups = asked.flatten(1, -2) if asked.dim() > 3 else asked.flatten(0, 1)[None]
         before = groups.cumsum(1, dtype=torch.int32)
         if counted is None or shape.capacity is not None:
-            room: int | Tensor = shape.room(groups.shape[1] // shape.top_k)
+            room: int | Tensor = shape.capacity_for(groups.shape[1] // shape.top_k)
         else:
             assert shape.capacity_factor is not None
             # Of the tokens that count, or else padding to the longest row of a micro-batch would make room.
@@ -214,13 +216,18 @@ class Experts(nn.Module):
         )
 
 
-def stats(routing: Routing, name: str) -> dict[str, Tensor]:
+def routing_stats(routing: Routing, name: str) -> dict[str, Tensor]:
     """What a task adds to `Loss.stats`; `name` is where the model has the layer."""
     return {f"{name}.load": routing.load}
 
 
-def renewed(
-    tensors: Mapping[str, Any], seen: Mapping[str, Any], *, name: str, shape: ExpertsShape, rng: Noise | None = None
+def update_router_state(
+    tensors: Mapping[str, Any],
+    batch_stats: Mapping[str, Any],
+    *,
+    name: str,
+    shape: ExpertsShape,
+    rng: Noise | None = None,
 ) -> dict[str, Tensor]:
     """New values of the buffers of the router `{name}.router`, from what a whole step saw; for `Task.update`.
 
@@ -228,7 +235,7 @@ def renewed(
     needed where experts are left out, since who it is next is a function of seed and step.
     """
     load, bias = tensors[f"{name}.router.load"], tensors[f"{name}.router.bias"]
-    asked = seen[f"{name}.load"].to(load)
+    asked = batch_stats[f"{name}.load"].to(load)
     there = torch.ones_like(load)
     if shape.expert_dropout:
         there = there - tensors[f"{name}.router.absent"]
@@ -247,7 +254,7 @@ def renewed(
 
 
 @torch.no_grad()
-def leave_out(model: nn.Module, seed: int) -> None:
+def drop_initial_experts(model: nn.Module, seed: int) -> None:
     """The experts that the very first step does without; `renewed` says it of all later ones."""
     for name, layer in model.named_modules():
         if isinstance(layer, Experts) and layer.router.absent is not None:
@@ -256,12 +263,12 @@ def leave_out(model: nn.Module, seed: int) -> None:
 
 def _absent(name: str, seed: int, step: int, shape: ExpertsShape) -> Tensor:
     """1 for the experts that a step does without, the same on every rank and in every micro-batch."""
-    draw = generator(seed, "expert dropout", name, step).random(shape.num_experts)
+    draw = numpy_generator(seed, "expert dropout", name, step).random(shape.num_experts)
     most = sorted(draw)[: shape.num_experts - shape.top_k]
     return torch.from_numpy(((draw < shape.expert_dropout) & (draw <= (most[-1] if most else -1))).astype("float32"))
 
 
-def active_parameters(model: nn.Module) -> int:
+def count_active_parameters(model: nn.Module) -> int:
     """How many of a model's parameters take part in one token: of each stack of experts, as many as a token asks."""
     total = sum(p.numel() for p in model.parameters())
     asked = {layer.experts: layer.shape for layer in model.modules() if isinstance(layer, Experts)}
@@ -272,7 +279,7 @@ def active_parameters(model: nn.Module) -> int:
     return total - sum(idle)
 
 
-def evenness(load: Tensor) -> Tensor:
+def load_entropy(load: Tensor) -> Tensor:
     """The entropy of loads [..., E] as a share of the most there can be, as a mean over layers: 1 is even, 0 one for all."""
     shares = load / load.sum(-1, keepdim=True).clamp_min(1)
     return torch.special.entr(shares).sum(-1).mean() / math.log(max(2, load.shape[-1]))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from bottega.config.addresses import strip_text
+from bottega.config.credentials import strip_credentials_in_text
 
 ANSWER_SECONDS = 15.0
 """How long the first answer may take, from looking up the name to the end of the headers."""
@@ -22,7 +22,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY"
 
 
 @contextmanager
-def hub_if_it_answers() -> Iterator[str | None]:
+def offline_if_hub_unreachable() -> Iterator[str | None]:
     """Within it the libraries use the hub, or only what they have here where it does not answer; yields why not."""
     from huggingface_hub import constants
 
@@ -57,7 +57,7 @@ def _silence(endpoint: str, proxies: tuple[str, ...]) -> str | None:
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
-    through = f" through {strip_text(proxies[0])}" if proxies else ""
+    through = f" through {strip_credentials_in_text(proxies[0])}" if proxies else ""
     if not outcome:
         return f"{endpoint}{through} did not answer within {ANSWER_SECONDS:g} s"
     kinds = {kind.__name__ for kind in type(outcome[0]).__mro__}

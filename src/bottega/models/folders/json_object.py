@@ -18,7 +18,7 @@ _NUMBER = re.compile(
 """Keys that every library takes for numbers."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file, checked for what no model can be built from."""
     try:
         if path.stat().st_size > MAX_BYTES:

@@ -13,8 +13,15 @@ from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.decoder.layout import OWN, ROUTER_STATE, config_for, layout_for, named, shape_from
-from bottega.models.folders.json_object import read_object
+from bottega.models.decoder.layout import (
+    OWN_MODEL_TYPE,
+    ROUTER_STATE,
+    build_config,
+    rename_tensors,
+    select_layout,
+    shape_from_config,
+)
+from bottega.models.folders.json_object import read_json_object
 from bottega.models.folders.resolve import CONFIG, resolve_model
 
 
@@ -29,10 +36,10 @@ def export_transformers(
     """Write config.json and model.safetensors, which AutoModelForCausalLM opens unless the layout is our own."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    model_type = layout_for(shape, state)
-    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in named(state, model_type).items()}
+    model_type = select_layout(shape, state)
+    tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in rename_tensors(state, model_type).items()}
     dtype = str(state["model.norm.weight"].dtype).removeprefix("torch.")
-    config = config_for(shape, model_type) | {
+    config = build_config(shape, model_type) | {
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
         "torch_dtype": dtype,
@@ -42,10 +49,10 @@ def export_transformers(
     return folder
 
 
-def read_shape(folder: Path | str) -> TransformerShape:
+def read_decoder_shape(folder: Path | str) -> TransformerShape:
     """The shape of a local folder's model, refused unless our model computes it exactly."""
     path = Path(folder) / CONFIG
-    return shape_from(read_object(path), path)
+    return shape_from_config(read_json_object(path), path)
 
 
 def load_weights(module: nn.Module, folder: Path | str) -> None:
@@ -83,7 +90,9 @@ def _wanted(state: Mapping[str, Tensor], folder: Path, places: Mapping[str, Path
     """A decoder's tensors by the names that the folder has for them. What routers know besides may be missing, and is then
     as it was built."""
     config = folder / CONFIG
-    views = named(state, str(read_object(config).get("model_type")) if config.is_file() else OWN)
+    views = rename_tensors(
+        state, str(read_json_object(config).get("model_type")) if config.is_file() else OWN_MODEL_TYPE
+    )
     return {name: view for name, view in views.items() if name in places or not ROUTER_STATE.fullmatch(name)}
 
 
@@ -91,7 +100,7 @@ def _places(folder: Path) -> dict[str, Path]:
     """Tensor name -> the file that holds it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        entries = read_object(index).get("weight_map", {})
+        entries = read_json_object(index).get("weight_map", {})
         for file in entries.values():
             if Path(file).name != file or not (folder / file).is_file():
                 raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it again")

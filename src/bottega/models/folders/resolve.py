@@ -14,7 +14,7 @@ from typing import Literal
 
 from bottega.core.errors import EnvironmentProblem, UsageError, first_line
 from bottega.core.rundir import is_run
-from bottega.models.folders.hub_access import hub_if_it_answers
+from bottega.models.folders.hub_access import offline_if_hub_unreachable
 
 CONFIG, INDEX, FINAL = "config.json", "model_index.json", "final"
 """Of one model, of a pipeline of diffusers; where a run's export lies."""
@@ -39,9 +39,9 @@ def resolve_model(
     name: str | Path,
     *,
     key: str,
-    holds: str | None = CONFIG,
-    missing: str | None = None,
-    is_local: bool = False,
+    required_file: str | None = CONFIG,
+    missing_message: str | None = None,
+    local_only: bool = False,
     patterns: Sequence[str] = PATTERNS,
 ) -> ModelFolder:
     """Return the folder that `name` means; `key` is the key of the recipe that has it, for messages.
@@ -51,28 +51,28 @@ def resolve_model(
     """
     place = Path(name).expanduser()
     if is_run(place):
-        return resolve_export(place, key=key, holds=holds, shown=str(name))
+        return resolve_export(place, key=key, required_file=required_file, display_name=str(name))
     if place.is_dir():
-        return ModelFolder(place, kind_of(place), "folder")
-    if missing is not None:
-        raise UsageError(f"{key}: {place} {missing}")
-    if is_local or is_path(str(name)):
+        return ModelFolder(place, folder_kind(place), "folder")
+    if missing_message is not None:
+        raise UsageError(f"{key}: {place} {missing_message}")
+    if local_only or is_local_path(str(name)):
         raise UsageError(f"{key}: {name} is not a folder here; correct the path, or put the folder there")
     fetched = _download(str(name), key=key, patterns=patterns)
-    return ModelFolder(fetched, kind_of(fetched), "hub")
+    return ModelFolder(fetched, folder_kind(fetched), "hub")
 
 
 def resolve_export(
-    run: Path, *, key: str, holds: str | None = CONFIG, shown: str | None = None, origin: Origin = "run"
+    run: Path, *, key: str, required_file: str | None = CONFIG, display_name: str | None = None, origin: Origin = "run"
 ) -> ModelFolder:
     """What a run has exported; `shown` is the run as a person named it."""
     final = run / FINAL
-    if holds is not None and not (final / holds).is_file():
-        raise unexported(shown or run, key=key)
-    return ModelFolder(final, kind_of(final), origin)
+    if required_file is not None and not (final / required_file).is_file():
+        raise not_exported_error(display_name or run, key=key)
+    return ModelFolder(final, folder_kind(final), origin)
 
 
-def kind_of(folder: Path) -> Kind:
+def folder_kind(folder: Path) -> Kind:
     """Tell what a folder holds by the files in it. A pipeline of ours has a config.json too, and is a pipeline."""
     if is_run(folder):
         return "run"
@@ -82,15 +82,15 @@ def kind_of(folder: Path) -> Kind:
         return "adapter"
     if (folder / CONFIG).is_file():
         return "model"
-    return "adapter" if own_adapter(folder) is not None else "unknown"
+    return "adapter" if find_own_adapter(folder) is not None else "unknown"
 
 
-def own_adapter(folder: Path) -> Path | None:
+def find_own_adapter(folder: Path) -> Path | None:
     """The adapter of ours in a folder: itself, or what an export has beside."""
     return next((one for one in (folder, folder / ADAPTER) if (one / OWN_ADAPTER).is_file()), None)
 
 
-def component_folder(folder: Path, part: str) -> Path:
+def find_component_folder(folder: Path, part: str) -> Path:
     """The part of a pipeline, such as vae or text_encoder, where the folder has it; else the folder, which may be one."""
     return folder / part if (folder / part / CONFIG).is_file() else folder
 
@@ -101,11 +101,11 @@ def require_config(folder: Path, *, key: str, what: str) -> None:
         raise UsageError(f"{key}: {folder} has no {CONFIG}; give the folder of a saved {what}")
 
 
-def unexported(run: str | Path, *, key: str) -> UsageError:
+def not_exported_error(run: str | Path, *, key: str) -> UsageError:
     return UsageError(f"{key}: {run} is a run that was not exported; say bottega export {run} first")
 
 
-def is_path(name: str) -> bool:
+def is_local_path(name: str) -> bool:
     """Whether a name is a path and not owner/model: by how it begins, by more than one slash, or because the folder before
     the slash is here. A path is never asked of the network: that would be told what our folders are called, and might have
     something else under the name."""
@@ -129,7 +129,7 @@ def _download(name: str, *, key: str, patterns: Sequence[str]) -> Path:
             f"{key}: {name} is not a folder here, and the hub needs a package; pip install 'bottega[hub]'"
         ) from error
     try:
-        with hub_if_it_answers() as silence:
+        with offline_if_hub_unreachable() as silence:
             return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except HFValidationError as error:
         raise UsageError(f"{key}: {name!r} is neither a folder here nor a hub name such as Qwen/Qwen3-0.6B") from error
@@ -166,7 +166,7 @@ def resolve_tokenizer(name: str) -> Path:
         raise EnvironmentProblem(
             f"tokenizer {name!r} is not a folder here, and huggingface_hub is not installed"
         ) from error
-    with hub_if_it_answers() as silence:
+    with offline_if_hub_unreachable() as silence:
         try:
             path = Path(hf_hub_download(name, "tokenizer.json"))
         except (OSError, ValueError) as error:

@@ -61,7 +61,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 @contextmanager
-def panics_as_errors(what: str) -> Iterator[None]:
+def convert_panics(what: str) -> Iterator[None]:
     """Turn a panic of the library, which is no Exception, into a DataError."""
     try:
         yield

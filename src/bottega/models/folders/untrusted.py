@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from bottega.core.errors import BottegaError, CheckpointError, EnvironmentProblem, UsageError, first_line
-from bottega.models.folders.json_object import read_object
+from bottega.models.folders.json_object import read_json_object
 
 
-def read_plain(file: Path, *, key: str | None = None) -> dict[str, Any]:
+def read_config_without_code(file: Path, *, key: str | None = None) -> dict[str, Any]:
     """A configuration, refused where it names code. `key` is who asks."""
-    config = read_object(file)
+    config = read_json_object(file)
     if config.get("auto_map"):
         raise UsageError(
             f"{_asked(key)}{file} has auto_map, code of its own that trust_remote_code would run; it is never run: take a "
@@ -22,13 +22,13 @@ def read_plain(file: Path, *, key: str | None = None) -> dict[str, Any]:
     return config
 
 
-def transformers_config(folder: Path, *, key: str, what: str) -> Any:
+def load_transformers_config(folder: Path, *, key: str, what: str) -> Any:
     """Read by transformers itself, because its files leave out what is as usual. `what` it should be of, in words."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
         raise EnvironmentProblem(f"{key}: {what} needs transformers; pip install 'bottega[hub]'") from error
-    read_plain(folder / "config.json", key=key)
+    read_config_without_code(folder / "config.json", key=key)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # libraries raise classes of their own where a file says what no model has
@@ -36,7 +36,7 @@ def transformers_config(folder: Path, *, key: str, what: str) -> Any:
 
 
 @contextmanager
-def blaming(folder: Path | str, *, key: str | None = None) -> Iterator[None]:
+def attribute_errors_to(folder: Path | str, *, key: str | None = None) -> Iterator[None]:
     """Turn whatever is raised while a model is built by the files of a folder into an error about that folder.
 
     Libraries take a configuration at its word, and fail anywhere with any class of exception where it is wrong.
@@ -74,10 +74,13 @@ def require_safetensors(folder: Path, *, key: str | None = None) -> None:
             ) from error
 
 
-def check_loaded(folder: Path | str, seen: Mapping[str, Any]) -> None:
+def check_loading_info(folder: Path | str, loading_info: Mapping[str, Any]) -> None:
     """What `from_pretrained` tells of its loading: a weight that is not there, or of another shape, is an error, because it
     would be drawn at random."""
-    for what, names in (("lacks", seen["missing_keys"]), ("has another shape of", seen["mismatched_keys"])):
+    for what, names in (
+        ("lacks", loading_info["missing_keys"]),
+        ("has another shape of", loading_info["mismatched_keys"]),
+    ):
         if names:
             first = sorted(names, key=str)[0]
             named = f"{first[0]} ({list(first[1])}, not {list(first[2])})" if isinstance(first, tuple) else str(first)

@@ -61,7 +61,7 @@ class AllowedWords:
                 "them apart, so leave them out"
             )
 
-    def after(self, tokens: Sequence[int]) -> tuple[list[int], bool]:
+    def allowed_next(self, tokens: Sequence[int]) -> tuple[list[int], bool]:
         """What may be said next, and whether the answer may end here."""
         said, node = self._walk(tokens)
         if node.word is None or node.word in said:
@@ -70,7 +70,7 @@ class AllowedWords:
         going_on = self._next.open(done) if len(done) < self.count else []
         return list(dict.fromkeys([*node.open(done), *going_on])), True
 
-    def read(self, tokens: Sequence[int]) -> tuple[str, ...]:
+    def decode_words(self, tokens: Sequence[int]) -> tuple[str, ...]:
         """The words of an answer; one that was cut in the middle is not among them."""
         said, node = self._walk(tokens)
         if node.word is not None and node.word not in said:

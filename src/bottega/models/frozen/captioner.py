@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
-from bottega.models.folders.encoder import silent
 from bottega.models.folders.tokenizer_limits import check_tokenizer
-from bottega.models.folders.untrusted import read_plain, require_safetensors
+from bottega.models.folders.transformers_loader import quiet_logging
+from bottega.models.folders.untrusted import read_config_without_code, require_safetensors
 
 KEY = "data.captions"
 KINDS = ("blip", "blip-2", "git", "vision-encoder-decoder")
@@ -32,7 +32,7 @@ def load_captioner(folder: Path) -> Callable[[Sequence[np.ndarray]], list[str]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        with silent(transformers):
+        with quiet_logging(transformers):
             model = transformers.AutoModelForImageTextToText.from_pretrained(
                 folder, use_safetensors=True, dtype=torch.float32, **options
             )
@@ -50,7 +50,7 @@ def load_captioner(folder: Path) -> Callable[[Sequence[np.ndarray]], list[str]]:
 
         images = [Image.fromarray(picture) for picture in pictures]
         pixels = look(images=images, return_tensors="pt")["pixel_values"].to(device)
-        with torch.no_grad(), silent(transformers):
+        with torch.no_grad(), quiet_logging(transformers):
             ids = model.generate(pixel_values=pixels, max_new_tokens=MAX_TOKENS, do_sample=False, num_beams=1)
         # BLIP begins with a token that its tokenizer does not count among the special ones.
         ids = ids.masked_fill(ids == first, silence)
@@ -60,7 +60,7 @@ def load_captioner(folder: Path) -> Callable[[Sequence[np.ndarray]], list[str]]:
 
 
 def _check(folder: Path) -> None:
-    kind = read_plain(folder / "config.json", key=KEY).get("model_type")
+    kind = read_config_without_code(folder / "config.json", key=KEY).get("model_type")
     if kind not in KINDS:
         raise UsageError(f"{KEY}: {folder} is of the kind {kind}; captions come from {', '.join(KINDS)}")
     require_safetensors(folder, key=KEY)

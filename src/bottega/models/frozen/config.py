@@ -27,7 +27,7 @@ class SoftPromptShape(BaseModel):
     """Width of the layers that prefixes come out of (P-tuning v2); None where they are parameters themselves."""
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """How many there must be. LLaMA-7B, width 768 and two of each: 3,678,976."""
         tokens = self.num_image_tokens * self.hidden_size
         mapping = (self.hidden_size + 1) * self.text_size

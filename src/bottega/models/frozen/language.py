@@ -17,19 +17,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bottega.core.errors import CheckpointError, UsageError, first_line
-from bottega.models.folders.encoder import silent
 from bottega.models.folders.resolve import resolve_model
-from bottega.models.folders.untrusted import check_loaded, read_plain, require_safetensors, transformers_config
+from bottega.models.folders.transformers_loader import quiet_logging
+from bottega.models.folders.untrusted import (
+    check_loading_info,
+    load_transformers_config,
+    read_config_without_code,
+    require_safetensors,
+)
 from bottega.models.frozen.allowed_words import AllowedWords
 from bottega.models.frozen.config import FrozenPrecision
-from bottega.models.frozen.precision import frozen_dtype, is_large, quantization, usual_device
-from bottega.models.frozen.prefix_attention import Prefixes, can_take_prefixes, register
+from bottega.models.frozen.precision import build_quantization_config, default_device, frozen_dtype, is_worth_compiling
+from bottega.models.frozen.prefix_attention import Prefixes, model_supports_prefixes, register_prefix_attention
 from bottega.models.frozen.soft_prompts import SoftPrompts
 
 KEY = "model.language_model"
 
 
-class LanguageFacts(NamedTuple):
+class LanguageModelMetadata(NamedTuple):
     """What must be known of a language model before it is loaded."""
 
     hidden_size: int
@@ -40,18 +45,18 @@ class LanguageFacts(NamedTuple):
     max_positions: int | None
     """The most tokens it can read; None where there is no such number."""
     model_type: str
-    takes_prefixes: bool
+    supports_prefixes: bool
     """Whether learned keys and values can be put before each layer's own."""
 
     def require_prefixes(self, count: int) -> None:
-        if count and not self.takes_prefixes:
+        if count and not self.supports_prefixes:
             raise UsageError(
                 f"model.num_prefix_tokens: a {self.model_type} has an attention of its own, where no prefix can be put; "
                 f"set it to 0, or take another {KEY}"
             )
 
 
-def language_facts(folder: Path | str) -> LanguageFacts:
+def read_language_model_metadata(folder: Path | str) -> LanguageModelMetadata:
     folder = resolve_model(folder, key=KEY).path
     config = _config(folder)
     text = config.get_text_config(decoder=True)
@@ -62,7 +67,7 @@ def language_facts(folder: Path | str) -> LanguageFacts:
     # A model without attention has no heads; it takes no prefixes either, so their shape matters to nobody.
     heads = getattr(text, "num_attention_heads", None) or 1
     positions = getattr(text, "max_position_embeddings", None)
-    return LanguageFacts(
+    return LanguageModelMetadata(
         hidden_size=hidden,
         num_layers=layers,
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
@@ -70,7 +75,7 @@ def language_facts(folder: Path | str) -> LanguageFacts:
         vocab_size=vocab_size,
         max_positions=positions if isinstance(positions, int) else None,
         model_type=config.model_type,
-        takes_prefixes=_takes_prefixes(config),
+        supports_prefixes=_takes_prefixes(config),
     )
 
 
@@ -80,17 +85,17 @@ def load_language_model(
     precision: FrozenPrecision,
     checkpointing: bool,
     device: torch.device | str | None = None,
-) -> FrozenLanguage:
+) -> FrozenLanguageModel:
     """On the CPU, or where quantised weights must be; frozen. `device` is where it will run, which `auto` goes by."""
     folder = resolve_model(folder, key=KEY).path
     config = _config(folder)
     import transformers
 
     takes_prefixes = _takes_prefixes(config)
-    options: dict[str, Any] = {"dtype": frozen_dtype(precision, usual_device() if device is None else device)}
+    options: dict[str, Any] = {"dtype": frozen_dtype(precision, default_device() if device is None else device)}
     if takes_prefixes:
-        options["attn_implementation"] = register()
-    quantised = quantization(precision, device=device)
+        options["attn_implementation"] = register_prefix_attention()
+    quantised = build_quantization_config(precision, device=device)
     if quantised is not None:
         options["quantization_config"] = quantised
     model = _read(transformers, folder, options)
@@ -99,11 +104,11 @@ def load_language_model(
         raise UsageError(
             f"{KEY}: {folder} embeds tokens in {width} numbers and goes on in {hidden}; take another model"
         )
-    return FrozenLanguage(model, takes_prefixes=takes_prefixes, checkpointing=checkpointing)
+    return FrozenLanguageModel(model, takes_prefixes=takes_prefixes, checkpointing=checkpointing)
 
 
 @final
-class FrozenLanguage(nn.Module):
+class FrozenLanguageModel(nn.Module):
     """In eval mode, whoever asks: nothing in it learns or drops out."""
 
     def __init__(self, model: Any, *, takes_prefixes: bool, checkpointing: bool) -> None:
@@ -111,11 +116,11 @@ class FrozenLanguage(nn.Module):
         import transformers
 
         self.model = model.eval().requires_grad_(False)
-        self.takes_prefixes = takes_prefixes
-        self.ends = _ends(model)
+        self.supports_prefixes = takes_prefixes
+        self.end_tokens = _ends(model)
         """Tokens that end an answer."""
         # What a folder says about sampling (temperatures, penalties) is not for answers that must come out the same.
-        model.generation_config = transformers.GenerationConfig(eos_token_id=list(self.ends), pad_token_id=0)
+        model.generation_config = transformers.GenerationConfig(eos_token_id=list(self.end_tokens), pad_token_id=0)
         self._computes_twice = self._is_compiled = self._is_proven = False
         self._recomputes = checkpointing
         self._forwards: dict[int, Callable[..., Any]] = {}
@@ -123,7 +128,7 @@ class FrozenLanguage(nn.Module):
         if checkpointing:
             self._arrange()
 
-    def train(self, mode: bool = True) -> FrozenLanguage:
+    def train(self, mode: bool = True) -> FrozenLanguageModel:
         return super().train(False)
 
     @property
@@ -140,8 +145,10 @@ class FrozenLanguage(nn.Module):
         lengths = mask.sum(1)
         longest = int(lengths.max())  # batches are filled up to the longest prompt of all
         prefixes = soft.prefixes()
-        assert not prefixes or self.takes_prefixes, "it was asked before it was loaded (LanguageFacts.require_prefixes)"
-        if prefixes or not self.takes_prefixes:
+        assert not prefixes or self.supports_prefixes, (
+            "it was asked before it was loaded (LanguageFacts.require_prefixes)"
+        )
+        if prefixes or not self.supports_prefixes:
             ids = ids.gather(1, mask.long().argsort(dim=1, descending=True, stable=True))[:, :longest]
             hidden = self._at_once(ids, lengths, soft.image_tokens, prefixes)
         else:
@@ -202,7 +209,7 @@ class FrozenLanguage(nn.Module):
 
     def _positions(self, positions: Tensor) -> dict[str, Tensor]:
         """Models without the attention interface count by themselves, and some do not take positions."""
-        return {"position_ids": positions} if self.takes_prefixes else {}
+        return {"position_ids": positions} if self.supports_prefixes else {}
 
     @torch.no_grad()
     def decode(
@@ -222,15 +229,15 @@ class FrozenLanguage(nn.Module):
         order = mask.argsort(dim=1, stable=True)[:, -int(mask.sum(1).max()) :]
         ids, mask = ids.gather(1, order), mask.gather(1, order)
         size = self.model.config.get_text_config(decoder=True).vocab_size
-        ends = sorted({token for token in ends if token < size} - set(self.ends))
-        stops = [*self.ends, *ends]
+        ends = sorted({token for token in ends if token < size} - set(self.end_tokens))
+        stops = [*self.end_tokens, *ends]
         start = ids.shape[1]
         options: dict[str, Any] = {"max_new_tokens": max_tokens, "eos_token_id": stops or None}
         if allowed is not None:
             assert stops, "constrained answers need a token that ends them"
 
             def following(_: int, row: Tensor) -> list[int]:
-                said, may_end = allowed.after(row[start:].tolist())
+                said, may_end = allowed.allowed_next(row[start:].tolist())
                 # An answer that has ended waits for the others, and nothing follows it.
                 return [*said, *stops] if may_end or not said else said
 
@@ -243,7 +250,7 @@ class FrozenLanguage(nn.Module):
     def compile_parts(self, *, always: bool) -> None:
         """Layers as one compiled function, where prefixes learn and so gradients pass: what else is asked comes in many
         shapes, each of which would be compiled anew. `always`, or where it is large enough to be worth the wait."""
-        if self._is_compiled or getattr(self.model, "is_quantized", False) or not (always or is_large(self)):
+        if self._is_compiled or getattr(self.model, "is_quantized", False) or not (always or is_worth_compiling(self)):
             return
         self._is_compiled = True
         self._arrange()
@@ -279,7 +286,7 @@ class FrozenLanguage(nn.Module):
             if not torch.is_grad_enabled():
                 return forward(*inputs, prefixes=prefixes, **options)
             prefixes.used.add(number)
-            return fused(*inputs, prefix=prefixes.of_layers[number], **options)
+            return fused(*inputs, prefix=prefixes.by_layer[number], **options)
 
         return faster
 
@@ -315,8 +322,8 @@ def _config(folder: Path) -> Any:
         raise UsageError(f"{KEY}: {folder} has no config.json; give the folder of a saved language model")
     for file in (path, folder / "tokenizer_config.json"):
         if file.is_file():
-            read_plain(file, key=KEY)
-    config = transformers_config(folder, key=KEY, what="language model")
+            read_config_without_code(file, key=KEY)
+    config = load_transformers_config(folder, key=KEY, what="language model")
     import transformers
 
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
@@ -329,14 +336,14 @@ def _config(folder: Path) -> Any:
 def _takes_prefixes(config: Any) -> bool:
     import transformers
 
-    return can_take_prefixes(transformers.AutoModelForCausalLM._model_mapping[type(config)], config)
+    return model_supports_prefixes(transformers.AutoModelForCausalLM._model_mapping[type(config)], config)
 
 
 def _read(transformers: Any, folder: Path, options: dict[str, Any]) -> Any:
     """A weight that is not there is an error, because transformers would draw it at random."""
     require_safetensors(folder, key=KEY)
     try:
-        with silent(transformers):
+        with quiet_logging(transformers):
             model, seen = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 local_files_only=True,
@@ -348,5 +355,5 @@ def _read(transformers: Any, folder: Path, options: dict[str, Any]) -> Any:
             )
     except Exception as error:  # OSError, ValueError, RuntimeError, and SafetensorError of the library that reads
         raise CheckpointError(f"{folder}: cannot be loaded as a language model: {first_line(error)}") from error
-    check_loaded(folder, seen)
+    check_loading_info(folder, seen)
     return model

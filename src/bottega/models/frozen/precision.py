@@ -19,12 +19,12 @@ LARGE = 10**8
 """Parameters of a frozen model below which it runs as it is: on a GPU a small one is done before it would be compiled."""
 
 
-def usual_device() -> torch.device:
+def default_device() -> torch.device:
     """Where frozen models go if nobody says: a GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def is_large(model: torch.nn.Module) -> bool:
+def is_worth_compiling(model: torch.nn.Module) -> bool:
     """Whether compiling it is worth the minutes that it takes, where nobody says."""
     return sum(parameter.numel() for parameter in model.parameters()) >= LARGE
 
@@ -37,7 +37,7 @@ def frozen_dtype(precision: FrozenPrecision, device: torch.device | str) -> torc
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
-def quantization(
+def build_quantization_config(
     precision: FrozenPrecision,
     *,
     library: Literal["transformers", "diffusers"] = "transformers",
@@ -49,7 +49,7 @@ def quantization(
         return None
     if find_spec("bitsandbytes") is None:
         raise EnvironmentProblem(f"{KEY}: {precision} needs bitsandbytes; pip install bitsandbytes, or say bf16")
-    device = usual_device() if device is None else torch.device(device)
+    device = default_device() if device is None else torch.device(device)
     if library == "diffusers" and device.type != "cuda":
         raise EnvironmentProblem(f"{KEY}: {precision} needs a GPU for image generators; say auto, or train on one")
     options: Any = import_module(library).BitsAndBytesConfig

@@ -29,33 +29,33 @@ _has_flash = False
 class Prefixes:
     """Of all layers, for one forward."""
 
-    of_layers: Sequence[tuple[Tensor, Tensor]]
+    by_layer: Sequence[tuple[Tensor, Tensor]]
     """Keys and values [S, G * head size]. Learned ones carry no position of their own."""
     used: set[int] = field(default_factory=set)
     """The layers that put theirs in. A model that loses the argument on its way would answer without a word."""
 
 
-def register() -> str:
+def register_prefix_attention() -> str:
     """Make the attention known to transformers; its name is what a model is loaded with."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     global _has_flash
     _has_flash = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, prefix_attention_forward)
     # Without a maker of masks under the same name transformers would make none, and padding would be read.
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME
 
 
-def can_take_prefixes(kind: Any, config: Any) -> bool:
+def model_supports_prefixes(kind: Any, config: Any) -> bool:
     """Whether this class of model looks its attention up by name, and could use torch's own."""
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
         return False  # torch's has no such cap, and versions of transformers left it out without a word
     return bool(getattr(kind, "_supports_attention_backend", False) and getattr(kind, "_supports_sdpa", False))
 
 
-def attend(
+def prefix_attention_forward(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -71,7 +71,7 @@ def attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if prefixes is not None:
-        prefix = prefixes.of_layers[module.layer_idx]
+        prefix = prefixes.by_layer[module.layer_idx]
         prefixes.used.add(module.layer_idx)
     if prefix is not None:
         added = [_as_heads(one, key) for one in prefix]
@@ -80,7 +80,7 @@ def attend(
             attention_mask = _seeing_all(added[0].shape[2], query, key, attention_mask)
         key, value = torch.cat([added[0], key], 2), torch.cat([added[1], value], 2)
         if is_fast:
-            return causal(query, key, value, scale=options.get("scaling")), None
+            return causal_flash_attention(query, key, value, scale=options.get("scaling")), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
@@ -88,7 +88,7 @@ def _fits(key: Tensor) -> bool:
     return key.is_cuda and key.dtype in HALF and key.shape[-1] <= WIDEST and key.shape[-1] % 8 == 0
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+def causal_flash_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
     """The last query sees all keys, the one before it all but one: a prefix is seen by everybody. Said so, and not as a mask,
     a GPU takes its fastest kernel. Gives [B, Q, heads, head size], as transformers wants it."""
     groups = query.shape[1] // key.shape[1]

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.models.frozen.config import SoftPromptShape
-from bottega.models.initial import fill
+from bottega.models.initial import fill_parameters
 
 TOKEN_SCALE = 0.02
 """Deviation of LLaMA's embeddings, and of nearly all others' at their start."""
@@ -81,7 +81,9 @@ def initialise_soft_prompts(module: SoftPrompts, seed: int, *, token_scale: floa
     """
     shape = module.shape
     counted = sum(parameter.numel() for parameter in module.parameters())
-    assert counted == shape.parameters, f"{counted:,} parameters are trained, {shape.parameters:,} were declared"
+    assert counted == shape.num_parameters, (
+        f"{counted:,} parameters are trained, {shape.num_parameters:,} were declared"
+    )
     scales = {
         "image_tokens": token_scale,
         "prefix": PREFIX_SCALE,
@@ -94,6 +96,6 @@ def initialise_soft_prompts(module: SoftPrompts, seed: int, *, token_scale: floa
     def value(name: str, size: tuple[int, ...]) -> np.ndarray:
         if name.endswith("bias"):
             return np.zeros(size, np.float32)
-        return np.float32(scales[name]) * generator(seed, name).standard_normal(size, dtype=np.float32)
+        return np.float32(scales[name]) * numpy_generator(seed, name).standard_normal(size, dtype=np.float32)
 
-    fill(module, value)
+    fill_parameters(module, value)

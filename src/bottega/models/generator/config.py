@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bottega.models.decoder.config import TransformerShape
 
-MOST_TOKENS = 1 << 18
+MAX_TOKENS = 1 << 18
 """Patches of one sample: a minute of large video has about as many. More is a slip, and would compute for days."""
 Condition = Literal["none", "class", "vector", "text"]
 
@@ -43,9 +43,9 @@ class DiTShape(BaseModel):
             raise ValueError(
                 f"{key}: patches of {part} do not divide a side of {side} (of {_sides(self.grid)}); {fits} do"
             )
-        if math.prod(self.tokens) > MOST_TOKENS:
+        if math.prod(self.tokens) > MAX_TOKENS:
             raise ValueError(
-                f"patch_size: a sample of {_sides(self.grid)} is {math.prod(self.tokens):,} patches, and {MOST_TOKENS:,} "
+                f"patch_size: a sample of {_sides(self.grid)} is {math.prod(self.tokens):,} patches, and {MAX_TOKENS:,} "
                 "is the most; make the sample smaller, or the patches larger"
             )
         if self.hidden_size % self.num_heads:

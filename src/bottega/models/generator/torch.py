@@ -16,14 +16,14 @@ from bottega.core.errors import UsageError
 from bottega.models.dit import layout
 from bottega.models.dit.torch import DiT, initial_value
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape, UNetShape
-from bottega.models.initial import fill
-from bottega.models.pipeline.component import class_of, read_component, read_file
+from bottega.models.initial import fill_parameters
+from bottega.models.pipeline.component import read_class_name, read_component, read_safetensors
 
 WEIGHTS = "model.safetensors"
 """In our own folder: what is not in the form of a diffusers part."""
 
 
-OWN, SHARED = "condition.embedding.weight", "condition.shared.weight"
+CLASS_EMBEDDING, SHARED_EMBEDDING = "condition.embedding.weight", "condition.shared.weight"
 
 
 class Generator(nn.Module):
@@ -134,15 +134,17 @@ def initialise_generator(model: Generator, seed: int) -> None:
     def value(name: str, size: tuple[int, ...]) -> np.ndarray:
         return (backbone_value if name.startswith("backbone.") else initial_value)(name, size, seed)
 
-    fill(model, value)
+    fill_parameters(model, value)
 
 
 def load_generator(model: Generator, folder: Path | str, *, whole: bool = False) -> None:
     """Weights of a run's export or of a diffusers folder. Unless `whole`, a backbone alone will do: its condition then
     begins anew."""
     found, own = read_generator(Path(folder)), model.state_dict()
-    if SHARED in own and SHARED not in found and OWN in found:
-        found[SHARED] = torch.zeros_like(own[SHARED])  # in a layout that has one table, it is folded into that
+    if SHARED_EMBEDDING in own and SHARED_EMBEDDING not in found and CLASS_EMBEDDING in found:
+        found[SHARED_EMBEDDING] = torch.zeros_like(
+            own[SHARED_EMBEDDING]
+        )  # in a layout that has one table, it is folded into that
     if not found:
         raise UsageError(f"model.from: {folder} holds no weights; expected a run's export or a diffusers UNet folder")
     is_new = not whole and not any(name.startswith("condition.") for name in found)
@@ -167,17 +169,17 @@ def load_generator(model: Generator, folder: Path | str, *, whole: bool = False)
 
 def read_generator(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder under our names, whichever of its parts holds them."""
-    from bottega.models.unet import unet_folder
+    from bottega.models.unet import find_unet_folder
 
     found: dict[str, Tensor] = {}
-    unet = unet_folder(folder)
+    unet = find_unet_folder(folder)
     if unet is not None:
         found |= {f"backbone.unet.{name}": tensor for name, tensor in read_component(unet).items()}
     for place in (folder, folder / "transformer"):
-        if class_of(place) == layout.CLASS:
+        if read_class_name(place) == layout.CLASS:
             found |= layout.from_diffusers(read_component(place))
     file = folder / WEIGHTS
-    return found | read_file(file) if file.is_file() else found
+    return found | read_safetensors(file) if file.is_file() else found
 
 
 def _conditioner(shape: ConditionShape) -> nn.Module | None:

@@ -20,20 +20,20 @@ from torch import Tensor
 
 from bottega.models.memory.slots import (
     ROUNDING,
-    agree,
-    alike,
-    backwards,
-    cleared,
-    directions,
-    joined,
-    overtaken,
-    picked,
+    concat_slots,
+    find_superseded,
+    gather_slots,
+    keep_strongest,
+    mask_slots,
+    match_keys,
+    match_values,
+    normalize_keys,
+    reverse_slots,
     similarity,
-    strongest,
 )
 
 
-class Episodic(NamedTuple):
+class EpisodicSlots(NamedTuple):
     """A slot that was said 0 times is empty."""
 
     keys: Tensor
@@ -56,16 +56,16 @@ class Episodic(NamedTuple):
         return self.said > 0
 
 
-def empty(
+def empty_episodic(
     *batch: int, slots: int, key_size: int, value_size: int, device: torch.device | str | None = None
-) -> Episodic:
+) -> EpisodicSlots:
     def zeros(*size: int) -> Tensor:
         return torch.zeros(*batch, slots, *size, device=device)
 
-    return Episodic(zeros(key_size), zeros(value_size), zeros(), zeros(), zeros(), zeros(), zeros())
+    return EpisodicSlots(zeros(key_size), zeros(value_size), zeros(), zeros(), zeros(), zeros(), zeros())
 
 
-def retention(memory: Episodic, clock: int, *, decay: float) -> Tensor:
+def retention(memory: EpisodicSlots, clock: int, *, decay: float) -> Tensor:
     """How much each slot is worth keeping; that of an empty one is less than that of any other."""
     since_written, since_used = ((clock - time).clamp(min=0) for time in (memory.written, memory.used))
     worth = memory.importance * decay**since_written + memory.uses * decay**since_used
@@ -73,19 +73,19 @@ def retention(memory: Episodic, clock: int, *, decay: float) -> Tensor:
 
 
 def store(
-    memory: Episodic, keys: Tensor, values: Tensor, importance: Tensor, clock: int, *, decay: float, same: float
-) -> Episodic:
+    memory: EpisodicSlots, keys: Tensor, values: Tensor, importance: Tensor, clock: int, *, decay: float, same: float
+) -> EpisodicSlots:
     """Add items [..., N], all said at one tick, one after the other; of those with one key the last counts."""
-    keys, values, valid = directions(keys), values.float(), importance > 0
+    keys, values, valid = normalize_keys(keys), values.float(), importance > 0
     now, none = torch.full_like(importance, float(clock)), torch.zeros_like(importance)
-    new = cleared(Episodic(keys, values, importance, now, none, none, torch.ones_like(none)), valid)
-    new = cleared(_reinforced(new, memory, same), valid & ~overtaken(keys, valid, same))
-    again = alike(memory.keys, keys, same) & valid[..., None, :]
-    both = joined(backwards(new), cleared(memory, ~again.any(-1)))
-    return strongest(both, retention(both, clock, decay=decay), memory.said.shape[-1])
+    new = mask_slots(EpisodicSlots(keys, values, importance, now, none, none, torch.ones_like(none)), valid)
+    new = mask_slots(_reinforced(new, memory, same), valid & ~find_superseded(keys, valid, same))
+    again = match_keys(memory.keys, keys, same) & valid[..., None, :]
+    both = concat_slots(reverse_slots(new), mask_slots(memory, ~again.any(-1)))
+    return keep_strongest(both, retention(both, clock, decay=decay), memory.said.shape[-1])
 
 
-def use(memory: Episodic, slots: Tensor, clock: int, found: Tensor | None = None) -> Episodic:
+def record_use(memory: EpisodicSlots, slots: Tensor, clock: int, found: Tensor | None = None) -> EpisodicSlots:
     """The memory after `slots` [..., P] were of use; where `found` is false, nothing was."""
     hits = torch.ones_like(slots, dtype=torch.float32) if found is None else found.float()
     times = torch.zeros_like(memory.uses).scatter_add(-1, slots, hits)
@@ -93,14 +93,14 @@ def use(memory: Episodic, slots: Tensor, clock: int, found: Tensor | None = None
     return memory._replace(uses=memory.uses + times * memory.valid, used=used)
 
 
-def _reinforced(new: Episodic, old: Episodic, same: float) -> Episodic:
+def _reinforced(new: EpisodicSlots, old: EpisodicSlots, same: float) -> EpisodicSlots:
     """The new items, each with the history of the entry that it is stored over, if that says the same: of an old slot, or of
     an item before it, whose own history goes with it."""
     count, valid = new.said.shape[-1], new.valid
     if not count:
         return new  # and torch finds no first of none
-    pair = (alike(new.keys, new.keys, same) & valid[..., None, :] & valid[..., :, None]).float()
-    over = (alike(old.keys, new.keys, same) & valid[..., None, :]).float()
+    pair = (match_keys(new.keys, new.keys, same) & valid[..., None, :] & valid[..., :, None]).float()
+    over = (match_keys(old.keys, new.keys, same) & valid[..., None, :]).float()
     later = torch.ones(count, count, device=pair.device).triu(1)
     # [..., item, entry]: whether an entry is still there when the item comes, with nothing stored over it in between.
     untouched = (pair * later) @ later == 0
@@ -108,13 +108,13 @@ def _reinforced(new: Episodic, old: Episodic, same: float) -> Episodic:
     was_there = ((over @ later) == 0).transpose(-1, -2) & old.valid[..., None, :]
     near = torch.cat((similarity(new.keys, new.keys), similarity(new.keys, old.keys)), dim=-1)
     nearest, where = near.masked_fill(~torch.cat((is_there, was_there), dim=-1), -2.0).max(-1)
-    before = picked(joined(new, old), where)
-    agrees = agree(new.values[..., None, :], before.values[..., None, :], same)[..., 0, 0]
+    before = gather_slots(concat_slots(new, old), where)
+    agrees = match_values(new.values[..., None, :], before.values[..., None, :], same)[..., 0, 0]
     agrees = agrees & (nearest >= same - ROUNDING) & valid
     chain = _chains(torch.where(agrees & (where < count), where, torch.full_like(where, count)))
     first = chain.long().argmax(-1)  # where the history begins, and may go on from an old slot
     goes_on = (agrees & (where >= count)).gather(-1, first)
-    slot = picked(old, (where.gather(-1, first) - count).clamp(min=0))
+    slot = gather_slots(old, (where.gather(-1, first) - count).clamp(min=0))
     own = (new.importance[..., None, :] * chain).amax(-1)
     return new._replace(
         importance=torch.where(goes_on, torch.maximum(own, slot.importance), own),

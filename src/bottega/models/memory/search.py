@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from bottega.core.errors import EnvironmentProblem, UsageError
-from bottega.models.memory.slots import directions, gathered, similarity
+from bottega.models.memory.slots import gather_field, normalize_keys, similarity
 
 NOTHING = float("-inf")
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The best first. A place that nothing fills has score -inf, a value of zeros and where -1."""
 
     scores: Tensor
@@ -32,38 +32,38 @@ class Found(NamedTuple):
         return self.where >= 0
 
 
-def nearest(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> Found:
+def search_exact(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> SearchResult:
     """Of slots [..., S] those whose keys point most where each query points; of equals, the one that stands first."""
     _check(top_k)
-    scores = similarity(directions(queries), keys).masked_fill(~valid[..., None, :], NOTHING)
+    scores = similarity(normalize_keys(queries), keys).masked_fill(~valid[..., None, :], NOTHING)
     ranked = torch.sort(scores, dim=-1, descending=True, stable=True)
     number = min(top_k, scores.shape[-1])
     return _filled(ranked.values[..., :number], ranked.indices[..., :number], values, top_k)
 
 
-def nearest_by_faiss(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> Found:
+def search_faiss(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> SearchResult:
     """The same of one memory on the host: keys [S, k], queries [Q, k]."""
     _check(top_k)
     faiss = _faiss()
     places = valid.nonzero().squeeze(-1)
     if not len(places):
-        return nearest(keys, values, valid, queries, top_k)
+        return search_exact(keys, values, valid, queries, top_k)
     index = faiss.IndexFlatIP(keys.shape[-1])
     index.add(np.ascontiguousarray(keys[places].detach().numpy(), np.float32))
     number = min(top_k, len(places))
-    asked = np.ascontiguousarray(directions(queries).detach().numpy(), np.float32)
+    asked = np.ascontiguousarray(normalize_keys(queries).detach().numpy(), np.float32)
     scores, rows = index.search(asked, number)
     return _filled(torch.from_numpy(scores), places[torch.from_numpy(rows)], values, top_k)
 
 
-def _filled(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> Found:
+def _filled(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> SearchResult:
     """As wide as was asked for."""
     missing = top_k - scores.shape[-1]
     scores = torch.nn.functional.pad(scores, (0, missing), value=NOTHING)
     where = torch.nn.functional.pad(where, (0, missing))
     there = scores > NOTHING
-    found = gathered(values, where.flatten(-2)).unflatten(-2, where.shape[-2:])
-    return Found(scores, found * there[..., None], where.masked_fill(~there, -1))
+    found = gather_field(values, where.flatten(-2)).unflatten(-2, where.shape[-2:])
+    return SearchResult(scores, found * there[..., None], where.masked_fill(~there, -1))
 
 
 def _check(top_k: int) -> None:

@@ -12,11 +12,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bottega.models.memory.episodic import Episodic
-from bottega.models.memory.slots import ROUNDING, agree, alike, cleared, directions, joined, picked, similarity
+from bottega.models.memory.episodic import EpisodicSlots
+from bottega.models.memory.slots import (
+    ROUNDING,
+    concat_slots,
+    gather_slots,
+    mask_slots,
+    match_keys,
+    match_values,
+    normalize_keys,
+    similarity,
+)
 
 
-class Semantic(NamedTuple):
+class SemanticSlots(NamedTuple):
     """A slot of count 0 is empty."""
 
     keys: Tensor
@@ -31,38 +40,40 @@ class Semantic(NamedTuple):
         return self.counts > 0
 
 
-def empty(
+def empty_semantic(
     *batch: int, slots: int, key_size: int, value_size: int, device: torch.device | str | None = None
-) -> Semantic:
+) -> SemanticSlots:
     def zeros(*size: int) -> Tensor:
         return torch.zeros(*batch, slots, *size, device=device)
 
-    return Semantic(zeros(key_size), zeros(value_size), zeros())
+    return SemanticSlots(zeros(key_size), zeros(value_size), zeros())
 
 
 def consolidate(
-    episodic: Episodic, semantic: Semantic, *, promote_after: float, same: float
-) -> tuple[Episodic, Semantic]:
+    episodic: EpisodicSlots, semantic: SemanticSlots, *, promote_after: float, same: float
+) -> tuple[EpisodicSlots, SemanticSlots]:
     """What was said and used `promote_after` times together moves from the episodes into the prototypes."""
     evidence = episodic.said + episodic.uses
     ripe = episodic.valid & (evidence >= promote_after)
-    new = cleared(Semantic(episodic.keys, episodic.values, evidence), ripe)
-    kept = uncontradicted(semantic, new.keys, new.values, new.valid, same=same)
+    new = mask_slots(SemanticSlots(episodic.keys, episodic.values, evidence), ripe)
+    kept = drop_contradicted(semantic, new.keys, new.values, new.valid, same=same)
     met, joins = _met(kept, new, same)
-    both = joined(met, cleared(new, ~joins))
+    both = concat_slots(met, mask_slots(new, ~joins))
     number = semantic.counts.shape[-1]
     order = torch.sort(both.counts, dim=-1, descending=True, stable=True).indices[..., :number]
     stays = torch.zeros_like(both.valid).scatter(-1, order, True)[..., number:]
-    return cleared(episodic, ~(ripe & (joins | stays))), picked(both, order)
+    return mask_slots(episodic, ~(ripe & (joins | stays))), gather_slots(both, order)
 
 
-def uncontradicted(memory: Semantic, keys: Tensor, values: Tensor, valid: Tensor, *, same: float) -> Semantic:
+def drop_contradicted(
+    memory: SemanticSlots, keys: Tensor, values: Tensor, valid: Tensor, *, same: float
+) -> SemanticSlots:
     """Without the prototypes whose key was given another value; keys [..., N, k] are of length 1."""
-    other = alike(memory.keys, keys, same) & ~agree(memory.values, values, same)
-    return cleared(memory, ~(other & valid[..., None, :]).any(-1))
+    other = match_keys(memory.keys, keys, same) & ~match_values(memory.values, values, same)
+    return mask_slots(memory, ~(other & valid[..., None, :]).any(-1))
 
 
-def _met(old: Semantic, new: Semantic, same: float) -> tuple[Semantic, Tensor]:
+def _met(old: SemanticSlots, new: SemanticSlots, same: float) -> tuple[SemanticSlots, Tensor]:
     """The prototypes after those new ones joined them whose keys they have, and which these are."""
     near = similarity(new.keys, old.keys).masked_fill(~old.valid[..., None, :], -2.0)
     nearest, where = near.max(-1)
@@ -71,7 +82,7 @@ def _met(old: Semantic, new: Semantic, same: float) -> tuple[Semantic, Tensor]:
     added = share.sum(-2)
     weight = (added / (old.counts + added).clamp(min=1e-12))[..., None]
     fresh = [share.transpose(-1, -2) @ one / added.clamp(min=1e-12)[..., None] for one in (new.keys, new.values)]
-    keys = directions(old.keys + weight * (fresh[0] - old.keys))
+    keys = normalize_keys(old.keys + weight * (fresh[0] - old.keys))
     values = old.values + weight * (fresh[1] - old.values)
     keys = torch.where(weight > 0, keys, old.keys)  # to bring it to length 1 again would move what nobody touched
-    return Semantic(keys, values, old.counts + added), joins
+    return SemanticSlots(keys, values, old.counts + added), joins

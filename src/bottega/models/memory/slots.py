@@ -21,7 +21,7 @@ ROUNDING = 1e-5
 """A key is not quite of length 1, and so its cosine with itself not quite 1."""
 
 
-def directions(keys: Tensor) -> Tensor:
+def normalize_keys(keys: Tensor) -> Tensor:
     """Keys at length 1, in float32 or better: what is compared is where they point."""
     return F.normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1)
 
@@ -31,12 +31,12 @@ def similarity(a: Tensor, b: Tensor) -> Tensor:
     return a @ b.transpose(-1, -2)
 
 
-def alike(a: Tensor, b: Tensor, same: float) -> Tensor:
+def match_keys(a: Tensor, b: Tensor, same: float) -> Tensor:
     """Which directions [..., A, k] and [..., B, k] are the same key: [..., A, B]."""
     return similarity(a, b) >= same - ROUNDING
 
 
-def agree(a: Tensor, b: Tensor, same: float) -> Tensor:
+def match_values(a: Tensor, b: Tensor, same: float) -> Tensor:
     """Which values [..., A, v] and [..., B, v] are the same: as near as two of one length at that cosine. Their length
     counts as well, because 1 and 2 are two values."""
     squares = (a.square().sum(-1)[..., :, None], b.square().sum(-1)[..., None, :])
@@ -44,38 +44,38 @@ def agree(a: Tensor, b: Tensor, same: float) -> Tensor:
     return apart <= (2 - 2 * same + ROUNDING) * torch.maximum(*squares)
 
 
-def joined(first: Slots, second: Slots) -> Slots:
+def concat_slots(first: Slots, second: Slots) -> Slots:
     """The slots of both, side by side. A field [..., S] is one number a slot, a field [..., S, k] a vector."""
     axis = _axis(first)
     return type(first)(*(torch.cat(pair, dim=axis) for pair in zip(first, second, strict=True)))
 
 
-def strongest(slots: Slots, strength: Tensor, number: int) -> Slots:
+def keep_strongest(slots: Slots, strength: Tensor, number: int) -> Slots:
     """So many of the slots, the strongest first; of equals, those that stand first."""
     order = torch.sort(strength.detach(), dim=-1, descending=True, stable=True).indices[..., :number]
-    return picked(slots, order)
+    return gather_slots(slots, order)
 
 
-def picked(slots: Slots, order: Tensor) -> Slots:
+def gather_slots(slots: Slots, order: Tensor) -> Slots:
     """The slots at these places [..., P]."""
-    return type(slots)(*(gathered(field, order) for field in slots))
+    return type(slots)(*(gather_field(field, order) for field in slots))
 
 
-def cleared(slots: Slots, keep: Tensor) -> Slots:
+def mask_slots(slots: Slots, keep: Tensor) -> Slots:
     """Zeros where `keep` [..., S] is false."""
     return type(slots)(*(field * _beside(keep, field) for field in slots))
 
 
-def backwards(slots: Slots) -> Slots:
+def reverse_slots(slots: Slots) -> Slots:
     """The last one first: of equals it is the newest that stays."""
     axis = _axis(slots)
     return type(slots)(*(field.flip(axis) for field in slots))
 
 
-def overtaken(keys: Tensor, valid: Tensor, same: float) -> Tensor:
+def find_superseded(keys: Tensor, valid: Tensor, same: float) -> Tensor:
     """Which of the items [..., N] are said again by a later one."""
     later = torch.ones(keys.shape[-2], keys.shape[-2], dtype=torch.bool, device=keys.device).triu(1)
-    return (alike(keys, keys, same) & later & valid[..., None, :]).any(-1)
+    return (match_keys(keys, keys, same) & later & valid[..., None, :]).any(-1)
 
 
 def check_items(keys: Tensor, values: Tensor, *, key_size: int, value_size: int) -> None:
@@ -87,7 +87,7 @@ def check_items(keys: Tensor, values: Tensor, *, key_size: int, value_size: int)
         raise UsageError(f"memory: {list(keys.shape[:-1])} keys and {list(values.shape[:-1])} values; give one each")
 
 
-def importance_of(importance: Tensor, keys: Tensor) -> Tensor:
+def broadcast_importance(importance: Tensor, keys: Tensor) -> Tensor:
     """One number for each item, or one for all; where it is 0 or less, the item is not stored."""
     if importance.dim() and importance.shape != keys.shape[:-1]:
         raise UsageError(
@@ -101,7 +101,7 @@ def _axis(slots: tuple[Tensor, ...]) -> int:
     return min(field.dim() for field in slots) - 1
 
 
-def gathered(field: Tensor, order: Tensor) -> Tensor:
+def gather_field(field: Tensor, order: Tensor) -> Tensor:
     """What stands at these places [..., P] of a field [..., S] or [..., S, k]."""
     if field.dim() == order.dim():
         return field.gather(-1, order)

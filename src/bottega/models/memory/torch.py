@@ -26,21 +26,29 @@ from bottega.models.memory import episodic as memory_episodic
 from bottega.models.memory import semantic as memory_semantic
 from bottega.models.memory import working as memory_working
 from bottega.models.memory.config import MemoryShape
-from bottega.models.memory.episodic import Episodic
-from bottega.models.memory.search import Found, nearest, nearest_by_faiss
-from bottega.models.memory.semantic import Semantic
-from bottega.models.memory.slots import ROUNDING, alike, check_items, directions, gathered, importance_of, similarity
-from bottega.models.memory.working import Working
+from bottega.models.memory.episodic import EpisodicSlots
+from bottega.models.memory.search import SearchResult, search_exact, search_faiss
+from bottega.models.memory.semantic import SemanticSlots
+from bottega.models.memory.slots import (
+    ROUNDING,
+    broadcast_importance,
+    check_items,
+    gather_field,
+    match_keys,
+    normalize_keys,
+    similarity,
+)
+from bottega.models.memory.working import WorkingSlots
 
 LEVELS = ("working", "episodic", "semantic")
 Numbers = Tensor | np.ndarray | list[Any]
 """What is taken for a table of numbers; in a memory they are float32."""
 
 
-class Memory(NamedTuple):
-    working: Working
-    episodic: Episodic
-    semantic: Semantic
+class MemoryState(NamedTuple):
+    working: WorkingSlots
+    episodic: EpisodicSlots
+    semantic: SemanticSlots
 
     @property
     def keys(self) -> Tensor:
@@ -52,18 +60,18 @@ class Memory(NamedTuple):
         return torch.cat([level.values for level in self], dim=-2)
 
 
-def empty(shape: MemoryShape, *batch: int, device: torch.device | str | None = None) -> Memory:
+def empty_memory(shape: MemoryShape, *batch: int, device: torch.device | str | None = None) -> MemoryState:
     sizes = {"key_size": shape.key_size, "value_size": shape.value_size}
-    return Memory(
-        memory_working.empty(*batch, slots=shape.working_slots, **sizes, device=device),
-        memory_episodic.empty(*batch, slots=shape.episodic_slots, **sizes, device=device),
-        memory_semantic.empty(*batch, slots=shape.semantic_slots, **sizes, device=device),
+    return MemoryState(
+        memory_working.empty_working(*batch, slots=shape.working_slots, **sizes, device=device),
+        memory_episodic.empty_episodic(*batch, slots=shape.episodic_slots, **sizes, device=device),
+        memory_semantic.empty_semantic(*batch, slots=shape.semantic_slots, **sizes, device=device),
     )
 
 
 def store(
-    memory: Memory, keys: Tensor, values: Tensor, importance: Tensor, clock: int, *, shape: MemoryShape
-) -> Memory:
+    memory: MemoryState, keys: Tensor, values: Tensor, importance: Tensor, clock: int, *, shape: MemoryShape
+) -> MemoryState:
     """Items [..., N] said at one tick go to working and episodic memory; where importance is 0 or less, nowhere. A prototype
     that they contradict is forgotten."""
     check_items(keys, values, key_size=shape.key_size, value_size=shape.value_size)
@@ -72,27 +80,27 @@ def store(
     episodic = memory_episodic.store(
         memory.episodic, keys, values, importance, clock, decay=shape.episodic_decay, same=shape.same
     )
-    semantic = memory_semantic.uncontradicted(
-        memory.semantic, directions(keys), values.float(), importance > 0, same=shape.same
+    semantic = memory_semantic.drop_contradicted(
+        memory.semantic, normalize_keys(keys), values.float(), importance > 0, same=shape.same
     )
-    return Memory(working, episodic, semantic)
+    return MemoryState(working, episodic, semantic)
 
 
-def consolidate(memory: Memory, clock: int, *, shape: MemoryShape) -> Memory:
+def consolidate(memory: MemoryState, clock: int, *, shape: MemoryShape) -> MemoryState:
     """What time does: working memory fades, and what was said and used often enough moves to the prototypes."""
-    working = memory_working.tick(memory.working, clock, decay=shape.working_decay, floor=shape.working_floor)
+    working = memory_working.decay_working(memory.working, clock, decay=shape.working_decay, floor=shape.working_floor)
     episodic, semantic = memory_semantic.consolidate(
         memory.episodic, memory.semantic, promote_after=shape.promote_after, same=shape.same
     )
-    return Memory(working, episodic, semantic)
+    return MemoryState(working, episodic, semantic)
 
 
-def visible(memory: Memory, *, same: float) -> Tensor:
+def visible_slots(memory: MemoryState, *, same: float) -> Tensor:
     """Which slots of all levels are looked at [..., slots]: those that hold something nearer levels do not hide."""
     working, episodic, semantic = memory
 
     def hidden(below: Tensor, above: Tensor, valid: Tensor) -> Tensor:
-        return (alike(below, above, same) & valid[..., None, :]).any(-1)
+        return (match_keys(below, above, same) & valid[..., None, :]).any(-1)
 
     by_working = hidden(episodic.keys, working.keys, working.valid)
     nearer = torch.cat((working.keys, episodic.keys), dim=-2), torch.cat((working.valid, episodic.valid), dim=-1)
@@ -101,26 +109,26 @@ def visible(memory: Memory, *, same: float) -> Tensor:
     )
 
 
-def search(memory: Memory, queries: Tensor, top_k: int, *, same: float) -> Found:
+def search(memory: MemoryState, queries: Tensor, top_k: int, *, same: float) -> SearchResult:
     """The `top_k` nearest of all levels for each query [..., Q, k]."""
-    return nearest(memory.keys, memory.values, visible(memory, same=same), queries, top_k)
+    return search_exact(memory.keys, memory.values, visible_slots(memory, same=same), queries, top_k)
 
 
-def use(memory: Memory, found: Found, clock: int, *, same: float) -> Memory:
+def record_use(memory: MemoryState, found: SearchResult, clock: int, *, same: float) -> MemoryState:
     """The memory after what was found was of use, which its episode remembers, also where it was still at hand."""
     first = memory.working.strength.shape[-1]
     number = memory.episodic.said.shape[-1]
     where = found.where.flatten(-2)
-    keys = gathered(memory.keys, where.clamp(min=0))
+    keys = gather_field(memory.keys, where.clamp(min=0))
     near = similarity(keys, memory.episodic.keys).masked_fill(~memory.episodic.valid[..., None, :], -2.0)
     behind = near.argmax(-1)
     is_episode = (where >= first) & (where < first + number)
     is_at_hand = (where >= 0) & (where < first) & (near.amax(-1) >= same - ROUNDING)
     slots = torch.where(is_episode, where - first, behind)
-    return memory._replace(episodic=memory_episodic.use(memory.episodic, slots, clock, is_episode | is_at_hand))
+    return memory._replace(episodic=memory_episodic.record_use(memory.episodic, slots, clock, is_episode | is_at_hand))
 
 
-def read(
+def read_memory(
     keys: Tensor,
     values: Tensor,
     valid: Tensor,
@@ -131,7 +139,7 @@ def read(
 ) -> Tensor:
     """What the memory says to each query [..., Q, k]: the mean of the values [..., S, v] by softmax(cosine / temperature +
     bias), differentiable in all of them. An empty memory says zeros."""
-    scores = similarity(directions(queries), keys) / temperature
+    scores = similarity(normalize_keys(queries), keys) / temperature
     if bias is not None:
         scores = scores + bias[..., None, :]
     scores = scores.masked_fill(~valid[..., None, :], float("-inf"))
@@ -141,16 +149,18 @@ def read(
     return weights @ values
 
 
-def flat(memory: Memory) -> dict[str, Tensor]:
+def flatten_memory(memory: MemoryState) -> dict[str, Tensor]:
     """By names such as `episodic_keys`: what is saved, or the buffers of a model."""
     return {f"{name}_{field}": tensor for name in LEVELS for field, tensor in getattr(memory, name)._asdict().items()}
 
 
-def unflat(tensors: Mapping[str, Tensor]) -> Memory:
+def unflatten_memory(tensors: Mapping[str, Tensor]) -> MemoryState:
     def level(name: str) -> dict[str, Tensor]:
         return {key.removeprefix(f"{name}_"): t for key, t in tensors.items() if key.startswith(f"{name}_")}
 
-    return Memory(Working(**level("working")), Episodic(**level("episodic")), Semantic(**level("semantic")))
+    return MemoryState(
+        WorkingSlots(**level("working")), EpisodicSlots(**level("episodic")), SemanticSlots(**level("semantic"))
+    )
 
 
 class HierarchicalMemory:
@@ -164,7 +174,7 @@ class HierarchicalMemory:
 
     def __init__(self, shape: MemoryShape, *, device: torch.device | str | None = None) -> None:
         self.shape = shape
-        self.memory = empty(shape, device=device)
+        self.memory = empty_memory(shape, device=device)
         self.clock = 0
 
     def store(self, keys: Numbers, values: Numbers, importance: Numbers | float = 1.0, *, clock: int) -> None:
@@ -173,7 +183,7 @@ class HierarchicalMemory:
             self._table("keys", keys, self.shape.key_size),
             self._table("values", values, self.shape.value_size),
         )
-        given = importance_of(self._numbers("importances", importance), keys)
+        given = broadcast_importance(self._numbers("importances", importance), keys)
         check_items(keys, values, key_size=self.shape.key_size, value_size=self.shape.value_size)
         self.memory = store(self.memory, keys, values, given, self._at(clock), shape=self.shape)
 
@@ -184,16 +194,16 @@ class HierarchicalMemory:
         *,
         clock: int | None = None,
         by: Literal["exact", "faiss"] = "exact",
-    ) -> Found:
+    ) -> SearchResult:
         """The nearest of all levels. With a clock, what was found counts as used, and is kept the longer for it."""
         queries = self._table("queries", queries, self.shape.key_size)
         if by not in ("exact", "faiss"):
             raise UsageError(f"memory: by {by!r} is no way to search; expected exact or faiss")
-        seen = visible(self.memory, same=self.shape.same)
-        way = nearest if by == "exact" else nearest_by_faiss
+        seen = visible_slots(self.memory, same=self.shape.same)
+        way = search_exact if by == "exact" else search_faiss
         found = way(self.memory.keys, self.memory.values, seen, queries, top_k)
         if clock is not None:
-            self.memory = use(self.memory, found, self._at(clock), same=self.shape.same)
+            self.memory = record_use(self.memory, found, self._at(clock), same=self.shape.same)
         return found
 
     def read(self, queries: Numbers, temperature: float = 0.1) -> Tensor:
@@ -201,8 +211,8 @@ class HierarchicalMemory:
         queries = self._table("queries", queries, self.shape.key_size)
         if not temperature > 0:
             raise UsageError(f"memory: temperature {temperature}: give one greater than 0; the nearest alone is search")
-        seen = visible(self.memory, same=self.shape.same)
-        return read(self.memory.keys, self.memory.values, seen, queries, temperature)
+        seen = visible_slots(self.memory, same=self.shape.same)
+        return read_memory(self.memory.keys, self.memory.values, seen, queries, temperature)
 
     def consolidate(self, clock: int) -> None:
         self.memory = consolidate(self.memory, self._at(clock), shape=self.shape)
@@ -216,10 +226,10 @@ class HierarchicalMemory:
 
     def __len__(self) -> int:
         """How many facts can be found."""
-        return int(visible(self.memory, same=self.shape.same).sum())
+        return int(visible_slots(self.memory, same=self.shape.same).sum())
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {**flat(self.memory), "clock": torch.tensor(self.clock)}
+        return {**flatten_memory(self.memory), "clock": torch.tensor(self.clock)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, origin: str = "memory") -> None:
         """Fewer slots than this shape has are filled up with empty ones; what does not fit is refused."""
@@ -233,7 +243,7 @@ class HierarchicalMemory:
             raise CheckpointError(f"{origin}: keys and values must be tables [slots, size]; it is no memory of ours")
         _check_sizes(state, self.shape, origin)
         memory = {name: _filled_up(tensor, wanted[name]) for name, tensor in state.items() if name != "clock"}
-        self.memory, self.clock = unflat(memory), int(state["clock"])
+        self.memory, self.clock = unflatten_memory(memory), int(state["clock"])
 
     def save(self, path: str | Path) -> None:
         try:

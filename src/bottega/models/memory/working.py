@@ -14,10 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bottega.models.memory.slots import alike, backwards, cleared, directions, joined, overtaken, strongest
+from bottega.models.memory.slots import (
+    concat_slots,
+    find_superseded,
+    keep_strongest,
+    mask_slots,
+    match_keys,
+    normalize_keys,
+    reverse_slots,
+)
 
 
-class Working(NamedTuple):
+class WorkingSlots(NamedTuple):
     """A slot of strength 0 is empty."""
 
     keys: Tensor
@@ -34,24 +42,26 @@ class Working(NamedTuple):
         return self.strength > 0
 
 
-def empty(*batch: int, slots: int, key_size: int, value_size: int, device: torch.device | str | None = None) -> Working:
+def empty_working(
+    *batch: int, slots: int, key_size: int, value_size: int, device: torch.device | str | None = None
+) -> WorkingSlots:
     def zeros(*size: int) -> Tensor:
         return torch.zeros(*batch, slots, *size, device=device)
 
-    return Working(zeros(key_size), zeros(value_size), zeros(), zeros())
+    return WorkingSlots(zeros(key_size), zeros(value_size), zeros(), zeros())
 
 
-def tick(memory: Working, clock: int, *, decay: float, floor: float) -> Working:
+def decay_working(memory: WorkingSlots, clock: int, *, decay: float, floor: float) -> WorkingSlots:
     """As it is at `clock`: fainter, and without what is too faint. A clock that goes back changes nothing."""
     passed = (clock - memory.time).clamp(min=0)
     strength = memory.strength * decay**passed
     time = torch.where(memory.valid, memory.time.clamp(min=clock), memory.time)
     faded = memory._replace(strength=strength, time=time)
-    return cleared(faded, strength.detach() >= floor) if floor > 0 else faded
+    return mask_slots(faded, strength.detach() >= floor) if floor > 0 else faded
 
 
 def store(
-    memory: Working,
+    memory: WorkingSlots,
     keys: Tensor,
     values: Tensor,
     importance: Tensor,
@@ -60,16 +70,16 @@ def store(
     decay: float,
     floor: float,
     same: float | None = None,
-) -> Working:
+) -> WorkingSlots:
     """Add items [..., N]. With `same`, a key that is there already (or comes again) is replaced by the newer one."""
-    keys = directions(keys)
-    new = Working(keys, values.float(), importance.clamp(min=0), torch.full_like(importance, clock))
-    new = cleared(new, new.valid)
-    old = tick(memory, clock, decay=decay, floor=floor)
+    keys = normalize_keys(keys)
+    new = WorkingSlots(keys, values.float(), importance.clamp(min=0), torch.full_like(importance, clock))
+    new = mask_slots(new, new.valid)
+    old = decay_working(memory, clock, decay=decay, floor=floor)
     if same is not None:
-        again = alike(old.keys, new.keys, same) & new.valid[..., None, :]
-        old = cleared(old, ~again.any(-1))
-        new = cleared(new, ~overtaken(keys, new.valid, same))
-    new = cleared(new, new.strength.detach() >= floor)  # after it has replaced what it says anew
-    both = joined(backwards(new), old)
-    return strongest(both, both.strength, memory.strength.shape[-1])
+        again = match_keys(old.keys, new.keys, same) & new.valid[..., None, :]
+        old = mask_slots(old, ~again.any(-1))
+        new = mask_slots(new, ~find_superseded(keys, new.valid, same))
+    new = mask_slots(new, new.strength.detach() >= floor)  # after it has replaced what it says anew
+    both = concat_slots(reverse_slots(new), old)
+    return keep_strongest(both, both.strength, memory.strength.shape[-1])

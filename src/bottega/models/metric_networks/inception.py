@@ -173,7 +173,7 @@ class Inception(nn.Module):
         return x.mean((2, 3))
 
 
-def features(model: Inception, images: Tensor) -> Tensor:
+def inception_features(model: Inception, images: Tensor) -> Tensor:
     """Bytes [B, H, W, 3] or [B, H, W, 1], as pictures are kept, to [B, 2048]."""
     assert images.dtype == torch.uint8, "bytes: the published figures are of pictures that were saved"
     with torch.no_grad():

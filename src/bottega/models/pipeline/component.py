@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bottega.core.errors import CheckpointError
-from bottega.models.folders.json_object import read_object
+from bottega.models.folders.json_object import read_json_object
 
 CONFIG = "config.json"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -27,20 +27,20 @@ def write_component(folder: Path, config: Mapping[str, Any], tensors: Mapping[st
     folder.mkdir(parents=True, exist_ok=True)
     said = {"_class_name": config["_class_name"], "_diffusers_version": VERSION, **config}
     (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n")
-    save_file(on_host(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(to_cpu(tensors), folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
 
 
-def class_of(folder: Path) -> str | None:
+def read_class_name(folder: Path) -> str | None:
     """Which of diffusers' classes a folder says it holds."""
     return read_config(folder).get("_class_name") if (folder / CONFIG).is_file() else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    return read_object(folder / CONFIG)
+    return read_json_object(folder / CONFIG)
 
 
 def read_component(folder: Path) -> dict[str, Tensor]:
@@ -55,10 +55,10 @@ def read_component(folder: Path) -> dict[str, Tensor]:
                 "convert it with diffusers: model.save_pretrained(folder, safe_serialization=True)"
             )
         raise CheckpointError(f"{folder}: no {WEIGHTS} in it; give the folder of a saved model")
-    return {_current_name(name): tensor for file in files for name, tensor in read_file(file).items()}
+    return {_current_name(name): tensor for file in files for name, tensor in read_safetensors(file).items()}
 
 
-def read_file(file: Path) -> dict[str, Tensor]:
+def read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except SafetensorError as error:

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from bottega.core.errors import UsageError
-from bottega.models.folders.json_object import read_object
+from bottega.models.folders.json_object import read_json_object
 
-STEPS = 1000
-LEAST_RATIO = 0.068
+NUM_TRAIN_TIMESTEPS = 1000
+MIN_SIGNAL_TO_NOISE = 0.068
 """Of data to noise where a sampler of predicted noise begins; our exports end their betas there."""
 BETAS = {
     "linear": ("linear", 1e-4, 0.02),
@@ -30,7 +30,7 @@ Objective = Literal["noise", "v", "flow"]
 Schedule = Literal["cosine", "linear", "scaled_linear"]
 
 
-class Schedules(NamedTuple):
+class NoiseSchedule(NamedTuple):
     """Each as the path of the same name has it."""
 
     objective: Objective
@@ -39,11 +39,11 @@ class Schedules(NamedTuple):
     shift: float
 
 
-def read_schedule(file: Path) -> Schedules:
+def read_schedule(file: Path) -> NoiseSchedule:
     """Of a scheduler_config.json; refused where no path of ours is the same."""
-    config = read_object(file)
+    config = read_json_object(file)
     if _is_flow(config):
-        return Schedules("flow", "cosine", _shift(config, file))
+        return NoiseSchedule("flow", "cosine", _shift(config, file))
     kind = config.get("prediction_type", "epsilon")
     if kind not in OBJECTIVES:
         raise UsageError(f"{file}: prediction_type {kind!r} is not supported; supported: {', '.join(OBJECTIVES)}")
@@ -51,13 +51,13 @@ def read_schedule(file: Path) -> Schedules:
     if config.get("rescale_betas_zero_snr"):
         raise UsageError(f"{file}: rescale_betas_zero_snr is not supported; give a model that was trained without it")
     if config.get("trained_betas") is not None:
-        return Schedules(objective, _named_by_betas(config["trained_betas"], kind, file), 1.0)
-    return Schedules(objective, _named(config, file), 1.0)
+        return NoiseSchedule(objective, _named_by_betas(config["trained_betas"], kind, file), 1.0)
+    return NoiseSchedule(objective, _named(config, file), 1.0)
 
 
-def is_flow(file: Path) -> bool:
+def is_flow_scheduler(file: Path) -> bool:
     """Whether a scheduler_config.json is of a flow."""
-    return _is_flow(read_object(file))
+    return _is_flow(read_json_object(file))
 
 
 def _is_flow(config: Mapping[str, Any]) -> bool:
@@ -68,19 +68,19 @@ def _shift(config: Mapping[str, Any], file: Path) -> float:
     for key in ("use_dynamic_shifting", "invert_sigmas", "shift_terminal"):
         if config.get(key):
             raise UsageError(f"{file}: {key} {config[key]!r} is not supported; supported is a flow with a fixed shift")
-    steps = config.get("num_train_timesteps", STEPS)
-    if steps != STEPS:
-        raise UsageError(f"{file}: num_train_timesteps {steps} is not supported; supported: {STEPS}")
+    steps = config.get("num_train_timesteps", NUM_TRAIN_TIMESTEPS)
+    if steps != NUM_TRAIN_TIMESTEPS:
+        raise UsageError(f"{file}: num_train_timesteps {steps} is not supported; supported: {NUM_TRAIN_TIMESTEPS}")
     return float(config.get("shift", 1.0))
 
 
 def _named(config: Mapping[str, Any], file: Path) -> Schedule:
-    kind, steps = config.get("beta_schedule"), config.get("num_train_timesteps", STEPS)
+    kind, steps = config.get("beta_schedule"), config.get("num_train_timesteps", NUM_TRAIN_TIMESTEPS)
     if kind not in BETAS:
         raise UsageError(f"{file}: beta_schedule {kind!r} is not supported; supported: {', '.join(BETAS)}")
     ours, first, last = BETAS[kind]
     given = (config.get("beta_start"), config.get("beta_end"), steps)
-    wanted = (first, last, STEPS) if first is not None else (*given[:2], STEPS)
+    wanted = (first, last, NUM_TRAIN_TIMESTEPS) if first is not None else (*given[:2], NUM_TRAIN_TIMESTEPS)
     if given != wanted:
         raise UsageError(
             f"{file}: {kind} from beta_start {given[0]} to beta_end {given[1]} in {given[2]} steps is not supported; "
@@ -94,7 +94,7 @@ def _named_by_betas(betas: Any, prediction_type: str, file: Path) -> Schedule:
     found = np.asarray(betas, np.float64)
     for name in BETAS:
         whole = _betas(BETAS[name][0])
-        for length in {STEPS, _sampled(whole) if prediction_type == "epsilon" else STEPS}:
+        for length in {NUM_TRAIN_TIMESTEPS, _sampled(whole) if prediction_type == "epsilon" else NUM_TRAIN_TIMESTEPS}:
             if found.shape == (length,) and np.allclose(found, whole[:length], rtol=1e-5, atol=0):
                 return BETAS[name][0]  # type: ignore[return-value]
     raise UsageError(
@@ -105,14 +105,14 @@ def _named_by_betas(betas: Any, prediction_type: str, file: Path) -> Schedule:
 def _betas(schedule: str) -> np.ndarray:
     """The formulas of the path's; a test holds them against each other."""
     if schedule == "linear":
-        return np.linspace(1e-4, 0.02, STEPS)
+        return np.linspace(1e-4, 0.02, NUM_TRAIN_TIMESTEPS)
     if schedule == "scaled_linear":
-        return np.square(np.linspace(0.00085**0.5, 0.012**0.5, STEPS))
-    bar = np.square(np.cos((np.arange(STEPS + 1) / STEPS + 0.008) / 1.008 * np.pi / 2))
+        return np.square(np.linspace(0.00085**0.5, 0.012**0.5, NUM_TRAIN_TIMESTEPS))
+    bar = np.square(np.cos((np.arange(NUM_TRAIN_TIMESTEPS + 1) / NUM_TRAIN_TIMESTEPS + 0.008) / 1.008 * np.pi / 2))
     return np.minimum(1 - bar[1:] / bar[:-1], 0.999)
 
 
 def _sampled(betas: np.ndarray) -> int:
     """How many steps there are with enough of the data left to begin at."""
     kept = np.cumprod(1 - betas)
-    return int(np.flatnonzero(np.sqrt(kept) >= LEAST_RATIO * np.sqrt(1 - kept)).max()) + 1
+    return int(np.flatnonzero(np.sqrt(kept) >= MIN_SIGNAL_TO_NOISE * np.sqrt(1 - kept)).max()) + 1

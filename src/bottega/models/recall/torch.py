@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.models.memory import torch as memories
 from bottega.models.memory import working as memory_working
 from bottega.models.memory.config import MemoryShape, WorkingMemory
-from bottega.models.memory.torch import Memory
-from bottega.models.memory.working import Working
+from bottega.models.memory.torch import MemoryState
+from bottega.models.memory.working import WorkingSlots
 
 
 @final
@@ -42,7 +42,7 @@ class Temperature(nn.Module):
 
 
 @final
-class Asking(nn.Module):
+class QueryProjection(nn.Module):
     """A map of codes that begins as no change at all: a question is then the code of what it asks for."""
 
     def __init__(self, size: int) -> None:
@@ -75,8 +75,8 @@ class StreamRecall(Transformer):
         self.head = nn.Linear(width, num_values, bias=False)
 
     def forward(  # type: ignore[override]
-        self, tokens: Tensor, memory: Working | None = None, *, clock: int = 0, with_memory: bool = True
-    ) -> tuple[Tensor, Working | None]:
+        self, tokens: Tensor, memory: WorkingSlots | None = None, *, clock: int = 0, with_memory: bool = True
+    ) -> tuple[Tensor, WorkingSlots | None]:
         """Tokens [B, S, T] to scores of the values [B, S, T, V], and the memory after the last segment.
 
         `memory` is what was carried so far, None is nothing; `clock` counts the segments before these.
@@ -89,12 +89,12 @@ class StreamRecall(Transformer):
         with _in_float32(hidden):
             return self._recalled(hidden.float(), memory, clock)
 
-    def _recalled(self, hidden: Tensor, memory: Working | None, clock: int) -> tuple[Tensor, Working]:
+    def _recalled(self, hidden: Tensor, memory: WorkingSlots | None, clock: int) -> tuple[Tensor, WorkingSlots]:
         assert self.options is not None, "asked before"
         width = hidden.shape[-1]
         if memory is None:
             sizes = {"slots": self.options.working_slots, "key_size": width, "value_size": width}
-            memory = memory_working.empty(len(hidden), **sizes, device=hidden.device)
+            memory = memory_working.empty_working(len(hidden), **sizes, device=hidden.device)
         queries, values = self.memory_query(hidden), self.memory_value(hidden)
         # What a thing is found by is often what stood before it; a trunk alone is slow to learn to look there.
         before = torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :, :-1]
@@ -103,30 +103,30 @@ class StreamRecall(Transformer):
         fading = {"decay": self.options.working_decay, "floor": self.options.working_floor}
         told = []
         for segment in range(hidden.shape[1]):
-            told.append(recalled(memory, queries[:, segment], self.memory_temperature()))
+            told.append(read_working(memory, queries[:, segment], self.memory_temperature()))
             memory = memory_working.store(
                 memory, keys[:, segment], values[:, segment], importance[:, segment], clock + segment, **fading
             )
         return self.head(hidden + self.memory_output(torch.stack(told, dim=1))), memory
 
 
-def recalled(memory: Working, queries: Tensor, temperature: Tensor) -> Tensor:
+def read_working(memory: WorkingSlots, queries: Tensor, temperature: Tensor) -> Tensor:
     """What a working memory says to queries [B, T, k]; what is stronger speaks louder, by which strength is learnt."""
     loudness = torch.log(torch.where(memory.valid, memory.strength, torch.ones_like(memory.strength)))
-    return memories.read(memory.keys, memory.values, memory.valid, queries, temperature, bias=loudness)
+    return memories.read_memory(memory.keys, memory.values, memory.valid, queries, temperature, bias=loudness)
 
 
 @final
-class Kept(nn.Module):
+class MemoryBuffers(nn.Module):
     """A memory as buffers, which are saved with the weights; the state rule renews them, a forward only reads."""
 
     def __init__(self, shape: MemoryShape) -> None:
         super().__init__()
-        for name, tensor in memories.flat(memories.empty(shape)).items():
+        for name, tensor in memories.flatten_memory(memories.empty_memory(shape)).items():
             self.register_buffer(name, tensor)
 
-    def now(self) -> Memory:
-        return memories.unflat(dict(self.named_buffers()))
+    def state(self) -> MemoryState:
+        return memories.unflatten_memory(dict(self.named_buffers()))
 
 
 @final
@@ -146,11 +146,13 @@ class LastingRecall(Transformer):
         super().__init__(shape)
         self.memory_shape = memory
         if memory is not None:
-            drawn = generator(seed, "codes").standard_normal((shape.vocab_size, memory.key_size), dtype=np.float32)
+            drawn = numpy_generator(seed, "codes").standard_normal(
+                (shape.vocab_size, memory.key_size), dtype=np.float32
+            )
             drawn /= np.linalg.norm(drawn, axis=1, keepdims=True)
             self.register_buffer("codes", torch.from_numpy(drawn), persistent=False)
-            self.memory = Kept(memory)
-            self.memory_query = Asking(memory.key_size)
+            self.memory = MemoryBuffers(memory)
+            self.memory_query = QueryProjection(memory.key_size)
             self.memory_output = nn.Linear(memory.value_size, shape.hidden_size, bias=False)
             self.memory_temperature = Temperature(temperature)
         self.head = nn.Linear(shape.hidden_size, num_values, bias=False)
@@ -161,10 +163,10 @@ class LastingRecall(Transformer):
         if self.memory_shape is None or not with_memory:
             return self.head(hidden)
         with _in_float32(hidden):
-            memory = self.memory.now()
-            seen = memories.visible(memory, same=self.memory_shape.same)
+            memory = self.memory.state()
+            seen = memories.visible_slots(memory, same=self.memory_shape.same)
             queries = self.memory_query(self.codes[tokens]).flatten(0, 1)
-            told = memories.read(memory.keys, memory.values, seen, queries, self.memory_temperature())
+            told = memories.read_memory(memory.keys, memory.values, seen, queries, self.memory_temperature())
             return self.head(hidden.float() + self.memory_output(told.unflatten(0, tokens.shape)))
 
 

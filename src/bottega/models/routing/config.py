@@ -54,4 +54,4 @@ class RoutingShape(BaseModel):
             first, inner = self.num_inputs * width, self.num_layers * 2 * width * width
         # A single expert is asked without a router.
         router = width if self.experts.num_experts == 1 else 0
-        return 2 * (first + inner + self.experts.active_parameters() - router + width * self.num_labels)
+        return 2 * (first + inner + self.experts.num_active_parameters() - router + width * self.num_labels)

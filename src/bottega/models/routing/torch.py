@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.core.noise import generator
-from bottega.models.attention import RMSNorm, Window
+from bottega.core.noise import numpy_generator
+from bottega.models.attention import RMSNorm, SequenceContext
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Block
-from bottega.models.experts.torch import Experts, Routing, leave_out
-from bottega.models.initial import RESIDUAL_OUTPUTS, fill
+from bottega.models.experts.torch import Experts, Routing, drop_initial_experts
+from bottega.models.initial import RESIDUAL_OUTPUTS, fill_parameters
 from bottega.models.routing.config import RoutingShape
 from bottega.models.spiking.units import SpikingLayer
 
@@ -33,7 +33,7 @@ SPIKE_GAIN = 2.0
 second, and half of all units fell silent in training."""
 
 
-class Routed(NamedTuple):
+class RoutingNetOutput(NamedTuple):
     logits: Tensor
     """[B, K]"""
     routing: Routing
@@ -41,7 +41,7 @@ class Routed(NamedTuple):
     """[S, B, U]; None where nothing spikes."""
 
 
-class Layer(nn.Module):
+class ResidualMLP(nn.Module):
     """A norm and a perceptron of one inner layer, added to what came in. The unit of checkpointing."""
 
     def __init__(self, width: int, dropout: float, activation: str = "silu") -> None:
@@ -53,17 +53,19 @@ class Layer(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + drop(self.down_proj(self.activation(self.up_proj(self.norm(x)))), self.dropout, self.training)
+        return x + apply_dropout(
+            self.down_proj(self.activation(self.up_proj(self.norm(x)))), self.dropout, self.training
+        )
 
 
-class Perceptron(nn.Module):
+class MLPTrunk(nn.Module):
     """[B, I] -> [B, D]: a linear map and residual layers."""
 
     def __init__(self, shape: RoutingShape) -> None:
         super().__init__()
         self.embed = nn.Linear(shape.num_inputs, shape.hidden_size)
         self.layers = nn.ModuleList(
-            Layer(shape.hidden_size, shape.dropout, shape.activation) for _ in range(shape.num_layers)
+            ResidualMLP(shape.hidden_size, shape.dropout, shape.activation) for _ in range(shape.num_layers)
         )
         self.checkpoint_blocks = False
 
@@ -75,7 +77,7 @@ class Perceptron(nn.Module):
         return x, None
 
 
-class Spiking(nn.Module):
+class SpikingTrunk(nn.Module):
     """[B, I] -> firing rates [B, D], and all spikes.
 
     The inputs are a constant current of the first layer. Each further layer reads the mean of all layers before it:
@@ -98,10 +100,10 @@ class Spiking(nn.Module):
             spikes.append(layer(stream) if is_kept else checkpoint(layer, stream, use_reentrant=False))
             total = spikes[0] if number == 1 else total + spikes[-1]
             stream = total / number
-        return drop(stream.mean(0), self.dropout, self.training), torch.cat(spikes, dim=-1)
+        return apply_dropout(stream.mean(0), self.dropout, self.training), torch.cat(spikes, dim=-1)
 
 
-class Sequence(nn.Module):
+class SSMTrunk(nn.Module):
     """[B, I] -> [B, D]: the inputs as T tokens with a place each, through the state-space blocks of the decoder for text,
     and the mean of what they say. The names of the blocks are the decoder's, so that a text model can share them."""
 
@@ -117,10 +119,10 @@ class Sequence(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         tokens = F.pad(x, (0, self.size * self.num_tokens - x.shape[1])).unflatten(1, (self.num_tokens, self.size))
-        x = drop(self.embed(tokens) + self.place.weight, self.dropout, self.training)
+        x = apply_dropout(self.embed(tokens) + self.place.weight, self.dropout, self.training)
         added = torch.zeros_like(x)
         nowhere = x.new_zeros(0)  # a state space knows no positions
-        window = Window(nowhere, nowhere)
+        window = SequenceContext(nowhere, nowhere)
         for block in self.layers:
             is_kept = not (self.checkpoint_blocks and self.training)
             x, added = block(x, added, window) if is_kept else checkpoint(block, x, added, window, use_reentrant=False)
@@ -142,10 +144,10 @@ def _blocks_of(shape: RoutingShape) -> TransformerShape:
     )
 
 
-TRUNKS: dict[str, Callable[[RoutingShape], Perceptron | Spiking | Sequence]] = {
-    "perceptron": Perceptron,
-    "spiking": Spiking,
-    "state_space": Sequence,
+TRUNKS: dict[str, Callable[[RoutingShape], MLPTrunk | SpikingTrunk | SSMTrunk]] = {
+    "perceptron": MLPTrunk,
+    "spiking": SpikingTrunk,
+    "state_space": SSMTrunk,
 }
 
 
@@ -161,7 +163,7 @@ class RoutingNet(nn.Module):
         self.shape = shape
         self.register_buffer("mean", torch.zeros(shape.num_inputs), persistent=False)
         self.register_buffer("scale", torch.ones(shape.num_inputs), persistent=False)
-        self.model: Perceptron | Spiking | Sequence = TRUNKS[shape.trunk](
+        self.model: MLPTrunk | SpikingTrunk | SSMTrunk = TRUNKS[shape.trunk](
             shape
         )  # as transformers calls all but the head
         self.norm = RMSNorm(shape.hidden_size, EPSILON)
@@ -177,11 +179,11 @@ class RoutingNet(nn.Module):
     def checkpoint_blocks(self, value: bool) -> None:
         self.model.checkpoint_blocks = value
 
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> Routed:
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> RoutingNetOutput:
         """`counted` [B] is false for what only fills up a batch; it takes no expert's room and counts in no sum."""
         features, spikes = self.model((x - self.mean) * self.scale)
         answer, routing = self.experts(self.norm(features), counted=counted)
-        return Routed(self.head(self.out_norm(features + answer)), routing, spikes)
+        return RoutingNetOutput(self.head(self.out_norm(features + answer)), routing, spikes)
 
     @torch.no_grad()
     def set_scale(self, mean: np.ndarray, scale: np.ndarray) -> None:
@@ -207,11 +209,11 @@ def initialise_routing(model: RoutingNet, seed: int) -> None:
             std *= model.shape.spiking.threshold * (1.0 if name.startswith("model.layers.0.") else SPIKE_GAIN)
         if owner.endswith(RESIDUAL_OUTPUTS) and owner.startswith("model."):
             std /= math.sqrt(depth)
-        return generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(std)
+        return numpy_generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(std)
 
-    fill(model, value)
-    leave_out(model, seed)
+    fill_parameters(model, value)
+    drop_initial_experts(model, seed)
 
 
-def drop(x: Tensor, share: float, training: bool) -> Tensor:
+def apply_dropout(x: Tensor, share: float, training: bool) -> Tensor:
     return F.dropout(x, share, training) if share else x

@@ -24,10 +24,10 @@ def rate_code(x: Tensor, steps: int, noise: Noise | None = None, *, name: str = 
     """
     if noise is None:
         return _below(x, even_thresholds(steps, x).view(steps, *(1,) * x.ndim))
-    return rate_code_of(x, noise.uniform(name, (steps, *x.shape[1:])))
+    return rate_code_from_draws(x, noise.uniform(name, (steps, *x.shape[1:])))
 
 
-def rate_code_of(x: Tensor, draws: Tensor) -> Tensor:
+def rate_code_from_draws(x: Tensor, draws: Tensor) -> Tensor:
     """The same from uniform draws [B, S, ...] that were made before."""
     return _below(x, draws.movedim(1, 0))
 

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.core.noise import generator
-from bottega.models.initial import fill
-from bottega.models.spiking.coding import constant_code, latency_code, rate_code, rate_code_of
+from bottega.core.noise import numpy_generator
+from bottega.models.initial import fill_parameters
+from bottega.models.spiking.coding import constant_code, latency_code, rate_code, rate_code_from_draws
 from bottega.models.spiking.config import SpikingNetShape
-from bottega.models.spiking.units import SpikingLayer, rate
+from bottega.models.spiking.units import SpikingLayer, spike_rate
 
 
-class Told(NamedTuple):
+class SpikingNetOutput(NamedTuple):
     logits: Tensor
     """[B, K]"""
     spikes: tuple[Tensor, ...]
@@ -37,20 +37,20 @@ class SpikingNet(nn.Module):
         self.head = nn.Linear(shape.hidden_size, shape.num_labels)
         self.checkpoint_blocks = False
 
-    def forward(self, x: Tensor, draws: Tensor | None = None) -> Told:
+    def forward(self, x: Tensor, draws: Tensor | None = None) -> SpikingNetOutput:
         """Of pictures [B, H, W, C]. With rate coding, training hands over uniform draws [B, S, H * W * C]; without them the
         spikes are spread evenly, and the answer is the same every time."""
         spikes = self.spikes(x, draws)
-        found = rate(spikes[-1])
+        found = spike_rate(spikes[-1])
         dropout = self.shape.dropout
-        return Told(self.head(F.dropout(found, dropout, self.training) if dropout else found), spikes)
+        return SpikingNetOutput(self.head(F.dropout(found, dropout, self.training) if dropout else found), spikes)
 
     def features(self, x: Tensor) -> Tensor:
         """[B, N]: how often each unit of the last layer fires, a place where samples that look alike are near."""
-        return rate(self.spikes(x)[-1])
+        return spike_rate(self.spikes(x)[-1])
 
     def spikes(self, x: Tensor, draws: Tensor | None = None) -> tuple[Tensor, ...]:
-        train, found = self.code(x, draws), []
+        train, found = self.encode_input(x, draws), []
         for layer in self.layers:
             if self.checkpoint_blocks and self.training:
                 train = checkpoint(layer, train, use_reentrant=False)
@@ -59,7 +59,7 @@ class SpikingNet(nn.Module):
             found.append(train)
         return tuple(found)
 
-    def code(self, x: Tensor, draws: Tensor | None = None) -> Tensor:
+    def encode_input(self, x: Tensor, draws: Tensor | None = None) -> Tensor:
         """What enters the first layer, [S, B, H * W * C]."""
         flat, shape = x.flatten(1), self.shape
         steps = shape.neuron.time_steps
@@ -68,7 +68,7 @@ class SpikingNet(nn.Module):
         unit = (flat - shape.lowest) / (1 - shape.lowest)
         if shape.coding == "latency":
             return latency_code(unit, steps)
-        return rate_code(unit, steps) if draws is None else rate_code_of(unit, draws)
+        return rate_code(unit, steps) if draws is None else rate_code_from_draws(unit, draws)
 
 
 def initialise_spiking(module: nn.Module, seed: int) -> None:
@@ -78,6 +78,8 @@ def initialise_spiking(module: nn.Module, seed: int) -> None:
     def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name.endswith("bias"):
             return np.zeros(shape, np.float32)
-        return generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(1 / math.sqrt(shape[1]))
+        return numpy_generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(
+            1 / math.sqrt(shape[1])
+        )
 
-    fill(module, value)
+    fill_parameters(module, value)

@@ -22,7 +22,7 @@ knows, and it counts for nothing."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class STDPRule:
     """Amplitudes and time constants, the latter in time steps. With both `a3` 0 it is the pair rule.
 
     At an output spike a synapse gains r1 (a_plus + a3_plus o2), at an input spike it loses o1 (a_minus + a3_minus r2).
@@ -59,10 +59,10 @@ def _kernel(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
     return left.where(age >= (0 if with_own_step else 1), 0.0)
 
 
-def change(pre: Tensor, post: Tensor, rule: Rule, *, weight: Tensor | None = None) -> Tensor:
+def weight_change(pre: Tensor, post: Tensor, rule: STDPRule, *, weight: Tensor | None = None) -> Tensor:
     """[O, I]: gain less loss of all examples. Of the pair rule in one product, where the two by themselves take two."""
     if rule.a3_plus or rule.a3_minus:
-        gain, loss = changes(pre, post, rule, weight=weight)
+        gain, loss = gain_and_loss(pre, post, rule, weight=weight)
         return gain - loss
     pre, post = _floats(pre, post)
     before = _kernel(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
@@ -71,7 +71,7 @@ def change(pre: Tensor, post: Tensor, rule: Rule, *, weight: Tensor | None = Non
     return _summed((post, felt), weight)
 
 
-def changes(pre: Tensor, post: Tensor, rule: Rule, *, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def gain_and_loss(pre: Tensor, post: Tensor, rule: STDPRule, *, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What synapses [O, I] gain and what they lose, summed over the examples of pre [S, B, I] and post [S, B, O].
 
     `weight` [B] is how much each example counts, such as its reward: what is summed is linear in it, so [B, O, I] is never
@@ -91,13 +91,13 @@ def _summed(factors: tuple[Tensor, Tensor], weight: Tensor | None) -> Tensor:
     return out.flatten(0, 1).T @ into.flatten(0, 1)
 
 
-def eligibility(pre: Tensor, post: Tensor, rule: Rule) -> Tensor:
+def eligibility(pre: Tensor, post: Tensor, rule: STDPRule) -> Tensor:
     """[B, O, I]: the change that each example alone calls for, gain less loss; what a reward is multiplied with."""
     gain, loss = _sides(pre, post, rule)
     return torch.einsum("sbo,sbi->boi", *gain) - torch.einsum("sbo,sbi->boi", *loss)
 
 
-def _sides(pre: Tensor, post: Tensor, rule: Rule) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _sides(pre: Tensor, post: Tensor, rule: STDPRule) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Factors (output [S, B, O], input [S, B, I]) of the gain and of the loss, whose products are summed over time."""
     pre, post = _floats(pre, post)
     r1 = trace(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
@@ -116,7 +116,7 @@ def _floats(pre: Tensor, post: Tensor) -> tuple[Tensor, Tensor]:
     return pre.to(dtype), post.to(dtype)
 
 
-def softened(gain: Tensor, loss: Tensor, weight: Tensor, *, low: float, high: float) -> Tensor:
+def apply_soft_bounds(gain: Tensor, loss: Tensor, weight: Tensor, *, low: float, high: float) -> Tensor:
     """The change with bounds that slow it down: what is gained counts by the share of the room that is left above, what is lost
     by the share below. A negative gain, as a bad reward makes of one, is a loss."""
     up, down = gain.clamp(min=0) - loss.clamp(max=0), loss.clamp(min=0) - gain.clamp(max=0)
@@ -124,12 +124,12 @@ def softened(gain: Tensor, loss: Tensor, weight: Tensor, *, low: float, high: fl
     return up * above - down * below
 
 
-def within(new: Tensor, old: Tensor, *, low: float, high: float) -> Tensor:
+def clamp_to_bounds(new: Tensor, old: Tensor, *, low: float, high: float) -> Tensor:
     """No further out of [low, high] than it was: what lies outside, the gradient may have had a reason for."""
     return torch.clamp(new, old.clamp(max=low), old.clamp(min=high))
 
 
-def rescaled(new: Tensor, like: Tensor) -> Tensor:
+def match_row_statistics(new: Tensor, like: Tensor) -> Tensor:
     """Each unit's incoming weights (a row) with the sum and the length of the same row of `like`: what some inputs gain,
     others lose (Miller & MacKay, 1994).
 

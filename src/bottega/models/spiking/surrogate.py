@@ -29,7 +29,7 @@ def smooth_spike(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 
     return 0.5 * scaled / (1 + scaled.abs()) + 0.5
 
 
-def slope(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
+def surrogate_gradient(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
     """The derivative of `smooth_spike`: at the threshold sharpness / 2, or / 4 of the sigmoid; under it the area is 1."""
     scaled = sharpness * charge
     if kind == "arctan":
@@ -58,4 +58,4 @@ class _Spike(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         # From what came in, and by operations torch knows, so that a gradient of the gradient (maml) is right as well.
         (charge,) = ctx.saved_tensors
-        return gradients[0] * slope(charge, ctx.kind, ctx.sharpness), None, None
+        return gradients[0] * surrogate_gradient(charge, ctx.kind, ctx.sharpness), None, None

@@ -18,7 +18,7 @@ from bottega.models.spiking.surrogate import smooth_spike, spike
 
 SILENT, ALWAYS = 0, 2
 """What a unit did in one example: never fired, or whenever it could; 1 is in between."""
-LOUDEST = 8.0
+MAX_LOGIT = 8.0
 """The logit of a router's group that always fires: beside silent ones it has all but a thousandth of a softmax over four."""
 
 
@@ -108,35 +108,35 @@ class SpikingGate(nn.Module):
         `counted` [...] changes nothing here. It is for who listens to the units (plasticity): padding teaches nothing.
         """
         train = x.reshape(1, -1, x.shape[-1]).expand(self.shape.time_steps, -1, -1)
-        rates = rate(self.groups(train)).view(*x.shape[:-1], self.groups.synapse.out_features)
-        return LOUDEST * rates.unflatten(-1, (self.num_experts, -1)).mean(-1), rates
+        rates = spike_rate(self.groups(train)).view(*x.shape[:-1], self.groups.synapse.out_features)
+        return MAX_LOGIT * rates.unflatten(-1, (self.num_experts, -1)).mean(-1), rates
 
 
-def rate(spikes: Tensor) -> Tensor:
+def spike_rate(spikes: Tensor) -> Tensor:
     """[B, N]: the share of the steps in which each unit fired."""
     return spikes.sum(0) / len(spikes)  # divided last, so that 1 is exactly 1
 
 
-def activity(spikes: Tensor, counted: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+def activity_sums(spikes: Tensor, counted: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
     """Sums over the examples of [S, B, N] that `counted` [B] has: how often units fire, and the share that an example
     leaves silent. Of rates [B, N] that are there already, give `rates[None]`.
 
     Which units are dead or saturated is no mean over examples: see `unit_rows`.
     """
-    rates = rate(spikes.detach()).float().flatten(1)
+    rates = spike_rate(spikes.detach()).float().flatten(1)
     each = {"firing_rate": rates.mean(1), "silent": (rates == 0).float().mean(1)}
     counted = torch.ones_like(each["silent"], dtype=torch.bool) if counted is None else counted > 0
     number = counted.float().sum()
     return {name: (torch.where(counted, values, 0.0).sum(), number) for name, values in each.items()}
 
 
-def unit_rows(spikes: Tensor, highest_rate: float = 1.0) -> Tensor:
+def unit_activity(spikes: Tensor, highest_rate: float = 1.0) -> Tensor:
     """uint8 [B, N]: what each unit did in each example, for `Loss.rows`; `unit_scores` reads it."""
-    rates = rate(spikes.detach()).float().flatten(1)
+    rates = spike_rate(spikes.detach()).float().flatten(1)
     return (rates > 0).to(torch.uint8) + (rates >= highest_rate - 1e-6).to(torch.uint8)
 
 
-def unit_scores(rows: np.ndarray) -> dict[str, float]:
+def unit_activity_metrics(rows: np.ndarray) -> dict[str, float]:
     """Shares of the units: those that fired in no step of any example, and those that fired in every one of all."""
     if not len(rows):
         return {}
@@ -144,15 +144,15 @@ def unit_scores(rows: np.ndarray) -> dict[str, float]:
     return {"dead": float(dead.mean()), "saturated": float(saturated.mean())}
 
 
-def rate_cost(spikes: Tensor, target: float) -> Tensor:
+def firing_rate_penalty(spikes: Tensor, target: float) -> Tensor:
     """How far each example's firing is from the target, squared and summed over examples.
 
     The mean over all units of the layer, and not each unit by itself: units may well be silent for most examples, and a
     cost on each would forbid them to tell anything apart.
     """
-    return rate_costs(spikes, target).sum()
+    return firing_rate_penalties(spikes, target).sum()
 
 
-def rate_costs(spikes: Tensor, target: float) -> Tensor:
+def firing_rate_penalties(spikes: Tensor, target: float) -> Tensor:
     """[B]: the same of each example."""
-    return (rate(spikes).flatten(1).mean(1) - target) ** 2
+    return (spike_rate(spikes).flatten(1).mean(1) - target) ** 2

@@ -61,7 +61,7 @@ class SSMShape(BaseModel):
         """Numbers that one sequence keeps in one layer, however long it is."""
         return self.inner_size * self.state_size + self.conv_channels * (self.conv_size - 1)
 
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """The exact number of parameters of one layer."""
         convolution = self.conv_channels * (self.conv_size + 1)
         return self._projections() + convolution + 3 * self.num_heads + self.inner_size

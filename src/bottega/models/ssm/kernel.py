@@ -20,7 +20,7 @@ TIMES, CHANNELS = 32, 128
 """The tile of one program of the convolution."""
 STEPS, TALL = 8, 16
 """Its backward goes over so many tiles of so many tokens: five sums of a tile fill the registers sooner."""
-WIDEST, LONGEST = 16384, 4
+MAX_CHANNELS, MAX_CONV_WIDTH = 16384, 4
 """Channels of a norm whose row fits into the registers, and the widest convolution."""
 ROWS = 16
 """Rows that one program of the norm's backward adds up, so that the sums do not depend on the device."""

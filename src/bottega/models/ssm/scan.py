@@ -21,7 +21,7 @@ GROUP = 256
 a million tokens one for all would cost more than the rest of the layer. Below, fewer and larger products are faster."""
 
 
-def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, state: Tensor) -> tuple[Tensor, Tensor]:
+def scan_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token: x [B, H, P], dt [B, H], B and C [B, G, N]. The output, and the state behind it."""
     exact = state.dtype
     heads = x.shape[1] // B.shape[1]
@@ -33,7 +33,7 @@ def step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, state: Tenso
     return (state * C[:, :, None, :]).sum(-1).to(x.dtype), state
 
 
-def recurrent(
+def scan_recurrent(
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -52,12 +52,12 @@ def recurrent(
     for t in range(x.shape[1]):
         if resets is not None:
             state = state.masked_fill(resets[:, t, None, None, None], 0.0)
-        y, state = step(x[:, t], dt[:, t], A, B[:, t], C[:, t], state=state)
+        y, state = scan_step(x[:, t], dt[:, t], A, B[:, t], C[:, t], state=state)
         outputs.append(y)
     return torch.stack(outputs, dim=1), state
 
 
-def chunked(
+def scan_chunked(
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -75,7 +75,7 @@ def chunked(
     With `kernels`, and from no state, `scan_kernel` passes the states on; it must be loaded."""
     assert chunk > 0, f"a chunk of {chunk} tokens reads nothing; give 1 or more"
     if not x.shape[1]:
-        return recurrent(x, dt, A, B, C, state=state)
+        return scan_recurrent(x, dt, A, B, C, state=state)
     length, chunk, groups = x.shape[1], min(chunk, x.shape[1]), B.shape[2]
     # A time step of 0 neither forgets nor writes, so what the last chunk is filled up with changes no state.
     x, dt, B, C = (_cut(t, chunk) for t in (x, dt.to(_exact(x)), B, C))

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.core.noise import generator
+from bottega.core.noise import numpy_generator
 from bottega.models.ssm.config import SSMShape
-from bottega.models.ssm.scan import chunked, step
+from bottega.models.ssm.scan import scan_chunked, scan_step
 
 DECAYS = (1.0, 16.0)
 """The rates -A that heads begin with, evenly between these: some forget within a few tokens, some hold for thousands."""
@@ -32,10 +32,10 @@ def _has_kernels(shape: SSMShape) -> bool:
         return False
     try:
         from bottega.models.ssm import scan_kernel  # noqa: F401
-        from bottega.models.ssm.kernel import LONGEST, WIDEST
+        from bottega.models.ssm.kernel import MAX_CHANNELS, MAX_CONV_WIDTH
     except ImportError:
         return False
-    return shape.inner_size <= WIDEST and shape.conv_size <= LONGEST
+    return shape.inner_size <= MAX_CHANNELS and shape.conv_size <= MAX_CONV_WIDTH
 
 
 class SSMState(NamedTuple):
@@ -73,7 +73,7 @@ class Dynamics(nn.Module):
         heads = self.D.shape[0]
         if kind == "D":
             return np.ones(heads, np.float32)
-        drawn = generator(seed, name).random(heads)
+        drawn = numpy_generator(seed, name).random(heads)
         if kind == "A_log":
             return np.log(DECAYS[0] + (DECAYS[1] - DECAYS[0]) * drawn).astype(np.float32)
         low, high = math.log(self.time_step_min), math.log(self.time_step_max)
@@ -97,7 +97,7 @@ class CausalConvolution(nn.Module):
         """What torch gives a convolution: uniform within 1 / sqrt(fan-in), which is the width."""
         bound = 1.0 / math.sqrt(self.weight.shape[-1])
         shape = tuple(self.weight.shape if kind == "weight" else self.bias.shape)
-        return generator(seed, name).uniform(-bound, bound, shape).astype(np.float32)
+        return numpy_generator(seed, name).uniform(-bound, bound, shape).astype(np.float32)
 
     def forward(self, x: Tensor, *, segments: Tensor | None) -> Tensor:
         """x [B, W - 1 + T, E], the first of them from before -> [B, T, E]; `segments` [B, T] as in `StateSpace`."""
@@ -211,13 +211,13 @@ class StateSpace(nn.Module):
         kind = x.device.type
         with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             if state is not None and x.shape[1] == 1:
-                y, memory = step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state=state.ssm)
+                y, memory = scan_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state=state.ssm)
                 y = y[:, None]
             else:
                 resets = None if segments is None else F.pad(segments.diff(dim=1) != 0, (1, 0))
                 start = None if state is None else state.ssm
                 named: dict[str, Any] = {"chunk": shape.chunk_size, "resets": resets, "kernels": kernels}
-                y, memory = chunked(x, dt, A, B, C, state=start, **named)
+                y, memory = scan_chunked(x, dt, A, B, C, state=start, **named)
         y = y + self.dynamics.D.to(dt.dtype)[:, None] * x
         return y.to(x.dtype).flatten(2), memory
 

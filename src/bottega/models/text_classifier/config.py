@@ -103,26 +103,26 @@ class PretrainedShape(BaseModel):
         return text
 
     @property
-    def values(self) -> dict[str, Any]:
+    def config_dict(self) -> dict[str, Any]:
         return json.loads(self.config)
 
     @property
     def num_labels(self) -> int:
-        return len(self.values["id2label"])
+        return len(self.config_dict["id2label"])
 
     @property
     def vocab_size(self) -> int | None:
-        return self.values.get("vocab_size")
+        return self.config_dict.get("vocab_size")
 
     def dimension(self, key: str) -> int | None:
         """The size that a recipe calls `key`, under any name that architectures have for it; None where there is none."""
-        values = self.values
+        values = self.config_dict
         return next((values[name] for name in DIMENSIONS[key] if isinstance(values.get(name), int)), None)
 
     @property
     def max_positions(self) -> int | None:
         """The most tokens it can read; None where there is no such number."""
-        values = self.values
+        values = self.config_dict
         rows = values.get("max_position_embeddings", values.get("n_positions"))
         if not isinstance(rows, int) or rows <= 0:
             return None

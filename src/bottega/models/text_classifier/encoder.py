@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.models.decoder.config import WIDENING, TransformerShape
-from bottega.models.decoder.torch import Block, RMSNorm, Window, rotary
+from bottega.models.decoder.config import MLP_RATIO, TransformerShape
+from bottega.models.decoder.torch import Block, RMSNorm, SequenceContext, compute_rotary_tables
 from bottega.models.initial import initialise
 from bottega.models.text_classifier.config import EncoderShape
 
@@ -27,7 +27,7 @@ class TextClassifier(nn.Module):
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
         self.shape = shape
-        self.inner = inner_shape(shape)
+        self.inner = block_shape(shape)
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Block(self.inner) for _ in range(shape.num_layers))
         for block in self.layers:
@@ -47,7 +47,9 @@ class TextClassifier(nn.Module):
         assert length <= self.shape.max_positions, f"{length} tokens exceed the {self.shape.max_positions} positions"
         # A row of padding alone would be a mean over nothing, which attention answers with NaN: it sees its first token.
         seen = mask | (torch.arange(length, device=ids.device) == 0)
-        window = Window(self.cos[:length], self.sin[:length], seen[:, None, None, :], causal=False, stop=length)
+        window = SequenceContext(
+            self.cos[:length], self.sin[:length], seen[:, None, None, :], causal=False, stop=length
+        )
         x = self.embedding(ids)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) is torch.bfloat16:
             x = x.bfloat16()  # halves the traffic between blocks; the norms inside them stay float32
@@ -71,7 +73,7 @@ class TextClassifier(nn.Module):
 
     def reset_buffers(self) -> None:
         """The rotary tables again, on the device where the weights now are. They are in no state dict."""
-        cos, sin = rotary(self.inner, self.norm.weight.device)
+        cos, sin = compute_rotary_tables(self.inner, self.norm.weight.device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -85,7 +87,7 @@ class TextClassifier(nn.Module):
         return F.dropout(x, self.shape.dropout, self.training) if self.shape.dropout else x
 
 
-def inner_shape(shape: EncoderShape) -> TransformerShape:
+def block_shape(shape: EncoderShape) -> TransformerShape:
     """Of the language model whose blocks these are."""
     return TransformerShape(
         num_layers=shape.num_layers,
@@ -93,7 +95,7 @@ def inner_shape(shape: EncoderShape) -> TransformerShape:
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_heads,
         head_size=shape.hidden_size // shape.num_heads,
-        intermediate_size=WIDENING * shape.hidden_size,
+        intermediate_size=MLP_RATIO * shape.hidden_size,
         vocab_size=shape.vocab_size,
         context=shape.max_positions,
         dropout=shape.dropout,

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.core.noise import generator
-from bottega.models.initial import fill
+from bottega.core.noise import numpy_generator
+from bottega.models.initial import fill_parameters
 from bottega.models.text_classifier.config import KimShape
 
 EMBEDDING_STD = 0.1
@@ -48,13 +48,13 @@ class Kim(nn.Module):
         found = []
         for convolution in self.convolutions:
             if self.checkpoint_blocks and self.training:
-                found.append(checkpoint(largest, convolution, x, mask, use_reentrant=False))
+                found.append(checkpoint(max_over_time, convolution, x, mask, use_reentrant=False))
             else:
-                found.append(largest(convolution, x, mask))
+                found.append(max_over_time(convolution, x, mask))
         return F.relu(torch.cat(found, dim=1))
 
 
-def largest(convolution: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+def max_over_time(convolution: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
     """[B, F]: over the places whose window is all text; a text shorter than the window has its first place alone."""
     found = convolution(x)
     is_text = mask[:, mask.shape[1] - found.shape[2] :].clone()
@@ -66,11 +66,11 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """One parameter: zeros for a bias, a small normal for the embedding, else normal with variance 1 / fan-in."""
     if name.endswith("bias"):
         return np.zeros(shape, np.float32)
-    value = generator(seed, name).standard_normal(shape, dtype=np.float32)
+    value = numpy_generator(seed, name).standard_normal(shape, dtype=np.float32)
     value *= EMBEDDING_STD if name.startswith("embedding.") else 1.0 / math.sqrt(math.prod(shape[1:]))
     return value
 
 
 def initialise_kim(module: Kim, seed: int) -> None:
     """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
-    fill(module, lambda name, shape: initial_value(name, shape, seed))
+    fill_parameters(module, lambda name, shape: initial_value(name, shape, seed))

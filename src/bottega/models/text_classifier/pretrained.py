@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
-from bottega.models.folders.encoder import own_randomness, read_encoder, silent
 from bottega.models.folders.resolve import require_config, resolve_model
-from bottega.models.folders.untrusted import blaming, transformers_config
-from bottega.models.initial import fill, initial_value
+from bottega.models.folders.transformers_loader import isolated_rng, load_encoder, quiet_logging
+from bottega.models.folders.untrusted import attribute_errors_to, load_transformers_config
+from bottega.models.initial import fill_parameters, initial_value
 from bottega.models.text_classifier.config import DROPOUTS, PretrainedShape
 
-FRESH = ("head.", "pooling.", "backbone.pooler.")
+NEW_PARAMETERS = ("head.", "pooling.", "backbone.pooler.")
 """What a folder may lack: an encoder that was trained to fill in words has no use for it."""
 
 
@@ -35,7 +35,7 @@ class PretrainedClassifier(nn.Module):
     def __init__(self, shape: PretrainedShape, network: Any) -> None:
         super().__init__()
         self.shape = shape
-        self.paths = parts_of(network, shape.num_labels)
+        self.paths = locate_backbone_and_head(network, shape.num_labels)
         prefix, path = self.paths
         self.backbone: Any = getattr(network, prefix)
         self.head: Any = network.get_submodule(path)
@@ -45,7 +45,7 @@ class PretrainedClassifier(nn.Module):
         network.__dict__[prefix] = self.backbone
         network.set_submodule(path, nn.Identity())  # what comes out in place of logits is what they are told by
         self.pooling: Any = network
-        self.padding = shape.values.get("pad_token_id")
+        self.padding = shape.config_dict.get("pad_token_id")
         self._is_checkpointed = False
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class PretrainedClassifier(nn.Module):
         self._is_checkpointed = value
 
 
-def parts_of(network: Any, num_labels: int) -> tuple[str, str]:
+def locate_backbone_and_head(network: Any, num_labels: int) -> tuple[str, str]:
     """Where transformers keeps the encoder and the last layer, such as ("roberta", "classifier.out_proj")."""
     prefix = network.base_model_prefix
     linear = [
@@ -86,13 +86,13 @@ def parts_of(network: Any, num_labels: int) -> tuple[str, str]:
     return prefix, linear[-1]
 
 
-def pretrained_shape(
+def read_pretrained_shape(
     folder: Path, names: Sequence[str], *, multi_label: bool = False, **dropouts: float | None
 ) -> PretrainedShape:
     """The configuration of a folder's model, with the classes it is to tell and other dropout where that is given."""
     transformers = _transformers()
     require_config(folder, key="pretrained", what="encoder")
-    config = transformers_config(folder, key="pretrained", what="encoder")
+    config = load_transformers_config(folder, key="pretrained", what="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
         raise UsageError(f"pretrained: {folder} holds a {config.model_type}, which cannot classify texts")
     for key, share in dropouts.items():
@@ -125,15 +125,15 @@ def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | 
     """
     if folder is None:
         model = PretrainedClassifier(shape, _network(shape))
-        fill(model, functools.partial(_initial, seed=seed))
+        fill_parameters(model, functools.partial(_initial, seed=seed))
         return model.train()
     folder = resolve_model(str(folder), key="model.from").path
-    with blaming(folder, key="pretrained"):
+    with attribute_errors_to(folder, key="pretrained"):
         network, absent = _loaded(shape, folder)
-    prefix, path = parts_of(network, shape.num_labels)
+    prefix, path = locate_backbone_and_head(network, shape.num_labels)
     model = PretrainedClassifier(shape, network)
     fresh = {_ours(name, prefix, path) for name in absent}
-    lacking = sorted(name for name in fresh if not name.startswith(FRESH))
+    lacking = sorted(name for name in fresh if not name.startswith(NEW_PARAMETERS))
     if lacking:
         raise CheckpointError(f"{folder}: lacks {lacking[0]} ({len(lacking)} missing tensors); it is no whole encoder")
     with torch.no_grad():
@@ -146,10 +146,10 @@ def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | 
 def export_pretrained(state: Mapping[str, Tensor], shape: PretrainedShape, folder: Path | str) -> Path:
     """config.json and model.safetensors, which AutoModelForSequenceClassification opens."""
     network = _network(shape)
-    prefix, path = parts_of(network, shape.num_labels)
+    prefix, path = locate_backbone_and_head(network, shape.num_labels)
     theirs = {name: tensor.detach().cpu() for name, tensor in state.items()}
     network.load_state_dict({_theirs(name, prefix, path): tensor for name, tensor in theirs.items()})
-    with silent(_transformers()):
+    with quiet_logging(_transformers()):
         network.save_pretrained(Path(folder))
     return Path(folder)
 
@@ -157,15 +157,15 @@ def export_pretrained(state: Mapping[str, Tensor], shape: PretrainedShape, folde
 def _loaded(shape: PretrainedShape, folder: Path) -> tuple[Any, set[str]]:
     """The network, and the names of what the folder does not have for it, a head for other classes among them."""
     kind = _transformers().AutoModelForSequenceClassification
-    with own_randomness():
-        network, seen = read_encoder(kind, folder, config=_config(shape), ignore_mismatched_sizes=True)
+    with isolated_rng():
+        network, seen = load_encoder(kind, folder, config=_config(shape), ignore_mismatched_sizes=True)
     mismatched = {name if isinstance(name, str) else name[0] for name in seen["mismatched_keys"]}
     return network, set(seen["missing_keys"]) | mismatched
 
 
 def _network(shape: PretrainedShape) -> Any:
     transformers = _transformers()
-    with silent(transformers), own_randomness():
+    with quiet_logging(transformers), isolated_rng():
         return transformers.AutoModelForSequenceClassification.from_config(
             _config(shape), trust_remote_code=False, dtype=torch.float32
         )

@@ -85,8 +85,8 @@ class AlignRecipe(MediaRecipe):
         default_factory=lambda: Samples(count=16), description="pictures with the caption that fits best"
     )
 
-    def contradictions(self) -> list[tuple[str, str, str]]:
-        found, model, side = super().contradictions(), self.model, self.data.image_size
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
+        found, model, side = super().find_conflicts(), self.model, self.data.image_size
         if model.from_ is not None:
             return found
         for key in ("hidden_size", "text_hidden_size"):

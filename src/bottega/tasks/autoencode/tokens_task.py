@@ -12,7 +12,7 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.autoencoder.config import CodesShape
-from bottega.tasks.autoencode.vae_task import Distance, errors, examples, num_examples, with_psnr
+from bottega.tasks.autoencode.vae_task import Distance, add_psnr, example_mask, num_examples, reconstruction_errors
 
 
 class Codes(Task):
@@ -41,20 +41,22 @@ class Codes(Task):
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         x = batch[self.key]
         found, _, codebook, commitment = models["model"](x)
-        kept = examples(batch, x)
-        terms = {"loss": ((errors(found, x, self.distance) * kept).sum(), 1.0)}
+        kept = example_mask(batch, x)
+        terms = {"loss": ((reconstruction_errors(found, x, self.distance) * kept).sum(), 1.0)}
         if self.shape.levels is None:
             terms["codebook"] = ((codebook * kept).sum(), 1.0)
             terms["commitment"] = ((commitment * kept).sum(), self.commitment_weight)
         # How many codes are used is no sum over examples, so it is no metric of a step; `usage` counts it afterwards.
-        return Loss(terms=terms, metrics={"mse": ((errors(found.detach(), x, "l2") * kept).sum(), kept.sum())})
+        return Loss(
+            terms=terms, metrics={"mse": ((reconstruction_errors(found.detach(), x, "l2") * kept).sum(), kept.sum())}
+        )
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What people read off the means."""
-        return with_psnr(metrics, self.value_range)
+        return add_psnr(metrics, self.value_range)
 
 
-def usage(codes: np.ndarray, num_codes: int) -> dict[str, float]:
+def measure_code_usage(codes: np.ndarray, num_codes: int) -> dict[str, float]:
     """Of all codes of a data set: the share that occurs, and exp of the entropy, which equal use would bring to K."""
     shares = np.bincount(codes.reshape(-1), minlength=num_codes) / codes.size
     present = shares[shares > 0]

@@ -47,14 +47,14 @@ class Reconstruction(Task):
         return dict.fromkeys(("loss", "kl"), num_examples(batch, self.key))
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        x = along_axes(batch[self.key], self.shape)
+        x = flatten_bands(batch[self.key], self.shape)
         noise = rng.normal("latent", self.shape.latent_shape(x.shape[1:-1]))
         found, mean, log_variance = models["model"](x, noise)
-        kept = examples(batch, x)
-        error = (errors(found, x, self.distance) * kept).sum()
+        kept = example_mask(batch, x)
+        error = (reconstruction_errors(found, x, self.distance) * kept).sum()
         divergence = 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance).flatten(1).sum(1)
         kl = (divergence / x[0].numel() * kept).sum()
-        squared = (errors(found.detach(), x, "l2") * kept).sum()
+        squared = (reconstruction_errors(found.detach(), x, "l2") * kept).sum()
         size = kept.sum()
         return Loss(
             terms={"loss": (error, 1.0), "kl": (kl, self.kl_weight)},
@@ -63,10 +63,10 @@ class Reconstruction(Task):
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What people read off the means."""
-        return with_psnr(metrics, self.value_range)
+        return add_psnr(metrics, self.value_range)
 
 
-def along_axes(x: Tensor, shape: AutoencoderShape) -> Tensor:
+def flatten_bands(x: Tensor, shape: AutoencoderShape) -> Tensor:
     """Data as a model over these axes reads them: to one over time alone, bands [b, T, M, 1] are channels [b, T, M]."""
     return x.flatten(1 + shape.dims)
 
@@ -76,20 +76,20 @@ def num_examples(batch: Batch, key: str) -> float:
     return float((np.asarray(batch["weight"]) > 0).sum()) if "weight" in batch else float(len(batch[key]))
 
 
-def examples(batch: Batch, x: Tensor) -> Tensor:
+def example_mask(batch: Batch, x: Tensor) -> Tensor:
     """float32 [b]: 1 for a row that counts, else 0."""
     if "weight" in batch:
         return (batch["weight"] > 0).float()
     return torch.ones(len(x), device=x.device)
 
 
-def errors(found: Tensor, x: Tensor, distance: Distance) -> Tensor:
+def reconstruction_errors(found: Tensor, x: Tensor, distance: Distance) -> Tensor:
     """The mean over the values of each example, [b]."""
     difference = found.float() - x.float()
     return (difference.abs() if distance == "l1" else difference.square()).flatten(1).mean(1)
 
 
-def with_psnr(metrics: Mapping[str, float], value_range: float) -> dict[str, float]:
+def add_psnr(metrics: Mapping[str, float], value_range: float) -> dict[str, float]:
     """Adds the PSNR of the mean squared error over all data, which is below the mean of the PSNR of each example."""
     if "mse" not in metrics:
         return dict(metrics)

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from bottega.config.data import HeldOut, TextData, held_out_problems
+from bottega.config.data import HeldOut, TextData, find_held_out_problems
 from bottega.config.media import MediaRecipe
-from bottega.config.recipe import Model, Recipe, Samples, path_problems
+from bottega.config.recipe import Model, Recipe, Samples, find_path_problems
 from bottega.config.section import Dropout, Number, Positive, Probability, Section, Whole
 from bottega.data.audio.config import AudioData
 from bottega.data.image.config import ImageData
-from bottega.data.text.config import TextAugmentation, Tokenizer, tokenizer_problems
+from bottega.data.text.config import TextAugmentation, Tokenizer, find_tokenizer_problems
 from bottega.data.video.config import VideoData
 from bottega.models.spiking.config import Coding, Reset, Surrogate
 from bottega.models.text_classifier.config import EncoderShape
@@ -108,7 +108,7 @@ class ClassifyData(TextData):
     augmentation: TextAugmentation | None = Field(None, description="changed copies of the training texts")
 
     @property
-    def named_classes(self) -> dict[str, str]:
+    def class_name_by_number(self) -> dict[str, str]:
         """Number of a class -> its name."""
         if isinstance(self.class_names, dict):
             return dict(self.class_names)
@@ -151,14 +151,14 @@ class ClassifyRecipe(Recipe):
             changed["training"] = {**training, "early_stopping": stopping}
         return changed
 
-    def missing(self) -> list[tuple[str, str]]:
-        found = super().missing() + path_problems(self.data) + held_out_problems(self.data)
+    def find_missing_keys(self) -> list[tuple[str, str]]:
+        found = super().find_missing_keys() + find_path_problems(self.data) + find_held_out_problems(self.data)
         if self.model.kind == "pretrained" and self.model.from_ is None:
             found.append(("model.from", "missing; kind pretrained needs a folder or a hub name"))
-        return found + tokenizer_problems(self.data.tokenizer)
+        return found + find_tokenizer_problems(self.data.tokenizer)
 
-    def contradictions(self) -> list[tuple[str, str, str]]:
-        found, model = super().contradictions(), self.model
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
+        found, model = super().find_conflicts(), self.model
         given = {key: value for key in ("hidden_size", "num_heads") if (value := getattr(model, key)) is not None}
         try:
             if model.kind == "transformer":
@@ -225,7 +225,7 @@ class ImageClassifier(MediaClassifier):
 
     def contradictions(self, normalise: str) -> list[tuple[str, str, str]]:
         """(key, other key, message), where `normalise` is that of the data."""
-        said = [key for key in SPIKING if getattr(self, key) is not None]
+        said = [key for key in SPIKING_KEYS if getattr(self, key) is not None]
         if self.kind != "spiking":
             of = "is of spiking units, and kind is {}; say model.kind: spiking, or leave it out"
             return [(f"model.{key}", "model.kind", of.format(self.kind)) for key in said]
@@ -239,7 +239,7 @@ class ImageClassifier(MediaClassifier):
         return found
 
 
-SPIKING = tuple(name for name in ImageClassifier.model_fields if name not in MediaClassifier.model_fields)
+SPIKING_KEYS = tuple(name for name in ImageClassifier.model_fields if name not in MediaClassifier.model_fields)
 """The keys that a convolutional network has no use for."""
 
 
@@ -271,8 +271,8 @@ class ImageClassifyRecipe(MediaClassifyRecipe):
     model: ImageClassifier = Field(default_factory=ImageClassifier, description="the model")
     data: ImageClassifyData = Field(default_factory=ImageClassifyData, description="the data")
 
-    def contradictions(self) -> list[tuple[str, str, str]]:
-        return super().contradictions() + self.model.contradictions(self.data.normalise)
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
+        return super().find_conflicts() + self.model.contradictions(self.data.normalise)
 
 
 class AudioClassifyRecipe(MediaClassifyRecipe):

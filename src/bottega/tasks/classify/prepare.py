@@ -13,27 +13,32 @@ import numpy as np
 
 from bottega.config.data import Splitting
 from bottega.core.errors import DataError, UsageError
-from bottega.data.embedded import in_place
-from bottega.data.embedded.docstrings import docstrings
+from bottega.data.embedded import resolve_embedded_sources
+from bottega.data.embedded.docstrings import find_docstrings_file
 from bottega.data.prepare.encoder import Encoder, Row
-from bottega.data.prepare.inputs import Input, check_medium, inputs_of
-from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.inputs import Input, check_medium, collect_inputs
+from bottega.data.prepare.jobs import ProgressCallback
 from bottega.data.prepare.labels import BLANKS, COPY, NAME_IT, NUMBER, SKIP, WORD, LabelReader
-from bottega.data.prepare.learn import opened_tokenizer, tokenizer_facts
-from bottega.data.prepare.learn import tokenizer as learn
-from bottega.data.prepare.prepared import Plan, Prepared, Texts, opened_where_prepared, prepare
+from bottega.data.prepare.prepared import PlannedTexts, PreparationPlan, PreparedData, open_if_prepared, prepare
 from bottega.data.prepare.rules import Rules
-from bottega.data.records.record import Bad, Record, Unreadable
+from bottega.data.prepare.tokenizer_training import load_or_train_tokenizer as learn
+from bottega.data.prepare.tokenizer_training import open_tokenizer, tokenizer_metadata
+from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.tables.cache import default_cache
-from bottega.data.tables.classes import find_classes, texts_of
+from bottega.data.tables.classes import find_classes, read_text_column
 from bottega.data.tables.shards import TEXT, Column, Table
 from bottega.data.text import synonyms
-from bottega.data.text.augment import copies
+from bottega.data.text.augment import make_augmented_copies
 from bottega.data.text.config import TextAugmentation
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 from bottega.tasks.classify.config import ClassifyData
-from bottega.tasks.language.prepare import BYTE_LENGTHS, GROUP, given_tokenizer, tokenizer_options
+from bottega.tasks.language.prepare import (
+    BYTE_LENGTHS,
+    CHARACTERS_PER_CALL,
+    load_pretrained_tokenizer,
+    tokenizer_cache_key,
+)
 
 # Raised when the same texts would give other tables.
 FORMAT = 3
@@ -44,20 +49,20 @@ def prepare_classify(
     spec: TokenizerSpec,
     *,
     seed: int,
-    progress: Progress,
+    progress: ProgressCallback,
     num_classes: int | None = None,
     cache: Path | None = None,
-) -> Prepared:
+) -> PreparedData:
     """Tables of input_ids, text, label, form and key. `num_classes` are the recipe's; None counts them in the data.
 
     Where a text has several classes, `label` is a JSON list of their names.
     """
-    ready = opened_where_prepared(data, task="classify")
+    ready = open_if_prepared(data, task="classify")
     if ready is not None:
         _check_ready(ready, data, spec)
         return ready
-    data = in_place(data, "jsonl", docstrings)
-    inputs, shares = inputs_of(data)
+    data = resolve_embedded_sources(data, "jsonl", find_docstrings_file)
+    inputs, shares = collect_inputs(data)
     check_medium(inputs, "text")
     inputs, notes = _as_lines(inputs)
     if data.multi_label and any(input.found.source.labels is not None for input in inputs):
@@ -66,27 +71,27 @@ def prepare_classify(
         )
     changes = data.augmentation if data.augmentation is not None and data.augmentation.enabled else None
     # Another thesaurus gives other copies.
-    thesaurus = synonyms.source() if changes and "synonym_replacement" in changes.techniques else None
+    thesaurus = synonyms.synonym_source() if changes and "synonym_replacement" in changes.techniques else None
     reader = LabelReader(data.label_field, data.label_separator if data.multi_label else None)
-    given = given_tokenizer(spec)
+    given = load_pretrained_tokenizer(spec)
     _check_length(data, spec, given)
 
-    def encoder(texts: Texts, folder: Path, progress: Progress) -> LabelledEncoder:
+    def encoder(texts: PlannedTexts, folder: Path, progress: ProgressCallback) -> LabelledEncoder:
         tokenizer = learn(spec, given, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
-        checks = Checks(texts.plan.tables, _stratified_folds(data.split), num_classes)
+        checks = LabelChecks(texts.plan.tables, _stratified_folds(data.split), num_classes)
         return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, reader, changes, seed, checks, notes)
 
     learned = (spec.vocab_size, spec.min_frequency) if spec.kind == "words" else None
     # What the model of a tokenizer can read is said beside it, and not by it.
-    longest = given.longest if given is not None else None
-    options = (*tokenizer_options(spec, given), changes, thesaurus, seed if changes else None)
-    plan = Plan(
+    longest = given.model_max_length if given is not None else None
+    options = (*tokenizer_cache_key(spec, given), changes, thesaurus, seed if changes else None)
+    plan = PreparationPlan(
         task="classify",
         inputs=inputs,
         shares=shares,
         data=data,
-        rules=Rules.of_text(data, label=data.label_field, class_names=data.named_classes),
+        rules=Rules.for_text(data, label=data.label_field, class_names=data.class_name_by_number),
         encoder=encoder,
         options=(*options, FORMAT, reader, learned, longest),
         label_field=data.label_field,
@@ -100,7 +105,7 @@ def prepare_classify(
 
 def _as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, ...]]:
     """Text files as lines of a label and a text, since a whole file has no label; with a note that says so."""
-    from bottega.data.formats.lines import recognise
+    from bottega.data.formats.lines import detect_line_layout
 
     changed, notes = [], []
     for input in inputs:
@@ -110,30 +115,30 @@ def _as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, 
             continue
         source = found.source
         if found.kind == "text" or source.delimiter is None:
-            form = recognise(found.files)
-            source = source.model_copy(update={"delimiter": form.divider, "columns": form.columns})
+            form = detect_line_layout(found.files)
+            source = source.model_copy(update={"delimiter": form.delimiter, "columns": form.columns})
             signs = {"\t": "a tab", " ": "a blank"}
             order = "a label, then a text" if form.label_first else "a text, then a label"
             notes.append(
-                f"{found.root}: each line is read as {order}, divided by {signs.get(form.divider, form.divider)}"
+                f"{found.root}: each line is read as {order}, divided by {signs.get(form.delimiter, form.delimiter)}"
             )
         changed.append(replace(input, found=replace(found, kind="lines", source=source)))
     return tuple(changed), tuple(dict.fromkeys(notes))
 
 
-def _check_ready(ready: Prepared, data: ClassifyData, spec: TokenizerSpec) -> None:
-    if ready.meta.get("multi_label", False) != data.multi_label:
+def _check_ready(ready: PreparedData, data: ClassifyData, spec: TokenizerSpec) -> None:
+    if ready.metadata.get("multi_label", False) != data.multi_label:
         has = "one class" if data.multi_label else "several classes"
         raise DataError(
             f"{ready.folder} was prepared with {has} a text, and data.multi_label is {str(data.multi_label).lower()}; "
             "prepare it again"
         )
-    if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != ready.meta["tokenizer"]:
+    if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != ready.metadata["tokenizer"]:
         raise DataError(f"{ready.folder} was prepared with another tokenizer than {spec.path}; prepare it with that")
 
 
 def _check_length(data: ClassifyData, spec: TokenizerSpec, given: Tokenizer | None) -> None:
-    longest = given.longest if given is not None else None
+    longest = given.model_max_length if given is not None else None
     if longest is not None and data.sequence_length is not None and data.sequence_length > longest:
         raise UsageError(
             f"data.sequence_length: {data.sequence_length} is more than the {longest} tokens that {spec.path} can read; "
@@ -146,7 +151,7 @@ def _stratified_folds(split: Splitting | None) -> int | None:
 
 
 @dataclass(frozen=True)
-class Checks:
+class LabelChecks:
     """What only the labels of all texts together can show."""
 
     tables: tuple[str, ...]
@@ -154,7 +159,7 @@ class Checks:
     """Of a split by class."""
     num_classes: int | None
 
-    def mixed(self, folder: Path) -> None:
+    def check_label_types(self, folder: Path) -> None:
         """Numbers beside words are the numbers of other words, or a column that was meant to be another."""
         first: dict[int, str] = {}
         for table in (Table(folder / name) for name in self.tables):
@@ -165,7 +170,7 @@ class Checks:
         if len(first) == 2:
             raise DataError(f"labels are numbers and words: {first[NUMBER]}, {first[WORD]}; give all of them one form")
 
-    def blanks(self, folder: Path) -> list[str]:
+    def whitespace_notes(self, folder: Path) -> list[str]:
         """A note where labels differed by blanks alone."""
         count, first = 0, None
         for table in (Table(folder / name) for name in self.tables):
@@ -179,7 +184,7 @@ class Checks:
         )
         return [f"{said}; labels that differ by blanks alone are one class"] if count else []
 
-    def members(self, folder: Path) -> None:
+    def check_fold_sizes(self, folder: Path) -> None:
         """Each fold must have its share of each class."""
         if self.folds is None:
             return
@@ -188,7 +193,9 @@ class Checks:
             if name.startswith("train") or name == "validation":
                 table = Table(folder / name)
                 own = (table.values("form") != COPY).tolist()
-                counts.update(label for label, is_own in zip(texts_of(table, "label"), own, strict=True) if is_own)
+                counts.update(
+                    label for label, is_own in zip(read_text_column(table, "label"), own, strict=True) if is_own
+                )
         rarest = min(counts, key=lambda name: (counts[name], name))
         if counts[rarest] < self.folds:
             raise DataError(
@@ -196,12 +203,12 @@ class Checks:
                 "or set data.split.by=fraction"
             )
 
-    def classes(self, folder: Path) -> list[str]:
+    def find_label_names(self, folder: Path) -> list[str]:
         """Of texts that have several."""
         first_of: dict[str, str] = {}
         for name in self.tables:
             table = Table(folder / name)
-            for row, text in enumerate(texts_of(table, "label")):
+            for row, text in enumerate(read_text_column(table, "label")):
                 for label in json.loads(text):
                     first_of.setdefault(label, table.row("key", row))
         classes = find_classes(first_of, num_classes=self.num_classes)
@@ -218,7 +225,7 @@ class LabelledEncoder(Encoder):
     reader: LabelReader
     changes: TextAugmentation | None
     seed: int
-    checks: Checks
+    checks: LabelChecks
     notes: tuple[str, ...] = ()
     """How the data was read, where that is not what its files say."""
 
@@ -228,56 +235,56 @@ class LabelledEncoder(Encoder):
         return {"input_ids": ids, "text": TEXT, "label": TEXT, "form": Column(), "key": TEXT}
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Asked for when the tables are written, so that what they show together is found before they are used."""
-        tables, tokenizer = self.folder.parent, opened_tokenizer(self.folder)
-        self.checks.mixed(tables)
-        self.checks.members(tables)
+        tables, tokenizer = self.folder.parent, open_tokenizer(self.folder)
+        self.checks.check_label_types(tables)
+        self.checks.check_fold_sizes(tables)
         multi_label = self.reader.separator is not None
         return {
-            **tokenizer_facts(self.folder),
-            "frame": tokenizer.frame,
-            "padding": tokenizer.padding,
-            "unknown": tokenizer.unknown,
-            "longest": tokenizer.longest,
+            **tokenizer_metadata(self.folder),
+            "frame": tokenizer.special_tokens_around,
+            "padding": tokenizer.pad_token_id,
+            "unknown": tokenizer.unk_token_id,
+            "longest": tokenizer.model_max_length,
             "multi_label": multi_label,
-            **({"classes": self.checks.classes(tables)} if multi_label else {}),
-            "notes": [*self.notes, *self.checks.blanks(tables)],
+            **({"classes": self.checks.find_label_names(tables)} if multi_label else {}),
+            "notes": [*self.notes, *self.checks.whitespace_notes(tables)],
         }
 
     def rows(self, record: Record) -> Iterator[Row]:
         for _, row in self.encode([("", record)]):
-            if isinstance(row, Bad):
+            if isinstance(row, BadRecord):
                 raise Unreadable(row.reason)
             yield row
 
-    def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | Bad]]:
-        tokenizer = opened_tokenizer(self.folder)
-        group: list[tuple[str, Row | Bad]] = []
+    def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | BadRecord]]:
+        tokenizer = open_tokenizer(self.folder)
+        group: list[tuple[str, Row | BadRecord]] = []
         characters, has_labels = 0, False
         for table, record in records:
             for row in self._texts(record, is_training=table.startswith("train")):
-                if not isinstance(row, Bad):
+                if not isinstance(row, BadRecord):
                     has_labels = True
                 elif has_labels and row.reason.endswith(NAME_IT):
                     row = row._replace(reason=row.reason + SKIP)
                 group.append((table, row))
-                characters += len(row["text"]) if not isinstance(row, Bad) else 0
-            if characters >= GROUP:
+                characters += len(row["text"]) if not isinstance(row, BadRecord) else 0
+            if characters >= CHARACTERS_PER_CALL:
                 yield from _tokenised(group, tokenizer)
                 group, characters = [], 0
         yield from _tokenised(group, tokenizer)
 
-    def _texts(self, record: Record, *, is_training: bool) -> Iterator[Row | Bad]:
+    def _texts(self, record: Record, *, is_training: bool) -> Iterator[Row | BadRecord]:
         try:
             label, form = self.reader.read(record)
         except Unreadable as error:
-            yield Bad(record.key, record.where, str(error))
+            yield BadRecord(record.key, record.where, str(error))
             return
         text = record.fields["text"]
         yield {"text": text, "label": label, "form": form, "key": record.key}
         if is_training and self.changes is not None:
-            changed = copies(
+            changed = make_augmented_copies(
                 text,
                 factor=self.changes.augmentation_factor,
                 techniques=self.changes.techniques,
@@ -289,8 +296,8 @@ class LabelledEncoder(Encoder):
                 yield {"text": copy, "label": label, "form": COPY, "key": f"{record.key}~{number}"}
 
 
-def _tokenised(group: list[tuple[str, Row | Bad]], tokenizer: Tokenizer) -> Iterator[tuple[str, Row | Bad]]:
-    texts = [row["text"] for _, row in group if not isinstance(row, Bad)]
+def _tokenised(group: list[tuple[str, Row | BadRecord]], tokenizer: Tokenizer) -> Iterator[tuple[str, Row | BadRecord]]:
+    texts = [row["text"] for _, row in group if not isinstance(row, BadRecord)]
     ids = tokenizer.encode_documents(texts)
     for table, row in group:
-        yield table, row if isinstance(row, Bad) else {**row, "input_ids": next(ids)}
+        yield table, row if isinstance(row, BadRecord) else {**row, "input_ids": next(ids)}

@@ -14,6 +14,6 @@ class LabelledTextPreview(Preview):
     def describe(self, row: dict[str, Any]) -> str:
         return str(row["text"])
 
-    def public(self, row: dict[str, Any]) -> dict[str, Any]:
-        label = json.loads(row["label"]) if self.prepared.meta.get("multi_label") else row["label"]
+    def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
+        label = json.loads(row["label"]) if self.prepared.metadata.get("multi_label") else row["label"]
         return {"text": row["text"], "label": label, "source": row["key"]}

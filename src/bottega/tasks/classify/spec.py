@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bottega.config.flat import Flat
+from bottega.config.layers import FlatConfig
 from bottega.config.task_spec import TaskSpec
 from bottega.tasks.classify.config import AudioClassifyRecipe, ClassifyRecipe, ImageClassifyRecipe, VideoClassifyRecipe
 from bottega.tasks.weights import drop_dimensions
@@ -17,19 +17,19 @@ def prepare(recipe: Any, progress: Any) -> Any:
         from bottega.data.prepare.media import prepare_media
 
         return prepare_media(recipe, progress=progress)
+    from bottega.tasks.base_model import resolve_tokenizer_spec
     from bottega.tasks.classify.prepare import prepare_classify
-    from bottega.tasks.start import tokenizer_of
 
     return prepare_classify(
         recipe.data,
-        tokenizer_of(recipe),
+        resolve_tokenizer_spec(recipe),
         seed=recipe.seed,
         num_classes=recipe.model.num_labels,
         progress=progress,
     )
 
 
-def adapt(base: Flat, layer: Flat) -> list[str]:
+def adapt(base: FlatConfig, layer: FlatConfig) -> list[str]:
     drop_dimensions(base, layer, _is_encoder)
     return []
 
@@ -39,7 +39,7 @@ def _is_encoder(values: Mapping[str, Any]) -> bool:
     return is_text and values.get("model.kind", "transformer") != "cnn"
 
 
-def asks(recipe: Any, codec: Path) -> str | None:
+def asks(recipe: Any, processor: Path) -> str | None:
     return '"a text of yours"' if isinstance(recipe, ClassifyRecipe) else recipe.data.train.path
 
 
@@ -52,8 +52,8 @@ SPEC = TaskSpec(
         "audio": AudioClassifyRecipe,
         "video": VideoClassifyRecipe,
     },
-    open="bottega.tasks.classify.media:prepare",
-    reopen="bottega.tasks.classify.media:reopen",
+    open="bottega.tasks.classify.media_workload:prepare",
+    reopen="bottega.tasks.classify.media_workload:reopen",
     prepare=prepare,
     preview="bottega.tasks.classify.preview:LabelledTextPreview",
     fields=frozenset(("text", "label")),

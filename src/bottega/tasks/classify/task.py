@@ -19,7 +19,7 @@ from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows, Sums
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
-from bottega.models.spiking.units import activity, rate_costs, unit_rows, unit_scores
+from bottega.models.spiking.units import activity_sums, firing_rate_penalties, unit_activity, unit_activity_metrics
 from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.tasks.classify.losses import LossName, find_loss
 from bottega.tasks.classify.losses.base import ClassificationLoss
@@ -95,7 +95,7 @@ class Classification(Task):
         model = ModelSpec(network, self.shape, initial=Initial(rule), pretrained=self.pretrained, is_filled=True)
         return {"model": model}
 
-    def fresh_parts(self) -> tuple[str, ...]:
+    def new_modules(self) -> tuple[str, ...]:
         """The head. An encoder that was trained to fill in words has nothing before it either."""
         from bottega.models.text_classifier.pretrained import lacks_pooler
 
@@ -109,7 +109,7 @@ class Classification(Task):
             each = np.ones(len(batch["labels" if self.multi_label else "label"]))
         if "weight" in batch:
             each = each[np.asarray(batch["weight"]) > 0]
-        return {"loss": float(each.sum()), **({"firing": float(len(each))} if self.is_regulated else {})}
+        return {"loss": float(each.sum()), **({"firing": float(len(each))} if self.has_firing_rate_target else {})}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         logits, spikes = self._told(models, batch, rng if models["model"].training else None)
@@ -127,7 +127,7 @@ class Classification(Task):
         else:
             right = {"accuracy": found.argmax(dim=1) == labels}
             rows = {"probability": found.softmax(dim=1), "label": labels}
-        if self.is_modified and not models["model"].training:
+        if self.has_modified_loss and not models["model"].training:
             metrics = self._measured(found, labels, counted, right, total)
         else:
             metrics = _means(right, counted)
@@ -138,22 +138,22 @@ class Classification(Task):
         """Also how often units fire, what it costs, and which of them do so never or always."""
         assert isinstance(self.shape, SpikingNetShape)
         trains = torch.cat(spikes, dim=2)
-        terms, metrics = dict(out.terms), {**out.metrics, "firing_rate": activity(trains, counted)["firing_rate"]}
-        if self.is_regulated:
+        terms, metrics = dict(out.terms), {**out.metrics, "firing_rate": activity_sums(trains, counted)["firing_rate"]}
+        if self.has_firing_rate_target:
             assert self.firing_rate is not None
-            each = torch.stack([rate_costs(one, self.firing_rate) for one in spikes]).mean(0)
+            each = torch.stack([firing_rate_penalties(one, self.firing_rate) for one in spikes]).mean(0)
             terms["firing"] = (torch.where(counted, each, 0.0).sum(), self.firing_rate_weight)
-        return Loss(terms, metrics, {**out.rows, "units": unit_rows(trains, self.shape.neuron.highest_rate)})
+        return Loss(terms, metrics, {**out.rows, "units": unit_activity(trains, self.shape.neuron.highest_rate)})
 
     @property
-    def is_regulated(self) -> bool:
+    def has_firing_rate_target(self) -> bool:
         """Whether units are held to a rate."""
         return self.firing_rate is not None and self.firing_rate_weight > 0
 
     @property
-    def is_modified(self) -> bool:
+    def has_modified_loss(self) -> bool:
         """Whether what is minimised is another number than the cross-entropy."""
-        return not self._rule.is_plain or self.class_weights is not None
+        return not self._rule.is_cross_entropy or self.class_weights is not None
 
     @property
     def _rule(self) -> ClassificationLoss:
@@ -178,8 +178,10 @@ class Classification(Task):
         return self._told(models, batch, None)[0]
 
     def score(self, rows: Rows) -> dict[str, float]:
-        found = classification.score(rows["probability"], rows["labels" if self.multi_label else "label"])
-        return found | unit_scores(rows["units"]) if "units" in rows else found
+        found = classification.classification_metrics(
+            rows["probability"], rows["labels" if self.multi_label else "label"]
+        )
+        return found | unit_activity_metrics(rows["units"]) if "units" in rows else found
 
     def _told(self, models: Models, batch: Batch, rng: Noise | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits, and of a spiking network the spikes of each layer. `rng` where training is to be noisy: words are dropped,
@@ -206,12 +208,12 @@ class Classification(Task):
 
     def _single(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[b]: of each example, with the weight of its class."""
-        each = self._rule.single(logits, labels)
+        each = self._rule.per_example(logits, labels)
         return each if self.class_weights is None else each * _weights(self.class_weights, logits.device)[labels]
 
     def _several(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[b]: of each example the mean over its K questions, by the weights of their classes."""
-        each = self._rule.several(logits, labels)
+        each = self._rule.per_label(logits, labels)
         if self.class_weights is None:
             return each.mean(1)
         weights = _weights(self.class_weights, logits.device)

@@ -13,5 +13,5 @@ class Teller:
     def sample(self, models: Models, folder: Any, *, device: Any) -> None:
         """Nothing to look at."""
 
-    def example(self) -> None:
+    def example_flags(self) -> None:
         return None

@@ -13,14 +13,14 @@ import torch
 from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, CheckpointError
 from bottega.core.types import Batch, Models
-from bottega.data.audio.mel import MelCodec
-from bottega.data.audio.write import ENDINGS, write_sounds
+from bottega.data.audio.mel import MelProcessor
+from bottega.data.audio.write import WRITABLE_SUFFIXES, write_audio_files
 from bottega.data.prepare.media import prepare_media
-from bottega.data.sources.samples import mel_codec
+from bottega.data.sources.samples import fit_mel_processor
 from bottega.models.vocoder import Vocoder, load_vocoder
-from bottega.tasks.generation.branch import GenerationBranch, Say
 from bottega.tasks.generation.config import AudioRecipe
-from bottega.tasks.generation.latent_space import codec_of
+from bottega.tasks.generation.latent_space import load_mel_processor
+from bottega.tasks.generation.workload import GenerationWorkload, Say
 
 VOCODER = "vocoder"
 # Samples that become sound at once: 48 s at 22 kHz. With hops of a quarter window, each of Griffin-Lim's arrays has two
@@ -28,53 +28,53 @@ VOCODER = "vocoder"
 AT_ONCE = 1 << 20
 
 
-def prepare(recipe: Recipe, *, say: Say) -> AudioBranch:
+def prepare(recipe: Recipe, *, say: Say) -> AudioWorkload:
     assert isinstance(recipe, AudioRecipe)
-    return AudioBranch(recipe, prepare_media(recipe, progress=say)).keep_latents(say)
+    return AudioWorkload(recipe, prepare_media(recipe, progress=say)).keep_latents(say)
 
 
-def reopen(recipe: Recipe, codec: Path, fingerprint: str) -> AudioBranch:
+def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> AudioWorkload:
     assert isinstance(recipe, AudioRecipe)
-    return AudioBranch(recipe, None, codec=codec, expected=fingerprint)
+    return AudioWorkload(recipe, None, processor=processor, expected=fingerprint)
 
 
 @final
-class AudioBranch(GenerationBranch):
+class AudioWorkload(GenerationWorkload):
     key, medium = "mel", "audio"
     recipe: AudioRecipe
     unit = "sounds"
-    endings = ENDINGS
+    endings = WRITABLE_SUFFIXES
     _device: Any = "cpu"
     """Where samples were drawn last, and the vocoder works."""
 
     @cached_property
-    def mel(self) -> MelCodec:  # type: ignore[override]
+    def mel(self) -> MelProcessor:  # type: ignore[override]
         """Measured on the training data, or as the run has kept it; in the bands of the vocoder, where there is one."""
-        if self._codec is not None:
-            return MelCodec.load(self._codec)
+        if self._processor is not None:
+            return MelProcessor.load(self._processor)
         vocoder, data = self.vocoder, self.recipe.data
         band: dict[str, Any] = {}
         if vocoder is not None:
-            rate = int(self.prepared.meta["sample_rate"])
-            vocoder.check(sample_rate=rate, num_mels=data.num_mels, hop_size=data.hop_size)
+            rate = int(self.prepared.metadata["sample_rate"])
+            vocoder.check_spectrogram(sample_rate=rate, num_mels=data.num_mels, hop_size=data.hop_size)
             band = {"low": vocoder.low, "high": vocoder.high}
         if self.space is not None:
-            return codec_of(self.space.folder, self.recipe, self.prepared, **band)
-        own = mel_codec(self.recipe, self.prepared, multiple=self._multiple(), **band)
-        return own if self.codes is None else self.codes.mel(own)
+            return load_mel_processor(self.space.folder, self.recipe, self.prepared, **band)
+        own = fit_mel_processor(self.recipe, self.prepared, multiple=self._multiple(), **band)
+        return own if self.codes is None else self.codes.match_mel(own)
 
     @cached_property
     def vocoder(self) -> Vocoder | None:
         """That of the recipe; a run keeps a copy, so that it can be heard where the folder is not."""
         if self.recipe.model.vocoder is None:
             return None
-        if self._codec is None:
+        if self._processor is None:
             return load_vocoder(self.recipe.model.vocoder)
-        folder = self._codec / VOCODER
+        folder = self._processor / VOCODER
         try:
             found = load_vocoder(folder)
             mel = self.mel.mel
-            found.check(sample_rate=mel.sample_rate, num_mels=mel.num_mels, hop_size=mel.hop_size)
+            found.check_spectrogram(sample_rate=mel.sample_rate, num_mels=mel.num_mels, hop_size=mel.hop_size)
         except BottegaError as error:
             raise CheckpointError(
                 f"the vocoder of this run: {error}; copy {self.recipe.model.vocoder} to {folder}"
@@ -96,7 +96,7 @@ class AudioBranch(GenerationBranch):
         self._device = device
         return super().draw(models, rows, device=device, **options)
 
-    def medium_of(self, x: np.ndarray) -> np.ndarray:
+    def to_medium(self, x: np.ndarray) -> np.ndarray:
         x = x.reshape(len(x), *self.mel.shape)
         step = max(1, AT_ONCE // self.mel.num_samples)
         return np.concatenate([self._heard(x[i : i + step]) for i in range(0, len(x), step)])
@@ -107,7 +107,7 @@ class AudioBranch(GenerationBranch):
         log_mel = torch.from_numpy(self.mel.scale.undo(x[..., 0])).to(self._device)
         return self.vocoder(log_mel)[:, : self.mel.num_samples].cpu().numpy()
 
-    def values_of(self, samples: np.ndarray) -> np.ndarray:
+    def to_values(self, samples: np.ndarray) -> np.ndarray:
         values = self.mel.encode(samples)
         return values if self.facts.latents is not None else values.reshape(-1, *self.facts.shape.sample)
 
@@ -115,16 +115,16 @@ class AudioBranch(GenerationBranch):
         self._device = device
         if self.task.latents is not None:
             return super().round_trip(models, samples, device)
-        return self.medium_of(self.values_of(samples))
+        return self.to_medium(self.to_values(samples))
 
     def write(self, made: np.ndarray, path: Path, captions: Sequence[str] | None) -> list[Path]:
-        return write_sounds(made, self.sample_rate, path, captions=captions)
+        return write_audio_files(made, self.sample_rate, path, captions=captions)
 
-    def has_codec(self, folder: Path) -> bool:
-        return super().has_codec(folder) and (self.vocoder is None or (folder / VOCODER).is_dir())
+    def has_processor(self, folder: Path) -> bool:
+        return super().has_processor(folder) and (self.vocoder is None or (folder / VOCODER).is_dir())
 
-    def write_codec(self, folder: Path) -> None:
-        super().write_codec(folder)
+    def write_processor(self, folder: Path) -> None:
+        super().write_processor(folder)
         self.mel.save(folder)
         if self.vocoder is not None:
             self.vocoder.save(folder / VOCODER)

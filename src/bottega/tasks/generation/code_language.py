@@ -19,11 +19,11 @@ from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
-from bottega.models.decoder.torch import Cache, Transformer
+from bottega.models.decoder.torch import DecoderCache, Transformer
 from bottega.models.generator.config import CodeGeneratorShape, CodesBackbone
-from bottega.models.losses.token_loss import IGNORED
+from bottega.models.losses.token_loss import IGNORE_INDEX
 from bottega.tasks.autoencode.vae_task import num_examples
-from bottega.tasks.language.sampling import choose
+from bottega.tasks.language.sampling import sample_tokens
 
 
 class FrozenCodes(BaseModel):
@@ -89,15 +89,15 @@ class CodeLanguage(Task):
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         codes = self.latents.encode(models["tokenizer"], batch[self.key])
-        first = self.asked(batch, drop=rng.uniform("drop") < self.condition_dropout)
+        first = self.first_tokens(batch, drop=rng.uniform("drop") < self.condition_dropout)
         targets = codes
         if "weight" in batch:
-            targets = codes.masked_fill((batch["weight"] <= 0)[:, None], IGNORED)
+            targets = codes.masked_fill((batch["weight"] <= 0)[:, None], IGNORE_INDEX)
         total = models["model"](torch.cat([first[:, None], codes[:, :-1]], dim=1), targets)
         bits = total.detach() / math.log(2.0)
-        return Loss(terms={"loss": (total, 1.0)}, metrics={"bits_per_code": (bits, (targets != IGNORED).sum())})
+        return Loss(terms={"loss": (total, 1.0)}, metrics={"bits_per_code": (bits, (targets != IGNORE_INDEX).sum())})
 
-    def asked(self, batch: Batch, *, drop: Tensor) -> Tensor:
+    def first_tokens(self, batch: Batch, *, drop: Tensor) -> Tensor:
         """The first token of each row, int64 [b]; that of no condition where `drop` says so."""
         condition, codes = self.shape.condition, self.backbone.num_codes
         none = torch.full(drop.shape, codes + condition.size, device=drop.device)
@@ -126,13 +126,15 @@ class CodeLanguage(Task):
         The noise of a code is f(seed, its index, number of the sample), so a sample does not depend on its batch.
         """
         none = torch.ones(len(rng.positions), dtype=torch.bool, device=rng.positions.device)
-        first = self.asked(batch, drop=~none if guidance != 0 else none)
+        first = self.first_tokens(batch, drop=~none if guidance != 0 else none)
         is_guided = guidance not in (0, 1) and self.shape.condition.kind != "none"
         if is_guided:
             # Both readings of a sample in one batch: its codes are the same, and only their first token differs.
-            first = torch.cat([first, self.asked(batch, drop=none)])
+            first = torch.cat([first, self.first_tokens(batch, drop=none)])
         length = self.backbone.length
-        cache = Cache.empty(model.shape, batch=len(first), length=length, device=first.device, dtype=_dtype(model))
+        cache = DecoderCache.empty(
+            model.shape, batch=len(first), length=length, device=first.device, dtype=_dtype(model)
+        )
         token, made = first, []
         for index in range(length):
             hidden = model.hidden(token[:, None], cache=cache, position=index)[:, -1]
@@ -142,7 +144,7 @@ class CodeLanguage(Task):
                 with_condition, without = logits.chunk(2)
                 logits = without + guidance * (with_condition - without)
             noise = replace(rng, step=index)
-            made.append(choose(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p))
+            made.append(sample_tokens(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p))
             token = made[-1].repeat(2) if is_guided else made[-1]
             progress(index + 1, length)
         return torch.stack(made, dim=1)

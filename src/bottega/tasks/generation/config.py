@@ -100,8 +100,8 @@ class GeneratorRecipe(MediaRecipe):
         """(key of a side of a sample, the side, key of what must divide it), as far as the recipe gives them."""
         return []
 
-    def contradictions(self) -> list[tuple[str, str, str]]:
-        problems, model = super().contradictions(), self.model
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
+        problems, model = super().find_conflicts(), self.model
         if model.backbone != "dit" or model.vae is not None:
             return problems
         for name, side, patch in self.sides():

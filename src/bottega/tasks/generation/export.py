@@ -10,7 +10,7 @@ Every folder holds, and `open_folder` reads:
   the embedding of classes, under the names that our model has.
 - `vae/` with an autoencoder, `text_encoder/` and `tokenizer/` with a frozen reader of captions, where there are such.
 - `scheduler/`: the same path as a scheduler of diffusers, which can step any model that predicts noise, v or velocity.
-- `codec/`: how numbers become pixels or sound again, as the run keeps it.
+- `processor/`: how numbers become pixels or sound again, as the run keeps it.
 
 A pipeline has `model_index.json` besides, and opens with its class's `from_pretrained`.
 """
@@ -31,40 +31,40 @@ from bottega.models.autoencoder.layout import export_autoencoder
 from bottega.models.build import build_model
 from bottega.models.dit import layout
 from bottega.models.generator.config import UNetShape
-from bottega.models.generator.torch import OWN, WEIGHTS, Generator, load_generator
-from bottega.models.pipeline.component import CONFIG, VERSION, on_host, read_config, write_component
+from bottega.models.generator.torch import CLASS_EMBEDDING, WEIGHTS, Generator, load_generator
+from bottega.models.pipeline.component import CONFIG, VERSION, read_config, to_cpu, write_component
 from bottega.models.unet import UNet, unet_config
-from bottega.tasks.generation.paths import Path as NoisePath
+from bottega.tasks.generation.paths import NoisePath as NoisePath
 from bottega.tasks.generation.task import Generation
 
 if TYPE_CHECKING:
-    from bottega.tasks.generation.branch import GenerationBranch
+    from bottega.tasks.generation.workload import GenerationWorkload
 
 FORMAT, FORMAT_VERSION = "bottega-generator", 1
 INDEX = "model_index.json"
-PARTS = ("unet", "transformer", "vae", "text_encoder", "tokenizer", "scheduler", "codec")
+PARTS = ("unet", "transformer", "vae", "text_encoder", "tokenizer", "scheduler", "processor")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
 
 
-def publish(branch: GenerationBranch, models: Models, folder: Path) -> dict[str, Any]:
+def export_generator(workload: GenerationWorkload, models: Models, folder: Path) -> dict[str, Any]:
     """Write all of it. Gives what the card says."""
     _clear(folder)
-    task, pipeline = branch.task, pipeline_of(branch, models)
+    task, pipeline = workload.task, find_stock_pipeline(workload, models)
     _write_weights(models["model"], folder)
     if task.latents is not None:
         _write_vae(task, models["vae"], folder / "vae")
     if task.text is not None:
-        _write_text(branch, models["text_encoder"], folder)
+        _write_text(workload, models["text_encoder"], folder)
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(task.path, pipeline))
-    (folder / "codec").mkdir(exist_ok=True)
-    branch.write_codec(folder / "codec")
+    (folder / "processor").mkdir(exist_ok=True)
+    workload.write_processor(folder / "processor")
     if pipeline is not None:
-        _write_json(folder / INDEX, _index(branch, pipeline))
-    _write_json(folder / CONFIG, _config(branch))
-    return _card(branch, is_stock=pipeline is not None)
+        _write_json(folder / INDEX, _index(workload, pipeline))
+    _write_json(folder / CONFIG, _config(workload))
+    return _card(workload, is_stock=pipeline is not None)
 
 
-def open_folder(folder: Path) -> tuple[Generation, dict[str, Any]]:
+def open_exported_generator(folder: Path) -> tuple[Generation, dict[str, Any]]:
     """The task and its models as they were exported; nothing but the folder is needed."""
     config = read_config(folder)
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
@@ -87,11 +87,11 @@ def open_folder(folder: Path) -> tuple[Generation, dict[str, Any]]:
     return task, models
 
 
-def pipeline_of(branch: GenerationBranch, models: Models) -> str | None:
+def find_stock_pipeline(workload: GenerationWorkload, models: Models) -> str | None:
     """The stock pipeline that samples this model rightly, or None."""
-    task, backbone = branch.task, branch.task.shape.backbone
+    task, backbone = workload.task, workload.task.shape.backbone
     # The pipelines take what a model made for pixels from -1 to 1.
-    if branch.medium != "image" or getattr(branch.recipe.data, "normalise", None) != "symmetric":
+    if workload.medium != "image" or getattr(workload.recipe.data, "normalise", None) != "symmetric":
         return None
     kind, is_unet = task.shape.condition.kind, isinstance(backbone, UNetShape)
     if is_unet and kind == "none" and task.latents is None:
@@ -100,7 +100,7 @@ def pipeline_of(branch: GenerationBranch, models: Models) -> str | None:
     # These two scale latents and do not shift them.
     if not task.path.has_stock_pipeline or task.latents is None or task.latents.shift:
         return None
-    if layout.has_diffusers_form(task.shape):
+    if layout.is_diffusers_compatible(task.shape):
         return "DiTPipeline"
     is_clip = type(models.get("text_encoder")).__name__ == "CLIPTextModel"
     # The pipeline refuses pictures whose sides are no multiple of 8.
@@ -131,13 +131,13 @@ def _write_weights(model: Generator, folder: Path) -> None:
         prefix = "backbone.unet."
         unet = {name.removeprefix(prefix): rest.pop(name) for name in list(rest) if name.startswith(prefix)}
         write_component(folder / "unet", unet_config(backbone.shape), unet)
-    elif layout.has_diffusers_form(model.shape):
+    elif layout.is_diffusers_compatible(model.shape):
         config = layout.diffusers_config(backbone.shape)
-        rest |= {OWN: model.condition.folded()}
+        rest |= {CLASS_EMBEDDING: model.condition.folded()}
         write_component(folder / "transformer", config, layout.to_diffusers(rest, backbone.shape))
         rest = {}
     if rest:
-        save_file(on_host(rest), folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(to_cpu(rest), folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def _write_vae(task: Generation, vae: Any, folder: Path) -> None:
@@ -147,47 +147,47 @@ def _write_vae(task: Generation, vae: Any, folder: Path) -> None:
     export_autoencoder(vae.state_dict(), vae.shape.model_copy(update=factors), folder, sample_size=side)
 
 
-def _write_text(branch: GenerationBranch, encoder: Any, folder: Path) -> None:
+def _write_text(workload: GenerationWorkload, encoder: Any, folder: Path) -> None:
     """The encoder, and the tokenizer's own files; told to cut captions where the run did."""
-    from bottega.tasks.generation.text_condition import encoder_folders
+    from bottega.tasks.generation.text_condition import resolve_encoder_folders
 
-    assert branch.text is not None
-    assert branch.text.facts.encoder is not None
+    assert workload.text is not None
+    assert workload.text.metadata.encoder is not None
     encoder.save_pretrained(folder / "text_encoder")
-    source, target = encoder_folders(branch.text.facts.encoder)[1], folder / "tokenizer"
-    branch.text.tokens.tokenizer.save(target)
+    source, target = resolve_encoder_folders(workload.text.metadata.encoder)[1], folder / "tokenizer"
+    workload.text.tokens.tokenizer.save(target)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     path = target / "tokenizer_config.json"
     said = json.loads(path.read_text()) if path.is_file() else {}
-    _write_json(path, {**said, "model_max_length": branch.text.tokens.length})
+    _write_json(path, {**said, "model_max_length": workload.text.tokens.length})
 
 
-def _config(branch: GenerationBranch) -> dict[str, Any]:
-    options, task = branch.recipe.samples, branch.task.model_dump(mode="json", exclude={"pretrained"})
+def _config(workload: GenerationWorkload) -> dict[str, Any]:
+    options, task = workload.recipe.samples, workload.task.model_dump(mode="json", exclude={"pretrained"})
     for part, name in (("latents", "vae"), ("text", "text_encoder")):
         if task.get(part):
             task[part]["folder"] = name
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "medium": branch.medium,
+        "medium": workload.medium,
         "task": task,
-        "classes": list(branch.facts.classes),
+        "classes": list(workload.facts.classes),
         "samples": {"steps": options.steps, "sampler": options.sampler, "guidance": options.guidance},
     }
 
 
-def _index(branch: GenerationBranch, pipeline: str) -> dict[str, Any]:
-    scheduler = scheduler_config(branch.task.path, pipeline)["_class_name"]
+def _index(workload: GenerationWorkload, pipeline: str) -> dict[str, Any]:
+    scheduler = scheduler_config(workload.task.path, pipeline)["_class_name"]
     head = {"_class_name": pipeline, "_diffusers_version": VERSION, "scheduler": ["diffusers", scheduler]}
     if pipeline == "DDPMPipeline":
         return head | {"unet": ["diffusers", "UNet2DModel"]}
     head["vae"] = ["diffusers", "AutoencoderKL"]
     if pipeline == "DiTPipeline":
         # A comma parts the names of one class there, and would make several of ours.
-        names = {str(i): name.replace(",", " ") for i, name in enumerate(branch.facts.classes)}
+        names = {str(i): name.replace(",", " ") for i, name in enumerate(workload.facts.classes)}
         return head | {"transformer": ["diffusers", layout.CLASS], "id2label": names}
     return head | {
         "unet": ["diffusers", "UNet2DConditionModel"],
@@ -200,12 +200,12 @@ def _index(branch: GenerationBranch, pipeline: str) -> dict[str, Any]:
     }
 
 
-def _card(branch: GenerationBranch, *, is_stock: bool) -> dict[str, Any]:
+def _card(workload: GenerationWorkload, *, is_stock: bool) -> dict[str, Any]:
     said = {"library_name": "diffusers" if is_stock else "bottega"}
-    has_text = branch.task.shape.condition.kind == "text"
+    has_text = workload.task.shape.condition.kind == "text"
     tags = {"image": "text-to-image" if has_text else "unconditional-image-generation"}
     tags |= {"audio": "text-to-audio", "video": "text-to-video"} if has_text else {}
-    return said | ({"pipeline_tag": tags[branch.medium]} if branch.medium in tags else {})
+    return said | ({"pipeline_tag": tags[workload.medium]} if workload.medium in tags else {})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@
   has them; and `task`: the `shape` of the model, which `key` of a batch is generated, the share trained without condition.
 - `transformer/`: the language model as transformers opens it. Its vocabulary is the codes, the classes, and one for none.
 - `tokenizer/`: the tokenizer, which turns codes into values; `bottega.models.autoencoder.codes_folder.load_codes` opens it.
-- `codec/`: how those become pixels or sound again, as the run keeps it.
+- `processor/`: how those become pixels or sound again, as the run keeps it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from bottega.models.build import build_model
 from bottega.models.decoder.torch import Transformer
 from bottega.models.folders.pretrained import export_transformers, load_weights
 from bottega.models.pipeline.component import CONFIG, read_config
-from bottega.tasks.frozen import SETTINGS
+from bottega.tasks.frozen_models import SETTINGS
 from bottega.tasks.generation.code_language import CodeLanguage
-from bottega.tasks.generation.codes import TRANSFORMER
-from bottega.tasks.generation.drawing import options_of
+from bottega.tasks.generation.code_tokenizer import TRANSFORMER
+from bottega.tasks.generation.sampling_options import sampling_option_names
 
 if TYPE_CHECKING:
-    from bottega.tasks.generation.branch import GenerationBranch
+    from bottega.tasks.generation.workload import GenerationWorkload
 
 FORMAT, FORMAT_VERSION = "bottega-code-generator", 1
-TOKENIZER, CODEC = "tokenizer", "codec"
+TOKENIZER, CODEC = "tokenizer", "processor"
 
 
-def publish_codes(branch: GenerationBranch, models: Models, folder: Path) -> dict[str, Any]:
+def export_code_generator(workload: GenerationWorkload, models: Models, folder: Path) -> dict[str, Any]:
     """Write all of it. Gives what the card says."""
-    task, options = branch.task, branch.recipe.samples
+    task, options = workload.task, workload.recipe.samples
     assert isinstance(task, CodeLanguage)
     _clear(folder)
     export_transformers(models["model"].state_dict(), task.backbone.transformer, folder / TRANSFORMER)
@@ -47,21 +47,21 @@ def publish_codes(branch: GenerationBranch, models: Models, folder: Path) -> dic
     for name in (*SETTINGS, WEIGHTS):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / TOKENIZER / name)
-    branch.write_codec(folder / CODEC)
+    workload.write_processor(folder / CODEC)
     config = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "medium": branch.medium,
+        "medium": workload.medium,
         "task": task.model_dump(mode="json", exclude={"pretrained", "latents"}),
-        "classes": list(branch.facts.classes),
-        "samples": {name: getattr(options, name) for name in options_of(branch.recipe.model)},
+        "classes": list(workload.facts.classes),
+        "samples": {name: getattr(options, name) for name in sampling_option_names(workload.recipe.model)},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tag = {"pipeline_tag": "unconditional-image-generation"} if branch.medium == "image" else {}
+    tag = {"pipeline_tag": "unconditional-image-generation"} if workload.medium == "image" else {}
     return {"library_name": "bottega", **tag}
 
 
-def open_codes(folder: Path) -> tuple[CodeLanguage, dict[str, Any]]:
+def open_exported_code_generator(folder: Path) -> tuple[CodeLanguage, dict[str, Any]]:
     """The task and its models as they were exported; nothing but the folder is needed."""
     config = read_config(folder)
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:

@@ -14,11 +14,11 @@ from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
 from bottega.models.autoencoder.vae import Autoencoder
-from bottega.tasks.autoencode.vae_task import along_axes
+from bottega.tasks.autoencode.vae_task import flatten_bands
 
-PREPARED = "latent"
+PRECOMPUTED = "latent"
 """A batch's field of latents that were computed beforehand: mean and log variance, one after the other [b, g..., 2c]."""
-AT_ONCE = 1 << 22
+MAX_POSITIONS = 1 << 22
 """Places of the data in one piece: 64 pictures of 256 x 256, whose widest layer then holds 2 GiB."""
 
 
@@ -37,7 +37,7 @@ class Latents(BaseModel):
     @torch.no_grad()
     def encode(self, vae: Autoencoder, batch: Batch, key: str, rng: Noise) -> Tensor:
         """One draw of the latents of each sample, as the generator is meant to see them."""
-        both = batch[PREPARED].float() if PREPARED in batch else moments(vae, batch[key])
+        both = batch[PRECOMPUTED].float() if PRECOMPUTED in batch else encode_moments(vae, batch[key])
         mean, log_variance = both.chunk(2, dim=-1)
         noise = rng.normal("latent", tuple(mean.shape[1:]))
         return (mean + (log_variance / 2).exp() * noise - self.shift) * self.scale
@@ -48,17 +48,17 @@ class Latents(BaseModel):
 
 
 @torch.no_grad()
-def moments(vae: Autoencoder, x: Tensor) -> Tensor:
+def encode_moments(vae: Autoencoder, x: Tensor) -> Tensor:
     """Mean and log variance, one after the other [b, g..., 2c]; in float32 also where training is not, so that what is
     computed beforehand is what would have been computed on the way."""
-    x = along_axes(x, vae.shape).float()
+    x = flatten_bands(x, vae.shape).float()
     return _in_pieces(lambda part: torch.cat(vae.encode(part), dim=-1), x, places=math.prod(x.shape[1:-1]))
 
 
 @torch.no_grad()
-def round_trip(vae: Autoencoder, x: Tensor) -> Tensor:
+def reconstruct(vae: Autoencoder, x: Tensor) -> Tensor:
     """Data as they come back, without the noise of a draw."""
-    mean = moments(vae, x).chunk(2, dim=-1)[0]
+    mean = encode_moments(vae, x).chunk(2, dim=-1)[0]
     return _in_pieces(_decoded(vae), mean, places=_places(vae, mean))
 
 
@@ -76,6 +76,6 @@ def _places(vae: Autoencoder, latent: Tensor) -> int:
 
 def _in_pieces(compute: Callable[[Tensor], Tensor], x: Tensor, *, places: int) -> Tensor:
     """All rows, as many at once as memory is likely to hold: a batch of small latents may be one of large pictures."""
-    size = max(1, AT_ONCE // places)
+    size = max(1, MAX_POSITIONS // places)
     with torch.autocast(x.device.type, enabled=False):
         return torch.cat([compute(part) for part in x.split(size)])

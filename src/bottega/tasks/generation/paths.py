@@ -18,7 +18,7 @@ from bottega.tasks.generation.objectives.base import Objective, Times
 from bottega.tasks.generation.schedules import Schedule, betas
 
 
-class Path(BaseModel):
+class NoisePath(BaseModel):
     """`flow` is the straight line (rectified flow); `noise` and `v` keep the variance (DDPM, Salimans and Ho)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,9 +51,9 @@ class Path(BaseModel):
         """What the model should predict; the levels are shaped to multiply a sample."""
         return self._rule.target(clean, noise, alpha, sigma)
 
-    def split(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(clean, noise) that a prediction at x stands for."""
-        return self._rule.split(predicted, x, alpha, sigma)
+        return self._rule.split_prediction(predicted, x, alpha, sigma)
 
     def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
         """How much each sample counts, [B]; None is all alike."""
@@ -64,9 +64,9 @@ class Path(BaseModel):
         return self._rule.error(predicted, clean, noise, alpha, sigma)
 
     @property
-    def most_steps(self) -> int | None:
+    def max_steps(self) -> int | None:
         """A sampler can take no more, because two of them would be the same; None is any number."""
-        return self._rule.most_steps
+        return self._rule.max_steps
 
     def grid(self, steps: int, device: torch.device | str) -> Tensor:
         """The times a sampler visits, from noise to data: [steps + 1]."""

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bottega.tasks.generation.paths import Path
+from bottega.tasks.generation.paths import NoisePath
 
 Method = Literal["euler", "heun", "dpm"]
 Predict = Callable[[Tensor, Tensor], Tensor]
@@ -21,7 +21,7 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 def sample(
     predict: Predict,
     start: Tensor,
-    path: Path,
+    path: NoisePath,
     *,
     steps: int,
     method: Method = "heun",
@@ -34,7 +34,7 @@ def sample(
 
     def split(x: Tensor, i: int) -> tuple[Tensor, Tensor]:
         told = path.model_time(times[i].float()).expand(len(x))
-        return path.split(predict(x, told).float(), x, torch.tensor(alphas[i]), torch.tensor(sigmas[i]))
+        return path.split_prediction(predict(x, told).float(), x, torch.tensor(alphas[i]), torch.tensor(sigmas[i]))
 
     for i in range(steps):
         a, b, s, r = alphas[i], alphas[i + 1], sigmas[i], sigmas[i + 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bottega.config.task_spec import TaskSpec
-from bottega.core.model_spec import resolve
+from bottega.core.model_spec import resolve_reference
 from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 
 
@@ -16,7 +16,7 @@ def _prepare(recipe: Any, progress: Any) -> Any:
     if recipe.data.latents:
         # With an autoencoder, and so with a framework; training finds them in the cache.
         spec = next(spec for spec in SPECS if spec.name == recipe.task)
-        resolve(spec.open)(recipe, say=progress)
+        resolve_reference(spec.open)(recipe, say=progress)
     return prepared
 
 

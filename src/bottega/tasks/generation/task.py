@@ -16,8 +16,8 @@ from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.generator.config import GeneratorShape, UNetShape
 from bottega.tasks.generation import samplers
-from bottega.tasks.generation.latents import PREPARED, Latents
-from bottega.tasks.generation.paths import Path
+from bottega.tasks.generation.latents import PRECOMPUTED, Latents
+from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.generation.text import FrozenText
 
 
@@ -27,7 +27,7 @@ class Generation(Task):
 
     key: str
     shape: GeneratorShape
-    path: Path = Path()
+    path: NoisePath = NoisePath()
     condition_dropout: float = 0.1
     latents: Latents | None = None
     """Between the data and what is generated; None is the data themselves."""
@@ -55,7 +55,7 @@ class Generation(Task):
             specs["text_encoder"] = self.text.spec()
         return specs
 
-    def fresh_parts(self) -> tuple[str, ...]:
+    def new_modules(self) -> tuple[str, ...]:
         """The last layers begin at 0 and would pass no gradient on; a condition that a folder lacks begins at random."""
         from bottega.models.generator.torch import read_generator
 
@@ -69,7 +69,7 @@ class Generation(Task):
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if "weight" in batch:
             return {"loss": float((np.asarray(batch["weight"]) > 0).sum())}
-        return {"loss": float(len(batch[PREPARED if PREPARED in batch else self.key]))}
+        return {"loss": float(len(batch[PRECOMPUTED if PRECOMPUTED in batch else self.key]))}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         clean = self._clean(models, batch, rng)

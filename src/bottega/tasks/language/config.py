@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from bottega.config.data import HeldOut, TextData, held_out_problems
-from bottega.config.recipe import Model, Recipe, Samples, path_problems
+from bottega.config.data import HeldOut, TextData, find_held_out_problems
+from bottega.config.recipe import Model, Recipe, Samples, find_path_problems
 from bottega.config.section import Dropout, Number, Positive, Probability, Rate, Whole
-from bottega.data.text.config import Tokenizer, tokenizer_problems
+from bottega.data.text.config import Tokenizer, find_tokenizer_problems
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.decoder.kinds import Kind, in_words_of_recipes, shape_fields, useless_keys
+from bottega.models.decoder.kinds import DecoderKind, describe_shape_error, find_unused_keys, resolve_shape_fields
 
 Size = Literal["nano", "verse", "stanza", "epic"]
 
@@ -19,7 +19,7 @@ Size = Literal["nano", "verse", "stanza", "epic"]
 class LanguageModel(Model):
     """A named size, or dimensions of its own, or both: a dimension given beside a size replaces the size's."""
 
-    kind: Kind = Field(
+    kind: DecoderKind = Field(
         "transformer",
         description="attention, a state space (ssm), both in turn (hybrid), or attention and experts (moe)",
     )
@@ -67,7 +67,7 @@ class LanguageModel(Model):
         None, description="hybrid: attention in the last of so many layers; null is 4"
     )
 
-    def said(self) -> dict[str, Any]:
+    def explicit_dimensions(self) -> dict[str, Any]:
         """The dimensions that are not left to a size, a folder or the width."""
         found = self.model_dump(exclude={"kind", "size", "from_"})
         return {key: value for key, value in found.items() if value is not None}
@@ -101,31 +101,31 @@ class LanguageRecipe(Recipe):
         default_factory=LanguageSamples, description="what the model writes while it learns"
     )
 
-    def missing(self) -> list[tuple[str, str]]:
-        found = super().missing() + path_problems(self.data)
+    def find_missing_keys(self) -> list[tuple[str, str]]:
+        found = super().find_missing_keys() + find_path_problems(self.data)
         model = self.model
         if model.size is None and model.from_ is None and (model.num_layers is None or model.hidden_size is None):
             found.append(
                 ("model.size", "missing; give a size (nano, verse, stanza, epic), from, or num_layers and hidden_size")
             )
-        return found + tokenizer_problems(self.data.tokenizer) + held_out_problems(self.data)
+        return found + find_tokenizer_problems(self.data.tokenizer) + find_held_out_problems(self.data)
 
-    def contradictions(self) -> list[tuple[str, str, str]]:
-        return super().contradictions() + _dimension_problems(self.model)
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
+        return super().find_conflicts() + _dimension_problems(self.model)
 
 
 def _dimension_problems(model: LanguageModel) -> list[tuple[str, str, str]]:
     """What a model cannot be, whatever the text: a size has some dimensions, and who changes one may forget the other."""
     if model.from_ is not None:
         return []
-    said = model.said()
-    found = [(f"model.{key}", "model.kind", text) for key, text in useless_keys(model.kind, model.size, said)]
+    said = model.explicit_dimensions()
+    found = [(f"model.{key}", "model.kind", text) for key, text in find_unused_keys(model.kind, model.size, said)]
     if found or (model.size is None and None in (model.hidden_size, model.num_layers)):
         return found
     try:
-        TransformerShape(**{"vocab_size": 2, "context": 1, **shape_fields(model.kind, model.size, said)})
+        TransformerShape(**{"vocab_size": 2, "context": 1, **resolve_shape_fields(model.kind, model.size, said)})
     except ValidationError as error:
-        key, text = in_words_of_recipes(error)
+        key, text = describe_shape_error(error)
         other = "model.num_kv_heads" if key in ("num_heads", "head_size") else "model.kind"
         return [(f"model.{key}", other, text)]
     return []

@@ -13,8 +13,8 @@ class TextPreview(Preview):
     def describe(self, row: dict[str, Any]) -> str:
         return self.prepared.tokenizer.decode(row["tokens"][:400])
 
-    def public(self, row: dict[str, Any]) -> dict[str, Any]:
+    def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
         tokens = row["tokens"]
-        if len(tokens) and tokens[-1] == self.prepared.meta["end_of_text"]:
+        if len(tokens) and tokens[-1] == self.prepared.metadata["end_of_text"]:
             tokens = tokens[:-1]
         return {"text": self.prepared.tokenizer.decode(tokens), "source": row["key"]}

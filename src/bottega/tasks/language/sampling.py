@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
-from bottega.models.decoder.torch import Cache, Transformer
+from bottega.models.decoder.torch import DecoderCache, Transformer
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _Row:
     stopped: bool = False
 
 
-def generate(
+def generate_tokens(
     model: Transformer,
     prompts: list[list[int]],
     *,
@@ -52,9 +52,9 @@ def generate(
     rows = [_Row(list(prompt), list(prompt)[seen]) for prompt in prompts]
 
     def pick(logits: Tensor, index: int) -> list[int]:
-        logits = penalised(logits, [row.tokens for row in rows], penalty=repetition_penalty)
+        logits = apply_repetition_penalty(logits, [row.tokens for row in rows], penalty=repetition_penalty)
         noise = Noise(seed, index, torch.arange(len(rows), device=device), xp=torch)
-        return choose(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p).tolist()
+        return sample_tokens(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p).tolist()
 
     return _stream(model, rows, pick, max_new_tokens=max_new_tokens, stop_token=stop_token, device=device)
 
@@ -72,7 +72,7 @@ def _stream(
     longest = min(context, max(len(row.window) for row in rows) + max_new_tokens)
     kind = torch.device(device).type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.head_weight.dtype
-    cache = Cache.empty(model.shape, batch=len(rows), length=longest, device=device, dtype=dtype)
+    cache = DecoderCache.empty(model.shape, batch=len(rows), length=longest, device=device, dtype=dtype)
     training = model.training
     model.eval()
     try:
@@ -95,7 +95,7 @@ def _grow(row: _Row, token: int, stop_token: int | None) -> int | None:
     return token
 
 
-def _next_logits(model: Transformer, rows: list[_Row], cache: Cache, *, device: torch.device | str) -> Tensor:
+def _next_logits(model: Transformer, rows: list[_Row], cache: DecoderCache, *, device: torch.device | str) -> Tensor:
     """Float32 logits [rows, V] of the token after each row; the cache then holds all that was read."""
     context = model.shape.context
     for row in rows:
@@ -119,7 +119,7 @@ def _next_logits(model: Transformer, rows: list[_Row], cache: Cache, *, device: 
 
 
 def _prefill(
-    model: Transformer, rows: list[_Row], chosen: list[int], cache: Cache, *, device: torch.device | str
+    model: Transformer, rows: list[_Row], chosen: list[int], cache: DecoderCache, *, device: torch.device | str
 ) -> Tensor:
     """Read whole windows from position 0; the hidden state of each one's last token.
 
@@ -131,16 +131,18 @@ def _prefill(
     tokens = torch.tensor([window + [0] * (length - len(window)) for window in windows], device=device)
     whole = len(chosen) == len(rows)
     size = cache.layers[0][0].dtype
-    part = cache if whole else Cache.empty(model.shape, batch=len(chosen), length=length, device=device, dtype=size)
-    part.forget()
+    part = (
+        cache if whole else DecoderCache.empty(model.shape, batch=len(chosen), length=length, device=device, dtype=size)
+    )
+    part.reset()
     hidden = model.hidden(tokens, cache=part, lengths=list(map(len, windows)))
     if not whole:
-        cache.put(part, chosen, length=length)
+        cache.update_rows(part, chosen, length=length)
     ends = torch.tensor([len(window) - 1 for window in windows], device=device)
     return hidden[torch.arange(len(chosen), device=device), ends].float()
 
 
-def penalised(logits: Tensor, seen: list[list[int]], *, penalty: float) -> Tensor:
+def apply_repetition_penalty(logits: Tensor, seen: list[list[int]], *, penalty: float) -> Tensor:
     """Make what was already said less likely (Keskar et al., 2019); the prompt counts as said."""
     if penalty == 1.0:
         return logits
@@ -150,7 +152,9 @@ def penalised(logits: Tensor, seen: list[list[int]], *, penalty: float) -> Tenso
     return torch.where(said, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def choose(logits: Tensor, noise: Noise, *, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
+def sample_tokens(
+    logits: Tensor, noise: Noise, *, temperature: float, top_k: int | None, top_p: float | None
+) -> Tensor:
     """One token for each row of logits [rows, V]."""
     if temperature == 0.0:
         return logits.argmax(dim=-1)

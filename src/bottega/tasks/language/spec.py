@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bottega.config.flat import Flat
+from bottega.config.layers import FlatConfig
 from bottega.config.task_spec import TaskSpec
 from bottega.models.decoder.kinds import adapt_kv_heads
 from bottega.tasks.language.config import LanguageRecipe
@@ -12,13 +12,13 @@ from bottega.tasks.weights import drop_dimensions
 
 
 def prepare(recipe: LanguageRecipe, progress: Any) -> Any:
+    from bottega.tasks.base_model import resolve_tokenizer_spec
     from bottega.tasks.language.prepare import prepare_language
-    from bottega.tasks.start import tokenizer_of
 
-    return prepare_language(recipe.data, tokenizer_of(recipe), progress=progress)
+    return prepare_language(recipe.data, resolve_tokenizer_spec(recipe), progress=progress)
 
 
-def adapt(base: Flat, layer: Flat) -> list[str]:
+def adapt(base: FlatConfig, layer: FlatConfig) -> list[str]:
     drop_dimensions(base, layer, lambda values: values.get("task") == "language")
     return adapt_kv_heads(base, layer)
 
@@ -26,12 +26,12 @@ def adapt(base: Flat, layer: Flat) -> list[str]:
 SPEC = TaskSpec(
     name="language",
     recipe=LanguageRecipe,
-    open="bottega.tasks.language.branch:prepare",
-    reopen="bottega.tasks.language.branch:reopen",
+    open="bottega.tasks.language.workload:prepare",
+    reopen="bottega.tasks.language.workload:reopen",
     prepare=prepare,
     preview="bottega.tasks.language.preview:TextPreview",
     files=("text", "embedded"),
-    starts={"model.size": "nano", "data.train.kind": "embedded"},
+    init_values={"model.size": "nano", "data.train.kind": "embedded"},
     rows_are_samples=False,
     loss_is_cross_entropy=True,
     adapt=adapt,

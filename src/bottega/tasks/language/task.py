@@ -14,12 +14,12 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.decoder.torch import Routed
+from bottega.models.decoder.torch import LayerRoutings
 from bottega.models.experts import torch as experts
-from bottega.models.losses.token_loss import IGNORED
-from bottega.models.spiking.units import activity, unit_rows, unit_scores
+from bottega.models.losses.token_loss import IGNORE_INDEX
+from bottega.models.spiking.units import activity_sums, unit_activity, unit_activity_metrics
 
-MOST_TOLD = 16
+MAX_EXPERTS_REPORTED = 16
 """Experts whose loads are told one by one; of more, only the largest and the smallest are."""
 
 
@@ -64,14 +64,14 @@ class Language(Task):
         inputs, documents = _inputs(batch)
         targets = batch["input_ids"][:, 1:]
         if "attention_mask" in batch:
-            targets = targets.masked_fill(batch["attention_mask"][:, 1:] <= 0, IGNORED)
+            targets = targets.masked_fill(batch["attention_mask"][:, 1:] <= 0, IGNORE_INDEX)
         if "weight" in batch:
-            targets = targets.masked_fill((batch["weight"] <= 0)[:, None], IGNORED)
+            targets = targets.masked_fill((batch["weight"] <= 0)[:, None], IGNORE_INDEX)
         metrics: Sums = {}
         if self.shape.experts is None:
             out = Loss(terms={"loss": (models["model"](inputs, targets, documents=documents), 1.0)}, metrics=metrics)
         else:
-            counted = targets != IGNORED
+            counted = targets != IGNORE_INDEX
             total, routed = models["model"](inputs, targets, documents=documents, counted=counted)
             out = self._with_experts(total, routed, metrics)
             metrics |= self._only_some(routed, counted, training=models["model"].training)
@@ -94,7 +94,7 @@ class Language(Task):
         balance = self.balance_weight if shape.balance == "loss" else 0.0
         return {name: weight for name, weight in (("balance", balance), ("router_z", self.z_weight)) if weight}
 
-    def _with_experts(self, total: Tensor, routed: Routed, metrics: Sums) -> Loss:
+    def _with_experts(self, total: Tensor, routed: LayerRoutings, metrics: Sums) -> Loss:
         shape = self.shape.experts
         assert shape is not None, "or nothing was routed"
         costs = {"balance": [one.balance for one in routed], "router_z": [one.z for one in routed]}
@@ -106,29 +106,29 @@ class Language(Task):
         metrics["gate_entropy"] = (torch.stack([one.entropy for one in routed]).sum() / most, tokens)
         stats: dict[str, Tensor] = {}
         for name, routing in zip(self._expert_layers(), routed, strict=True):
-            stats |= experts.stats(routing, name)
+            stats |= experts.routing_stats(routing, name)
         return Loss({"loss": (total, 1.0), **terms}, metrics, {}, stats)
 
-    def _only_some(self, routed: Routed, counted: Tensor, *, training: bool) -> Sums:
+    def _only_some(self, routed: LayerRoutings, counted: Tensor, *, training: bool) -> Sums:
         """Measures that only some models have: who found no room, which training alone limits, and how often units fire."""
         found: Sums = {}
         shape = self.shape.experts
         assert shape is not None, "or nothing was routed"
-        if training and shape.limited:
+        if training and shape.has_capacity_limit:
             dropped, tokens = (torch.stack([getattr(one, n) for one in routed]).sum() for n in ("dropped", "tokens"))
             found["drop_rate"] = (dropped, tokens * shape.top_k)
         rates = _rates(routed)
         if rates is not None:
-            found["firing_rate"] = activity(rates.flatten(0, 1)[None], counted.flatten())["firing_rate"]
+            found["firing_rate"] = activity_sums(rates.flatten(0, 1)[None], counted.flatten())["firing_rate"]
         return found
 
-    def _found(self, routed: Routed, counted: Tensor) -> dict[str, Tensor]:
+    def _found(self, routed: LayerRoutings, counted: Tensor) -> dict[str, Tensor]:
         """Of each example, in an evaluation."""
         shape = self.shape.experts
         assert shape is not None, "or nothing was routed"
         rows, rates = {"load": _loads(routed, counted, shape.num_experts)}, _rates(routed)
-        if rates is not None and shape.units is not None:
-            each = unit_rows(rates.flatten(0, 1)[None], shape.units.highest_rate).view(rates.shape)
+        if rates is not None and shape.spiking_units is not None:
+            each = unit_activity(rates.flatten(0, 1)[None], shape.spiking_units.highest_rate).view(rates.shape)
             # Of all its tokens: silent in each, or as often as it could be in each; what fills up is no reason against.
             real = counted[..., None]
             least, most = each.masked_fill(~real, 2).amin(1), each.masked_fill(~real, 0).amax(1)
@@ -144,13 +144,13 @@ class Language(Task):
         new: dict[str, Tensor] = {}
         for name in self._expert_layers():
             assert self.shape.experts is not None, "or there were no such layers"
-            new |= experts.renewed(tensors, seen, name=name, shape=self.shape.experts, rng=rng)
+            new |= experts.update_router_state(tensors, seen, name=name, shape=self.shape.experts, rng=rng)
         return new
 
-    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+    def batch_metrics(self, seen: Mapping[str, Array]) -> dict[str, Array]:
         """How evenly the whole batch asked the experts of each layer, as a mean over layers."""
         loads = [seen[f"{name}.load"] for name in self._expert_layers() if f"{name}.load" in seen]
-        return {"load_entropy": experts.evenness(torch.stack(loads))} if loads else {}
+        return {"load_entropy": experts.load_entropy(torch.stack(loads))} if loads else {}
 
     def score(self, rows: Rows) -> dict[str, float]:
         """How evenly the experts were asked over the whole data set; each layer by itself, since the third expert of one
@@ -166,17 +166,21 @@ class Language(Task):
         }
         each = {f"load/{expert}": float(share) for expert, share in enumerate(shares.mean(axis=0))}
         # An example without a token that counts says nothing about units.
-        units = unit_scores(rows["units"][rows["load"].any(axis=(1, 2))]) if "units" in rows else {}
-        return found | (each if number <= MOST_TOLD else {}) | units
+        units = unit_activity_metrics(rows["units"][rows["load"].any(axis=(1, 2))]) if "units" in rows else {}
+        return found | (each if number <= MAX_EXPERTS_REPORTED else {}) | units
 
     @property
-    def measured(self) -> tuple[str, ...]:
+    def evaluation_metrics(self) -> tuple[str, ...]:
         """What an evaluation knows of experts."""
         shape = self.shape.experts
         if shape is None:
             return ()
-        loads = [f"load/{expert}" for expert in range(shape.num_experts)] if shape.num_experts <= MOST_TOLD else []
-        units = ("firing_rate", "dead", "saturated") if shape.units is not None else ()
+        loads = (
+            [f"load/{expert}" for expert in range(shape.num_experts)]
+            if shape.num_experts <= MAX_EXPERTS_REPORTED
+            else []
+        )
+        units = ("firing_rate", "dead", "saturated") if shape.spiking_units is not None else ()
         return (*self._costs(), "gate_entropy", "load_entropy", "load_max", "load_min", *loads, *units)
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
@@ -184,7 +188,7 @@ class Language(Task):
         inputs, documents = _inputs(batch)
         return models["model"](inputs, documents=documents)
 
-    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def add_perplexity(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What people read off the means: the perplexity of a loss in nats."""
         if "loss" not in metrics:
             return dict(metrics)
@@ -197,7 +201,7 @@ def _inputs(batch: Batch) -> tuple[Tensor, Tensor | None]:
     return batch["input_ids"][:, :-1], documents
 
 
-def _loads(routed: Routed, counted: Tensor, num_experts: int) -> Tensor:
+def _loads(routed: LayerRoutings, counted: Tensor, num_experts: int) -> Tensor:
     """[b, L, E]: how often the tokens of each example asked each expert."""
     found = []
     for routing in routed:
@@ -207,7 +211,7 @@ def _loads(routed: Routed, counted: Tensor, num_experts: int) -> Tensor:
     return torch.stack(found, dim=1)
 
 
-def _rates(routed: Routed) -> Tensor | None:
+def _rates(routed: LayerRoutings) -> Tensor | None:
     """[b, T, units]: how often the units of all spiking routers fired at each token."""
     found = [one.rates.detach() for one in routed if one.rates is not None]
     return torch.cat(found, dim=-1) if found else None

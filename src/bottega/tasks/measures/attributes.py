@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def attributes(names: Sequence[str]) -> dict[str, list[str]]:
+def parse_attributes(names: Sequence[str]) -> dict[str, list[str]]:
     """Attribute -> its value in each class; empty unless every class has the same attributes, each once."""
     classes = [_pairs(name) for name in names]
     if not classes or any(not pairs or pairs.keys() != classes[0].keys() for pairs in classes):
@@ -17,7 +17,7 @@ def attributes(names: Sequence[str]) -> dict[str, list[str]]:
 
 def shared_rows(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Class -> a number for each of its attributes' values; empty unless there are several attributes."""
-    found = attributes(names)
+    found = parse_attributes(names)
     if len(found) < 2:
         return ()
     numbers: dict[tuple[str, str], int] = {}
@@ -37,7 +37,7 @@ def conditional_accuracy(predicted: np.ndarray, asked: np.ndarray, names: Sequen
     if not len(asked):
         return {}
     result = {"conditional_accuracy": float((predicted == asked).mean())}
-    for attribute, values in attributes(names).items():
+    for attribute, values in parse_attributes(names).items():
         table = np.array(values)
         result[f"{attribute}_accuracy"] = float(((table[predicted] == table[asked]) & (predicted >= 0)).mean())
     return result

@@ -13,7 +13,7 @@ import numpy as np
 
 BINS = 15
 """Equal parts of 0 to 1, as in Guo et al. (2017)."""
-DECIDED = 0.5
+THRESHOLD = 0.5
 """With several labels, a class is told from this probability on."""
 
 
@@ -54,12 +54,12 @@ def confusion_matrices(labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     return np.array([[cell.sum(0) for cell in row] for row in rows]).transpose(2, 0, 1)
 
 
-def decisions(probabilities: np.ndarray, *, multi_label: bool) -> np.ndarray:
+def decide_labels(probabilities: np.ndarray, *, multi_label: bool) -> np.ndarray:
     """[n] the likeliest class; with several labels [n, K], each that is at least as likely as not."""
-    return probabilities >= DECIDED if multi_label else probabilities.argmax(1)
+    return probabilities >= THRESHOLD if multi_label else probabilities.argmax(1)
 
 
-def per_class(matrix: np.ndarray) -> PerClass:
+def per_class_metrics(matrix: np.ndarray) -> PerClass:
     """From a confusion matrix [K, K], or one [2, 2] for each class."""
     if matrix.ndim == 3:
         right, support, predicted = matrix[:, 1, 1], matrix[:, 1].sum(1), matrix[:, :, 1].sum(1)
@@ -69,7 +69,7 @@ def per_class(matrix: np.ndarray) -> PerClass:
     return PerClass(_ratio(right, predicted), _ratio(right, support), f1, support, predicted)
 
 
-def averages(found: PerClass) -> dict[str, float]:
+def average_metrics(found: PerClass) -> dict[str, float]:
     """macro: each class alike; weighted: by its examples; micro: all decisions alike.
 
     A class that no example is of and none was taken for says nothing, and is left out.
@@ -87,7 +87,7 @@ def averages(found: PerClass) -> dict[str, float]:
     return result | {f"micro_{name}": float(a / b) if b else 0.0 for name, (a, b) in micro.items()}
 
 
-def reliability(confidence: np.ndarray, is_right: np.ndarray, *, bins: int = BINS) -> Reliability:
+def reliability_bins(confidence: np.ndarray, is_right: np.ndarray, *, bins: int = BINS) -> Reliability:
     """Decisions sorted by how sure they were into `bins` of equal width; a bin holds its upper edge."""
     confidence, is_right = np.asarray(confidence, np.float64).ravel(), np.asarray(is_right).ravel()
     edges = np.linspace(0.0, 1.0, bins + 1)
@@ -101,7 +101,7 @@ def reliability(confidence: np.ndarray, is_right: np.ndarray, *, bins: int = BIN
 def confidences(probabilities: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """How sure each decision was, and whether it was right: [n], or [n, K] with several labels."""
     if labels.ndim == 2:
-        chosen = decisions(probabilities, multi_label=True)
+        chosen = decide_labels(probabilities, multi_label=True)
         return np.where(chosen, probabilities, 1 - probabilities), chosen == (labels > 0)
     return probabilities.max(1), probabilities.argmax(1) == labels
 
@@ -111,7 +111,7 @@ def expected_calibration_error(probabilities: np.ndarray, labels: np.ndarray, *,
 
     The confidence is that of the likeliest class; with several labels, of each yes or no.
     """
-    found = reliability(*confidences(probabilities, labels), bins=bins)
+    found = reliability_bins(*confidences(probabilities, labels), bins=bins)
     filled = found.counts > 0
     if not filled.any() or not np.isfinite(probabilities).all():
         return math.nan
@@ -153,17 +153,17 @@ def macro_auroc(probabilities: np.ndarray, labels: np.ndarray) -> float:
     return float(found.mean()) if len(found) else math.nan
 
 
-def score(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+def classification_metrics(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """What is worth watching and no mean over examples; what the data cannot say is left out."""
     if not len(labels):
         return {}
     multi_label = labels.ndim == 2
-    predicted = decisions(probabilities, multi_label=multi_label)
+    predicted = decide_labels(probabilities, multi_label=multi_label)
     if multi_label:
         matrix = confusion_matrices(labels, predicted)
     else:
         matrix = confusion_matrix(labels, predicted, probabilities.shape[1])
-    means = averages(per_class(matrix))
+    means = average_metrics(per_class_metrics(matrix))
     found = {name: means.get(name, math.nan) for name in ("macro_f1", "weighted_f1")}
     found["ece"] = expected_calibration_error(probabilities, labels)
     found["auroc"] = macro_auroc(probabilities, labels)

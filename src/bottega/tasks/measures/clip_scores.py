@@ -13,14 +13,14 @@ ROUNDING = 1e-3
 """How far from 1 a unit vector in half precision may be."""
 
 
-def similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def cosine_similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """[n] cosines of unit vectors [n, d] with their partners [n, d]."""
     _check(a, b)
     assert a.shape == b.shape, f"{a.shape} and {b.shape} are no pairs"
     return np.einsum("nd,nd->n", a.astype(np.float64), b.astype(np.float64))
 
 
-def to_history(pictures: np.ndarray, histories: Sequence[np.ndarray]) -> np.ndarray:
+def similarity_to_history(pictures: np.ndarray, histories: Sequence[np.ndarray]) -> np.ndarray:
     """[n] means of the cosines of each picture [d] with all that its person liked [h_i, d]; NaN where that is nothing."""
     assert len(pictures) == len(histories), "one history a picture"
     _check(pictures, *histories)
@@ -29,7 +29,7 @@ def to_history(pictures: np.ndarray, histories: Sequence[np.ndarray]) -> np.ndar
     )
 
 
-def zero_shot(pictures: np.ndarray, choices: np.ndarray) -> list[int]:
+def classify_zero_shot(pictures: np.ndarray, choices: np.ndarray) -> list[int]:
     """Of each picture [n, d] the number of the nearest choice [k, d]; these may be means of several unit vectors."""
     lengths = np.linalg.norm(choices, axis=1, keepdims=True)
     units = choices / np.maximum(lengths, 1e-12)

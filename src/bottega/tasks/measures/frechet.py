@@ -19,10 +19,10 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
     """|mean_a - mean_b|^2 + Tr(C_a + C_b - 2 sqrt(C_a C_b)) of a [n, d] and b [m, d]; NaN if a feature is not finite."""
     assert a.ndim == b.ndim == 2, "features are [samples, features]"
     assert a.shape[1] == b.shape[1], "both sets have the same features"
-    return distance_of_moments(moments(a), moments(b))
+    return distance_of_moments(feature_moments(a), feature_moments(b))
 
 
-def moments(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def feature_moments(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean [d] and unbiased covariance [d, d] in float64. Those of the real data can be kept between validations."""
     if len(features) < 2:
         raise UsageError(f"a Fréchet distance needs at least 2 samples on each side, got {len(features)}; ask for more")

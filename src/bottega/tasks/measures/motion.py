@@ -23,7 +23,7 @@ DEVIATIONS = 5
 """Of what noise alone would have; the best of the thousand velocities tried on it lies at 3 to 4."""
 
 
-def direction(video: np.ndarray) -> str:
+def motion_direction(video: np.ndarray) -> str:
     """left, right, up or down for a video [F, H, W] or [F, H, W, C], by the larger part of its velocity; else none."""
     assert video.ndim in (3, 4), "a video is [frames, height, width] or [frames, height, width, channels]"
     if len(video) < 2 or not np.isfinite(video).all():

@@ -29,7 +29,7 @@ STEPS = {"C": -9, "D": -7, "E": -5, "F": -4, "G": -2, "A": 0, "B": 2}
 SHIFTS = {"": 0, "#": 1, "♯": 1, "b": -1, "♭": -1}
 
 
-def pitch(audio: np.ndarray, sample_rate: float, *, low: float = 50, high: float = 2000) -> np.ndarray:
+def estimate_pitch(audio: np.ndarray, sample_rate: float, *, low: float = 50, high: float = 2000) -> np.ndarray:
     """Hertz of audio [N] or [B, N], shape [] or [B]; NaN where it is silent, not finite, or has no pitch."""
     assert 0 < low < high <= sample_rate / 2, "pitches lie between 0 and half of the sample rate"
     if audio.ndim == 1:
@@ -46,7 +46,7 @@ def note_frequency(name: str) -> float | None:
     return 440.0 * 2.0 ** (int(octave) - 4 + (STEPS[letter] + SHIFTS[shift]) / 12)
 
 
-def semitones(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
+def semitone_difference(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
     """How far a lies above b, both in hertz; NaN where either is."""
     return 12 * (np.log2(a) - np.log2(b))
 

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 
-def load(chosen: np.ndarray, num_experts: int) -> np.ndarray:
+def expert_load(chosen: np.ndarray, num_experts: int) -> np.ndarray:
     """[E] shares that add up to 1: how often each expert was chosen, of `chosen` [n, k]."""
     counts = np.bincount(np.asarray(chosen, np.int64).ravel(), minlength=num_experts)
     return counts / max(1, counts.sum())
@@ -27,13 +27,13 @@ def load_entropy(shares: np.ndarray) -> float:
     return entropy(shares) / math.log(len(shares)) if len(shares) > 1 else math.nan
 
 
-def table(rule: np.ndarray, chosen: np.ndarray, *, num_rules: int, num_experts: int) -> np.ndarray:
+def count_rule_experts(rule: np.ndarray, chosen: np.ndarray, *, num_rules: int, num_experts: int) -> np.ndarray:
     """[R, E] counts: the row is the rule of a sample, the column the expert it was sent to first."""
     flat = np.asarray(rule, np.int64) * num_experts + np.asarray(chosen, np.int64)
     return np.bincount(flat, minlength=num_rules * num_experts).reshape(num_rules, num_experts)
 
 
-def information(counts: np.ndarray) -> float:
+def normalised_mutual_information(counts: np.ndarray) -> float:
     """The mutual information of rule and expert [R, E], as a share of the most there can be: 1 where the expert tells
     the rule, 0 where it says nothing of it. NaN where there is nothing to tell.
 
@@ -47,14 +47,14 @@ def information(counts: np.ndarray) -> float:
     return max(0.0, of_rules + of_experts - entropy(shares.ravel())) / most
 
 
-def score(chosen: np.ndarray, num_experts: int, *, rule: np.ndarray | None = None) -> dict[str, float]:
+def routing_metrics(chosen: np.ndarray, num_experts: int, *, rule: np.ndarray | None = None) -> dict[str, float]:
     """`chosen` [n, k], the first of each the one it was sent to first; `rule` [n] where it is known."""
     if not len(chosen) or num_experts == 1:
         return {}
-    shares = load(chosen, num_experts)
+    shares = expert_load(chosen, num_experts)
     found = {"load_entropy": load_entropy(shares)}
     if rule is not None:
-        counts = table(rule, chosen[:, 0], num_rules=int(rule.max()) + 1, num_experts=num_experts)
-        found["rule_information"] = information(counts)
+        counts = count_rule_experts(rule, chosen[:, 0], num_rules=int(rule.max()) + 1, num_experts=num_experts)
+        found["rule_information"] = normalised_mutual_information(counts)
     found |= {f"load/{expert}": float(share) for expert, share in enumerate(shares)}
     return {name: value for name, value in found.items() if not math.isnan(value)}

@@ -74,12 +74,12 @@ def _similarity(a: np.ndarray, b: np.ndarray, extent: float) -> float:
 
 def _blurred(x: np.ndarray) -> np.ndarray:
     """[h - 10, w - 10, c]: only where the whole window lies within the picture, as in the paper."""
-    weights = window()
+    weights = gaussian_window()
     down = sum(weight * x[i : len(x) - WINDOW + 1 + i] for i, weight in enumerate(weights))
     return sum(weight * down[:, i : x.shape[1] - WINDOW + 1 + i] for i, weight in enumerate(weights))
 
 
-def window() -> np.ndarray:
+def gaussian_window() -> np.ndarray:
     """[11] whose outer product with itself sums to 1."""
     places = np.arange(WINDOW) - WINDOW // 2
     weights = np.exp(-(places**2) / (2 * SIGMA**2))

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from bottega.config.data import Data
 from bottega.config.recipe import Model, Recipe
 from bottega.config.section import Number, Positive, Section
-from bottega.data.text.config import Tokenizer, tokenizer_problems
+from bottega.data.text.config import Tokenizer, find_tokenizer_problems
 
 RESERVED = ("weight", "index")
 """What a batch has beside its parts."""
@@ -74,12 +74,12 @@ class MultitaskRecipe(Recipe):
     model: MultitaskModel = Field(default_factory=MultitaskModel, description="the model")
     data: MultitaskData = Field(default_factory=MultitaskData, description="the data")
 
-    def missing(self) -> list[tuple[str, str]]:
-        found = super().missing()
+    def find_missing_keys(self) -> list[tuple[str, str]]:
+        found = super().find_missing_keys()
         if len(self.data.parts) < 2:
             found.append(("data.parts", f"expected at least two tasks, got {', '.join(self.data.parts) or 'none'}"))
         if self.data.tokenizer is not None:
-            found += tokenizer_problems(self.data.tokenizer)
+            found += find_tokenizer_problems(self.data.tokenizer)
         return found + [
             (f"data.{key}", f"is a part's own; say data.parts.NAME.settings.data.{key}") for key in self._said_here()
         ]

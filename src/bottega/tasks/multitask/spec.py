@@ -9,10 +9,10 @@ from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.multitask.config import MultitaskRecipe
 
 
-def _asks(recipe: MultitaskRecipe, codec: Path) -> str | None:
+def _asks(recipe: MultitaskRecipe, processor: Path) -> str | None:
     from bottega.tasks.recipes import load_saved_recipe
 
-    able = [n for n in recipe.data.parts if isinstance(load_saved_recipe(codec / f"{n}.yaml"), ClassifyRecipe)]
+    able = [n for n in recipe.data.parts if isinstance(load_saved_recipe(processor / f"{n}.yaml"), ClassifyRecipe)]
     part = f"--part {able[0]} " if len(able) > 1 else ""
     return f'{part}"a text of yours"' if able else None
 
@@ -20,10 +20,10 @@ def _asks(recipe: MultitaskRecipe, codec: Path) -> str | None:
 SPEC = TaskSpec(
     name="multitask",
     recipe=MultitaskRecipe,
-    open="bottega.tasks.multitask.branch:prepare",
-    reopen="bottega.tasks.multitask.branch:reopen",
+    open="bottega.tasks.multitask.workload:prepare",
+    reopen="bottega.tasks.multitask.workload:reopen",
     combines=False,
     asks=_asks,
     refuses={"prepare": "task: the data of multitask cannot be prepared yet"},
-    starts={"data.parts": {"first": {"recipe": "first.yaml"}, "second": {"recipe": "second.yaml"}}},
+    init_values={"data.parts": {"first": {"recipe": "first.yaml"}, "second": {"recipe": "second.yaml"}}},
 )

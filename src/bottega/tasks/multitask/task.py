@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import torch
 
 from bottega.core.model_spec import ModelSpec
-from bottega.core.noise import Noise, seed_of
+from bottega.core.noise import Noise, derive_seed
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models.several import PARTS
@@ -32,12 +32,12 @@ class Multitask(Task):
     adds gradients up once they no longer point against each other (Yu et al., 2020)."""
 
     @property
-    def keeps_apart(self) -> bool:  # type: ignore[override]
+    def gradient_surgery(self) -> bool:  # type: ignore[override]
         return self.balance == "pcgrad"
 
     @property
-    def learns_from_rows(self) -> tuple[str, ...]:  # type: ignore[override]
-        asked = {name: part.learns_from_rows for name, part in self.parts.items()}
+    def update_inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        asked = {name: part.update_inputs for name, part in self.parts.items()}
         return tuple(f"{name}/{row}" for name, rows in asked.items() if rows for row in (*rows, COUNTED))
 
     def specs(self) -> dict[str, ModelSpec]:
@@ -52,7 +52,7 @@ class Multitask(Task):
     def counts(self, batch: Batch) -> Mapping[str, float]:
         found: dict[str, float] = {}
         for name, part in self._of(batch).items():
-            found |= prefixed(name, part.counts(block(batch, name)))
+            found |= add_prefix(name, part.counts(part_batch(batch, name)))
         return found
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
@@ -64,15 +64,15 @@ class Multitask(Task):
         for number, name in enumerate(self.parts):
             if name not in batch:
                 continue
-            own = block(batch, name)
-            out = self.parts[name].loss(called_by(models, name), own, _rng_of(name, rng))
+            own = part_batch(batch, name)
+            out = self.parts[name].loss(part_models(models, name), own, _rng_of(name, rng))
             weight: Any = self.weights[name] if trust is None else self.weights[name] * trust[number]
-            terms |= prefixed(name, {term: (total, inner * weight) for term, (total, inner) in out.terms.items()})
-            metrics |= prefixed(name, out.metrics)
-            stats |= prefixed(name, out.stats)
+            terms |= add_prefix(name, {term: (total, inner * weight) for term, (total, inner) in out.terms.items()})
+            metrics |= add_prefix(name, out.metrics)
+            stats |= add_prefix(name, out.stats)
             if trust is not None:
                 metrics[f"{name}/weight"] = (weight.detach(), torch.ones_like(weight))
-            rows |= prefixed(name, out.rows)
+            rows |= add_prefix(name, out.rows)
             if out.rows and ("weight" in own or not models["model"].training):
                 all_of_them = torch.ones(len(next(iter(out.rows.values()))), device=rng.positions.device)
                 rows[f"{name}/{COUNTED}"] = own.get("weight", all_of_them)
@@ -81,10 +81,10 @@ class Multitask(Task):
     def score(self, rows: Rows) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, part in self.parts.items():
-            own = under(name, rows)
+            own = strip_prefix(name, rows)
             if own:
                 counted = own.pop(COUNTED) > 0
-                found |= prefixed(name, part.score({key: value[counted] for key, value in own.items()}))
+                found |= add_prefix(name, part.score({key: value[counted] for key, value in own.items()}))
         return found
 
     def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
@@ -96,7 +96,7 @@ class Multitask(Task):
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         found: dict[str, Array] = {}
         for name, part in self.parts.items():
-            found |= prefixed(name, part.state(named_by(name, parameters)))
+            found |= add_prefix(name, part.state(part_tensors(name, parameters)))
         return found
 
     def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
@@ -104,18 +104,18 @@ class Multitask(Task):
         found: dict[str, Array] = {}
         by_now: dict[int, Array] = {}  # a shared tensor has a name in each part
         for name, part in self.parts.items():
-            places = {**named_by(name, tensors, whole=True), **under(name, {key: key for key in tensors})}
+            places = {**part_tensors(name, tensors, whole=True), **strip_prefix(name, {key: key for key in tensors})}
             own = {key: by_now.get(id(tensors[place]), tensors[place]) for key, place in places.items()}
-            shown = _counted(under(name, seen), part.learns_from_rows)
+            shown = _counted(strip_prefix(name, seen), part.update_inputs)
             for key, new in part.update(own, shown, _rng_of(name, rng)).items() if shown else ():
                 found[places[key]] = by_now[id(tensors[places[key]])] = new
         return found
 
-    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+    def batch_metrics(self, seen: Mapping[str, Array]) -> dict[str, Array]:
         found: dict[str, Array] = {}
         for name, part in self.parts.items():
-            own = under(name, seen)
-            found |= prefixed(name, part.observed(own)) if own else {}
+            own = strip_prefix(name, seen)
+            found |= add_prefix(name, part.batch_metrics(own)) if own else {}
         return found
 
     def _of(self, batch: Batch) -> dict[str, Task]:
@@ -124,7 +124,7 @@ class Multitask(Task):
 
 def _rng_of(name: str, rng: Noise) -> Noise:
     """Parts must not draw the same numbers for the samples that happen to lie side by side."""
-    return replace(rng, seed=seed_of("part", name, rng.seed))
+    return replace(rng, seed=derive_seed("part", name, rng.seed))
 
 
 def _counted(seen: dict[str, Array], rows: tuple[str, ...]) -> dict[str, Array]:
@@ -134,22 +134,22 @@ def _counted(seen: dict[str, Array], rows: tuple[str, ...]) -> dict[str, Array]:
     return seen if counted is None else {k: v[counted > 0] if k in rows else v for k, v in seen.items()}
 
 
-def prefixed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def add_prefix(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}/{key}": value for key, value in values.items()}
 
 
-def under(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def strip_prefix(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The other way: what one part says, under its own names."""
     return {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")}
 
 
-def named_by(name: str, tensors: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
+def part_tensors(name: str, tensors: Mapping[str, Any], *, whole: bool = False) -> dict[str, Any]:
     """A part's tensors, or with `whole` their names in the whole, as its model calls them."""
     inside = f"{PARTS}.{name}."
     return {key.removeprefix(inside): key if whole else t for key, t in tensors.items() if key.startswith(inside)}
 
 
-def block(batch: Batch, name: str) -> dict[str, Any]:
+def part_batch(batch: Batch, name: str) -> dict[str, Any]:
     """One part's block; what counts for nobody does not count for it."""
     own = dict(batch[name])
     if "weight" in batch:
@@ -157,14 +157,14 @@ def block(batch: Batch, name: str) -> dict[str, Any]:
     return own
 
 
-def called_by(models: Models, name: str) -> dict[str, Any]:
+def part_models(models: Models, name: str) -> dict[str, Any]:
     """The models as a part's loss knows them; its own is called through the one that an engine may have wrapped."""
-    return {"model": _Called(models["model"], name), **under(name, models)}
+    return {"model": _Called(models["model"], name), **strip_prefix(name, models)}
 
 
-def whole(models: Models, name: str) -> dict[str, Any]:
+def part_modules(models: Models, name: str) -> dict[str, Any]:
     """The same for those who want the part's module itself, to draw from or to export."""
-    return {"model": models["model"].part(name), **under(name, models)}
+    return {"model": models["model"].part(name), **strip_prefix(name, models)}
 
 
 @final

@@ -11,10 +11,10 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from bottega.config.data import Data
-from bottega.config.recipe import Model, Recipe, path_problems
+from bottega.config.recipe import Model, Recipe, find_path_problems
 from bottega.config.section import Collection, Number, Positive, Probability, Section, Whole
 from bottega.config.training import Scheduler, SchedulerName, Training
-from bottega.config.units import Cadence, Duration
+from bottega.config.units import Duration, Interval
 from bottega.models.frozen.config import FrozenPrecision
 from bottega.tasks.generation.config import GeneratorSamples
 
@@ -143,7 +143,7 @@ class PersonalizeScheduler(Scheduler):
 
     name: SchedulerName = Field("linear", description="shape of the learning rate over the run")
     warmup_steps: Duration = Field(
-        Cadence(5, "percent"), description='linear rise from 0 to the peak: steps, "1 epoch" or "5%"'
+        Interval(5, "percent"), description='linear rise from 0 to the peak: steps, "1 epoch" or "5%"'
     )
 
 
@@ -162,10 +162,10 @@ class PersonalizeRecipe(Recipe):
         default_factory=PersonalizeSamples, description="what the model draws while it learns"
     )
 
-    def missing(self) -> list[tuple[str, str]]:
+    def find_missing_keys(self) -> list[tuple[str, str]]:
         parts = [
             (f"model.{part}", "missing; give a folder or a hub name")
             for part in ("diffusion", "language_model")
             if getattr(self.model, part) is None
         ]
-        return super().missing() + path_problems(self.data) + parts
+        return super().find_missing_keys() + find_path_problems(self.data) + parts

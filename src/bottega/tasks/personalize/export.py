@@ -18,18 +18,18 @@ from pydantic import BaseModel, ConfigDict
 
 from bottega.core.types import Models
 from bottega.models.frozen.config import SoftPromptShape
-from bottega.tasks import needs
+from bottega.tasks import dependencies
 from bottega.tasks.personalize.config import ConditionWeights, Keywords, PersonalizeSamples
-from bottega.tasks.personalize.parts import GENERATOR, JUDGE, LANGUAGE, WHAT, Base
+from bottega.tasks.personalize.frozen_models import DESCRIPTIONS, GENERATOR, JUDGE, LANGUAGE, FrozenModel
 
 if TYPE_CHECKING:
-    from bottega.tasks.personalize.branch import PersonalizeBranch
+    from bottega.tasks.personalize.workload import PersonalizeWorkload
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KIND = "bottega-soft-prompts"
 
 
-class Frozen(BaseModel):
+class PublishedModel(BaseModel):
     """A model that it was trained between."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -40,19 +40,21 @@ class Frozen(BaseModel):
     """Hashes of all that decides what it computes, by part."""
 
     @classmethod
-    def of(cls, base: Base) -> Frozen:
-        is_hub = not Path(base.named).expanduser().exists() and not base.named.startswith((needs.PREFIX, "/", ".", "~"))
+    def from_model(cls, base: FrozenModel) -> PublishedModel:
+        is_hub = not Path(base.named).expanduser().exists() and not base.named.startswith(
+            (dependencies.PREFIX, "/", ".", "~")
+        )
         return cls(named=base.named if is_hub else Path(base.named).name, contents=base.contents)
 
 
-class Published(BaseModel):
+class ExportConfig(BaseModel):
     """config.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str = KIND
     shape: SoftPromptShape
-    frozen: dict[str, Frozen]
+    frozen: dict[str, PublishedModel]
     keywords: Keywords
     weights: ConditionWeights
     image_size: int
@@ -61,15 +63,15 @@ class Published(BaseModel):
     """How it draws: weightings, which of them is picked, guidance, steps, sampler, what to avoid."""
 
 
-def publish_personal(branch: PersonalizeBranch, models: Models, folder: Path) -> dict[str, Any]:
+def export_personalize(workload: PersonalizeWorkload, models: Models, folder: Path) -> dict[str, Any]:
     """Writes it; gives what the card says."""
     from safetensors.torch import save_file
 
-    recipe, facts = branch.recipe, branch.facts
+    recipe, facts = workload.recipe, workload.metadata
     frozen = {LANGUAGE: facts.language_model, GENERATOR: facts.diffusion, JUDGE: facts.clip}
-    config = Published(
+    config = ExportConfig(
         shape=facts.shape,
-        frozen={key: Frozen.of(base) for key, base in frozen.items() if base is not None},
+        frozen={key: PublishedModel.from_model(base) for key, base in frozen.items() if base is not None},
         keywords=recipe.model.keywords,
         weights=recipe.model.weights,
         image_size=recipe.data.image_size,
@@ -80,6 +82,6 @@ def publish_personal(branch: PersonalizeBranch, models: Models, folder: Path) ->
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-    needed = ", ".join(f"{WHAT[key]} `{one.named}`" for key, one in config.frozen.items())
+    needed = ", ".join(f"{DESCRIPTIONS[key]} `{one.named}`" for key, one in config.frozen.items())
     needed += f"; they are frozen and not in this folder, `{CONFIG}` has their hashes"
     return {"library_name": "bottega", "pipeline_tag": "text-to-image", "needs": needed}

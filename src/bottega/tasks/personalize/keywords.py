@@ -16,15 +16,15 @@ import numpy as np
 
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError, first_line
 from bottega.data.tables.cache import default_cache
-from bottega.models.folders.json_object import read_object
+from bottega.models.folders.json_object import read_json_object
 from bottega.models.folders.resolve import resolve_model
 from bottega.models.folders.tokenizer_limits import check_tokenizer
 from bottega.models.frozen.allowed_words import AllowedWords
-from bottega.models.frozen.language import KEY, FrozenLanguage, language_facts
-from bottega.tasks.frozen import content_of, hash_of_files
+from bottega.models.frozen.language import KEY, FrozenLanguageModel, read_language_model_metadata
+from bottega.tasks.frozen_models import hash_model_folder, hash_named_files
 from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.data.records import Record
-from bottega.tasks.personalize.keyword_answers import add_answers, answering, read_answers, read_keywords
+from bottega.tasks.personalize.keyword_cache import append_answers, lock_answers, parse_keywords, read_cached_answers
 
 # Raised when the same answer would be read in another way, so that old ones are left alone.
 FORMAT = 2
@@ -48,7 +48,7 @@ Say = Callable[[str, int, int], None]
 
 
 @final
-class Keyworder:
+class KeywordGenerator:
     """`length` is the most tokens of a prompt; older items of a history are left out until it fits."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Keyworder:
         """`room` is how many positions are taken after or before a prompt besides, by image tokens and prefixes.
         `precision` is of the model that answers, whose likeliest word may hang on it."""
         self.folder, self.options = resolve_model(folder, key=KEY).path, options
-        self.facts = language_facts(self.folder)
+        self.facts = read_language_model_metadata(self.folder)
         most, taken = self.facts.max_positions, max(room, options.max_tokens)
         self.length = length if most is None else min(length, most - taken)
         if self.length < 1:
@@ -86,7 +86,7 @@ class Keyworder:
 
     def prompt_for_preference(self, record: Record) -> np.ndarray:
         """Token ids, int64."""
-        wish = self._cut(record.asked)
+        wish = self._cut(record.wish_or_caption)
         prompt = self.options.preference_prompt
         return self._fitting(record, lambda history: self._fill(prompt, history=history, wish=wish))
 
@@ -99,7 +99,7 @@ class Keyworder:
     def prompt_for_images(self, record: Record) -> np.ndarray:
         """What image tokens follow: the wish, as the prompt for its keywords begins, and the prompt for the taste, whose
         answer the model is about to give. A prompt for the taste that has {wish} in it is taken as it is."""
-        options, wish = self.options, self._cut(record.asked)
+        options, wish = self.options, self._cut(record.wish_or_caption)
         has_wish = "{wish}" in options.preference_prompt
         before = "" if has_wish else self._fill(options.target_prompt.partition("{wish}")[0]) + wish + "\n"
         return self._fitting(
@@ -204,7 +204,7 @@ class Keyworder:
         found = {self.tokenizer.eos_token_id}
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
-            said = read_object(path).get("eos_token_id") if path.is_file() else None
+            said = read_json_object(path).get("eos_token_id") if path.is_file() else None
             found |= set(said) if isinstance(said, list) else {said}
         return found - {None}
 
@@ -233,7 +233,7 @@ class Keyworder:
         wanted = dict(zip(keys, prompts, strict=True))
         known = dict(self.remembered) if wanted.keys() <= self.remembered.keys() else self._known(device)
         if wanted.keys() - known.keys():
-            with answering(self._file(device)):
+            with lock_answers(self._file(device)):
                 known = self._known(device)  # another process may have answered them by now
                 missing = {key: ids for key, ids in wanted.items() if key not in known}
                 if missing:
@@ -245,7 +245,7 @@ class Keyworder:
         return found
 
     def _decode(
-        self, wanted: dict[str, np.ndarray], model: FrozenLanguage, device: Any, say: Say
+        self, wanted: dict[str, np.ndarray], model: FrozenLanguageModel, device: Any, say: Say
     ) -> dict[str, tuple[str, ...]]:
         import torch
 
@@ -268,16 +268,16 @@ class Keyworder:
                 ends=[*self._breaks, *self._ends],
             )
             new = {key: self._words(tokens) for key, tokens in zip(part, said, strict=True)}
-            add_answers(self._file(device), new)
+            append_answers(self._file(device), new)
             found |= new
             say("keywords", len(found), len(keys))
         return found
 
     def _words(self, tokens: list[int]) -> tuple[str, ...]:
         if self._allowed is not None:
-            return self._allowed.read(tokens)
+            return self._allowed.decode_words(tokens)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return read_keywords(text, self.options.count, is_cut=len(tokens) >= self.options.max_tokens)
+        return parse_keywords(text, self.options.count, is_cut=len(tokens) >= self.options.max_tokens)
 
     @cached_property
     def _allowed(self) -> AllowedWords | None:
@@ -300,7 +300,7 @@ class Keyworder:
         ]
 
     def _known(self, device: Any) -> dict[str, tuple[str, ...]]:
-        return {**read_answers(self._file(device)), **self.remembered}
+        return {**read_cached_answers(self._file(device)), **self.remembered}
 
     def _file(self, device: Any) -> Path:
         """Answers of one model, as it computes there, to one way of asking; prompts are hashed as tokens, so they need not
@@ -311,12 +311,12 @@ class Keyworder:
     @cached_property
     def _decides(self) -> tuple[Any, ...]:
         options = self.options.model_dump(mode="json", include={"count", "max_tokens", "allowed"})
-        return FORMAT, content_of(self.folder), tokenizer_content(self.folder), sorted(self._ends), options
+        return FORMAT, hash_model_folder(self.folder), hash_prompt_files(self.folder), sorted(self._ends), options
 
 
-def tokenizer_content(folder: Path) -> str:
+def hash_prompt_files(folder: Path) -> str:
     """A hash of all that decides which tokens are said to the language model of a folder."""
-    return hash_of_files(folder / name for name in PROMPT_FILES if (folder / name).is_file())
+    return hash_named_files(folder / name for name in PROMPT_FILES if (folder / name).is_file())
 
 
 def _batch(keys: list[str], prompts: dict[str, np.ndarray]) -> list[str]:

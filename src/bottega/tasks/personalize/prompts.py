@@ -13,10 +13,10 @@ import numpy as np
 from bottega.core.errors import UsageError
 from bottega.models.frozen.config import FrozenPrecision
 from bottega.tasks.personalize.config import Keywords, PersonalizeRecipe
-from bottega.tasks.personalize.data.prompted import Said, Sayings
+from bottega.tasks.personalize.data.condition_tokens import ConditionTokenizer, Said
 from bottega.tasks.personalize.data.records import Record
-from bottega.tasks.personalize.keywords import Keyworder, Say
-from bottega.tasks.personalize.parts import GeneratorTokens, PersonalFacts, generator_tokens
+from bottega.tasks.personalize.frozen_models import GeneratorTokenizer, PersonalizeMetadata, load_generator_tokenizer
+from bottega.tasks.personalize.keywords import KeywordGenerator, Say
 
 
 @final
@@ -37,8 +37,8 @@ class LanguagePrompts:
         return {name: value for name, value in self.__dict__.items() if name != "keyworder"}
 
     @cached_property
-    def keyworder(self) -> Keyworder:
-        return Keyworder(self.folder, self.options, length=self.length, room=self.room, precision=self.precision)
+    def keyworder(self) -> KeywordGenerator:
+        return KeywordGenerator(self.folder, self.options, length=self.length, room=self.room, precision=self.precision)
 
     @property
     def fingerprint(self) -> str:
@@ -48,7 +48,7 @@ class LanguagePrompts:
     def ids(self, record: Record) -> np.ndarray:
         return self.keyworder.prompt_for_images(record)
 
-    def tokens_of(self, words: Sequence[str]) -> tuple[int, ...]:
+    def encode_words(self, words: Sequence[str]) -> tuple[int, ...]:
         """Each by itself, without what a tokenizer puts around a text."""
         found = [self.keyworder.tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
         if not all(found):
@@ -64,7 +64,7 @@ class Teller:
     def __init__(
         self,
         recipe: PersonalizeRecipe,
-        facts: PersonalFacts,
+        facts: PersonalizeMetadata,
         *,
         precision: FrozenPrecision,
         remembered: Mapping[str, tuple[str, ...]],
@@ -78,12 +78,12 @@ class Teller:
             precision=precision,
         )
         self.prompts.keyworder.remembered = remembered
-        self.texts: GeneratorTokens = generator_tokens(facts.diffusion)
-        self.sayings = Sayings(self.prompts, self.texts)
+        self.texts: GeneratorTokenizer = load_generator_tokenizer(facts.diffusion)
+        self.sayings = ConditionTokenizer(self.prompts, self.texts)
 
     def keywords(self, records: Sequence[Record], model: Any, device: Any, say: Say) -> list[Said]:
         """Of each record. `model` is the language model, or what loads it where an answer is not known yet."""
         by = self.prompts.keyworder
         preferences = by.preferences(records, model, device, say)
-        targets = by.targets([record.asked for record in records], model, device, say)
+        targets = by.targets([record.wish_or_caption for record in records], model, device, say)
         return [Said(*both) for both in zip(preferences, targets, strict=True)]

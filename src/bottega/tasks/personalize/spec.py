@@ -17,14 +17,14 @@ def _prepare(recipe: PersonalizeRecipe, progress: Any) -> Any:
 SPEC = TaskSpec(
     name="personalize",
     recipe=PersonalizeRecipe,
-    open="bottega.tasks.personalize.branch:prepare",
-    reopen="bottega.tasks.personalize.branch:reopen",
-    remembers=True,
+    open="bottega.tasks.personalize.workload:prepare",
+    reopen="bottega.tasks.personalize.workload:reopen",
+    reuses_processor=True,
     combines=False,
     prepare=_prepare,
     preview="bottega.tasks.personalize.data.preview:PeoplePreview",
     fields=frozenset(("history", "target")),
-    starts={
+    init_values={
         "model.diffusion": "path/to/stable-diffusion",
         "model.language_model": "path/to/llama",
         "data.train.path": "data/train.json",

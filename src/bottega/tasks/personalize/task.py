@@ -19,10 +19,10 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.frozen.config import FrozenPrecision, SoftPromptShape
-from bottega.models.frozen.image import Encoded
+from bottega.models.frozen.image import TextEmbeddings
 from bottega.models.frozen.soft_prompts import SoftPrompts, initialise_soft_prompts
 from bottega.tasks.generation import samplers
-from bottega.tasks.generation.paths import Path
+from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.personalize.config import ConditionWeights
 
 PREFERENCE, TARGET, NEGATIVE = "preference", "target", "negative"
@@ -36,7 +36,7 @@ class Personalize(Task):
     Only the soft prompts learn; the frozen models are read from their folders and never saved."""
 
     shape: SoftPromptShape
-    path: Path
+    path: NoisePath
     """The generator's own: what it predicts, and at which levels of noise."""
     language_model: str
     image_model: str
@@ -87,28 +87,28 @@ class Personalize(Task):
         t = self.path.draw_times(rng)
         alpha, sigma = (level.float().view(-1, 1, 1, 1) for level in self.path.levels(t))
         drop = rng.uniform("drop") < self.keyword_dropout
-        asked = self.condition(models, batch, self.weights, drop=drop)
+        asked = self.build_condition(models, batch, self.weights, drop=drop)
         predicted = self._predicted(image, alpha * clean + sigma * noise, self.path.model_time(t), asked)
         error = self.path.error(predicted, clean, noise, alpha, sigma)
         if "weight" in batch:
             error = error * (batch["weight"] > 0)
         return Loss(terms={"loss": (error.sum(), 1.0)})
 
-    def condition(
+    def build_condition(
         self, models: Models, batch: Batch, weights: ConditionWeights, *, drop: Tensor | None = None
-    ) -> Encoded:
+    ) -> TextEmbeddings:
         """What the generator is asked for, [B, T, W]: soft tokens, keywords of preference and keywords of the target, each
         times its weight. Rows of `drop` [B] have the empty text in place of the keywords of preference."""
-        target = self.said(models, batch, TARGET)
+        target = self.encode_text(models, batch, TARGET)
         parts = []
         if weights.soft:
             parts.append(weights.soft * self.soft_tokens(models, batch))
         if weights.keywords:
-            parts.append(weights.keywords * self.said(models, batch, PREFERENCE, drop=drop).tokens)
+            parts.append(weights.keywords * self.encode_text(models, batch, PREFERENCE, drop=drop).tokens)
         if weights.target:
             parts.append(weights.target * target.tokens)
         # One vector beside the tokens, where a generator wants it, says what the picture is of.
-        return Encoded(torch.cat([part.to(target.tokens.dtype) for part in parts], dim=1), target.pooled)
+        return TextEmbeddings(torch.cat([part.to(target.tokens.dtype) for part in parts], dim=1), target.pooled)
 
     def soft_tokens(self, models: Models, batch: Batch) -> Tensor:
         """[B, L, W]. The language model runs inside the call of the trained model, which may be wrapped: gradients are
@@ -121,7 +121,7 @@ class Personalize(Task):
         return models["model"](read)
 
     @torch.no_grad()
-    def said(self, models: Models, batch: Batch, what: str, *, drop: Tensor | None = None) -> Encoded:
+    def encode_text(self, models: Models, batch: Batch, what: str, *, drop: Tensor | None = None) -> TextEmbeddings:
         """Words as the generator's own text encoders see them."""
         rows = []
         for number, empty in enumerate(self.empty):
@@ -129,7 +129,7 @@ class Personalize(Task):
             rows.append(ids if drop is None else torch.where(drop[:, None], _row(empty, ids.device), ids))
         return models["image_model"].encode_text(rows)
 
-    def draw(
+    def sample(
         self,
         models: Models,
         batch: Batch,
@@ -149,12 +149,12 @@ class Personalize(Task):
         image = models["image_model"]
         start = rng.normal("start", self.latent)
         drop = torch.full((len(start),), drop_keywords, device=start.device)
-        asked = self.condition(models, batch, weights, drop=drop)
+        asked = self.build_condition(models, batch, weights, drop=drop)
         # By itself and not in one batch with the other: it may have another number of tokens.
-        against = self.said(models, batch, NEGATIVE) if guidance != 1 else None
+        against = self.encode_text(models, batch, NEGATIVE) if guidance != 1 else None
         if against is not None and without_text:
             pooled = torch.zeros_like(against.pooled) if against.pooled is not None else None
-            against = Encoded(torch.zeros_like(against.tokens), pooled)
+            against = TextEmbeddings(torch.zeros_like(against.tokens), pooled)
 
         def predict(x: Tensor, time: Tensor) -> Tensor:
             if against is None:
@@ -165,7 +165,7 @@ class Personalize(Task):
         x = samplers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
         return image.decode(x).float()
 
-    def _predicted(self, image: Any, x: Tensor, time: Tensor, asked: Encoded) -> Tensor:
+    def _predicted(self, image: Any, x: Tensor, time: Tensor, asked: TextEmbeddings) -> Tensor:
         found = image.predict(x, time, asked.tokens, pooled=asked.pooled, image_size=self.image_size)
         return found.float()
 

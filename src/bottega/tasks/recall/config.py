@@ -13,11 +13,11 @@ from pydantic import Field, model_validator
 from bottega.config.data import Data, HeldOut, Source
 from bottega.config.recipe import Model, Recipe
 from bottega.config.section import Number, Positive, Rate, Section
-from bottega.models.decoder.config import WIDENING, TransformerShape
-from bottega.models.decoder.kinds import no_alternation, shape_fields
+from bottega.models.decoder.config import MLP_RATIO, TransformerShape
+from bottega.models.decoder.kinds import describe_attention_every_problem, resolve_shape_fields
 from bottega.models.memory.config import WorkingMemory
 
-MADE = Source(kind="synthetic")
+SYNTHETIC_SOURCE = Source(kind="synthetic")
 _NOT_MADE = ("sources", "mixture", "temperature", "replay", "curriculum", "online", "split")
 """Keys about data that is read from somewhere."""
 
@@ -60,21 +60,23 @@ class RecallModel(Model):
             )
         if self.attention_every is not None and self.kind != "hybrid":
             raise ValueError(f"attention_every: kind {self.kind} does not alternate; leave it out, or say hybrid")
-        if self.attention_every is not None and (wrong := no_alternation(self.attention_every, self.num_layers)):
+        if self.attention_every is not None and (
+            wrong := describe_attention_every_problem(self.attention_every, self.num_layers)
+        ):
             raise ValueError(f"attention_every: {wrong}")
         if self.state_size is not None and self.kind == "transformer":
             raise ValueError("state_size: a transformer has no state space; leave it out, or say kind: ssm")
         return self
 
-    def trunk(self, *, vocab_size: int, context: int) -> TransformerShape:
+    def build_trunk_shape(self, *, vocab_size: int, context: int) -> TransformerShape:
         """The dimensions of what reads a segment, as a language model of this width in a recipe of several tasks has them."""
         width, kind = self.hidden_size, self.kind
         said: dict[str, Any] = {"hidden_size": width, "num_layers": self.num_layers, "dropout": self.dropout or 0.0}
         if kind != "ssm":
             heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_heads, "head_size": width // self.num_heads}
-            said |= {**heads, "intermediate_size": WIDENING * width}
+            said |= {**heads, "intermediate_size": MLP_RATIO * width}
         said |= {key: value for key in ("attention_every", "state_size") if (value := getattr(self, key)) is not None}
-        return TransformerShape(**shape_fields(kind, None, said), vocab_size=vocab_size, context=context)
+        return TransformerShape(**resolve_shape_fields(kind, None, said), vocab_size=vocab_size, context=context)
 
 
 class LastingModel(RecallModel):
@@ -86,7 +88,7 @@ class LastingModel(RecallModel):
 class RecallData(Data):
     """What both kinds of data have. The rule is known, so that chance is 1 / num_values."""
 
-    train: Source = Field(MADE, description="what is learned from, which is made up as it is needed")
+    train: Source = Field(SYNTHETIC_SOURCE, description="what is learned from, which is made up as it is needed")
     segment_length: Positive = Field(32, description="tokens that the model sees at once")
     num_pairs: Positive = Field(4, description="facts that a segment states: a key and its value")
     num_questions: Positive = Field(2, description="questions that a segment asks: one for a value")
@@ -173,8 +175,8 @@ class RecallRecipe(Recipe):
     model: RecallModel = Field(default_factory=RecallModel, description="the model")
     data: StreamsData = Field(default_factory=StreamsData, description="the data")
 
-    def contradictions(self) -> list[tuple[str, str, str]]:
-        found = super().contradictions()
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
+        found = super().find_conflicts()
         memory, pairs = self.model.memory, self.data.num_pairs
         if memory is not None and memory.working_slots < pairs:
             text = f"{memory.working_slots} slots cannot hold the {pairs} facts of a stream; raise it to {pairs}"
@@ -187,8 +189,8 @@ class LastingRecipe(Recipe):
     model: LastingModel = Field(default_factory=LastingModel, description="the model")
     data: FactsData = Field(default_factory=FactsData, description="the data")
 
-    def contradictions(self) -> list[tuple[str, str, str]]:
-        found = super().contradictions()
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
+        found = super().find_conflicts()
         data, memory = self.data, self.model.memory
         if memory is not None:
             needed = min(data.num_keys, 2 * data.distance * data.num_pairs) + data.num_lasting
@@ -197,12 +199,12 @@ class LastingRecipe(Recipe):
                 text = f"{memory.episodic_slots} and {memory.semantic_slots} semantic slots cannot hold {needed} facts"
                 raised = needed - memory.semantic_slots
                 found.append(("model.memory.episodic_slots", "data.distance", f"{text}; raise it to {raised}"))
-        too_near = self.too_near(self.distributed.processes or 1)
+        too_near = self.distance_problem(self.distributed.processes or 1)
         if too_near is not None:
             found.append(("data.distance", "training.batch_size", too_near))
         return found
 
-    def too_near(self, world: int) -> str | None:
+    def distance_problem(self, world: int) -> str | None:
         """What is wrong where questions lie in the same step of `world` processes as the facts they ask for."""
         training, distance = self.training, self.data.distance
         passes = training.gradient_accumulation_steps

@@ -11,11 +11,11 @@ SPEC = TaskSpec(
     name="recall",
     recipe=RecallRecipe,
     inputs={"streams": RecallRecipe, "facts": LastingRecipe},
-    open="bottega.tasks.recall.branch:prepare",
-    reopen="bottega.tasks.recall.branch:reopen",
+    open="bottega.tasks.recall.workload:prepare",
+    reopen="bottega.tasks.recall.workload:reopen",
     refuses={
         "prepare": MADE_UP,
         "generate": "a run of recall does not generate; bottega evaluate says how well it remembers",
     },
-    starts={},
+    init_values={},
 )

@@ -16,13 +16,13 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Sums
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.losses.token_loss import IGNORED
+from bottega.models.losses.token_loss import IGNORE_INDEX
 from bottega.models.memory import torch as memories
 from bottega.models.memory.config import MemoryShape, WorkingMemory
 
 ACCURACY = "retrieval_accuracy"
-WITHOUT = f"{ACCURACY}_without_memory"
-KEPT = "memory."
+ACCURACY_WITHOUT_MEMORY = f"{ACCURACY}_without_memory"
+MEMORY_PREFIX = "memory."
 """What the buffers of a lasting memory begin with."""
 
 
@@ -45,11 +45,11 @@ class Recall(Task):
         return Initial("bottega.models.initial:initialise", {"residual_layers": self.shape.num_layers})
 
     @abstractmethod
-    def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
+    def predict_scores(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
         """Scores of the values at every token."""
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        asked = np.asarray(batch["answers"]) != IGNORED
+        asked = np.asarray(batch["answers"]) != IGNORE_INDEX
         if "weight" in batch:
             weight = np.asarray(batch["weight"]) > 0
             asked = asked & weight.reshape(-1, *[1] * (asked.ndim - 1))
@@ -59,25 +59,25 @@ class Recall(Task):
         answers = batch["answers"]
         if "weight" in batch:
             counted = (batch["weight"] > 0).view(-1, *[1] * (answers.dim() - 1))
-            answers = answers.masked_fill(~counted, IGNORED)
-        scores = self.told(models, batch["tokens"]).float()
-        total = F.cross_entropy(scores.flatten(0, -2), answers.flatten(), ignore_index=IGNORED, reduction="sum")
-        asked = answers != IGNORED
+            answers = answers.masked_fill(~counted, IGNORE_INDEX)
+        scores = self.predict_scores(models, batch["tokens"]).float()
+        total = F.cross_entropy(scores.flatten(0, -2), answers.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        asked = answers != IGNORE_INDEX
         right = (scores.argmax(-1) == answers) & asked
         metrics: Sums = {ACCURACY: (right.sum(), asked.sum())}
         if "measured" in batch:
-            metrics |= self.measured(right, asked)
+            metrics |= self.evaluation_sums(right, asked)
             if self.has_memory:
                 with torch.no_grad():
-                    alone = self.told(models, batch["tokens"], with_memory=False).argmax(-1)
-                metrics[WITHOUT] = (((alone == answers) & asked).sum(), asked.sum())
-        return Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=self.learnt_rows(batch))
+                    alone = self.predict_scores(models, batch["tokens"], with_memory=False).argmax(-1)
+                metrics[ACCURACY_WITHOUT_MEMORY] = (((alone == answers) & asked).sum(), asked.sum())
+        return Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=self.update_rows(batch))
 
-    def measured(self, right: Tensor, asked: Tensor) -> Sums:
+    def evaluation_sums(self, right: Tensor, asked: Tensor) -> Sums:
         """What an evaluation says besides."""
         return {}
 
-    def learnt_rows(self, batch: Batch) -> dict[str, Tensor]:
+    def update_rows(self, batch: Batch) -> dict[str, Tensor]:
         """What the update learns from each example."""
         return {}
 
@@ -96,11 +96,11 @@ class RecallStreams(Recall):
         model = ModelSpec("bottega.models.recall.torch:StreamRecall", self.shape, options, initial=self.initial)
         return {"model": model}
 
-    def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
+    def predict_scores(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
         scores: Tensor = models["model"](tokens, with_memory=with_memory)[0]
         return scores
 
-    def measured(self, right: Tensor, asked: Tensor) -> Sums:
+    def evaluation_sums(self, right: Tensor, asked: Tensor) -> Sums:
         """By how many segments lie between a fact and the question for it."""
         right, asked = right.sum((0, 2)), asked.sum((0, 2))
         return {f"distance_{d}/{ACCURACY}": (right[d], asked[d]) for d in range(1, len(asked))}
@@ -110,7 +110,7 @@ class RecallFacts(Recall):
     """Tokens [b, T], one segment each, in order; with `stated` [b, p, 2], the tokens of keys and values that are to be
     remembered, and `asked` [b, q], those of the keys that were asked for. The memory is part of the model's buffers."""
 
-    learns_from_rows: ClassVar[tuple[str, ...]] = ("stated", "asked")
+    update_inputs: ClassVar[tuple[str, ...]] = ("stated", "asked")
 
     memory: MemoryShape | None
     temperature: float = 0.1
@@ -124,11 +124,11 @@ class RecallFacts(Recall):
         architecture = "bottega.models.recall.torch:LastingRecall"
         return {"model": ModelSpec(architecture, self.shape, options, initial=self.initial, is_seeded=True)}
 
-    def told(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
+    def predict_scores(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
         scores: Tensor = models["model"](tokens, with_memory=with_memory)
         return scores
 
-    def learnt_rows(self, batch: Batch) -> dict[str, Tensor]:
+    def update_rows(self, batch: Batch) -> dict[str, Tensor]:
         if self.memory is None or "stated" not in batch:
             return {}
         return {"stated": batch["stated"], "asked": batch["asked"]}
@@ -138,11 +138,13 @@ class RecallFacts(Recall):
         if self.memory is None:
             return {}
         codes, shape, step = tensors["codes"], self.memory, rng.step
-        memory = memories.unflat({name.removeprefix(KEPT): t for name, t in tensors.items() if name.startswith(KEPT)})
+        memory = memories.unflatten_memory(
+            {name.removeprefix(MEMORY_PREFIX): t for name, t in tensors.items() if name.startswith(MEMORY_PREFIX)}
+        )
         found = memories.search(memory, codes[seen["asked"].flatten()], 1, same=shape.same)
-        memory = memories.use(memory, found, step, same=shape.same)
+        memory = memories.record_use(memory, found, step, same=shape.same)
         stated = codes[seen["stated"].flatten(0, 1)]
         importance = torch.ones(len(stated), device=codes.device)
         memory = memories.store(memory, stated[:, 0], stated[:, 1], importance, step, shape=shape)
         memory = memories.consolidate(memory, step, shape=shape)
-        return {KEPT + name: tensor for name, tensor in memories.flat(memory).items()}
+        return {MEMORY_PREFIX + name: tensor for name, tensor in memories.flatten_memory(memory).items()}

@@ -99,9 +99,9 @@ class RoutingRecipe(Recipe):
     model: RoutingModel = Field(default_factory=RoutingModel, description="the model")
     data: RoutingData = Field(default_factory=RoutingData, description="the data")
 
-    def contradictions(self) -> list[tuple[str, str, str]]:
-        said = rules_problem(self.model, self.data.num_rules) if self.data.is_made else None
-        return [*super().contradictions(), *([("model.num_experts", "data.num_rules", said)] if said else ())]
+    def find_conflicts(self) -> list[tuple[str, str, str]]:
+        said = rules_problem(self.model, self.data.num_rules) if self.data.is_synthetic else None
+        return [*super().find_conflicts(), *([("model.num_experts", "data.num_rules", said)] if said else ())]
 
 
 def rules_problem(model: RoutingModel, num_rules: int) -> str | None:

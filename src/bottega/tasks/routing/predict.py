@@ -9,13 +9,13 @@ import numpy as np
 
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
-from bottega.tasks.prediction import NewSamples, is_missing, most_likely
+from bottega.tasks.prediction import NewSamples, is_missing, predict_class
 
 if TYPE_CHECKING:
-    from bottega.tasks.routing.branch import RoutingBranch
+    from bottega.tasks.routing.workload import RoutingWorkload
 
 
-def predict_numbers(branch: RoutingBranch, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+def predict_rows(workload: RoutingWorkload, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
     inputs = new.inputs
     numbers = [_numbers(word) for word in inputs]
     if inputs and all(row is not None for row in numbers):
@@ -27,10 +27,14 @@ def predict_numbers(branch: RoutingBranch, models: Models, new: NewSamples, *, d
             raise UsageError(
                 f"this run tells labels of rows of numbers{not_texts}; give a table with --data FILE, or numbers: 0.5,1,-2"
             )
-        keys, x = branch.read(paths[0] if len(paths) == 1 else paths)
-    chances, chosen = branch.answered(models, x, device=device)
+        keys, x = workload.read_rows(paths[0] if len(paths) == 1 else paths)
+    chances, chosen = workload.predict_with_experts(models, x, device=device)
     return [
-        {"row": key, **most_likely(branch.classes.names, row), "expert": experts[0] if len(experts) == 1 else experts}
+        {
+            "row": key,
+            **predict_class(workload.classes.names, row),
+            "expert": experts[0] if len(experts) == 1 else experts,
+        }
         for key, row, experts in zip(keys, chances.tolist(), chosen.tolist(), strict=True)
     ]
 

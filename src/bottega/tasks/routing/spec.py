@@ -17,16 +17,16 @@ def _prepare(recipe: RoutingRecipe, progress: Any) -> Any:
 SPEC = TaskSpec(
     name="routing",
     recipe=RoutingRecipe,
-    open="bottega.tasks.routing.branch:prepare",
-    reopen="bottega.tasks.routing.branch:reopen",
+    open="bottega.tasks.routing.workload:prepare",
+    reopen="bottega.tasks.routing.workload:reopen",
     prepare=_prepare,
     preview="bottega.data.numbers.preview:NumbersPreview",
     refuses={
         "generate": "a classifier does not generate; bottega predict classifies new samples, bottega evaluate measures it"
     },
-    asks=lambda recipe, codec: recipe.data.train.path,
+    asks=lambda recipe, processor: recipe.data.train.path,
     has_labels=True,
     smooths_labels=True,
     loss_is_cross_entropy=True,
-    starts={},
+    init_values={},
 )

@@ -14,10 +14,16 @@ from bottega.core.model_spec import Initial, ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
-from bottega.models.experts.torch import evenness, renewed, stats
+from bottega.models.experts.torch import load_entropy, routing_stats, update_router_state
 from bottega.models.routing.config import RoutingShape
-from bottega.models.routing.torch import Routed
-from bottega.models.spiking.units import activity, rate, rate_costs, unit_rows, unit_scores
+from bottega.models.routing.torch import RoutingNetOutput
+from bottega.models.spiking.units import (
+    activity_sums,
+    firing_rate_penalties,
+    spike_rate,
+    unit_activity,
+    unit_activity_metrics,
+)
 from bottega.tasks.measures import classification
 from bottega.tasks.measures import routing as measures
 
@@ -68,7 +74,7 @@ class RoutingTask(Task):
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         model, label = models["model"], batch["label"].long()
         counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(label, dtype=torch.bool)
-        out: Routed = model(batch["x"], counted)
+        out: RoutingNetOutput = model(batch["x"], counted)
         logits = out.logits.float()
         smoothing = self.label_smoothing if model.training else 0.0
         each = {"loss": F.cross_entropy(logits, label, reduction="none", label_smoothing=smoothing)}
@@ -81,27 +87,27 @@ class RoutingTask(Task):
         if not model.training:
             return Loss(terms, metrics, rows=rows | self._found(out, batch))
         terms |= self._added(out, counted)
-        return Loss(terms, metrics | self._dropped(out), rows=rows, stats=stats(out.routing, EXPERTS))
+        return Loss(terms, metrics | self._dropped(out), rows=rows, stats=routing_stats(out.routing, EXPERTS))
 
     def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        return renewed(tensors, seen, name=EXPERTS, shape=self.shape.experts, rng=rng)
+        return update_router_state(tensors, seen, name=EXPERTS, shape=self.shape.experts, rng=rng)
 
-    def observed(self, seen: Mapping[str, Array]) -> dict[str, Array]:
+    def batch_metrics(self, seen: Mapping[str, Array]) -> dict[str, Array]:
         load = seen.get(f"{EXPERTS}.load") if self.shape.experts.num_experts > 1 else None
-        return {} if load is None else {"load_entropy": evenness(load)}
+        return {} if load is None else {"load_entropy": load_entropy(load)}
 
     def score(self, rows: Rows) -> dict[str, float]:
         rule = rows.get("rule")
-        found = measures.score(rows["chosen"], self.shape.experts.num_experts, rule=rule)
-        units = unit_scores(rows["units"]) if "units" in rows else {}
-        return {**found, **units, **classification.score(rows["probability"], rows["label"])}
+        found = measures.routing_metrics(rows["chosen"], self.shape.experts.num_experts, rule=rule)
+        units = unit_activity_metrics(rows["units"]) if "units" in rows else {}
+        return {**found, **units, **classification.classification_metrics(rows["probability"], rows["label"])}
 
-    def predict(self, models: Models, x: Tensor) -> Routed:
-        found: Routed = models["model"](x)
+    def predict(self, models: Models, x: Tensor) -> RoutingNetOutput:
+        found: RoutingNetOutput = models["model"](x)
         return found
 
     @property
-    def measured(self) -> tuple[str, ...]:
+    def evaluation_metrics(self) -> tuple[str, ...]:
         """The names of what an evaluation finds."""
         experts = self.shape.experts.num_experts
         names = ["loss", "accuracy", "macro_f1", "weighted_f1", "ece", "auroc"]
@@ -114,7 +120,7 @@ class RoutingTask(Task):
 
     @property
     def _spikes(self) -> bool:
-        return self.shape.num_units > 0 or self.shape.experts.units is not None
+        return self.shape.num_units > 0 or self.shape.experts.spiking_units is not None
 
     def _is_taught(self, batch: Batch) -> bool:
         return self.routing_loss_weight > 0 and "rule" in batch
@@ -131,20 +137,20 @@ class RoutingTask(Task):
         }
         return {name: weight for name, weight in found.items() if weight}
 
-    def _added(self, out: Routed, counted: Tensor) -> dict[str, tuple[Tensor, float]]:
+    def _added(self, out: RoutingNetOutput, counted: Tensor) -> dict[str, tuple[Tensor, float]]:
         """Only while training: by how the load stands by then they are no measure of the weights."""
         found: dict[str, tuple[Tensor, float]] = {}
         for name, weight in self._costs.items():
             if name == "firing":
                 assert out.spikes is not None
                 assert self.firing_rate is not None
-                total = torch.where(counted, rate_costs(out.spikes, self.firing_rate), 0.0).sum()
+                total = torch.where(counted, firing_rate_penalties(out.spikes, self.firing_rate), 0.0).sum()
             else:
                 total = out.routing.balance if name == "balance" else out.routing.z
             found[name] = (total, weight)
         return found
 
-    def _measured(self, out: Routed, batch: Batch, counted: Tensor) -> Sums:
+    def _measured(self, out: RoutingNetOutput, batch: Batch, counted: Tensor) -> Sums:
         number, routing = counted.float().sum(), out.routing
         right = torch.where(counted, out.logits.argmax(1) == batch["label"], False).float().sum()
         found: Sums = {"accuracy": (right, number)}
@@ -155,34 +161,34 @@ class RoutingTask(Task):
             found["gate_entropy"] = (routing.entropy.detach() / most, number)
         if self._spikes:
             rates = torch.cat([rates for rates, _ in self._rates(out)], dim=-1)
-            found["firing_rate"] = activity(rates[None], counted)["firing_rate"]
+            found["firing_rate"] = activity_sums(rates[None], counted)["firing_rate"]
         return found
 
-    def _rates(self, out: Routed) -> list[tuple[Tensor, float]]:
+    def _rates(self, out: RoutingNetOutput) -> list[tuple[Tensor, float]]:
         """How often units fired [b, units] and the most they can, of the trunk and of the router."""
         found: list[tuple[Tensor, float]] = []
         if out.spikes is not None and self.shape.spiking is not None:
-            found.append((rate(out.spikes.detach()), self.shape.spiking.highest_rate))
-        if out.routing.rates is not None and self.shape.experts.units is not None:
-            found.append((out.routing.rates.detach(), self.shape.experts.units.highest_rate))
+            found.append((spike_rate(out.spikes.detach()), self.shape.spiking.highest_rate))
+        if out.routing.rates is not None and self.shape.experts.spiking_units is not None:
+            found.append((out.routing.rates.detach(), self.shape.experts.spiking_units.highest_rate))
         return found
 
-    def _dropped(self, out: Routed) -> Sums:
+    def _dropped(self, out: RoutingNetOutput) -> Sums:
         """Who found no room, which only training limits."""
         experts, routing = self.shape.experts, out.routing
-        is_told = experts.limited and experts.num_experts > 1
+        is_told = experts.has_capacity_limit and experts.num_experts > 1
         return {"drop_rate": (routing.dropped, routing.tokens * experts.top_k)} if is_told else {}
 
-    def _found(self, out: Routed, batch: Batch) -> dict[str, Tensor]:
+    def _found(self, out: RoutingNetOutput, batch: Batch) -> dict[str, Tensor]:
         """Of each example, beside its probabilities."""
         rows = {"chosen": out.routing.chosen}
         if "rule" in batch:
             rows["rule"] = batch["rule"]
         if self._spikes:
-            rows["units"] = torch.cat([unit_rows(rates[None], most) for rates, most in self._rates(out)], dim=-1)
+            rows["units"] = torch.cat([unit_activity(rates[None], most) for rates, most in self._rates(out)], dim=-1)
         return rows
 
-    def _miss(self, out: Routed, rule: Tensor) -> Tensor:
+    def _miss(self, out: RoutingNetOutput, rule: Tensor) -> Tensor:
         """[b]: the cross-entropy of the gates to the right expert; of sigmoids, each is a question of its own."""
         logits = out.routing.logits
         if self.shape.experts.gate == "softmax":

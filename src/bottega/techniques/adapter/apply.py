@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from bottega.config.recipe import Recipe
 from bottega.core.task import Task
-from bottega.tasks.branch import Branch
+from bottega.tasks.workload import Workload
 from bottega.techniques.adapter.config import AdapterOptions
-from bottega.techniques.injection import adapted
-from bottega.techniques.lesson import Lesson
+from bottega.techniques.apply_injection import apply_injection
+from bottega.techniques.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from bottega.techniques.adapter.torch import Adapter
 
 
-def apply(lesson: Lesson, options: AdapterOptions, recipe: Recipe, branch: Branch) -> Lesson:
-    return adapted(lesson, options, recipe, branch, name="adapter")
+def apply(plan: TrainingPlan, options: AdapterOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
+    return apply_injection(plan, options, recipe, workload, name="adapter")
 
 
 def inject(task: Task, options: AdapterOptions, **shared: Any) -> Adapter:

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import Field
 
+from bottega.config.conflicts import find_injection_conflicts
 from bottega.config.recipe import Recipe
 from bottega.config.section import Positive, Section
-from bottega.config.technique_spec import Clash, TechniqueSpec
-from bottega.config.together import clashes_of_injected
+from bottega.config.technique_spec import Conflict, TechniqueSpec
 
 
 class AdapterOptions(Section):
@@ -34,16 +34,16 @@ def respell(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "targets": None} if options.get("targets") == "all" else options
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
-    yield from clashes_of_injected(recipe, "adapter")
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
+    yield from find_injection_conflicts(recipe, "adapter")
 
 
 SPEC = TechniqueSpec(
     name="adapter",
     options=AdapterOptions,
-    spellings=SPELLINGS,
-    respell=respell,
+    option_aliases=SPELLINGS,
+    convert_options=respell,
     apply="bottega.techniques.adapter.apply:apply",
-    clashes=clashes,
+    find_conflicts=clashes,
     inject="bottega.techniques.adapter.apply:inject",
 )

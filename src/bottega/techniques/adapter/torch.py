@@ -16,9 +16,16 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from bottega.core.errors import UsageError
-from bottega.core.noise import generator
-from bottega.techniques.inject import Injected, carriers, chosen, in_blocks
-from bottega.techniques.lora.peft_layout import check_own, fill, read_own, read_weights, write_own, write_weights
+from bottega.core.noise import numpy_generator
+from bottega.techniques.injected_layers import InjectedTask, find_injectable_layers, is_in_block, select_layers
+from bottega.techniques.lora.peft_layout import (
+    check_adapter_metadata,
+    copy_adapter_tensors,
+    read_adapter_metadata,
+    read_weights,
+    write_adapter_metadata,
+    write_weights,
+)
 
 KIND, KEY = "bottleneck", "techniques.adapter"
 START = f"{KEY}.start"
@@ -44,21 +51,21 @@ class Bottleneck(nn.Linear):
         return y + F.linear(narrow, self.adapter_up, self.adapter_up_bias)
 
 
-class Adapter(Injected):
+class Adapter(InjectedTask):
     key: ClassVar[str] = KEY
-    of_export: ClassVar[str] = "it is all there is here"
+    export_note: ClassVar[str] = "it is all there is here"
     size: int = Field(32, gt=0)
     targets: tuple[str, ...] | None = None
     """None is the last matrix of each half of the blocks."""
 
-    def is_own(self, name: str) -> bool:
+    def is_injected(self, name: str) -> bool:
         return name.rpartition(".")[2] in NAMES
 
     def inject(self, model: nn.Module, seed: int) -> None:
-        for name in self.choose(model):
-            put_behind(model.get_submodule(name), name, size=self.size, seed=seed)
+        for name in self.choose_layers(model):
+            inject_bottleneck(model.get_submodule(name), name, size=self.size, seed=seed)
 
-    def read(self, folder: Path, model: nn.Module) -> None:
+    def load_adapter(self, folder: Path, model: nn.Module) -> None:
         read_bottlenecks(folder, model, self)
 
     def export(
@@ -68,13 +75,17 @@ class Adapter(Injected):
         write_bottlenecks(model, folder, self, origin=origin)
         return {"library_name": "bottega"}
 
-    def choose(self, model: nn.Module) -> list[str]:
-        able = [name for name in carriers(model, kinds=(nn.Linear,)) if not self.is_full(f"{name}.weight")]
+    def choose_layers(self, model: nn.Module) -> list[str]:
+        able = [
+            name
+            for name in find_injectable_layers(model, kinds=(nn.Linear,))
+            if not self.is_fully_trained(f"{name}.weight")
+        ]
         if self.targets is not None:
             every = [name for name, _ in model.named_modules() if name]
-            return chosen(able, self.targets, key=f"{KEY}.targets", layers=every)
+            return select_layers(able, self.targets, key=f"{KEY}.targets", layers=every)
         ends = tuple(f".{end}" for end in OUTPUTS)
-        found = [name for name in able if in_blocks(name) and name.endswith(ends)]
+        found = [name for name in able if is_in_block(name) and name.endswith(ends)]
         if not found:
             raise UsageError(
                 f"{KEY}.targets: {type(model).__name__} has no matrix inside numbered blocks that is called like an "
@@ -83,12 +94,12 @@ class Adapter(Injected):
         return found
 
 
-def put_behind(layer: nn.Module, name: str, *, size: int, seed: int) -> None:
+def inject_bottleneck(layer: nn.Module, name: str, *, size: int, seed: int) -> None:
     """Nothing at first, because U is 0; D is drawn as a layer's weight would be, by its name."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     width = weight.shape[0]
     limit = 1 / math.sqrt(width)
-    drawn = generator(seed, f"{name}.adapter_down").uniform(-limit, limit, (size, width))
+    drawn = numpy_generator(seed, f"{name}.adapter_down").uniform(-limit, limit, (size, width))
     layer.__class__ = Bottleneck
     assert isinstance(layer, Bottleneck)
     layer.adapter_down = nn.Parameter(torch.from_numpy(drawn).to(weight.device, weight.dtype))
@@ -101,20 +112,22 @@ def write_bottlenecks(model: nn.Module, folder: Path, adapter: Adapter, *, origi
     """`adapter_model.safetensors` with all that learnt, under the names of our model, and `bottega.json` with the size and
     the layers. No matrix says the same, so nobody else opens it."""
     folder.mkdir(parents=True, exist_ok=True)
-    layers = list(bottlenecks(model))
-    write_own(folder, KIND, hashes=adapter.hashes(model), origin=origin, size=adapter.size, layers=layers)
-    write_weights(folder, {name: p for name, p in model.named_parameters() if adapter.learns(name)})
+    layers = list(find_bottlenecks(model))
+    write_adapter_metadata(
+        folder, KIND, hashes=adapter.hash_frozen_tensors(model), origin=origin, size=adapter.size, layers=layers
+    )
+    write_weights(folder, {name: p for name, p in model.named_parameters() if adapter.is_trainable(name)})
 
 
 def read_bottlenecks(folder: Path, model: nn.Module, adapter: Adapter) -> None:
     """Fill the narrow layers; the folder must be of the same size and layers, over the same base."""
-    said = read_own(folder, key=START)
-    check_own(said, folder, model, adapter, kind=KIND, key=START)
+    said = read_adapter_metadata(folder, key=START)
+    check_adapter_metadata(said, folder, model, adapter, kind=KIND, key=START)
     if said.get("size") != adapter.size:
         raise UsageError(f"{KEY}.size: {adapter.size}, and {folder} has {said.get('size')}; set it to that")
-    places: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if adapter.learns(name)}
-    fill(places, read_weights(folder), folder, is_own=adapter.is_own, technique="adapter")
+    places: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if adapter.is_trainable(name)}
+    copy_adapter_tensors(places, read_weights(folder), folder, is_own=adapter.is_injected, technique="adapter")
 
 
-def bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
+def find_bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, Bottleneck)}

@@ -13,8 +13,8 @@ import numpy as np
 from bottega.callbacks.console import Console
 from bottega.core.callback import Callback, Progress
 from bottega.core.errors import EnvironmentProblem
-from bottega.core.loop import Goal
 from bottega.core.rundir import RunDirectory
+from bottega.core.trainer import BestMetric
 
 FILE, PICTURE = "forgetting.json", "forgetting.png"
 ALWAYS = "loss"
@@ -25,7 +25,7 @@ CELL, LONGEST = 76.0, 18
 Matrix = Sequence[Sequence[float | None]]
 
 
-def transfer(matrix: np.ndarray, *, maximise: bool) -> dict[str, float]:
+def transfer_metrics(matrix: np.ndarray, *, maximise: bool) -> dict[str, float]:
     """Of R [n, n], where R[i, j] measures source j after source i was learnt: the mean of the last row; backward transfer
     (Lopez-Paz and Ranzato, 2017), how much later sources changed what was measured right after a source; and forgetting
     (Chaudhry et al., 2018), how far each is below its best. Transfer is positive, and forgetting negative, where it
@@ -41,14 +41,14 @@ def transfer(matrix: np.ndarray, *, maximise: bool) -> dict[str, float]:
 
 
 @final
-class Forgetting(Callback):
+class ForgettingMatrix(Callback):
     """Remembers what was measured at the end of each turn, through any resume."""
 
     name = "forgetting"
 
-    def __init__(self, names: tuple[str, ...], goal: Goal) -> None:
-        self.names, self.goal = names, goal
-        self.firsts: tuple[int, ...] = ()
+    def __init__(self, names: tuple[str, ...], goal: BestMetric) -> None:
+        self.names, self.best_metric = names, goal
+        self.first_steps: tuple[int, ...] = ()
         """The first step of each turn."""
         self.metric = goal.metric
         self.rows: dict[int, list[float | None]] = {}
@@ -56,7 +56,7 @@ class Forgetting(Callback):
 
     @property
     def maximise(self) -> bool:
-        return self.goal.maximise and self.metric == self.goal.metric
+        return self.best_metric.maximise and self.metric == self.best_metric.metric
 
     @property
     def matrix(self) -> Matrix:
@@ -66,19 +66,19 @@ class Forgetting(Callback):
     def start(self, progress: Progress) -> None:
         self._progress = progress
 
-    def note(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"metric": self.metric, "rows": {str(turn): row for turn, row in self.rows.items()}} if self.rows else {}
 
-    def recall(self, note: dict[str, Any]) -> None:
-        self.metric = str(note.get("metric", self.goal.metric))
+    def load_state_dict(self, note: dict[str, Any]) -> None:
+        self.metric = str(note.get("metric", self.best_metric.metric))
         self.rows = {int(turn): list(row) for turn, row in note.get("rows", {}).items()}
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """At the end of a turn its row is kept; at the end of all, what follows from the whole matrix is added."""
-        ends = [*self.firsts[1:], self._progress.total]
+        ends = [*self.first_steps[1:], self._progress.total]
         if self._progress.step not in ends:
             return metrics
-        self.metric = self.goal.metric if f"{self.names[0]}/{self.goal.metric}" in metrics else ALWAYS
+        self.metric = self.best_metric.metric if f"{self.names[0]}/{self.best_metric.metric}" in metrics else ALWAYS
         found = [metrics[f"{name}/{self.metric}"] for name in self.names]
         self.rows[ends.index(self._progress.step)] = [value if math.isfinite(value) else None for value in found]
         return {**metrics, **self.summary()} if self._progress.step == ends[-1] else metrics
@@ -87,7 +87,7 @@ class Forgetting(Callback):
         """Nothing where a row or a measure is missing."""
         known = [value for row in self.matrix for value in row if value is not None]
         whole = len(known) == len(self.names) ** 2
-        return transfer(np.array(known).reshape(len(self.names), -1), maximise=self.maximise) if whole else {}
+        return transfer_metrics(np.array(known).reshape(len(self.names), -1), maximise=self.maximise) if whole else {}
 
     def write(self, directory: RunDirectory, console: Console) -> None:
         """The matrix for programs, for the eye, and in words; of a run that was stopped early, what there is of it."""
@@ -100,10 +100,10 @@ class Forgetting(Callback):
             draw(self.matrix, self.names, directory.path / PICTURE, metric=self.metric, maximise=self.maximise)
         except (EnvironmentProblem, OSError) as error:
             console.warn(f"no {PICTURE}: {error}")
-        console.say("\n" + show(self.matrix, self.names, metric=self.metric, summary=self.summary()))
+        console.info("\n" + format_matrix(self.matrix, self.names, metric=self.metric, summary=self.summary()))
 
 
-def show(matrix: Matrix, names: Sequence[str], *, metric: str, summary: dict[str, float]) -> str:
+def format_matrix(matrix: Matrix, names: Sequence[str], *, metric: str, summary: dict[str, float]) -> str:
     width = max(10, *(len(name) + 2 for name in names))
     before = max(6, *(len(name) for name in names))
     lines = [f"{metric} of each source (columns) after each was learnt (rows)"]
@@ -119,31 +119,31 @@ def show(matrix: Matrix, names: Sequence[str], *, metric: str, summary: dict[str
 
 def draw(matrix: Matrix, names: Sequence[str], path: Path, *, metric: str, maximise: bool) -> None:
     """Rows are what was learnt last, columns what is measured; the bluer the better, on one scale for all cells."""
-    from bottega.data.image.page import BLUE, FAINT, INK, PAPER, Sheet
+    from bottega.data.image.canvas import BLUE, FAINT, INK, PAPER, Canvas
 
     short = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names]
-    probe = Sheet(1, 1)
-    widest = max(probe.width_of(name, 12) for name in short)
+    probe = Canvas(1, 1)
+    widest = max(probe.measure_text(name, 12) for name in short)
     cell, left, top = max(CELL, widest + 12), 32 + widest, 92.0
-    page = Sheet(max(left + cell * len(names) + 24, 420), top + 36 * len(names) + 24)
-    page.text(24, 22, f"{metric} of each source, after each was learnt", anchor="lm", size=16)
+    page = Canvas(max(left + cell * len(names) + 24, 420), top + 36 * len(names) + 24)
+    page.draw_text(24, 22, f"{metric} of each source, after each was learnt", anchor="lm", size=16)
     better = "larger" if maximise else "smaller"
-    page.text(24, 44, f"a row is the source learnt last; {better} is better, and bluer", anchor="lm", fill=FAINT)
+    page.draw_text(24, 44, f"a row is the source learnt last; {better} is better, and bluer", anchor="lm", fill=FAINT)
     known = [value for row in matrix for value in row if value is not None]
     low, high = min(known, default=0.0), max(known, default=1.0)
     for column, name in enumerate(short):
-        page.text(left + cell * (column + 0.5), top - 14, name, fill=FAINT)
+        page.draw_text(left + cell * (column + 0.5), top - 14, name, fill=FAINT)
     for number, row in enumerate(matrix):
         y = top + 36 * number
-        page.text(left - 8, y + 18, short[number], anchor="rm", fill=FAINT)
+        page.draw_text(left - 8, y + 18, short[number], anchor="rm", fill=FAINT)
         for column, value in enumerate(row):
             if value is None:
                 continue
             share = (value - low) / (high - low) if high > low else 1.0
             share = share if maximise else 1.0 - share
             x = left + cell * column
-            page.box(x + 1, y + 1, x + cell - 1, y + 35, _between(PAPER, BLUE, 0.08 + 0.92 * share))
-            page.text(x + cell / 2, y + 18, f"{value:.3f}", fill=PAPER if share > 0.5 else INK)
+            page.draw_box(x + 1, y + 1, x + cell - 1, y + 35, _between(PAPER, BLUE, 0.08 + 0.92 * share))
+            page.draw_text(x + cell / 2, y + 18, f"{value:.3f}", fill=PAPER if share > 0.5 else INK)
     page.save(path)
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from bottega.config.recipe import Recipe
 from bottega.config.section import Number, Probability, Section
-from bottega.config.technique_spec import KEY, Clash, TechniqueSpec
+from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpec
 
 
 class DistillOptions(Section):
@@ -20,13 +20,17 @@ class DistillOptions(Section):
     hidden: Number = Field(0.0, ge=0, description="weight of what the blocks between say; 0 is none")
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
     if "maml" in names:
-        yield KEY, KEY, "distill and maml do not go together, since the teacher knows no episode; keep one"
+        yield (
+            TECHNIQUES_KEY,
+            TECHNIQUES_KEY,
+            "distill and maml do not go together, since the teacher knows no episode; keep one",
+        )
     if recipe.training.compile is True and any(getattr(one.options, "hidden", 0) for one in recipe.techniques):
         yield (
             "training.compile",
-            KEY,
+            TECHNIQUES_KEY,
             "true, and techniques.distill.hidden listens inside the model, which is then not compiled; leave one of "
             "them out",
         )
@@ -36,5 +40,5 @@ SPEC = TechniqueSpec(
     name="distill",
     options=DistillOptions,
     apply="bottega.techniques.distill.apply:apply",
-    clashes=clashes,
+    find_conflicts=clashes,
 )

@@ -17,8 +17,8 @@ from bottega.core.errors import UsageError
 from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Batch, Loss, Models, Sums
-from bottega.techniques.overheard import Call, Overheard, blocks_of, listening, matched
-from bottega.techniques.wrapped import Wrapped
+from bottega.techniques.call_recorder import CallRecorder, ModelCall, find_blocks, match_blocks, record_activations
+from bottega.techniques.wrapped_task import WrappedTask
 
 Form = Literal["classes", "labels", "tokens", "values"]
 """What a model answers: one class of many, each of several for itself, the next token, or numbers such as a velocity."""
@@ -27,7 +27,7 @@ MOST_POSITIONS = 512
 """Relations are as many as the square of it: of a picture of 64 x 64 places they would be 67 MB a sample."""
 
 
-class Distilled(Wrapped):
+class Distillation(WrappedTask):
     """The student is asked by its own task, and the teacher is asked the same. It is a frozen model, never wrapped or
     compiled."""
 
@@ -41,12 +41,12 @@ class Distilled(Wrapped):
     """The field of a batch [B, N] that is 0 where positions only fill up a row; None where none do."""
 
     @property
-    def rebinds(self) -> bool:  # type: ignore[override]
+    def needs_unwrapped_model(self) -> bool:  # type: ignore[override]
         """Who listens between the blocks has to find them as they are."""
-        return self.hidden > 0 or self.inner.rebinds
+        return self.hidden > 0 or self.inner.needs_unwrapped_model
 
     @property
-    def added(self) -> tuple[str, ...]:
+    def term_names(self) -> tuple[str, ...]:
         """The names of its terms, which are measured too."""
         return ("distill", "hidden") if self.hidden else ("distill",)
 
@@ -57,7 +57,7 @@ class Distilled(Wrapped):
 
     def _check_blocks(self, models: Models, seed: int) -> None:
         for whose, model in (("the student", models["model"]), ("the teacher", self.teacher)):
-            if not blocks_of(model):
+            if not find_blocks(model):
                 raise UsageError(
                     f"techniques.distill.hidden: {whose} is a {type(model).__name__}, which has no blocks one after "
                     "the other; set it to 0"
@@ -66,7 +66,11 @@ class Distilled(Wrapped):
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """Not by the weights of classes, as the task's own loss may be: the teacher is followed on all alike."""
         own, rows = self.inner.counts(batch), _num_rows(batch)
-        return {**own, **dict.fromkeys(self.added, rows), **({"distill": own["loss"]} if self.form == "tokens" else {})}
+        return {
+            **own,
+            **dict.fromkeys(self.term_names, rows),
+            **({"distill": own["loss"]} if self.form == "tokens" else {}),
+        }
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         student, teacher = models["model"], models[TEACHER]
@@ -74,42 +78,42 @@ class Distilled(Wrapped):
             return self.inner.loss(
                 models, batch, rng
             )  # a teacher without a say is measured, and costs no step anything
-        heard = Overheard(student, tokens=self.form == "tokens")
-        pairs = matched(blocks_of(student), blocks_of(teacher)) if self.hidden else []
-        with listening([own for own, _ in pairs]) as ours:
+        heard = CallRecorder(student, tokens=self.form == "tokens")
+        pairs = match_blocks(find_blocks(student), find_blocks(teacher)) if self.hidden else []
+        with record_activations([own for own, _ in pairs]) as ours:
             found = self.inner.loss({**models, "model": heard}, batch, rng)
-        with torch.no_grad(), listening([other for _, other in pairs]) as theirs:
-            answer = heard.call.asked_of(teacher)
+        with torch.no_grad(), record_activations([other for _, other in pairs]) as theirs:
+            answer = heard.single_call.replay_on(teacher)
         rows = batch["weight"] > 0 if "weight" in batch else None
         terms = {name: (total, weight * (1 - self.alpha)) for name, (total, weight) in found.terms.items()}
-        each, counted = self._differences(heard.call, answer, rows)
+        each, counted = self._differences(heard.single_call, answer, rows)
         added: Sums = {"distill": _summed(each, counted)}
         terms["distill"] = (added["distill"][0], self.alpha)
         if self.hidden:
-            kept = batch[self.padding] > 0 if self.padding is not None else heard.call.kept
-            between = [state_difference(ours[i], theirs[i], kept) for i in range(len(pairs))]
+            kept = batch[self.padding] > 0 if self.padding is not None else heard.single_call.target_mask
+            between = [hidden_state_distance(ours[i], theirs[i], kept) for i in range(len(pairs))]
             added["hidden"] = _summed(torch.stack(between).mean(0), rows)
             terms["hidden"] = (added["hidden"][0], self.hidden)
         measured = {name: (total.detach(), count) for name, (total, count) in added.items()}
         return found._replace(terms=terms, metrics={**found.metrics, **measured})
 
-    def _differences(self, call: Call, answer: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _differences(self, call: ModelCall, answer: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Of each example [B] or token [B, T], and which of them count."""
         if self.form == "values":
-            return (call.answer.float() - answer.float()).square().flatten(1).mean(1), rows
+            return (call.output.float() - answer.float()).square().flatten(1).mean(1), rows
         if self.form == "labels":
-            return binary_divergence(call.answer, answer, self.temperature), rows
-        return divergence(call.answer, answer, self.temperature), call.kept if self.form == "tokens" else rows
+            return softened_binary_kl(call.output, answer, self.temperature), rows
+        return softened_kl(call.output, answer, self.temperature), call.target_mask if self.form == "tokens" else rows
 
 
-def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+def softened_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """KL(teacher || student) of logits [..., K], both softened. Times the temperature squared: gradients of softened
     answers are that much smaller, and alpha would mean something else at each temperature."""
     ours, theirs = (F.log_softmax(logits.float() / temperature, dim=-1) for logits in (student, teacher))
     return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1) * temperature**2
 
 
-def binary_divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+def softened_binary_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """The same for logits [B, K] that each stand for a yes: the mean over the questions, [B]."""
     ours, theirs = student.float() / temperature, teacher.float() / temperature
     yes = theirs.sigmoid() * (F.logsigmoid(theirs) - F.logsigmoid(ours))
@@ -117,7 +121,7 @@ def binary_divergence(student: Tensor, teacher: Tensor, temperature: float) -> T
     return (yes + no).mean(-1) * temperature**2
 
 
-def state_difference(own: Tensor, theirs: Tensor, kept: Tensor | None) -> Tensor:
+def hidden_state_distance(own: Tensor, theirs: Tensor, kept: Tensor | None) -> Tensor:
     """[B] between states [B, N, D] and [B, N, E], as directions: their lengths mean nothing from one model to another.
 
     Of equal widths the squared distance at each position. Of others the difference between their relations: how alike

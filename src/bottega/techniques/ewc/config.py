@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
+from bottega.config.conflicts import find_sequence_conflicts
 from bottega.config.recipe import Recipe
 from bottega.config.section import Number, Positive, Probability, Section
-from bottega.config.technique_spec import Clash, TechniqueSpec
-from bottega.config.together import clashes_of_sequences
+from bottega.config.technique_spec import Conflict, TechniqueSpec
 
 
 class EwcOptions(Section):
@@ -20,18 +20,18 @@ class EwcOptions(Section):
     decay: Probability = Field(1.0, description="of what was known of still earlier sources; 1 forgets none")
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
     in_stream = (
         "ewc holds weights at the end of each source, and a stream (data.online) has no end of one; leave one out"
     )
-    return clashes_of_sequences(recipe, names, "ewc", in_stream=in_stream)
+    return find_sequence_conflicts(recipe, names, "ewc", in_stream=in_stream)
 
 
 SPEC = TechniqueSpec(
     name="ewc",
     options=EwcOptions,
     apply="bottega.techniques.ewc.apply:apply",
-    clashes=clashes,
-    is_in_turn=True,
+    find_conflicts=clashes,
+    is_sequential=True,
     needs_sources=True,
 )

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from bottega.core.types import Array
-from bottega.techniques.wrapped import Wrapped
+from bottega.techniques.wrapped_task import WrappedTask
 
 FISHER, ANCHOR = "fisher/", "anchor/"
 
 
 @final
-class Ewc(Wrapped):
+class Ewc(WrappedTask):
     """Its state is an importance and an anchor for each weight that learns; `consolidated` says what both become."""
 
     overflows_by: ClassVar[str] = "techniques.ewc.strength"
     strength: float
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
-        learning = {name: p for name, p in parameters.items() if p.requires_grad and self.learns(name)}
+        learning = {name: p for name, p in parameters.items() if p.requires_grad and self.is_trainable(name)}
         zeros = {kind + name: torch.zeros_like(p) for kind in (FISHER, ANCHOR) for name, p in learning.items()}
         return {**self.inner.state(parameters), **{name: zero.requires_grad_(False) for name, zero in zeros.items()}}
 
@@ -41,7 +41,7 @@ class Ewc(Wrapped):
 
 
 @torch.no_grad()
-def consolidated(
+def consolidate(
     state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], importance: Mapping[str, Tensor], *, decay: float
 ) -> dict[str, Tensor]:
     """The state from now on: what the weights are is where they are held; what was known of importance counts `decay`

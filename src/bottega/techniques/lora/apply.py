@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from bottega.config.recipe import Recipe
 from bottega.core.task import Task
-from bottega.tasks.branch import Branch
-from bottega.techniques.injection import adapted
-from bottega.techniques.lesson import Lesson
+from bottega.tasks.workload import Workload
+from bottega.techniques.apply_injection import apply_injection
 from bottega.techniques.lora.config import LoraOptions
+from bottega.techniques.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from bottega.techniques.lora.torch import Lora
 
 
-def apply(lesson: Lesson, options: LoraOptions, recipe: Recipe, branch: Branch) -> Lesson:
-    return adapted(lesson, options, recipe, branch, name="lora")
+def apply(plan: TrainingPlan, options: LoraOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
+    return apply_injection(plan, options, recipe, workload, name="lora")
 
 
 def inject(task: Task, options: LoraOptions, **shared: Any) -> Lora:

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from bottega.config.conflicts import find_injection_conflicts
 from bottega.config.recipe import Recipe
 from bottega.config.section import Dropout, Number, Positive, Section
-from bottega.config.technique_spec import KEY, Clash, TechniqueSpec
-from bottega.config.together import clashes_of_injected
+from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpec
 
 
 class LoraOptions(Section):
@@ -32,17 +32,17 @@ SPELLINGS = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "tar
 """What peft calls an option -> its name here."""
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
-    yield from clashes_of_injected(recipe, "lora")
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
+    yield from find_injection_conflicts(recipe, "lora")
     if "adapter" in names:
-        yield KEY, KEY, "lora and adapter change the same layers; keep one"
+        yield TECHNIQUES_KEY, TECHNIQUES_KEY, "lora and adapter change the same layers; keep one"
 
 
 SPEC = TechniqueSpec(
     name="lora",
     options=LoraOptions,
-    spellings=SPELLINGS,
+    option_aliases=SPELLINGS,
     apply="bottega.techniques.lora.apply:apply",
-    clashes=clashes,
+    find_conflicts=clashes,
     inject="bottega.techniques.lora.apply:inject",
 )

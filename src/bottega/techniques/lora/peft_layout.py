@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bottega.core.errors import CheckpointError, UsageError
-from bottega.models.folders.json_object import read_object
+from bottega.models.folders.json_object import read_json_object
 from bottega.models.text_classifier.pretrained import PretrainedClassifier
-from bottega.techniques.inject import Injected, ends, joined
+from bottega.techniques.injected_layers import InjectedTask, combine_hashes, name_suffixes
 
 if TYPE_CHECKING:
     from bottega.techniques.lora.torch import Lora
@@ -47,20 +47,20 @@ would load without a complaint and compute something else, and peft learns new w
 
 def write_adapter(model: nn.Module, folder: Path, lora: Lora, *, origin: str | None) -> None:
     """What was put into a model, and the parts that learnt beside it."""
-    from bottega.techniques.lora.torch import NAMES, changed_layers
+    from bottega.techniques.lora.torch import NAMES, find_low_rank_layers
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors, saved = dict[str, Tensor](), list[str]()
     for name, parameter in model.named_parameters():
-        if not lora.learns(name):
+        if not lora.is_trainable(name):
             continue
-        owner, _, kind = their_name(model, name).rpartition(".")
+        owner, _, kind = exported_name(model, name).rpartition(".")
         if kind in NAMES:
             tensors[f"{PREFIX}{owner}.{kind}.weight"] = parameter
         else:
             tensors[f"{PREFIX}{owner}.{kind}"] = parameter
             saved.append(_saved_part(model, owner))
-    layers = [_their_layer(model, name) for name in changed_layers(model)]
+    layers = [_their_layer(model, name) for name in find_low_rank_layers(model)]
     config = {
         "peft_type": "LORA",
         "task_type": _task_type(model),
@@ -76,14 +76,14 @@ def write_adapter(model: nn.Module, folder: Path, lora: Lora, *, origin: str | N
         "inference_mode": True,
     }
     _write(folder / CONFIG, config)
-    write_own(folder, "lora", hashes=lora.hashes(model), origin=origin)
+    write_adapter_metadata(folder, "lora", hashes=lora.hash_frozen_tensors(model), origin=origin)
     write_weights(folder, tensors)
 
 
 def read_adapter(folder: Path, model: nn.Module, lora: Lora) -> None:
     """Fill what was put into a model; the folder must be of the same rank, scale and layers, and ours of the same base."""
     if (folder / OWN).exists():
-        check_own(read_own(folder, key=START), folder, model, lora, kind="lora", key=START)
+        check_adapter_metadata(read_adapter_metadata(folder, key=START), folder, model, lora, kind="lora", key=START)
     config = _read(folder / CONFIG, key=START)
     if config.get("peft_type") != "LORA":
         raise UsageError(f"{START}: {folder / CONFIG} is of {config.get('peft_type')}, not of LORA")
@@ -96,27 +96,33 @@ def read_adapter(folder: Path, model: nn.Module, lora: Lora) -> None:
             raise UsageError(
                 f"techniques.lora.{ours}: {asked:g}, and {folder} has {config.get(theirs)}; set it to that"
             )
-    places: dict[str, Tensor] = {their_name(model, n): p for n, p in model.named_parameters() if lora.learns(n)}
-    fill(places, _tensors(folder), folder, is_own=lora.is_own, technique="lora")
+    places: dict[str, Tensor] = {
+        exported_name(model, n): p for n, p in model.named_parameters() if lora.is_trainable(n)
+    }
+    copy_adapter_tensors(places, _tensors(folder), folder, is_own=lora.is_injected, technique="lora")
 
 
-def write_own(folder: Path, kind: str, *, hashes: Mapping[str, str], origin: str | None, **more: Any) -> None:
-    said = {"format": FORMAT, "version": VERSION, "kind": kind, "base": joined(hashes), "from": origin, **more}
+def write_adapter_metadata(
+    folder: Path, kind: str, *, hashes: Mapping[str, str], origin: str | None, **more: Any
+) -> None:
+    said = {"format": FORMAT, "version": VERSION, "kind": kind, "base": combine_hashes(hashes), "from": origin, **more}
     _write(folder / OWN, {**said, "tensors": dict(hashes)})
 
 
-def read_own(folder: Path, *, key: str) -> dict[str, Any]:
+def read_adapter_metadata(folder: Path, *, key: str) -> dict[str, Any]:
     said = _read(folder / OWN, key=key)
     if said.get("format") != FORMAT or said.get("version") != VERSION or not isinstance(said.get("tensors"), dict):
         raise CheckpointError(f"{folder / OWN}: is no {FORMAT} of version {VERSION}; export its run again")
     return said
 
 
-def check_own(said: Mapping[str, Any], folder: Path, model: nn.Module, task: Injected, *, kind: str, key: str) -> None:
+def check_adapter_metadata(
+    said: Mapping[str, Any], folder: Path, model: nn.Module, task: InjectedTask, *, kind: str, key: str
+) -> None:
     """Of this kind, and trained over this base: what stayed there and stays here is the same. More of it may learn here."""
     if said["kind"] != kind:
         raise UsageError(f"{key}: {folder} is of kind {said['kind']}, not {kind}")
-    there, here = said["tensors"], task.hashes(model)
+    there, here = said["tensors"], task.hash_frozen_tensors(model)
     names = model.state_dict().keys()
     other = [name for name, found in there.items() if name not in names or here.get(name, found) != found]
     if other:
@@ -142,7 +148,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill(
+def copy_adapter_tensors(
     places: Mapping[str, Tensor],
     found: Mapping[str, Tensor],
     folder: Path,
@@ -154,7 +160,7 @@ def fill(
     strange = [name for name in found if name not in places]
     missing = [name for name in places if name not in found and is_own(name)]
     if strange or missing:
-        has = ", ".join(ends({name.rpartition(".")[0] for name in found if is_own(name)}))
+        has = ", ".join(name_suffixes({name.rpartition(".")[0] for name in found if is_own(name)}))
         one = f"holds {strange[0]}, which does not learn here" if strange else f"lacks {missing[0]}"
         raise UsageError(
             f"techniques.{technique}.targets: {folder} {one}; it has {has}, so set targets and train to what it has"
@@ -167,7 +173,7 @@ def fill(
         places[name].copy_(tensor)
 
 
-def their_name(model: nn.Module, name: str) -> str:
+def exported_name(model: nn.Module, name: str) -> str:
     """As the library that opens the model calls a parameter of it."""
     if not isinstance(model, PretrainedClassifier):
         return name
@@ -177,7 +183,7 @@ def their_name(model: nn.Module, name: str) -> str:
 
 
 def _their_layer(model: nn.Module, name: str) -> str:
-    return their_name(model, f"{name}.weight").removesuffix(".weight")
+    return exported_name(model, f"{name}.weight").removesuffix(".weight")
 
 
 def _task_type(model: nn.Module) -> str | None:
@@ -199,7 +205,7 @@ def _outermost(parts: list[str]) -> list[str]:
 
 def _shortest(layers: list[str], every: list[str]) -> list[str]:
     """The ends of the names where those mean the same layers and no others, as people write them."""
-    short = ends(layers)
+    short = name_suffixes(layers)
     meant = {name for name in every if any(name == end or name.endswith(f".{end}") for end in short)}
     return short if meant == set(layers) else layers
 
@@ -221,7 +227,7 @@ def _is_nothing(value: Any) -> bool:
 def _read(path: Path, *, key: str) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"{key}: {path} cannot be read (no such file); name an adapter's folder")
-    return read_object(path)
+    return read_json_object(path)
 
 
 def _write(path: Path, said: dict[str, Any]) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from bottega.config.groups import parameter_settings
+from bottega.config.parameter_groups import resolve_parameter_settings
 from bottega.config.recipe import Recipe
 from bottega.config.training import Training
 from bottega.core.errors import DataError, UsageError
 from bottega.data.order import episodes
 from bottega.data.order.episodes import Episodes
 from bottega.data.sources.source import Source
-from bottega.tasks.branch import Branch
-from bottega.techniques.lesson import Lesson
+from bottega.tasks.workload import Workload
 from bottega.techniques.maml.config import MamlOptions
 from bottega.techniques.maml.torch import Maml
+from bottega.techniques.training_plan import TrainingPlan
 
 LEAST = 1000
 """Episodes of an epoch, where the samples are fewer: they are drawn anew each time, so it is only a name for so many."""
@@ -41,18 +41,20 @@ OTHERS = ("ewc", "replay")
 """Techniques that have an order of their own."""
 
 
-def apply(lesson: Lesson, options: Any, recipe: Recipe, branch: Branch) -> Lesson:
+def apply(plan: TrainingPlan, options: Any, recipe: Recipe, workload: Workload) -> TrainingPlan:
     assert isinstance(options, MamlOptions)
-    _check(lesson, options, recipe)
-    division = _division(lesson, options, recipe)
-    training = division.of(lesson.training, name="data.train", seed=recipe.seed, is_training=True)
-    held_out = lesson.validation
+    _check(plan, options, recipe)
+    division = _division(plan, options, recipe)
+    training = division.build_episodes(plan.training, name="data.train", seed=recipe.seed, is_training=True)
+    held_out = plan.validation
     # The same episodes whatever the seed: runs that differ in it alone are measured on the same questions.
-    validation = division.of(held_out, name="data.validation", seed=0, is_training=False) if held_out else None
+    validation = (
+        division.build_episodes(held_out, name="data.validation", seed=0, is_training=False) if held_out else None
+    )
     return replace(
-        lesson,
+        plan,
         task=Maml(
-            inner=lesson.task,
+            inner=plan.task,
             method=options.method,
             inner_steps=options.inner_steps,
             inner_rate=options.inner_rate,
@@ -61,8 +63,8 @@ def apply(lesson: Lesson, options: Any, recipe: Recipe, branch: Branch) -> Lesso
         training=training,
         order=None,
         validation=validation,
-        metrics=_metrics(lesson.metrics, options.inner_steps),
-        notes=(*lesson.notes, *_notes(training, validation, division)),
+        metrics=_metrics(plan.metrics, options.inner_steps),
+        notes=(*plan.notes, *_notes(training, validation, division)),
     )
 
 
@@ -71,14 +73,14 @@ def _never_frozen(training: Training) -> Callable[[tuple[str, ...]], frozenset[s
 
     @cache
     def found(names: tuple[str, ...]) -> frozenset[str]:
-        settings = parameter_settings(training, names)
+        settings = resolve_parameter_settings(training, names)
         return frozenset(name for name, one in settings.items() if one.scale is not None)
 
     return found
 
 
 @dataclass(frozen=True)
-class Division:
+class EpisodeDivision:
     """How samples become tasks, and tasks episodes."""
 
     by: str
@@ -86,13 +88,13 @@ class Division:
     options: MamlOptions
     is_classify: bool
 
-    def of(self, source: Source, *, name: str, seed: int, is_training: bool) -> Episodes:
+    def build_episodes(self, source: Source, *, name: str, seed: int, is_training: bool) -> Episodes:
         options, numbered = self.options, self.is_classify and self.by == "label"
         tasks = self.tasks(source)
         size = options.shots + options.queries
         ways = None
         if numbered:
-            enough = int((np.bincount(tasks[tasks != episodes.LEFT_OUT]) >= size).sum())
+            enough = int((np.bincount(tasks[tasks != episodes.NO_TASK]) >= size).sum())
             ways = options.ways or max(2, enough)
             if enough < ways:
                 raise DataError(
@@ -115,10 +117,10 @@ class Division:
         )
 
 
-def _division(lesson: Lesson, options: MamlOptions, recipe: Recipe) -> Division:
+def _division(plan: TrainingPlan, options: MamlOptions, recipe: Recipe) -> EpisodeDivision:
     """By what is asked for, or by the first of label, source and region that there is."""
-    source, is_text, size = lesson.training, recipe.task == "language", options.shots + options.queries
-    labels, sources = episodes.by_label(source), episodes.by_source(source)
+    source, is_text, size = plan.training, recipe.task == "language", options.shots + options.queries
+    labels, sources = episodes.group_by_label(source), episodes.group_by_source(source)
     by = options.by or ("label" if labels is not None else "source" if sources is not None else "region")
     if by == "label" and labels is None:
         several = getattr(recipe.data, "multi_label", False)
@@ -142,18 +144,18 @@ def _division(lesson: Lesson, options: MamlOptions, recipe: Recipe) -> Division:
 
     def tasks(one: Source) -> np.ndarray:
         if by == "label":
-            found = episodes.by_label(one)
+            found = episodes.group_by_label(one)
         elif by == "source":
             # What is held out is one table, with the sources one after the other.
-            found = episodes.by_source(one)
+            found = episodes.group_by_source(one)
         else:
-            found = None if by == "region" else episodes.by_field(one, by)
-        return episodes.by_region(one, size=size) if found is None else found
+            found = None if by == "region" else episodes.group_by_field(one, by)
+        return episodes.group_by_region(one, size=size) if found is None else found
 
-    return Division(by, tasks, options, is_classify)
+    return EpisodeDivision(by, tasks, options, is_classify)
 
 
-def _check(lesson: Lesson, options: MamlOptions, recipe: Recipe) -> None:
+def _check(plan: TrainingPlan, options: MamlOptions, recipe: Recipe) -> None:
     """What an episode cannot be made of, or adapted with."""
     names = [technique.name for technique in recipe.techniques]
     other = next((name for name in names if name in OTHERS), None)
@@ -161,7 +163,7 @@ def _check(lesson: Lesson, options: MamlOptions, recipe: Recipe) -> None:
         raise UsageError(f"techniques: {other} goes through its sources in order, and maml draws episodes; keep one")
     if names[-1] != "maml":
         raise UsageError(f"techniques: maml adapts what the others have made; list it after {names[-1]}")
-    if recipe.data.curriculum is not None or lesson.order is not None:
+    if recipe.data.curriculum is not None or plan.order is not None:
         key = "curriculum" if recipe.data.curriculum is not None else "replay" if recipe.data.replay else "mixture"
         raise UsageError(f"data.{key}: maml draws its tasks evenly, in an order of its own; leave it out")
     if recipe.training.gradient_checkpointing:
@@ -170,7 +172,7 @@ def _check(lesson: Lesson, options: MamlOptions, recipe: Recipe) -> None:
         )
     if recipe.training.mixed_precision == "fp16":
         raise UsageError("training.mixed_precision: the inner steps of maml have no loss scale; use bf16 or fp32")
-    if lesson.task.keeps_apart:
+    if plan.task.gradient_surgery:
         raise UsageError(
             "techniques: maml differentiates the sum of the terms; weigh them in another way than by pcgrad"
         )
@@ -193,16 +195,16 @@ def _metrics(measured: tuple[str, ...], steps: int) -> tuple[str, ...]:
     return (*kept, *(f"{name}_before" for name in means), *(f"loss_{n}" for n in range(1, steps + 1)))
 
 
-def _notes(training: Episodes, validation: Episodes | None, division: Division) -> list[str]:
+def _notes(training: Episodes, validation: Episodes | None, division: EpisodeDivision) -> list[str]:
     options = division.options
     several = f"{training.ways} of " if training.ways is not None else "one of "
     each = " of each" if training.ways is not None else ""
     found = [
-        f"episodes: {several}{len(training.members):,} tasks by {division.by}, {options.shots} samples to adapt to and "
+        f"episodes: {several}{len(training.task_samples):,} tasks by {division.by}, {options.shots} samples to adapt to and "
         f"{options.queries} to measure{each}, {options.inner_steps} steps at {options.inner_rate:g}"
     ]
     for name, one in (("training", training), ("validation", validation)):
-        few = one.num_tasks - len(one.members) if one is not None else 0
+        few = one.num_tasks - len(one.task_samples) if one is not None else 0
         if few:
             found.append(f"{few:,} tasks of the {name} data have fewer than {options.shots + options.queries} samples")
     return found

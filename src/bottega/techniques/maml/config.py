@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from bottega.config.conflicts import find_sequential_technique
 from bottega.config.recipe import Recipe
 from bottega.config.section import Number, Positive, Section
-from bottega.config.technique_spec import KEY, Clash, TechniqueSpec
-from bottega.config.together import in_turn_name
+from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpec
 
 
 class MamlOptions(Section):
@@ -29,28 +29,32 @@ class MamlOptions(Section):
     queries: Positive = Field(5, description="examples that measure it; classify: of each class")
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
-    other = in_turn_name(names)
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
+    other = find_sequential_technique(names)
     if recipe.data.online is not None:
         message = "maml draws episodes, and a stream (data.online) takes samples as they come; leave one out"
-        yield KEY, "data.online", message
+        yield TECHNIQUES_KEY, "data.online", message
     if other is not None:
-        yield KEY, KEY, f"{other} goes through its sources in order, and maml draws episodes; keep one"
+        yield (
+            TECHNIQUES_KEY,
+            TECHNIQUES_KEY,
+            f"{other} goes through its sources in order, and maml draws episodes; keep one",
+        )
     elif names[-1] != "maml":
-        yield KEY, KEY, f"maml adapts what the others have made; list it after {names[-1]}"
+        yield TECHNIQUES_KEY, TECHNIQUES_KEY, f"maml adapts what the others have made; list it after {names[-1]}"
     if recipe.data.curriculum is not None:
-        yield "data.curriculum", KEY, "maml draws its tasks evenly, in an order of its own; leave it out"
+        yield "data.curriculum", TECHNIQUES_KEY, "maml draws its tasks evenly, in an order of its own; leave it out"
     if recipe.training.gradient_checkpointing:
         key = "training.gradient_checkpointing"
-        yield key, KEY, "maml would compute blocks again with other weights; leave it out"
+        yield key, TECHNIQUES_KEY, "maml would compute blocks again with other weights; leave it out"
     if recipe.training.mixed_precision == "fp16":
-        yield "training.mixed_precision", KEY, "the inner steps of maml have no loss scale; use bf16 or fp32"
+        yield "training.mixed_precision", TECHNIQUES_KEY, "the inner steps of maml have no loss scale; use bf16 or fp32"
 
 
 SPEC = TechniqueSpec(
     name="maml",
     options=MamlOptions,
     apply="bottega.techniques.maml.apply:apply",
-    clashes=clashes,
+    find_conflicts=clashes,
     needs_sources=True,
 )

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bottega.core.noise import Noise, seed_of
+from bottega.core.noise import Noise, derive_seed
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models.decoder.torch import Transformer
-from bottega.models.losses.token_loss import summed_loss
-from bottega.techniques.wrapped import Wrapped
+from bottega.models.losses.token_loss import token_cross_entropy
+from bottega.techniques.wrapped_task import WrappedTask
 
 Weights = dict[str, Tensor]
 Terms = dict[str, tuple[Array, float]]
 
 
-class Maml(Wrapped):
+class Maml(WrappedTask):
     """A batch holds episodes: `support` with the fields of the inner task's batch, [n, S, ...] each, to adapt to, and
     `query` [n, Q, ...] to measure the adapted weights with. Optional: `weight` [n], where 0 marks an episode that counts
     nowhere. A batch without episodes is the inner task's own: the finished model is a usual one.
@@ -45,7 +45,7 @@ class Maml(Wrapped):
     thawed later has none until then, but has one in a process that was only started to measure."""
 
     @property
-    def rebinds(self) -> bool:  # type: ignore[override]
+    def needs_unwrapped_model(self) -> bool:  # type: ignore[override]
         return True
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
@@ -92,7 +92,7 @@ class Maml(Wrapped):
 
     def _towards(self, models: Models, episode: Episode) -> Loss:
         """A term whose gradient is the way back from where the steps end, and whose value the loss before the last."""
-        whole = episode.joined()
+        whole = episode.merge_support_and_query()
         own = self._adapted(models["model"])
         start = {name: p.detach().requires_grad_() for name, p in own.items()}
         weights = start
@@ -100,16 +100,16 @@ class Maml(Wrapped):
             weights, out = self._step(models, weights, whole, number, second_order=False)
         back = [(own[name] * (start[name] - weights[name]).detach()).sum() for name in own]
         way = torch.stack(back).sum()
-        terms = whole.shared(out.terms)
+        terms = whole.rescale_to_query(out.terms)
         # One term carries all of the gradient, because the engine adds the terms up by their weights.
         (first, (total, weight)), *others = ((n, (t.detach(), w)) for n, (t, w) in terms.items())
         lead = (way - way.detach()) * (episode.query_counts[first] / weight)
         return out._replace(terms={first: (total + lead, weight), **dict(others)})
 
     def _plainly(self, models: Models, episode: Episode) -> Loss:
-        whole = episode.joined()
+        whole = episode.merge_support_and_query()
         out = self.inner.loss(models, whole.query, whole.query_noise)
-        return out._replace(terms=whole.shared(out.terms))
+        return out._replace(terms=whole.rescale_to_query(out.terms))
 
     # What weights are worth
 
@@ -136,7 +136,7 @@ class Maml(Wrapped):
         return Loss(terms=terms, metrics=metrics)
 
     def _adapted(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        own = {name: parameter for name, parameter in model.named_parameters() if self.learns(name)}
+        own = {name: parameter for name, parameter in model.named_parameters() if self.is_trainable(name)}
         moved = self.adapts(tuple(own))
         return {name: parameter for name, parameter in own.items() if name in moved}
 
@@ -174,10 +174,10 @@ class Episode:
 
     def support_noise(self, number: int) -> Noise:
         """Another for each inner step, as if it were a step of training."""
-        seed = seed_of(self.rng.seed, "inner step", number)
+        seed = derive_seed(self.rng.seed, "inner step", number)
         return replace(self.rng, seed=seed, positions=self.rng.positions[: _length(self.support)])
 
-    def joined(self) -> Episode:
+    def merge_support_and_query(self) -> Episode:
         """Both parts as one, to adapt to and to measure; it still counts as much as its query part does."""
         both = {
             name: value if value.ndim == 0 else torch.cat([value, self.query[name]])
@@ -186,7 +186,7 @@ class Episode:
         counts = {name: count + self.query_counts[name] for name, count in self.support_counts.items()}
         return replace(self, support=both, query=both, support_counts=counts)
 
-    def shared(self, terms: Terms) -> Terms:
+    def rescale_to_query(self, terms: Terms) -> Terms:
         """The sums of a joined episode as those of as many examples as the query part has."""
         share = {name: self.query_counts[name] / max(self.support_counts[name], 1e-12) for name in terms}
         return {name: (total * share[name], weight) for name, (total, weight) in terms.items()}
@@ -215,7 +215,7 @@ def _episodes(counts: Callable[[Batch], Mapping[str, float]], batch: Batch, rng:
         )
 
 
-class Rebound:
+class ReboundModel:
     """A model as it would be with other weights. `twice`: what it computes can be differentiated a second time."""
 
     def __init__(self, model: nn.Module, weights: Weights, *, twice: bool) -> None:
@@ -229,8 +229,8 @@ class Rebound:
         named = {name: value for name, value in named.items() if name != "targets"}
         found = self._ask("__call__", args[0], **named)
         if isinstance(found, tuple):  # and how it went through its experts
-            return summed_loss(found[0], targets), *found[1:]
-        return summed_loss(found, targets)
+            return token_cross_entropy(found[0], targets), *found[1:]
+        return token_cross_entropy(found, targets)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._model, name)
@@ -254,7 +254,7 @@ class _Door(nn.Module):
 
 
 def _with(models: Models, weights: Weights, *, twice: bool = False) -> dict[str, Any]:
-    return {**models, "model": Rebound(models["model"], weights, twice=twice)}
+    return {**models, "model": ReboundModel(models["model"], weights, twice=twice)}
 
 
 def _add(total: Sums, more: Mapping[str, tuple[Array, Array]]) -> None:

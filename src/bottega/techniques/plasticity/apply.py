@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from bottega.config.conflicts import find_technique_conflicts
 from bottega.config.recipe import Recipe
 from bottega.config.techniques import Technique
-from bottega.config.together import clashes
 from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 from bottega.data.loading.loader import Loader
-from bottega.models.spiking.stdp import Rule
-from bottega.tasks.branch import Branch
-from bottega.techniques.lesson import Lesson
+from bottega.models.spiking.stdp import STDPRule
+from bottega.tasks.workload import Workload
 from bottega.techniques.plasticity.config import SPEC, PlasticityOptions
-from bottega.techniques.plasticity.torch import KEY, Plasticity, chosen_layers
+from bottega.techniques.plasticity.torch import KEY, Plasticity, select_spiking_layers
+from bottega.techniques.training_plan import TrainingPlan
 
 
-def apply(lesson: Lesson, options: PlasticityOptions, recipe: Recipe, branch: Branch) -> Lesson:
+def apply(plan: TrainingPlan, options: PlasticityOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
     _check_beside(recipe, options)
     task = Plasticity(
-        inner=lesson.task,
-        rule=rule_of(options),
+        inner=plan.task,
+        rule=build_rule(options),
         rate=options.rate,
         reward=options.reward,
         reward_decay=options.reward_decay,
@@ -32,7 +32,7 @@ def apply(lesson: Lesson, options: PlasticityOptions, recipe: Recipe, branch: Br
         normalise=options.normalise,
         targets=options.targets,
     )
-    return replace(lesson, task=task).beginning(partial(_check_learns, task=task))
+    return replace(plan, task=task).with_train_start_hook(partial(_check_learns, task=task))
 
 
 def _check_beside(recipe: Recipe, options: PlasticityOptions) -> None:
@@ -40,14 +40,14 @@ def _check_beside(recipe: Recipe, options: PlasticityOptions) -> None:
     if any(one.name == SPEC.name for one in recipe.techniques):
         return
     own = Technique(name=SPEC.name, options=options)
-    for key, _, text in clashes(recipe.model_copy(update={"techniques": (*recipe.techniques, own)})):
+    for key, _, text in find_technique_conflicts(recipe.model_copy(update={"techniques": (*recipe.techniques, own)})):
         asked = getattr(recipe.model, "plasticity", False)
         raise UsageError(f"{key}: {text}{'; model.plasticity: false leaves it out' if asked else ''}")
 
 
-def rule_of(options: PlasticityOptions) -> Rule:
+def build_rule(options: PlasticityOptions) -> STDPRule:
     is_triplet = options.rule == "triplet"
-    return Rule(
+    return STDPRule(
         a_plus=options.a_plus,
         a_minus=options.a_minus,
         tau_plus=options.tau_plus,
@@ -62,9 +62,9 @@ def rule_of(options: PlasticityOptions) -> Rule:
 def _check_learns(engine: Engine, loader: Loader, *, resumed: bool, task: Plasticity) -> None:
     """A layer that is frozen stays as it is; where all of them are, the technique would do nothing and not say so."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
-    weights = [names[id(layer.synapse.weight)] for layer in chosen_layers(engine.model, task.targets)]
+    weights = [names[id(layer.synapse.weight)] for layer in select_spiking_layers(engine.model, task.targets)]
     parameters = engine.parameters()
-    if not any(parameters[name].learns for name in weights):
+    if not any(parameters[name].is_trainable for name in weights):
         raise UsageError(
             f"{KEY}: {weights[0]} is frozen, as is every spiking layer that it could change; free one in training.freeze or "
             "training.groups (scale: 0 keeps the gradient away from it), or leave plasticity out"

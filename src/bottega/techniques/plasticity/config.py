@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from bottega.config.conflicts import find_injecting_technique
 from bottega.config.recipe import Recipe
 from bottega.config.section import Number, Probability, Section
-from bottega.config.technique_spec import KEY, Clash, TechniqueSpec
-from bottega.config.together import injected_name
+from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpec
 
 
 class PlasticityOptions(Section):
@@ -49,27 +49,39 @@ class PlasticityOptions(Section):
         return self
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
-    injected = injected_name(names)
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
+    injected = find_injecting_technique(names)
     if injected is not None:
-        yield KEY, KEY, f"{injected} keeps the weights as they are that plasticity changes; keep one"
+        yield (
+            TECHNIQUES_KEY,
+            TECHNIQUES_KEY,
+            f"{injected} keeps the weights as they are that plasticity changes; keep one",
+        )
     if "maml" in names:
-        yield KEY, KEY, "maml has several sets of weights in a step, and plasticity changes one; keep one"
+        yield (
+            TECHNIQUES_KEY,
+            TECHNIQUES_KEY,
+            "maml has several sets of weights in a step, and plasticity changes one; keep one",
+        )
     if "distill" in names and names.index("distill") > names.index("plasticity"):
-        yield KEY, KEY, "plasticity listens to what the student does for its teacher too; list it after distill"
+        yield (
+            TECHNIQUES_KEY,
+            TECHNIQUES_KEY,
+            "plasticity listens to what the student does for its teacher too; list it after distill",
+        )
     if recipe.training.compile is True:
         text = "true, and plasticity listens inside the model, which is then not compiled; leave one of them out"
-        yield "training.compile", KEY, text
+        yield "training.compile", TECHNIQUES_KEY, text
     if recipe.task == "multitask" and any(
         getattr(one.options, "reward", "none") != "none" for one in recipe.techniques
     ):
-        yield KEY, "task", "plasticity.reward is of one task, and here are several; set it to none"
+        yield TECHNIQUES_KEY, "task", "plasticity.reward is of one task, and here are several; set it to none"
 
 
 SPEC = TechniqueSpec(
     name="plasticity",
     options=PlasticityOptions,
     apply="bottega.techniques.plasticity.apply:apply",
-    clashes=clashes,
-    suits_several_tasks=True,
+    find_conflicts=clashes,
+    supports_multitask=True,
 )

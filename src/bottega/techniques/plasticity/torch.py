@@ -22,9 +22,16 @@ from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Array, Batch, Loss, Models
 from bottega.models.several import Several
-from bottega.models.spiking.stdp import Rule, change, changes, rescaled, softened, within
+from bottega.models.spiking.stdp import (
+    STDPRule,
+    apply_soft_bounds,
+    clamp_to_bounds,
+    gain_and_loss,
+    match_row_statistics,
+    weight_change,
+)
 from bottega.models.spiking.units import SpikingGate, SpikingLayer
-from bottega.techniques.wrapped import Wrapped
+from bottega.techniques.wrapped_task import WrappedTask
 
 KEY = "techniques.plasticity"
 SUM, REWARDED, COUNT = "plasticity/sum/", "plasticity/rewarded/", "plasticity/count/"
@@ -33,25 +40,25 @@ SMALLEST = 1e-7
 """A probability that underflows would cost infinitely much, and the weights with it."""
 
 
-class Train(NamedTuple):
+class SpikeTrains(NamedTuple):
     """What went through a layer in one call; B are examples, or all their tokens."""
 
     pre: Tensor
     """[S, B, I]"""
     post: Tensor
     """[S, B, O]"""
-    counted: Tensor | None = None
+    mask: Tensor | None = None
     """[B]: 0 for padding, where the layer was told; else the rows of the batch tell."""
     part: str | None = None
     """Of several tasks, whose it was."""
 
 
 @final
-class Plasticity(Wrapped):
+class Plasticity(WrappedTask):
     """Any task whose model has spiking layers. It listens inside the model, which is therefore not compiled."""
 
     overflows_by: ClassVar[str] = "techniques.plasticity.rate"
-    rule: Rule = Rule()
+    rule: STDPRule = STDPRule()
     rate: float
     reward: Literal["none", "accuracy", "loss"] = "none"
     reward_decay: float = 0.99
@@ -62,7 +69,7 @@ class Plasticity(Wrapped):
     targets: tuple[str, ...] | None = None
 
     @property
-    def rebinds(self) -> bool:  # type: ignore[override]
+    def needs_unwrapped_model(self) -> bool:  # type: ignore[override]
         """Who listens between the layers has to find them as they are."""
         return True
 
@@ -71,7 +78,7 @@ class Plasticity(Wrapped):
         return {**specs, "model": specs["model"].changed(self._check_layers)}
 
     def _check_layers(self, models: Models, seed: int) -> None:
-        chosen_layers(models["model"], self.targets)  # refuses, before anything is computed
+        select_spiking_layers(models["model"], self.targets)  # refuses, before anything is computed
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         """The mean reward so far as a sum and its weight, so that the first steps are not compared with 0."""
@@ -82,18 +89,18 @@ class Plasticity(Wrapped):
         model = models["model"]
         if not model.training:
             return self.inner.loss(models, batch, rng)
-        layers = learning_layers(model, self.targets)
-        with listening(model, list(layers)) as heard:
+        layers = select_trainable_layers(model, self.targets)
+        with record_spikes(model, list(layers)) as heard:
             found = self.inner.loss(models, batch, rng)
         with torch.no_grad(), torch.autocast(rng.positions.device.type, enabled=False):
             own = self._seen(layers, heard, found, batch)
         return found._replace(stats={**found.stats, **own})
 
     def _seen(
-        self, layers: Mapping[SpikingLayer, str], heard: Mapping[int, list[Train]], found: Loss, batch: Batch
+        self, layers: Mapping[SpikingLayer, str], heard: Mapping[int, list[SpikeTrains]], found: Loss, batch: Batch
     ) -> dict[str, Tensor]:
         """Sums over the examples. A layer that nothing came by sums to 0, and has to be there: ranks add up name by name."""
-        reward = reward_of(found.rows, self.reward) if self.reward != "none" else None
+        reward = compute_reward(found.rows, self.reward) if self.reward != "none" else None
         sums: dict[str, Tensor] = {}
         for number, (layer, name) in enumerate(layers.items()):
             zero = torch.zeros_like(layer.synapse.weight, dtype=torch.float32)
@@ -121,10 +128,10 @@ class Plasticity(Wrapped):
         """Soft bounds look at gain and loss by themselves, and hard ones at what is left of both: half the work."""
         return ("",) if self.bounds == "hard" else ("/gain", "/loss")
 
-    def _called_for(self, train: Train, weight: Tensor | None, place: str) -> dict[str, Tensor]:
+    def _called_for(self, train: SpikeTrains, weight: Tensor | None, place: str) -> dict[str, Tensor]:
         if self.bounds == "hard":
-            return {place: change(train.pre, train.post, self.rule, weight=weight)}
-        both = changes(train.pre, train.post, self.rule, weight=weight)
+            return {place: weight_change(train.pre, train.post, self.rule, weight=weight)}
+        both = gain_and_loss(train.pre, train.post, self.rule, weight=weight)
         return {f"{place}{side}": found for side, found in zip(self._sides, both, strict=True)}
 
     def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
@@ -150,17 +157,19 @@ class Plasticity(Wrapped):
             found = [better - usual * plain for better, plain in zip(good, found, strict=True)]
         called_for = found[0]
         if self.bounds == "soft":
-            called_for = softened(found[0], found[1], weight, low=self.low, high=self.high)
+            called_for = apply_soft_bounds(found[0], found[1], weight, low=self.low, high=self.high)
         new = torch.addcmul(weight, called_for, self.rate / seen[COUNT + name].clamp(min=1))
-        new = rescaled(new, weight) if self.normalise else new
+        new = match_row_statistics(new, weight) if self.normalise else new
         # Of an infinite change a bound would make a number.
-        return torch.where(called_for.sum().isfinite(), within(new, weight, low=self.low, high=self.high), weight)
+        return torch.where(
+            called_for.sum().isfinite(), clamp_to_bounds(new, weight, low=self.low, high=self.high), weight
+        )
 
 
 # What is listened to
 
 
-def chosen_layers(model: nn.Module, targets: Sequence[str] | None) -> dict[SpikingLayer, str]:
+def select_spiking_layers(model: nn.Module, targets: Sequence[str] | None) -> dict[SpikingLayer, str]:
     """The spiking layers that are meant, each with its name; refused in one line where there are none."""
     there = {module: name for name, module in model.named_modules() if isinstance(module, SpikingLayer)}
     if not there:
@@ -189,21 +198,21 @@ def _is_meant(word: str, name: str) -> bool:
         raise UsageError(f"{KEY}.targets: {word!r} is not a regular expression: {error}") from None
 
 
-def learning_layers(model: nn.Module, targets: Sequence[str] | None) -> dict[SpikingLayer, str]:
+def select_trainable_layers(model: nn.Module, targets: Sequence[str] | None) -> dict[SpikingLayer, str]:
     """Those whose weights are not frozen, each with the name of its weights; the first name, where layers share them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    layers = chosen_layers(model, targets)
+    layers = select_spiking_layers(model, targets)
     return {layer: names[id(layer.synapse.weight)] for layer in layers if layer.synapse.weight.requires_grad}
 
 
 @contextmanager
-def listening(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[dict[int, list[Train]]]:
+def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[dict[int, list[SpikeTrains]]]:
     """Number of the layer -> its trains, one for each time it was called; a router also says which of its tokens count.
 
     Only inside: what is computed again for the backward pass does not count twice. At the synapse and at the units, and not
     at the layer around them: a router multiplies a constant current once, and calls its units for all steps.
     """
-    heard: dict[int, list[Train]] = {number: [] for number in range(len(layers))}
+    heard: dict[int, list[SpikeTrains]] = {number: [] for number in range(len(layers))}
     arrived: dict[int, Tensor] = {}
     counted: Tensor | None = None
     part: str | None = None
@@ -229,7 +238,7 @@ def listening(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[dict
             pre = pre if len(pre) == len(post) else pre.expand(len(post), *pre.shape[1:])
             # Several tokens of an example are as many trains.
             tokens = counted if counted is None else (counted.detach() > 0).float().flatten()
-            heard[number].append(Train(pre.flatten(1, -2), post.flatten(1, -2), tokens, part))
+            heard[number].append(SpikeTrains(pre.flatten(1, -2), post.flatten(1, -2), tokens, part))
 
         return [layer.synapse.register_forward_hook(arrive), layer.neuron.register_forward_hook(leave)]
 
@@ -250,7 +259,7 @@ def listening(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[dict
 # What it was worth
 
 
-def reward_of(rows: Mapping[str, Tensor], kind: Literal["accuracy", "loss"]) -> Tensor:
+def compute_reward(rows: Mapping[str, Tensor], kind: Literal["accuracy", "loss"]) -> Tensor:
     """[b]: 1 for an example that was told right and 0 for one that was not, or the log likelihood of what it is."""
     probability, label, labels = (rows.get(name) for name in ("probability", "label", "labels"))
     if probability is None or (label is None and labels is None):
@@ -268,10 +277,10 @@ def reward_of(rows: Mapping[str, Tensor], kind: Literal["accuracy", "loss"]) -> 
     return (told >= 0.5).float().mean(1) if kind == "accuracy" else told.clamp(min=SMALLEST).log().mean(1)
 
 
-def _counted(train: Train, batch: Batch) -> Tensor | None:
+def _counted(train: SpikeTrains, batch: Batch) -> Tensor | None:
     """[B]: 1 for what counts and 0 for what fills up; None where all of it does."""
-    if train.counted is not None:
-        return train.counted
+    if train.mask is not None:
+        return train.mask
     rows = _rows_that_count(batch, train.part)
     return None if rows is None else _each(rows, train)
 
@@ -283,7 +292,7 @@ def _rows_that_count(batch: Batch, part: str | None) -> Tensor | None:
     return torch.stack(said).all(0).float() if said else None
 
 
-def _each(values: Tensor, train: Train) -> Tensor:
+def _each(values: Tensor, train: SpikeTrains) -> Tensor:
     """Of each of the trains [B] what is said of its example."""
     number = train.post.shape[1]
     times, rest = divmod(number, len(values))

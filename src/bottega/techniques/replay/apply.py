@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bottega.config.recipe import Recipe
-from bottega.tasks.branch import Branch
-from bottega.techniques.continual.apply import needs_sequence
-from bottega.techniques.lesson import Lesson
+from bottega.tasks.workload import Workload
+from bottega.techniques.continual.apply import require_sequence
 from bottega.techniques.replay.config import ReplayOptions
+from bottega.techniques.training_plan import TrainingPlan
 
 
-def apply(lesson: Lesson, options: ReplayOptions, recipe: Recipe, branch: Branch) -> Lesson:
-    order = needs_sequence(lesson, "replay")
-    return replace(lesson, order=replace(order, share=options.share, memory=options.memory))
+def apply(plan: TrainingPlan, options: ReplayOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
+    order = require_sequence(plan, "replay")
+    return replace(plan, order=replace(order, share=options.share, memory=options.memory))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
+from bottega.config.conflicts import find_sequence_conflicts
 from bottega.config.recipe import Recipe
 from bottega.config.section import Positive, Probability, Section
-from bottega.config.technique_spec import Clash, TechniqueSpec
-from bottega.config.together import clashes_of_sequences
+from bottega.config.technique_spec import Conflict, TechniqueSpec
 
 
 class ReplayOptions(Section):
@@ -19,16 +19,16 @@ class ReplayOptions(Section):
     memory: Positive | None = Field(None, description="examples kept of each earlier source; null is all")
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Clash]:
+def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
     in_stream = "replay is of a sequence of sources; in a stream (data.online) say data.online.replay: 0.2"
-    return clashes_of_sequences(recipe, names, "replay", in_stream=in_stream)
+    return find_sequence_conflicts(recipe, names, "replay", in_stream=in_stream)
 
 
 SPEC = TechniqueSpec(
     name="replay",
     options=ReplayOptions,
     apply="bottega.techniques.replay.apply:apply",
-    clashes=clashes,
-    is_in_turn=True,
+    find_conflicts=clashes,
+    is_sequential=True,
     needs_sources=True,
 )

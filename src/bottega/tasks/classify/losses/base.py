@@ -17,13 +17,13 @@ class ClassificationLoss(ABC):
 
     @property
     @abstractmethod
-    def is_plain(self) -> bool:
+    def is_cross_entropy(self) -> bool:
         """Whether it is the same number as the cross-entropy."""
 
     @abstractmethod
-    def single(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def per_example(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cost of each example [b], from logits [b, K] and numbers of classes [b]."""
 
     @abstractmethod
-    def several(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def per_label(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Cost of each question [b, K], from logits [b, K] and labels of 0 and 1 [b, K]."""

@@ -13,13 +13,13 @@ from bottega.tasks.classify.losses.base import ClassificationLoss
 @final
 class CrossEntropy(ClassificationLoss):
     @property
-    def is_plain(self) -> bool:
+    def is_cross_entropy(self) -> bool:
         return self.label_smoothing == 0
 
-    def single(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def per_example(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
 
-    def several(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def per_label(self, logits: Tensor, labels: Tensor) -> Tensor:
         smooth = labels * (1 - self.label_smoothing) + self.label_smoothing / 2
         return F.binary_cross_entropy_with_logits(logits, smooth, reduction="none")
 

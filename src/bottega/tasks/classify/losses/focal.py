@@ -22,16 +22,16 @@ class Focal(ClassificationLoss):
         return CrossEntropy(gamma=self.gamma, label_smoothing=self.label_smoothing)
 
     @property
-    def is_plain(self) -> bool:
-        return self.gamma == 0 and self._cross_entropy.is_plain
+    def is_cross_entropy(self) -> bool:
+        return self.gamma == 0 and self._cross_entropy.is_cross_entropy
 
-    def single(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def per_example(self, logits: Tensor, labels: Tensor) -> Tensor:
         missed = 1 - logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
-        return self._cross_entropy.single(logits, labels) * self._factor(missed)
+        return self._cross_entropy.per_example(logits, labels) * self._factor(missed)
 
-    def several(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def per_label(self, logits: Tensor, labels: Tensor) -> Tensor:
         missed = torch.where(labels > 0, -logits, logits).sigmoid()
-        return self._cross_entropy.several(logits, labels) * self._factor(missed)
+        return self._cross_entropy.per_label(logits, labels) * self._factor(missed)
 
     def _factor(self, missed: Tensor) -> Tensor:
         return missed.clamp(min=SMALLEST_MISS) ** self.gamma

@@ -50,7 +50,7 @@ class Objective(ABC):
         """What the model should predict; the levels are shaped to multiply a sample."""
 
     @abstractmethod
-    def split(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         """(clean, noise) that a prediction at x stands for."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Objective(ABC):
         return errors if weight is None else errors * weight
 
     @property
-    def most_steps(self) -> int | None:
+    def max_steps(self) -> int | None:
         """A sampler can take no more, because two of them would be the same; None is any number."""
         return None
 
@@ -102,10 +102,10 @@ class VariancePreserving(Objective):
 
     def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
         """Min-SNR (Hang et al., 2023): what is nearly clean is easy and would count most."""
-        return None if self.min_snr is None else self.capped(alpha.square() / sigma.square(), self.min_snr)
+        return None if self.min_snr is None else self.min_snr_weight(alpha.square() / sigma.square(), self.min_snr)
 
     @abstractmethod
-    def capped(self, snr: Tensor, most: float) -> Tensor:
+    def min_snr_weight(self, snr: Tensor, most: float) -> Tensor:
         """The Min-SNR weight at these ratios of data to noise, for what this objective predicts."""
 
     @cached_property
@@ -114,7 +114,7 @@ class VariancePreserving(Objective):
         return STEPS - 1
 
     @property
-    def most_steps(self) -> int | None:
+    def max_steps(self) -> int | None:
         return self.first_step + 1
 
     def grid(self, steps: int, device: torch.device | str) -> Tensor:

@@ -32,7 +32,7 @@ class Flow(Objective):
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         return noise - clean
 
-    def split(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         return x - sigma * predicted, x + alpha * predicted
 
     def grid(self, steps: int, device: torch.device | str) -> Tensor:

@@ -22,10 +22,10 @@ class NoisePrediction(VariancePreserving):
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         return noise
 
-    def split(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         return (x - sigma * predicted) / alpha, predicted
 
-    def capped(self, snr: Tensor, most: float) -> Tensor:
+    def min_snr_weight(self, snr: Tensor, most: float) -> Tensor:
         return snr.clamp(max=most) / snr
 
     @cached_property

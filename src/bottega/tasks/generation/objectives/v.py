@@ -16,10 +16,10 @@ class VPrediction(VariancePreserving):
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         return alpha * noise - sigma * clean
 
-    def split(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
         return alpha * x - sigma * predicted, sigma * x + alpha * predicted
 
-    def capped(self, snr: Tensor, most: float) -> Tensor:
+    def min_snr_weight(self, snr: Tensor, most: float) -> Tensor:
         return snr.clamp(max=most) / (snr + 1)
 
 

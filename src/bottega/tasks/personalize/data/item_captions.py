@@ -16,18 +16,18 @@ import numpy as np
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError
-from bottega.data.formats.fingerprint import content_hashes
-from bottega.data.formats.metadata import Metadata, metadata_of
-from bottega.data.prepare.jobs import Progress
-from bottega.data.records.fields import caption_of
+from bottega.data.formats.fingerprint import hash_files
+from bottega.data.formats.metadata import Metadata, load_metadata
+from bottega.data.prepare.jobs import ProgressCallback
+from bottega.data.records.fields import read_caption
 from bottega.data.records.record import Record as Row
 from bottega.data.records.record import Unreadable
-from bottega.data.tables.cache import database, default_cache
+from bottega.data.tables.cache import default_cache, open_database
 from bottega.tasks.personalize.data.records import Item
 
-Describe = Callable[[Sequence[np.ndarray]], list[str]]
+Captioner = Callable[[Sequence[np.ndarray]], list[str]]
 """Pictures, uint8 [h, w, 3] of any size, to what they show in words."""
-Captioner = Callable[[Path], Describe]
+CaptionerLoader = Callable[[Path], Captioner]
 """Loads the model of a folder, and with it a framework."""
 # One look of the model at so many pictures at a time.
 AT_ONCE = 16
@@ -40,7 +40,7 @@ _TABLE = (
 )
 
 
-def is_model(path: Path) -> bool:
+def is_captioning_model(path: Path) -> bool:
     return path.is_dir()
 
 
@@ -56,22 +56,22 @@ class FileCaptions:
         self.plain = _object_of_texts(path)
         self.table = Metadata(path) if self.plain is not None else _table(path)
 
-    def of(self, item: Item) -> str:
+    def caption_for(self, item: Item) -> str:
         """Blank where it says nothing."""
         if self.plain is not None:
-            names = [item.id, *(self.table.names(item.image) if item.image is not None else ())]
+            names = [item.id, *(self.table.candidate_names(item.image) if item.image is not None else ())]
             return next((self.plain[name] for name in names if name in self.plain), "")
-        rows = self.table.rows.get(item.id) or (self.table.rows_of(item.image) if item.image is not None else None)
+        rows = self.table.rows.get(item.id) or (self.table.find_rows(item.image) if item.image is not None else None)
         if not rows:
             return ""
         try:
-            return caption_of(Row(item.id, str(self.path), rows[0]))
+            return read_caption(Row(item.id, str(self.path), rows[0]))
         except Unreadable as error:
             raise DataError(f"{self.path}: the row of {item.id!r} {error}") from error
 
 
 def _table(path: Path) -> Metadata:
-    found = metadata_of(path, path.parent, Source(metadata=str(path.absolute())))
+    found = load_metadata(path, path.parent, Source(metadata=str(path.absolute())))
     assert found is not None, "it was named, so it is taken"
     if found.bad:
         raise DataError(str(found.bad[0]))
@@ -84,7 +84,7 @@ def _table(path: Path) -> Metadata:
 
 def _caption(row: dict[str, object]) -> str:
     try:
-        return caption_of(Row("", "", row))
+        return read_caption(Row("", "", row))
     except Unreadable:
         return ""
 
@@ -109,20 +109,22 @@ def _object_of_texts(path: Path) -> dict[str, str] | None:
     return {PurePosixPath(name).as_posix(): text for name, text in found.items()}
 
 
-def model_hash(folder: Path) -> str:
+def hash_captioning_model(folder: Path) -> str:
     """Of all that decides what the model says."""
     files = sorted({path for pattern in _DECIDING for path in folder.glob(pattern) if path.is_file()})
     if not (folder / "config.json").is_file() or not any(path.match(WEIGHTS) for path in files):
         raise UsageError(
             f"data.captions: {folder} is no folder of a captioning model: config.json and *.safetensors are expected"
         )
-    named = zip((path.name for path in files), content_hashes(files), strict=True)
+    named = zip((path.name for path in files), hash_files(files), strict=True)
     return hashlib.sha256(repr(list(named)).encode()).hexdigest()
 
 
-def described(pictures: dict[str, Path], folder: Path, captioner: Captioner, *, progress: Progress) -> dict[str, str]:
+def caption_images(
+    pictures: dict[str, Path], folder: Path, captioner: CaptionerLoader, *, progress: ProgressCallback
+) -> dict[str, str]:
     """What the model of `folder` says of each picture, by its hash. Those that cannot be decoded are left out."""
-    model = model_hash(folder)
+    model = hash_captioning_model(folder)
     try:
         with closing(_database()) as kept:
             return _described(pictures, folder, captioner, progress=progress, model=model, kept=kept)
@@ -136,9 +138,9 @@ def described(pictures: dict[str, Path], folder: Path, captioner: Captioner, *, 
 def _described(
     pictures: dict[str, Path],
     folder: Path,
-    captioner: Captioner,
+    captioner: CaptionerLoader,
     *,
-    progress: Progress,
+    progress: ProgressCallback,
     model: str,
     kept: sqlite3.Connection,
 ) -> dict[str, str]:
@@ -175,13 +177,13 @@ def _groups(names: list[str]) -> Iterator[list[str]]:
 
 
 def _pixels(path: Path) -> np.ndarray | None:
-    from bottega.data.image.decode import decode
+    from bottega.data.image.decode import decode_image
 
     try:
-        return decode(path, channels=3)
+        return decode_image(path, channels=3)
     except Unreadable:
         return None  # damage is told where pictures are prepared, with the record
 
 
 def _database() -> sqlite3.Connection:
-    return database("captions.sqlite", _TABLE, timeout=30)
+    return open_database("captions.sqlite", _TABLE, timeout=30)

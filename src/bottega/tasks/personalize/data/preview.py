@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.preview import Preview, picture_file, spread
+from bottega.data.prepare.preview import Preview, evenly_spaced_rows, image_path
 from bottega.data.tables.shards import Table
 
 LIKED = 6
@@ -23,29 +23,29 @@ class PeoplePreview(Preview):
 
         person = Record.model_validate_json(row["record"])
         liked = "; ".join(item.caption for item in person.history)
-        return f"user {person.user} liked: {liked}\nwish: {person.asked}"
+        return f"user {person.user} liked: {liked}\nwish: {person.wish_or_caption}"
 
-    def public(self, row: dict[str, Any]) -> dict[str, Any]:
+    def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
         """A record as it can be read again; its pictures stay where they are."""
         record: dict[str, Any] = json.loads(row["record"])
         return record
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         """Each row a person: the last things they liked, then what they took. Where no picture is known, the words stand."""
-        from bottega.data.image.sheet import sheet
+        from bottega.data.image.contact_sheet import write_contact_sheet
         from bottega.tasks.personalize.data.records import PersonalRows
 
         rows = PersonalRows(self.prepared, self.prepared.training_tables[0])
-        records = [rows.record(number) for number in spread(table, 4)]
+        records = [rows.record(number) for number in evenly_spaced_rows(table, 4)]
         columns = min(LIKED, max(len(record.history) for record in records)) + 1
-        size = self.prepared.meta["image_size"]
+        size = self.prepared.metadata["image_size"]
         white = np.full((size, size, 3), 255, np.uint8)
         images, captions = [], []
         for record in records:
             items = record.items[-columns:]
             missing = columns - len(items)
-            images += [white] * missing + [white if item.image is None else rows.picture(item) for item in items]
+            images += [white] * missing + [white if item.image is None else rows.image(item) for item in items]
             captions += [""] * missing + [item.caption for item in items[:-1]] + [f"took: {items[-1].caption}"]
-        path = picture_file(folder, "people.png")
-        sheet(images, path, captions=captions, columns=columns)
+        path = image_path(folder, "people.png")
+        write_contact_sheet(images, path, captions=captions, columns=columns)
         return [path]

@@ -13,16 +13,16 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from bottega.core.errors import DataError
-from bottega.data.image.augment import normalise
-from bottega.data.prepare.prepared import Prepared
-from bottega.data.sources.samples import image_encoder
+from bottega.data.image.augment import normalise_pixels
+from bottega.data.prepare.prepared import PreparedData
+from bottega.data.sources.samples import load_image_encoder
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
 
-PICTURES, NAMES = "pictures", "names"
+IMAGES_TABLE, NAMES_TABLE = "pictures", "names"
 """Folders beside the tables: every distinct picture once, and which picture each name of the records means."""
 # Records of a table that stay parsed: a batch and its sheet ask for the same ones several times.
-KEPT = 4096
+CACHED_RECORDS = 4096
 
 Name = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 
@@ -53,7 +53,7 @@ class Record(_Part):
     """What is known of the person where the data is made, such as the favourite colour."""
 
     @property
-    def asked(self) -> str:
+    def wish_or_caption(self) -> str:
         return self.wish or self.target.caption
 
     @property
@@ -62,7 +62,7 @@ class Record(_Part):
         return (*self.history, self.target)
 
 
-def evenly(total: int, count: int) -> list[int]:
+def evenly_spaced(total: int, count: int) -> list[int]:
     """So many numbers below `total`, evenly apart: neighbours in a sorted file are often alike."""
     count = min(total, count)
     return [number * total // count for number in range(count)]
@@ -72,10 +72,10 @@ def evenly(total: int, count: int) -> list[int]:
 class PersonalRows(Source):
     """image [b, h, w, 3], float32 from -1 to 1: the target; and person [b], int64: the number of the record."""
 
-    def __init__(self, prepared: Prepared, table: str) -> None:
+    def __init__(self, prepared: PreparedData, table: str) -> None:
         self.table = prepared.table(table)
-        self.pictures, self.names = Table(prepared.folder / PICTURES), Table(prepared.folder / NAMES)
-        self.encoder, self.content = image_encoder(prepared), f"{prepared.fingerprint} {table}"
+        self.images, self.names = Table(prepared.folder / IMAGES_TABLE), Table(prepared.folder / NAMES_TABLE)
+        self.encoder, self.content = load_image_encoder(prepared), f"{prepared.fingerprint} {table}"
 
     def __len__(self) -> int:
         return len(self.table)
@@ -85,12 +85,12 @@ class PersonalRows(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         numbers = self.table.gather("target", index)
-        return {"image": normalise(self.pixels(numbers), how="symmetric"), "person": index.astype(np.int64)}
+        return {"image": normalise_pixels(self.pixels(numbers), mode="symmetric"), "person": index.astype(np.int64)}
 
     def record(self, index: int) -> Record:
         return self._record(index)
 
-    def picture(self, item: Item) -> np.ndarray:
+    def image(self, item: Item) -> np.ndarray:
         """What an item of these records shows: uint8 [h, w, 3]."""
         number = self._numbers.get(item.image) if item.image is not None else None
         if number is None:
@@ -100,8 +100,8 @@ class PersonalRows(Source):
     def pixels(self, numbers: np.ndarray) -> np.ndarray:
         """The pictures `numbers` [n]: uint8 [n, h, w, 3], a copy."""
         if self.encoder.store == "decoded":
-            return self.pictures.gather("image", numbers)
-        return np.stack([self.encoder.pixels(self.pictures.row("image", number), 0) for number in numbers.tolist()])
+            return self.images.gather("image", numbers)
+        return np.stack([self.encoder.decode_row(self.images.row("image", number), 0) for number in numbers.tolist()])
 
     @cached_property
     def users(self) -> list[str]:
@@ -116,12 +116,12 @@ class PersonalRows(Source):
         record = self.record(index)
         liked = "; ".join(item.caption for item in record.history)
         head = f"record {index} of {len(self)}: {self.table.row('key', index)}, user {record.user}"
-        return f"{head}\nliked: {liked}\nwish: {record.asked}\ntarget: {record.target.caption}"
+        return f"{head}\nliked: {liked}\nwish: {record.wish_or_caption}\ntarget: {record.target.caption}"
 
     @cached_property
     def _record(self) -> Any:
         table = self.table
-        return lru_cache(maxsize=KEPT)(lambda index: Record.model_validate_json(table.row("record", index)))
+        return lru_cache(maxsize=CACHED_RECORDS)(lambda index: Record.model_validate_json(table.row("record", index)))
 
     @cached_property
     def _numbers(self) -> dict[str, int]:

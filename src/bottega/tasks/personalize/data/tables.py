@@ -12,19 +12,24 @@ from pathlib import Path
 
 from bottega.core.errors import DataError, UsageError
 from bottega.data.image.encoder import ImageEncoder
-from bottega.data.prepare.jobs import Progress
+from bottega.data.prepare.jobs import ProgressCallback
 from bottega.data.prepare.media import DECODED_LIMIT
-from bottega.data.prepare.prepared import FORMAT, META, Prepared, opened_where_prepared
+from bottega.data.prepare.prepared import FORMAT, META, PreparedData, open_if_prepared
 from bottega.data.prepare.tally import Tally
-from bottega.data.records.record import Bad
-from bottega.data.tables.cache import cached, default_cache
+from bottega.data.records.record import BadRecord
+from bottega.data.tables.cache import default_cache, get_or_build
 from bottega.data.tables.shards import TEXT, Column, ShardWriter
 from bottega.storage.durable import flush_all, write_atomic
 from bottega.tasks.personalize.config import PersonalizeData
-from bottega.tasks.personalize.data.item_captions import Captioner, FileCaptions, described, is_model
-from bottega.tasks.personalize.data.people import SKIP, People, Person, read_people
-from bottega.tasks.personalize.data.pictures import Pictures, decode_all
-from bottega.tasks.personalize.data.records import NAMES, Item, Record
+from bottega.tasks.personalize.data.image_files import ImageFiles, decode_images
+from bottega.tasks.personalize.data.item_captions import (
+    CaptionerLoader,
+    FileCaptions,
+    caption_images,
+    is_captioning_model,
+)
+from bottega.tasks.personalize.data.record_files import SKIP_HINT, LocatedRecord, RecordTables, read_records
+from bottega.tasks.personalize.data.records import NAMES_TABLE, Item, Record
 
 TASK = "personalize"
 # Raised when the same records would give other tables.
@@ -43,41 +48,41 @@ NAME_COLUMNS = {"name": TEXT, "picture": Column("<i8")}
 def prepare_personal(
     data: PersonalizeData,
     *,
-    progress: Progress = lambda stage, done, total: None,
+    progress: ProgressCallback = lambda stage, done, total: None,
     cache: Path | None = None,
-    captioner: Captioner | None = None,
-) -> Prepared:
+    captioner: CaptionerLoader | None = None,
+) -> PreparedData:
     """Tables of records with the number of each target's picture, and the pictures beside them.
 
     `captioner` loads a model of captions, where data.captions names the folder of one.
     """
-    ready = opened_where_prepared(data, task=TASK)
+    ready = open_if_prepared(data, task=TASK)
     if ready is not None:
-        made = ready.meta["image_size"]
+        made = ready.metadata["image_size"]
         if made != data.image_size:
             raise UsageError(
                 f"data.image_size: {data.image_size}, and {ready.folder} was prepared at {made}; say that, or prepare again"
             )
         return ready
     plan = _plan(data, captioner, progress)
-    folder = cached(cache or default_cache(), plan.key, lambda folder: _build(plan, folder, progress))
-    return Prepared(folder, plan.key)
+    folder = get_or_build(cache or default_cache(), plan.key, lambda folder: _build(plan, folder, progress))
+    return PreparedData(folder, plan.key)
 
 
 @dataclass(frozen=True)
-class Plan:
+class PreparationPlan:
     """Records that are good as far as can be said before a picture is decoded."""
 
-    people: People
-    pictures: Pictures
+    people: RecordTables
+    pictures: ImageFiles
     data: PersonalizeData
 
     @property
-    def stop(self) -> bool:
+    def stop_on_bad(self) -> bool:
         return self.data.bad_records != "skip"
 
     @cached_property
-    def everybody(self) -> list[Person]:
+    def all_records(self) -> list[LocatedRecord]:
         return [person for table in self.people.tables.values() for person in table]
 
     @property
@@ -100,7 +105,7 @@ class Plan:
         policy = (
             (FORMAT, VERSION, TASK, len(self.people.notes)),
             self.data.image_size,
-            self.stop,
+            self.stop_on_bad,
             self.data.max_bad,
             (tally.bad, self._named, sorted(tally.dropped.items())),
         )
@@ -115,16 +120,16 @@ class Plan:
         return digest.hexdigest()[:32]
 
 
-def _plan(data: PersonalizeData, captioner: Captioner | None, progress: Progress) -> Plan:
-    plan = Plan(read_people(data), Pictures(), data)
-    _keep(plan, plan.pictures.problem)
+def _plan(data: PersonalizeData, captioner: CaptionerLoader | None, progress: ProgressCallback) -> PreparationPlan:
+    plan = PreparationPlan(read_records(data), ImageFiles(), data)
+    _keep(plan, plan.pictures.find_problem)
     plan.pictures.hash_all((person for table in plan.people.tables.values() for person in table), progress)
     _caption(plan, captioner, progress)
     plan.people.tally.check(data.max_bad)
     return plan
 
 
-def _keep(plan: Plan, problem: Callable[[Person], Bad | None]) -> None:
+def _keep(plan: PreparationPlan, problem: Callable[[LocatedRecord], BadRecord | None]) -> None:
     """Only those without a problem stay; with data.bad_records=stop the first one ends it."""
     for name, people in plan.people.tables.items():
         kept = []
@@ -133,16 +138,16 @@ def _keep(plan: Plan, problem: Callable[[Person], Bad | None]) -> None:
             if bad is None:
                 kept.append(person)
             else:
-                plan.people.tally.note(bad, stop=plan.stop)
+                plan.people.tally.count_bad(bad, stop=plan.stop_on_bad)
         plan.people.tables[name] = kept
 
 
-def _caption(plan: Plan, captioner: Captioner | None, progress: Progress) -> None:
+def _caption(plan: PreparationPlan, captioner: CaptionerLoader | None, progress: ProgressCallback) -> None:
     """Every item has something said about it afterwards."""
     said = plan.data.captions
     if said is not None:
         path = Path(said).expanduser()
-        of = _by_model(plan, path, captioner, progress) if is_model(path) else _by_file(path)
+        of = _by_model(plan, path, captioner, progress) if is_captioning_model(path) else _by_file(path)
         made: dict[tuple[Path, str, str | None, str], Item] = {}
         for name, people in plan.people.tables.items():
             plan.people.tables[name] = [_captioned(person, of, made) for person in people]
@@ -152,24 +157,26 @@ def _caption(plan: Plan, captioner: Captioner | None, progress: Progress) -> Non
         else "add one, or name a file of captions or the folder of a captioning model with data.captions"
     )
 
-    def problem(person: Person) -> Bad | None:
+    def problem(person: LocatedRecord) -> BadRecord | None:
         item = next((item for item in person.record.items if not item.caption.strip()), None)
         if item is None:
             return None
         what = "target" if item is person.record.target else "history"
-        return Bad(person.key, person.where, f"item {item.id!r} of the {what} has no caption: {remedy}; {SKIP}")
+        return BadRecord(
+            person.key, person.where, f"item {item.id!r} of the {what} has no caption: {remedy}; {SKIP_HINT}"
+        )
 
     _keep(plan, problem)
 
 
-def _by_file(path: Path) -> Callable[[Person, Item], str]:
+def _by_file(path: Path) -> Callable[[LocatedRecord, Item], str]:
     captions = FileCaptions(path)
-    return lambda person, item: captions.of(item) or item.caption
+    return lambda person, item: captions.caption_for(item) or item.caption
 
 
 def _by_model(
-    plan: Plan, folder: Path, captioner: Captioner | None, progress: Progress
-) -> Callable[[Person, Item], str]:
+    plan: PreparationPlan, folder: Path, captioner: CaptionerLoader | None, progress: ProgressCallback
+) -> Callable[[LocatedRecord, Item], str]:
     """Only what nobody has said anything about is looked at."""
     wanted = {
         plan.pictures.hashes[path]: path
@@ -182,13 +189,13 @@ def _by_model(
         raise UsageError(
             f"data.captions: {folder} is a folder, and no model can be asked here; name a file of captions"
         )
-    known = described(wanted, folder, captioner, progress=progress) if wanted else {}
+    known = caption_images(wanted, folder, captioner, progress=progress) if wanted else {}
     return lambda person, item: item.caption.strip() or known.get(plan.pictures.hash(person, item) or "", "")
 
 
 def _captioned(
-    person: Person, of: Callable[[Person, Item], str], made: dict[tuple[Path, str, str | None, str], Item]
-) -> Person:
+    person: LocatedRecord, of: Callable[[LocatedRecord, Item], str], made: dict[tuple[Path, str, str | None, str], Item]
+) -> LocatedRecord:
     """`made` is what was there before: an item is in many histories, and is asked about once."""
     items = []
     for item in person.record.items:
@@ -200,20 +207,22 @@ def _captioned(
     return person._replace(record=person.record.model_copy(update=update))
 
 
-def _build(plan: Plan, folder: Path, progress: Progress) -> None:
+def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
     """What is decoded stays for the next time where this is interrupted; see `cached`."""
     if (folder / META).is_file():
         shutil.rmtree(folder / "parts", ignore_errors=True)
         return
     first_of: dict[str, tuple[Path, str]] = {}
-    for person in plan.everybody:
+    for person in plan.all_records:
         for item in person.record.items:
             path = plan.pictures.path(person, item)
             if path is not None:
                 first_of.setdefault(plan.pictures.hashes[path], (path, person.where))
     encoder = _encoder(plan.data.image_size, len(first_of))
     paths, places = [path for path, _ in first_of.values()], [where for _, where in first_of.values()]
-    bad = decode_all(paths, list(first_of), places, folder, encoder=encoder, stop=plan.stop, progress=progress)
+    bad = decode_images(
+        paths, list(first_of), places, folder, encoder=encoder, stop=plan.stop_on_bad, progress=progress
+    )
     damaged = {picture: bad[at] for at, picture in enumerate(first_of) if at in bad}
     numbers = {picture: number for number, picture in enumerate(p for p in first_of if p not in damaged)}
     tally, tables = _write(plan, folder, numbers, damaged)
@@ -240,7 +249,7 @@ def _encoder(size: int, count: int) -> ImageEncoder:
 
 
 def _write(
-    plan: Plan, folder: Path, numbers: dict[str, int], damaged: dict[str, str]
+    plan: PreparationPlan, folder: Path, numbers: dict[str, int], damaged: dict[str, str]
 ) -> tuple[Tally, dict[str, dict[str, int]]]:
     """The tables of records, and the table of names."""
     tally = Tally(**{**vars(plan.people.tally), "named": list(plan.people.tally.named)})
@@ -253,7 +262,7 @@ def _write(
                 hashes = [plan.pictures.hash(person, item) for item in person.record.items]
                 reason = next((damaged[picture] for picture in hashes if picture in damaged), None)
                 if reason is not None:
-                    tally.note(Bad(person.key, person.where, reason), stop=plan.stop)
+                    tally.count_bad(BadRecord(person.key, person.where, reason), stop=plan.stop_on_bad)
                     continue
                 record = _named(person.record, hashes, names)
                 users.add(record.user)
@@ -265,7 +274,7 @@ def _write(
     for table, counts in tables.items():
         if not counts["rows"]:
             raise DataError(f"data.{table}: no record is left; the first that is bad: {tally.named[0]}")
-    with ShardWriter(folder / NAMES, NAME_COLUMNS) as writer:
+    with ShardWriter(folder / NAMES_TABLE, NAME_COLUMNS) as writer:
         for name, picture in names.items():
             writer.add({"name": name, "picture": numbers[picture]})
     return tally, tables

@@ -14,10 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bottega.core.errors import DataError
-from bottega.data.formats.compressed import unpacked
-from bottega.data.records.record import Bad
+from bottega.data.formats.compression import open_decompressed
+from bottega.data.records.record import BadRecord
 from bottega.tasks.personalize.config import PersonalizeData
-from bottega.tasks.personalize.data.collections import HISTORY, Collected, base_of, inside, only_file, shuffled
+from bottega.tasks.personalize.data.collections import (
+    DEFAULT_HISTORY_LENGTH,
+    CollectionRecords,
+    find_file,
+    find_subfolder,
+    image_root,
+    shuffle_by_hash,
+)
 from bottega.tasks.personalize.data.records import Item, Record
 
 TABLE = "FLICKR-AES_image_labeled_by_each_worker.csv"
@@ -30,20 +37,20 @@ COLUMNS = {
 }
 
 
-def read(folder: Path, data: PersonalizeData, limit: int | None) -> Collected:
-    base = base_of(folder, data)
-    pictures = inside(inside(base, *PICTURES), *PICTURES).relative_to(base)
-    table = only_file(folder, TABLE)
+def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRecords:
+    base = image_root(folder, data)
+    pictures = find_subfolder(find_subfolder(base, *PICTURES), *PICTURES).relative_to(base)
+    table = find_file(folder, TABLE)
     scores: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    bad: list[tuple[str, Record | Bad]] = []
+    bad: list[tuple[str, Record | BadRecord]] = []
     for line, row in _rows(table):
-        if isinstance(row, Bad):
+        if isinstance(row, BadRecord):
             bad.append((f"{table.name}:{line}", row))
         else:
             worker, picture, score = row
             scores[worker][picture].append(score)
     least = LIKED if data.min_score is None else data.min_score
-    length = data.history_length or HISTORY
+    length = data.history_length or DEFAULT_HISTORY_LENGTH
     records = list(bad)
     too_few, their = 0, 0
     for worker in sorted(scores):
@@ -52,21 +59,21 @@ def read(folder: Path, data: PersonalizeData, limit: int | None) -> Collected:
         if len(liked) <= length:
             too_few, their = too_few + 1, their + len(liked)
             continue
-        items = [_item(name, pictures) for name in shuffled(liked, worker)]
+        items = [_item(name, pictures) for name in shuffle_by_hash(liked, worker)]
         for at in range(length, len(items)):
             record = Record(user=worker, history=tuple(items[at - length : at]), target=items[at])
             records.append((f"{table.name}, worker {worker}, picture {items[at].id}", record))
     reason = f"liked by {too_few:,} workers who liked {length} pictures or fewer"
-    return Collected(records, {reason: their} if too_few else {})
+    return CollectionRecords(records, {reason: their} if too_few else {})
 
 
 def _item(name: str, pictures: Path) -> Item:
     return Item(id=Path(name).stem, image=(pictures / name).as_posix())
 
 
-def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | Bad]]:
+def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | BadRecord]]:
     """(line, (worker, picture, score)). Names of columns and values come with spaces before them, now and then."""
-    with unpacked(table) as stream:
+    with open_decompressed(table) as stream:
         try:
             text = stream.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -97,14 +104,14 @@ def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | Bad]]:
         yield line, _row(values, f"{table}, line {line}")
 
 
-def _row(values: dict[str, str], where: str) -> tuple[str, str, float] | Bad:
+def _row(values: dict[str, str], where: str) -> tuple[str, str, float] | BadRecord:
     missing = next((column for column, value in values.items() if not value), None)
     if missing is not None:
-        return Bad(where, where, f"has no {missing}")
+        return BadRecord(where, where, f"has no {missing}")
     try:
         score = float(values["score"])
     except ValueError:
         score = math.nan
     if not math.isfinite(score):
-        return Bad(where, where, f"the score {values['score']!r} is no number")
+        return BadRecord(where, where, f"the score {values['score']!r} is no number")
     return values["worker"], values["picture"], score

@@ -13,12 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bottega.core.errors import DataError
-from bottega.data.formats.compressed import lines, unpacked
+from bottega.data.formats.compression import iter_lines, open_decompressed
 from bottega.data.formats.folders import IMAGE_SUFFIXES
-from bottega.data.records.record import Bad
+from bottega.data.records.record import BadRecord
 from bottega.data.tables.splits import hash_key
 from bottega.tasks.personalize.config import PersonalizeData
-from bottega.tasks.personalize.data.collections import HISTORY, Collected, base_of, inside, only_file, shuffled
+from bottega.tasks.personalize.data.collections import (
+    DEFAULT_HISTORY_LENGTH,
+    CollectionRecords,
+    find_file,
+    find_subfolder,
+    image_root,
+    shuffle_by_hash,
+)
 from bottega.tasks.personalize.data.records import Item, Record
 
 USERS, OUTFITS, ITEMS = "user_data.txt", "outfit_data.txt", "item_data.txt"
@@ -28,18 +35,18 @@ Click = tuple[int, str, tuple[str, ...], str]
 """Line, user, history, target."""
 
 
-def read(folder: Path, data: PersonalizeData, limit: int | None) -> Collected:
-    base = base_of(folder, data)
+def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRecords:
+    base = image_root(folder, data)
     pictures = _pictures(base)
     if not pictures:
         raise DataError(
             f"{base} holds no pictures; keep them in {base / PICTURES[0]}, each named by the id of its item"
         )
     left_out: Counter[str] = Counter()
-    bad: list[tuple[str, Record | Bad]] = []
-    clicks = list(_clicks(folder, pictures, data.history_length or HISTORY, limit, left_out, bad))
+    bad: list[tuple[str, Record | BadRecord]] = []
+    clicks = list(_clicks(folder, pictures, data.history_length or DEFAULT_HISTORY_LENGTH, limit, left_out, bad))
     titles = _titles(folder, {item for _, _, history, target in clicks for item in (*history, target)})
-    records: list[tuple[str, Record | Bad]] = list(bad)
+    records: list[tuple[str, Record | BadRecord]] = list(bad)
     for line, user, history, target in clicks:
         # An item without a title says nothing, unless captions come from elsewhere.
         known = [item for item in history if item in titles or data.captions is not None]
@@ -51,7 +58,7 @@ def read(folder: Path, data: PersonalizeData, limit: int | None) -> Collected:
         }
         record = Record(user=user, history=tuple(items[item] for item in known), target=items[target])
         records.append((f"{USERS}, line {line}", record))
-    return Collected(records, dict(left_out))
+    return CollectionRecords(records, dict(left_out))
 
 
 def _clicks(
@@ -60,16 +67,16 @@ def _clicks(
     length: int,
     limit: int | None,
     left_out: Counter[str],
-    bad: list[tuple[str, Record | Bad]],
+    bad: list[tuple[str, Record | BadRecord]],
 ) -> Iterator[Click]:
     outfits = _outfits(folder, pictures)
     seen: set[int] = set()
-    file, given = only_file(folder, USERS), 0
+    file, given = find_file(folder, USERS), 0
     for line, text in _lines(file):
         fields = text.split(",")
         if len(fields) != 3 or not fields[0].strip() or not fields[2].strip():
             where = f"{file}, line {line}"
-            bad.append((f"{USERS}, line {line}", Bad(where, where, "expected user,item;item;...,outfit")))
+            bad.append((f"{USERS}, line {line}", BadRecord(where, where, "expected user,item;item;...,outfit")))
             continue
         user, outfit = fields[0].strip(), fields[2].strip()
         # Clicked on twice is liked once, when it was last.
@@ -85,7 +92,7 @@ def _clicks(
             left_out["whose outfit has only what was clicked on before"] += 1
         else:
             seen.add(digest)
-            yield line, user, tuple(clicked[-length:]), shuffled(new, user, outfit)[0]
+            yield line, user, tuple(clicked[-length:]), shuffle_by_hash(new, user, outfit)[0]
             given += 1
             if limit is not None and given >= limit:
                 return
@@ -94,7 +101,7 @@ def _clicks(
 def _pictures(base: Path) -> dict[str, str]:
     """The picture of each item, relative to `base`."""
     found: dict[str, str] = {}
-    for folder, folders, files in os.walk(inside(base, *PICTURES)):
+    for folder, folders, files in os.walk(find_subfolder(base, *PICTURES)):
         folders.sort()
         for name in sorted(files):
             path = Path(folder, name)
@@ -105,7 +112,7 @@ def _pictures(base: Path) -> dict[str, str]:
 
 def _outfits(folder: Path, pictures: dict[str, str]) -> dict[str, tuple[str, ...]]:
     """The items with a picture of each outfit that has some."""
-    file = only_file(folder, OUTFITS)
+    file = find_file(folder, OUTFITS)
     found = {}
     for line, text in _lines(file):
         outfit, comma, items = text.partition(",")
@@ -119,7 +126,7 @@ def _outfits(folder: Path, pictures: dict[str, str]) -> dict[str, tuple[str, ...
 
 def _titles(folder: Path, wanted: set[str]) -> dict[str, str]:
     """Of those wanted that have one. Only the title, which is last, may have commas in it."""
-    file = only_file(folder, ITEMS)
+    file = find_file(folder, ITEMS)
     found = {}
     for line, text in _lines(file):
         fields = text.split(",", 3)
@@ -132,8 +139,8 @@ def _titles(folder: Path, wanted: set[str]) -> dict[str, str]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    with unpacked(file) as stream:
-        for number, raw in enumerate(lines(stream, None), start=1):
+    with open_decompressed(file) as stream:
+        for number, raw in enumerate(iter_lines(stream, None), start=1):
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip("\r\n")
             except UnicodeDecodeError as error:

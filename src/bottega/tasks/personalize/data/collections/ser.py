@@ -17,7 +17,13 @@ from typing import Any
 from bottega.core.errors import DataError
 from bottega.data.formats.folders import IMAGE_SUFFIXES
 from bottega.tasks.personalize.config import PersonalizeData
-from bottega.tasks.personalize.data.collections import HISTORY, Collected, base_of, inside, shuffled
+from bottega.tasks.personalize.data.collections import (
+    DEFAULT_HISTORY_LENGTH,
+    CollectionRecords,
+    find_subfolder,
+    image_root,
+    shuffle_by_hash,
+)
 from bottega.tasks.personalize.data.records import Item, Record
 
 LEAST = 3
@@ -25,11 +31,13 @@ LEAST = 3
 EMOTIONS = ("emotion", "anno", "label", "sentiment")
 
 
-def read(folder: Path, data: PersonalizeData, limit: int | None) -> Collected:
-    base = base_of(folder, data)
-    images = inside(base, "Images")
-    emotions = _emotions(inside(folder, "Annotations")) if inside(folder, "Annotations") != folder else {}
-    length = data.history_length or HISTORY
+def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRecords:
+    base = image_root(folder, data)
+    images = find_subfolder(base, "Images")
+    emotions = (
+        _emotions(find_subfolder(folder, "Annotations")) if find_subfolder(folder, "Annotations") != folder else {}
+    )
+    length = data.history_length or DEFAULT_HISTORY_LENGTH
     records: list[Any] = []
     too_few, their = 0, 0
     for topic in sorted(path for path in images.iterdir() if path.is_dir() and not path.name.startswith(".")):
@@ -37,14 +45,14 @@ def read(folder: Path, data: PersonalizeData, limit: int | None) -> Collected:
         if len(names) <= min(LEAST, length):
             too_few, their = too_few + bool(names), their + len(names)
             continue
-        items = [_item(topic.relative_to(base), name) for name in shuffled(names, topic.name)]
+        items = [_item(topic.relative_to(base), name) for name in shuffle_by_hash(names, topic.name)]
         for at, target in enumerate(items):
             # In a circle: stickers of a pack have no order, so that all of them may be targets.
             history = (items + items)[at + len(items) - min(length, len(items) - 1) : at + len(items)]
             style = emotions.get(target.id) or emotions.get(Path(target.id).with_suffix("").as_posix())
             records.append((target.image, Record(user=topic.name, history=tuple(history), target=target, style=style)))
     reason = f"in {too_few:,} packs of {min(LEAST, length)} stickers or fewer"
-    return Collected(records, {reason: their} if too_few else {})
+    return CollectionRecords(records, {reason: their} if too_few else {})
 
 
 def _item(topic: Path, name: str) -> Item:

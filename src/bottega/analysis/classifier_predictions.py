@@ -1,0 +1,91 @@
+"""What a classifier answered, example by example: measures of each class, a line for each answer, and two pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from bottega.analysis.answer_pictures import plot_calibration, plot_confusion_matrix
+from bottega.core.types import Rows
+from bottega.data.order.interleaved import Interleaved
+from bottega.data.output_files import explain_write_errors
+from bottega.data.sources.source import Source
+from bottega.storage.durable import replacing_file
+from bottega.tasks.measures import classification as measures
+
+PREDICTIONS, CONFUSION, CALIBRATION = "predictions.jsonl", "confusion.png", "calibration.png"
+
+
+@final
+class ClassifierPredictions:
+    """`rows` are those of a `Classification`, in the order of the source."""
+
+    def __init__(self, rows: Rows, source: Source, classes: tuple[str, ...]) -> None:
+        self.source, self.classes = source, classes
+        self.probabilities = rows["probability"]
+        self.is_multi_label = "labels" in rows
+        self.labels = rows["labels" if self.is_multi_label else "label"]
+        self.predicted = measures.decide_labels(self.probabilities, multi_label=self.is_multi_label)
+
+    def __len__(self) -> int:
+        return len(self.probabilities)
+
+    @property
+    def confusion_matrix(self) -> np.ndarray:
+        """[K, K] counts, or [K, 2, 2] where an example may be of several classes."""
+        if self.is_multi_label:
+            return measures.confusion_matrices(self.labels, self.predicted)
+        return measures.confusion_matrix(self.labels, self.predicted, len(self.classes))
+
+    def class_metrics(self) -> dict[str, dict[str, float]]:
+        """Class -> precision, recall, f1, and how many examples are of it."""
+        found = measures.per_class_metrics(self.confusion_matrix)
+        columns = {"precision": found.precision, "recall": found.recall, "f1": found.f1, "support": found.support}
+        return {
+            name: {key: float(values[i]) if key != "support" else int(values[i]) for key, values in columns.items()}
+            for i, name in enumerate(self.classes)
+        }
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """{"key", "label", "predicted", "probability"} of each example; the last is that of what was predicted."""
+        return [self._line(i) for i in range(len(self))]
+
+    def _line(self, i: int) -> dict[str, Any]:
+        key, chances = _key(self.source, i), self.probabilities[i]
+        if self.is_multi_label:
+            named = [
+                [name for name, is_one in zip(self.classes, row, strict=True) if is_one]
+                for row in (self.labels[i] > 0, self.predicted[i])
+            ]
+            probability: Any = {name: round(float(p), 6) for name, p in zip(self.classes, chances, strict=True)}
+            return {"key": key, "label": named[0], "predicted": named[1], "probability": probability}
+        label, decided = self.classes[int(self.labels[i])], int(self.predicted[i])
+        probability = round(float(chances[decided]), 6)
+        return {"key": key, "label": label, "predicted": self.classes[decided], "probability": probability}
+
+    def write_files(self, folder: Path) -> list[Path]:
+        """The lines and the pictures; a matrix of several labels has no picture."""
+        file = folder / PREDICTIONS
+        with explain_write_errors(file), replacing_file(file) as temporary:
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self.to_rows())
+            temporary.write_text(text, encoding="utf-8")
+        found = measures.reliability_bins(*measures.confidences(self.probabilities, self.labels))
+        drawn = [folder / CALIBRATION]
+        with explain_write_errors(drawn[0]):
+            plot_calibration(found, drawn[0])
+        if not self.is_multi_label:
+            drawn.append(folder / CONFUSION)
+            with explain_write_errors(drawn[1]):
+                plot_confusion_matrix(self.confusion_matrix, self.classes, drawn[1])
+        return [file, *drawn]
+
+
+def _key(source: Any, number: int) -> str:
+    """The name of a record, however its source is wrapped."""
+    while not hasattr(source, "table"):
+        number = source.inner_index(number) if isinstance(source, Interleaved) else number
+        source = source.source
+    return str(source.table.row("key", number))

@@ -1,0 +1,79 @@
+"""Whether keywords come from what a language model has learnt: the same questions to the same network with random weights."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bottega.core.errors import UsageError
+from bottega.core.noise import numpy_generator
+from bottega.tasks.personalize.data.records import Record
+
+if TYPE_CHECKING:
+    from bottega.tasks.personalize.workload import PersonalizeWorkload
+
+
+CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+MAX_RANDOM_MODEL_BYTES = 2**28
+"""Bytes of weights that may be drawn anew for a trial."""
+
+
+def random_model_keywords(
+    workload: PersonalizeWorkload, records: Sequence[Record], *, seed: int = 0
+) -> list[tuple[str, ...]]:
+    """What the run's language model says of what people like if it has learnt nothing."""
+    with tempfile.TemporaryDirectory() as place:
+        random = write_random_model(Path(workload.metadata.language_model.folder), Path(place) / "random", seed=seed)
+        return generate_keywords(workload, random, records, cache=Path(place))
+
+
+def is_small_model(folder: Path) -> bool:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= MAX_RANDOM_MODEL_BYTES
+
+
+def generate_keywords(
+    workload: PersonalizeWorkload, folder: Path, records: Sequence[Record], *, cache: Path
+) -> list[tuple[str, ...]]:
+    """What another language model says of what people like, asked as the run asks its own; decoded, whatever is kept."""
+    from bottega.models.device import choose_device
+    from bottega.models.frozen.language import load_language_model
+    from bottega.tasks.personalize.keywords import KeywordGenerator
+
+    own, device = workload.teller.prompts, choose_device(workload.recipe.device)
+    keyworder = KeywordGenerator(
+        folder, own.options, length=own.length, room=own.room, precision=own.precision, cache=cache
+    )
+
+    def load() -> Any:
+        return load_language_model(folder, precision=own.precision, checkpointing=False, device=device).to(device)
+
+    return keyworder.preferences(records, load, device, lambda stage, done, total: None)
+
+
+def write_random_model(folder: Path, out: Path, *, seed: int) -> Path:
+    """The model of a folder with every matrix drawn anew, as large as it was; norms and biases as at the beginning."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{folder}: has no *.safetensors to draw anew")
+    out.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix in CONFIG_SUFFIXES:
+            shutil.copy(file, out)
+    for file in files:
+        tensors = {}
+        for name, tensor in load_file(file).items():
+            if tensor.ndim < 2:
+                tensors[name] = torch.zeros_like(tensor) if name.endswith("bias") else torch.ones_like(tensor)
+                continue
+            drawn = numpy_generator(seed, name).standard_normal(tuple(tensor.shape), dtype=np.float32)
+            tensors[name] = (torch.from_numpy(drawn) * tensor.float().std()).to(tensor.dtype)
+        save_file(tensors, out / file.name, metadata={"format": "pt"})
+    return out

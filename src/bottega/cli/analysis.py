@@ -1,0 +1,188 @@
+"""The verbs that look closer: lr-find, doctor, inspect, ledger, verify-resume, crossval, compare."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bottega.cli.verb import Verb, add_no_arguments, reject_extra_words, remaining_words
+from bottega.core.errors import UsageError
+from bottega.terminal import print_result
+
+
+def _doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.analysis.doctor import examine_environment, format_report
+
+    reject_extra_words(rest)
+    report = examine_environment()
+    if not arguments.json:
+        print_result(format_report(report))
+    return report
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega inspect RECIPE-or-RUN [key=value]..."
+    parser.add_argument("what", help="a run directory, or a recipe")
+
+
+def _inspect(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.analysis.inspect import format_report, inspect_model
+
+    report = inspect_model(arguments.what, rest)
+    if not arguments.json:
+        print_result(format_report(report))
+    return report
+
+
+def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run directory")
+    parser.add_argument("--step", type=int, required=True, help="which step, counted from 1 as in the log")
+    parser.add_argument("--replay", action="store_true", help="compute the loss of that batch with the best weights")
+
+
+def _ledger(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.analysis.ledger import format_report, list_step_samples
+
+    reject_extra_words(rest)
+    report = list_step_samples(Path(arguments.run), step=arguments.step, replay=arguments.replay)
+    if not arguments.json:
+        print_result(format_report(report))
+    return report
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega verify-resume RECIPE... [key=value]... [--kills N]"
+    parser.add_argument("--kills", type=int, default=3, help="how often to kill -9 the run (default: 3)")
+    parser.add_argument("--steps", type=int, default=30, help="length of the run (default: 30)")
+
+
+def _verify(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.analysis.verify_resume import verify_resume
+
+    return verify_resume(rest, steps=arguments.steps, kills=arguments.kills, verbose=not arguments.json)
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega compare A B [C]... [options]"
+    parser.add_argument(
+        "groups", nargs="*", help='a run, runs of several seeds ("runs/a-s*" or a,b,c), a folder of folds, RUN:ARM'
+    )
+    parser.add_argument("--metric", help="what is compared (default: the metric the runs kept their best by)")
+    parser.add_argument("--split", choices=("validation", "test"), help="what bottega evaluate wrote to RUN/results")
+    parser.add_argument("--alpha", type=float, default=0.05, help="how small p must be to tell (default: 0.05)")
+    parser.add_argument("--out", metavar="FILE.png", help="draw a picture as well")
+
+
+def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.analysis.compare import compare, format_report, plot_comparison
+
+    words = remaining_words(rest)
+    out = Path(arguments.out) if arguments.out else None
+    if out is not None and out.suffix.lower() != ".png":
+        raise UsageError(f"--out {out}: a picture is a .png")
+    report = compare([*arguments.groups, *words], metric=arguments.metric, split=arguments.split, alpha=arguments.alpha)
+    if out is not None:
+        plot_comparison(report, out)
+        report["picture"] = str(out)
+    if not arguments.json:
+        print_result(format_report(report))
+    return report
+
+
+def _crossval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega crossval RECIPE... [key=value | --key value]... [options]"
+    parser.add_argument("--folds", type=int, help="parts, each held out once (default: the recipe's, else 5)")
+    parser.add_argument(
+        "--by",
+        choices=("fraction", "hash", "file", "stratified", "group"),
+        help="how rows are shared out (default: the recipe's; else stratified where rows have a class; else fraction)",
+    )
+    parser.add_argument("--stratified", action="store_const", dest="by", const="stratified", help="--by stratified")
+    parser.add_argument("--field", help="--by group or hash: the field whose rows stay together")
+    parser.add_argument("--repeats", type=int, default=1, help="the same again with other splits (default: 1)")
+    parser.add_argument("--jobs", default="auto", help="folds at a time (default: auto, what the machine has room for)")
+    parser.add_argument("--checkpoint", default="best", help="which is measured, best or last (default: best)")
+    parser.add_argument("--out", metavar="DIR", help="where (default: output_dir/NAME-crossval)")
+    parser.add_argument("--fresh", action="store_true", help="start over; the old folds are kept under another name")
+    parser.add_argument("--quiet", action="store_true", help="say nothing but errors and the result")
+
+
+def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.analysis.crossval import crossval_command
+    from bottega.analysis.crossval_table import format_report
+
+    report = crossval_command(
+        rest,
+        folds=arguments.folds,
+        by=arguments.by,
+        field=arguments.field,
+        repeats=arguments.repeats,
+        jobs=arguments.jobs,
+        checkpoint=arguments.checkpoint,
+        out=arguments.out,
+        fresh=arguments.fresh,
+        quiet=arguments.quiet,
+    )
+    if not arguments.json:
+        print_result(format_report(report))
+    return report
+
+
+def _lr_find_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "bottega lr-find RECIPE-or-RUN [key=value]... [options]"
+    parser.add_argument("what", help="a recipe, or a run directory to go on from")
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps from the lowest rate to the highest (default: 100)"
+    )
+    parser.add_argument("--min", type=float, default=1e-7, help="the lowest rate (default: 1e-7)")
+    parser.add_argument("--max", type=float, default=10.0, help="the highest rate (default: 10)")
+    parser.add_argument(
+        "--out", default=".", metavar="DIR", help="where lr-find.png and lr-find.json go (default: here)"
+    )
+
+
+def _lr_find(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.analysis.lr_find import format_report, lr_find_command
+
+    report = lr_find_command(
+        arguments.what,
+        rest,
+        low=arguments.min,
+        high=arguments.max,
+        steps=arguments.steps,
+        out=Path(arguments.out),
+        quiet=arguments.json,
+    )
+    if not arguments.json and "picture" in report:
+        print_result(format_report(report))
+    return report
+
+
+def _runs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", nargs="?", default="runs", help="the folder that holds runs, or a run (default: runs)"
+    )
+
+
+def _runs(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    from bottega.analysis.runs import format_runs, list_runs
+
+    reject_extra_words(rest)
+    folder = Path(arguments.folder)
+    rows = list_runs(folder)
+    if not arguments.json:
+        print_result(format_runs(folder, rows))
+    return {"folder": str(folder), "runs": rows}
+
+
+VERBS = {
+    "runs": Verb("list runs with task, step, best metric and state", _runs_arguments, _runs),
+    "lr-find": Verb("which learning rate to begin with, by a range test", _lr_find_arguments, _lr_find),
+    "inspect": Verb("the module tree with parameters and gradients", _inspect_arguments, _inspect),
+    "ledger": Verb("which samples made a step; replay of that batch", _ledger_arguments, _ledger),
+    "crossval": Verb("train a recipe on folds of its data; mean and interval", _crossval_arguments, _crossval),
+    "compare": Verb("whether groups of runs differ, by a test that fits", _compare_arguments, _compare),
+    "verify-resume": Verb("kill a run, resume it, compare bit for bit", _verify_arguments, _verify),
+    "doctor": Verb("versions, devices and what is missing", add_no_arguments, _doctor),
+}

@@ -1,0 +1,119 @@
+"""Credentials in addresses of data: taken off before anything is written, kept in memory for whoever reads the data.
+
+A signed address (`?sig=…`) or `user:password@` gives access to whoever sees it, so no recipe holds one: every block of a
+recipe strips its addresses when it is made, and `with_credentials` puts back what this process was given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+CREDENTIALS_VARIABLE = "BOTTEGA_CREDENTIALS"
+"""The environment variable that hands them to processes started from here: address -> the same with its credentials."""
+
+PUBLIC_PARAMETERS = frozenset(
+    {"id", "file", "filename", "name", "path", "part", "page", "chunk", "shard", "split", "subset", "offset", "limit"}
+    | {"format", "version", "versionid", "revision", "ref", "branch", "download", "dl", "raw", "export"}
+)
+"""Parameters of a query that say what is fetched. Any other may be a credential, whatever it is called."""
+
+_CONTAINER = frozenset({"abfs", "abfss", "az", "wasb", "wasbs"})
+"""Schemes that write a container where others have a user: abfs://container@account/path."""
+
+# One slash where an address has been through a path; quotes and brackets end it in a message.
+_ADDRESS = re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]*:/{1,3}[^\s\"'<>`]+")
+_QUERY = re.compile(r"\?(?=[^?/]*=)")
+"""Outside of http a question mark also stands for any letter, as in part?/year=2020/a.parquet."""
+
+
+def strip_credentials(address: str) -> str:
+    """Return an address without user, password and those parts of its query that may be a credential.
+
+    A text that is not an address comes back as it is.
+    """
+    scheme, mark, rest = address.partition("://")
+    if not mark or not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*", scheme):
+        return address
+    is_http = scheme.lower() in ("http", "https")
+    if not is_http and not _QUERY.search(rest):
+        # In the other stores a question mark is part of a pattern, and # part of a name.
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{_host(host, scheme)}{slash}{path}"
+    try:
+        parts = urlsplit(address)
+    except ValueError:  # such as an IPv6 address that is not closed
+        return f"{scheme}://"
+    pairs = [pair for pair in parts.query.split("&") if pair.partition("=")[0].lower() in PUBLIC_PARAMETERS]
+    return urlunsplit((parts.scheme, _host(parts.netloc, scheme), parts.path, "&".join(pairs), ""))
+
+
+def strip_credentials_in_text(text: str) -> str:
+    """Return a message with every address in it stripped."""
+    if ":/" not in text:
+        return text
+    return _ADDRESS.sub(_strip_match, text)
+
+
+def strip_credentials_in_values(value: Any) -> Any:
+    """Return values of a recipe, nested or not, with their addresses stripped; what is taken off is remembered here."""
+    if isinstance(value, dict):
+        return {key: strip_credentials_in_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return (
+            type(value)(strip_credentials_in_values(inner) for inner in value)
+            if type(value) in (list, tuple)
+            else value
+        )
+    if not isinstance(value, str) or "://" not in value:
+        return value
+    stripped = strip_credentials(value)
+    if stripped != value:
+        os.environ[CREDENTIALS_VARIABLE] = json.dumps({**_remembered(), stripped: value})
+    return stripped
+
+
+def find_ambiguous_address(value: Any) -> str | None:
+    """Return an address that two values share once stripped, although they were different; None where there is none."""
+    seen: dict[str, str] = {}
+
+    def visit(inner: Any) -> str | None:
+        if isinstance(inner, dict | list | tuple):
+            return next(filter(None, map(visit, inner.values() if isinstance(inner, dict) else inner)), None)
+        if not isinstance(inner, str) or "://" not in inner:
+            return None
+        stripped = strip_credentials(inner)
+        return stripped if seen.setdefault(stripped, inner) != inner else None
+
+    return visit(value)
+
+
+def restore_credentials(address: str) -> str:
+    """Return an address with the credentials that this process was given for it, if any."""
+    return _remembered().get(address, address)
+
+
+def _remembered() -> dict[str, str]:
+    try:
+        known = json.loads(os.environ.get(CREDENTIALS_VARIABLE, "{}"))
+    except ValueError:
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _host(host: str, scheme: str) -> str:
+    user, mark, place = host.rpartition("@")
+    return host if not mark or (scheme.lower() in _CONTAINER and ":" not in user) else place
+
+
+def _strip_match(match: re.Match[str]) -> str:
+    """One address inside a sentence, with the punctuation that follows it."""
+    address = match.group()
+    end = address.rstrip(".,;:)]}")
+    scheme, _, rest = end.partition(":")
+    slashes = rest[: len(rest) - len(rest.lstrip("/"))]
+    stripped = strip_credentials(f"{scheme}://{rest.lstrip('/')}")
+    return stripped.replace("://", f":{slashes}", 1) + address[len(end) :]

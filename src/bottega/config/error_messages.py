@@ -1,0 +1,186 @@
+"""What the schema's errors say to a person: the place, the key as typed, what was expected and what was found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from bottega.config.aliases import resolve_alias
+from bottega.config.layers import FlatConfig, Location, Problem
+from bottega.config.schema_keys import suggest_key
+from bottega.config.section import Section
+from bottega.similar_names import find_similar_names
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a block of keys",
+    "model_type": "a block of keys",
+    "model_attributes_type": "a block of keys",
+}
+_LIMITS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+_SECRET = re.compile(r"(^|[._])(api_?key|key|token|secret|password)$", re.IGNORECASE)
+
+
+def describe_validation_error(
+    error: ValidationError, *, schema: type[Section], flat: FlatConfig, lines: Mapping[str, Location]
+) -> list[Problem]:
+    """One problem a key, in the order of the file; the branches of a union are one sentence."""
+    by_key: dict[str, list[Any]] = {}
+    for detail in error.errors(include_url=False):
+        by_key.setdefault(_key_of(detail, flat), []).append(detail)
+    found = []
+    for key, details in by_key.items():
+        inner = any(other.startswith(key + ".") for other in by_key)
+        if not (inner and all(detail["type"] in ("too_short", "too_long") for detail in details)):
+            found.append(_problem(key, details, schema, flat, lines))
+    return found
+
+
+def _key_of(detail: Any, flat: FlatConfig) -> str:
+    """The dotted key of an error: its location without the names of union branches."""
+    key = ""
+    value: Any = None
+    for part in detail["loc"]:
+        longer = f"{key}.{part}" if key else str(part)
+        within = isinstance(value, dict | list) and not isinstance(part, str if isinstance(value, list) else int)
+        known = longer in flat or any(other.startswith(longer + ".") for other in flat)
+        if not (known or within or detail["type"] == "missing"):
+            break
+        value = flat[longer].value if longer in flat else _inside(value, part)
+        key = longer
+    return key
+
+
+def _inside(value: Any, part: str | int) -> Any:
+    try:
+        return value[part]
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+def _problem(
+    key: str, details: list[Any], schema: type[Section], flat: FlatConfig, lines: Mapping[str, Location]
+) -> Problem:
+    where, typed = locate_key(key, flat, lines)
+    if details[0]["type"] == "extra_forbidden":
+        return _unknown(key, where, typed, schema)
+    return Problem(where, typed, describe_error_details(details), key)
+
+
+def locate_key(key: str, flat: FlatConfig, lines: Mapping[str, Location]) -> tuple[Location | None, str]:
+    """Where a key was said and how it was typed; for a block, where the block begins."""
+    if key in flat:
+        return flat[key].location, flat[key].typed_key
+    ancestor = key
+    while "." in ancestor:
+        ancestor, _, _ = ancestor.rpartition(".")
+        if ancestor in flat:
+            entry = flat[ancestor]
+            typed = entry.typed_key + key.removeprefix(ancestor)
+            return _nearest_line(typed, lines, entry.location), typed
+    inside = [entry for other, entry in flat.items() if other.startswith(key + ".")]
+    # The file was right before somebody changed a key of the block by hand.
+    changed = next((entry for entry in inside if not entry.location.line), None)
+    if key in lines and changed is None:
+        return lines[key], key
+    first = changed or next(iter(inside), None)
+    return (first.location if first else None), key
+
+
+def _nearest_line(typed: str, lines: Mapping[str, Location], otherwise: Location) -> Location:
+    """A missing key has no line; the item of the list that it is missing from has one.
+
+    Only in the file that said the list: the command line, or a later file, may have replaced the one these lines are of.
+    """
+    while (typed not in lines or lines[typed].file != otherwise.file) and "." in typed:
+        typed = typed.rpartition(".")[0]
+    return lines[typed] if typed in lines and lines[typed].file == otherwise.file else otherwise
+
+
+def _unknown(key: str, where: Location | None, typed: str, schema: type[Section]) -> Problem:
+    # The value is not shown, and is never needed here: it may be a secret.
+    if _SECRET.search(typed):
+        return Problem(where, typed, "unknown key; secrets belong in the environment, never in a recipe", key)
+    if key == "model.activation":
+        return Problem(where, typed, "unknown key; the activation of this model is fixed, leave it out", key)
+    near = suggest_key(key, schema)
+    if near is None:
+        return Problem(where, typed, "unknown key", key)
+    meant = near if "." in near or "." not in key else f"{key.rpartition('.')[0]}.{near}"
+    return Problem(where, typed, f"unknown key; did you mean {near}?", next(iter(resolve_alias(meant, 0))))
+
+
+def describe_error_details(details: list[Any]) -> str:
+    """Branches that disagree about the type are joined by "or"; a value of the right type but out of range says so."""
+    for detail in details:
+        if detail["type"] in _LIMITS:
+            name, words = _LIMITS[detail["type"]]
+            return f"must be {words} {detail['ctx'][name]:g}, got {format_value(detail['input'])}"
+    if len(details) == 1 and details[0]["type"] not in (*_EXPECTED, "literal_error"):
+        return _single(details[0])
+    choices = [choice for d in details if d["type"] == "literal_error" for choice in _choices(d)]
+    expected = list(dict.fromkeys(_EXPECTED[d["type"]] for d in details if d["type"] in _EXPECTED))
+    if choices:
+        expected.append(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0])
+    if not expected:
+        return _single(details[0])
+    value = details[0]["input"]
+    near = find_similar_names(str(value), choices)
+    hint = f"; did you mean {near[0]}?" if near else suggest_list_syntax(value) if expected == ["a list"] else ""
+    return f"expected {' or '.join(expected)}, got {format_value(value)}{hint}"
+
+
+def suggest_list_syntax(value: Any) -> str:
+    """How somebody who wrote one thing, or some of a list's, writes a list."""
+    if isinstance(value, dict):
+        # `data.sources.0.path=x` comes to a block whose keys are numbers.
+        is_numbered = bool(value) and all(str(key).isdecimal() for key in value)
+        return "; a list is given whole: [{…}, {…}]" if is_numbered else "; write [{…}]"
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return f"; write [{', '.join(part.strip() for part in str(value).split(','))}]"
+    return ""
+
+
+def _choices(detail: Any) -> list[str]:
+    """`'a', 'b' or 'c'`, as the library words it, back into names."""
+    return [choice.strip("'") for choice in re.split(r", | or ", detail["ctx"]["expected"])]
+
+
+def _single(detail: Any) -> str:
+    if detail["type"] == "missing":
+        return "missing"
+    if detail["type"] in ("too_short", "too_long"):
+        words = "at least" if detail["type"] == "too_short" else "at most"
+        limit = detail["ctx"].get("min_length", detail["ctx"].get("max_length"))
+        return f"expected a list of {words} {limit}, got {format_value(detail['input'])}"
+    error = detail.get("ctx", {}).get("error")
+    return str(error) if error is not None else str(detail["msg"])
+
+
+def format_value(value: Any) -> str:
+    """A value as the file would write it, cut short."""
+    words = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    if isinstance(value, dict):
+        return "a block of keys"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

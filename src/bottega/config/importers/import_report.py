@@ -1,0 +1,117 @@
+"""What a person gets of an import: the recipe's text with what was left out at its top, and the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bottega.config.importers.translation import HARMLESS_REASONS, Translation, UnmappedKey, redact_secret
+from bottega.config.yaml_io import dump_yaml
+
+MAX_VALUE_WIDTH = 36
+
+TITLES = {
+    "axolotl": "Axolotl",
+    "llamafactory": "LLaMA-Factory",
+    "trainer": "the Trainer of transformers",
+    "lightning": "Lightning",
+}
+
+
+def render_recipe_file(sheet: Translation, *, path: Path, kind: str) -> str:
+    """The recipe under a header that says where it is from, what was left out and what to know."""
+    lines = [f"{path.name}, a configuration of {TITLES[kind]}, taken over by bottega import."]
+    lost = [left for left in sheet.unmapped if left.category != "meaningless here"]
+    idle = [left.source_key for left in sheet.unmapped if left.category == "meaningless here"]
+    if lost:
+        lines += [
+            "",
+            "Left out:",
+            *(f"  {left.source_key}: {format_brief(left.source_value)} ({_why(left)})" for left in lost),
+        ]
+    if idle:
+        lines += ["", f"Left out as meaningless here, empty or switched off: {', '.join(idle)}"]
+    said = [f"{row.recipe_key}: {row.note}" for row in sheet.mapped if row.note]
+    if said or sheet.notes:
+        lines += ["", "To know:", *(f"  {line}" for line in [*said, *sheet.notes])]
+    header = "".join(f"# {_plain(line)}".rstrip() + "\n" for line in lines)
+    return f"{header}\n{dump_yaml(sheet.to_recipe())}"
+
+
+def build_report(sheet: Translation, *, kind: str, path: Path, out: Path) -> dict[str, Any]:
+    return {
+        "from": kind,
+        "file": str(path),
+        "recipe": str(out),
+        "mapped": [
+            {
+                "their_key": row.source_key,
+                "their_value": redact_secret(row.source_key, row.source_value),
+                "our_key": row.recipe_key,
+                "our_value": row.recipe_value,
+                "note": row.note,
+                "default": row.is_default,
+            }
+            for row in sheet.mapped
+        ],
+        "unmapped": [
+            {
+                "their_key": left.source_key,
+                "their_value": left.source_value,
+                "why": left.category,
+                "reason": left.reason,
+            }
+            for left in sheet.unmapped
+        ],
+        "notes": list(sheet.notes),
+    }
+
+
+def format_report(found: dict[str, Any]) -> str:
+    """The report as a table for the terminal."""
+    rows = [("theirs", "value", "ours", "value", "")]
+    for row in found["mapped"]:
+        value = format_brief(row["their_value"]) + (" (default)" if row["default"] else "")
+        rows.append((row["their_key"], value, row["our_key"], format_brief(row["our_value"]), row["note"] or ""))
+    lines = [
+        f"{found['file']}, a configuration of {TITLES[found['from']]}, is now {found['recipe']}",
+        "",
+        *_table(rows),
+    ]
+    lost = [left for left in found["unmapped"] if left["reason"] not in HARMLESS_REASONS]
+    if lost:
+        lines += ["", "left out:"]
+        lines += _table(
+            [
+                (left["their_key"], format_brief(left["their_value"]), f"{left['why']}: {left['reason']}")
+                for left in lost
+            ]
+        )
+    idle = [left["their_key"] for left in found["unmapped"] if left["reason"] in HARMLESS_REASONS]
+    if idle:
+        lines += ["", f"empty or switched off there, so nothing is lost: {', '.join(idle)}"]
+    if found["notes"]:
+        lines += ["", *found["notes"]]
+    return "\n".join(_plain(line) for line in lines)
+
+
+def format_brief(value: Any) -> str:
+    """A value on one line, cut short."""
+    text = " ".join(dump_yaml(value, flow=True).split())
+    return text if len(text) <= MAX_VALUE_WIDTH else text[: MAX_VALUE_WIDTH - 3] + "..."
+
+
+def _why(left: UnmappedKey) -> str:
+    return f"{left.category}: {left.reason}"
+
+
+def _table(rows: list[Any]) -> list[str]:
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _plain(line: str) -> str:
+    """One line without control characters: a key may hold any, and must not end a comment or reach a terminal."""
+    return "".join(sign if sign.isprintable() else " " for sign in line)

@@ -1,0 +1,91 @@
+"""Lightning's callbacks and loggers: classes by name, of which those that every run has here are understood."""
+
+from __future__ import annotations
+
+import re
+
+from bottega.config.importers.metric_names import map_monitored_metric
+from bottega.config.importers.translation import (
+    Translation,
+    format_epochs,
+    parse_boolean,
+    parse_integer,
+    parse_number,
+    parse_text,
+    parse_text_list,
+)
+
+MONITORING_CALLBACKS = (
+    "LearningRateMonitor",
+    "DeviceStatsMonitor",
+    "RichProgressBar",
+    "TQDMProgressBar",
+    "ModelSummary",
+    "RichModelSummary",
+    "Timer",
+)
+
+
+def map_callbacks(sheet: Translation) -> None:
+    for block in _blocks(sheet, "trainer.callbacks"):
+        kind, said = str(sheet.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
+        if kind == "ModelCheckpoint":
+            _checkpoint(sheet, said)
+        elif kind == "EarlyStopping":
+            map_monitored_metric(sheet, metric=f"{said}.monitor", mode=f"{said}.mode", ours="training.early_stopping")
+            sheet.map_converted(f"{said}.patience", "training.early_stopping.patience", parse_integer)
+            sheet.map_converted(
+                f"{said}.min_delta", "training.early_stopping.threshold", lambda v: abs(parse_number(v))
+            )
+            sheet.map_default(f"{said}.patience", 3, "training.early_stopping.patience", 3)
+        elif kind in ("EMA", "EMAWeightAveraging", "WeightAveraging"):
+            sheet.map_converted(f"{said}.decay", "training.ema", parse_number)
+        if kind in ("ModelCheckpoint", "EarlyStopping", "EMA", "EMAWeightAveraging", "WeightAveraging"):
+            sheet.skip(f"{block}.class_path", "meaningless here", "a part of every run here; its settings are taken")
+        elif kind in MONITORING_CALLBACKS:
+            sheet.skip(f"{block}.class_path", "meaningless here", "shown and logged anyway")
+        else:
+            sheet.skip(f"{block}.class_path", "no counterpart", "no code from a file is run")
+        sheet.skip_block(block, "no counterpart", f"of {kind}")
+
+
+def _blocks(sheet: Translation, key: str) -> list[str]:
+    """The blocks of a list, or the one block that stands in its place."""
+    inside = re.compile(rf"({re.escape(key)}(?:\.\d+)?)\..*")
+    return list(dict.fromkeys(match[1] for name in sheet.pending_under(key) if (match := inside.match(name))))
+
+
+def _checkpoint(sheet: Translation, said: str) -> None:
+    sheet.map_converted(f"{said}.every_n_train_steps", "checkpoint.every", parse_integer)
+    if sheet.find_mapped("checkpoint.every"):
+        sheet.skip(f"{said}.every_n_epochs", "meaningless here", "every_n_train_steps decides")
+    sheet.map_converted(f"{said}.every_n_epochs", "checkpoint.every", lambda v: format_epochs(parse_integer(v)))
+    sheet.map_default(f"{said}.every_n_epochs", 1, "checkpoint.every", "1 epoch")
+    top = sheet.get(f"{said}.save_top_k")
+    if isinstance(top, int) and top > 0:
+        sheet.map_key(
+            f"{said}.save_top_k", "checkpoint.keep", top, note="the newest and the best, not the best so many"
+        )
+    sheet.skip(f"{said}.save_top_k", "no counterpart", "checkpoint.keep is how many of the newest stay")
+    map_monitored_metric(sheet, metric=f"{said}.monitor", mode=f"{said}.mode", ours="evaluation")
+    sheet.skip(f"{said}.save_last", "meaningless here", "the newest is always kept")
+    for key in ("dirpath", "filename", "auto_insert_metric_name", "verbose", "save_on_train_epoch_end"):
+        sheet.skip(f"{said}.{key}", "meaningless here", "checkpoints lie in the run's folder")
+
+
+def map_loggers(sheet: Translation) -> None:
+    if isinstance(sheet.get("trainer.logger"), bool):
+        sheet.map_key("trainer.logger", "logging.tensorboard", sheet.get("trainer.logger"))
+    for block in _blocks(sheet, "trainer.logger"):
+        kind, said = str(sheet.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
+        if kind == "WandbLogger":
+            sheet.map_key(f"{block}.class_path", "logging.wandb.enabled", True)
+            for name in ("project", "entity", "name", "notes"):
+                sheet.map_converted(f"{said}.{name}", f"logging.wandb.{name}", parse_text)
+            sheet.map_converted(f"{said}.tags", "logging.wandb.tags", parse_text_list)
+            sheet.map_converted(f"{said}.offline", "logging.wandb.offline", parse_boolean)
+        elif kind == "TensorBoardLogger":
+            sheet.map_key(f"{block}.class_path", "logging.tensorboard", True)
+        elif kind == "CSVLogger":
+            sheet.skip(f"{block}.class_path", "meaningless here", "metrics are always written to a file as well")
+        sheet.skip_block(block, "no counterpart", f"of {kind}")

@@ -1,0 +1,87 @@
+"""The schema for people and editors: as JSON Schema, and as a recipe with every key explained."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from bottega.config.registry import TaskRegistry
+from bottega.config.schema_keys import get_section_type
+from bottega.config.section import Section
+from bottega.config.technique_spec import TECHNIQUES
+from bottega.config.yaml_io import dump_yaml
+from bottega.core.errors import UsageError
+
+
+def build_json_schema(tasks: TaskRegistry) -> dict[str, Any]:
+    """Of a whole recipe, one branch a task; for completion and checks in an editor."""
+    tasks.discover()
+    kinds = [_one_of(spec.inputs) if spec.inputs else spec.recipe for spec in tasks.values()]
+    union: Any = Annotated[_any_of(kinds), Field(discriminator="task")]
+    schema = TypeAdapter(union).json_schema(by_alias=True)
+    schema["$defs"]["Technique"]["properties"]["name"]["enum"] = list(TECHNIQUES)
+    for recipe in tasks.schemas:
+        schema["$defs"][recipe.__name__]["properties"]["extends"] = {
+            "type": "string",
+            "description": "a parent recipe: a bundled name, or a path relative to this file",
+        }
+    for number, (task, spec) in enumerate(tasks.items()):
+        if spec.inputs:
+            # Any: what does not say data.input may fit several, and a discriminator points to one place.
+            refs = [{"$ref": f"#/$defs/{form.__name__}"} for form in spec.inputs.values()]
+            schema["$defs"][task] = {"anyOf": refs}
+            schema["oneOf"][number] = {"$ref": f"#/$defs/{task}"}
+            schema["discriminator"]["mapping"][task] = f"#/$defs/{task}"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Bottega recipe", **schema}
+
+
+def _one_of(forms: Mapping[str, type[Section]]) -> Any:
+    """The forms of a task as one kind; nothing is ever validated by it, so nothing has to choose."""
+    tagged = [Annotated[form, Tag(name)] for name, form in forms.items()]
+    return Annotated[_any_of(tagged), Discriminator(lambda value: None)]
+
+
+def _any_of(kinds: Sequence[Any]) -> Any:
+    return functools.reduce(operator.or_, kinds[1:], kinds[0])
+
+
+def render_recipe_template(tasks: TaskRegistry, task: str) -> str:
+    """A recipe to start from: every key with its default, and what it means. A task with forms is also task/form."""
+    tasks.discover()
+    forms = {f"{name}/{input}": form for name, spec in tasks.items() for input, form in spec.inputs.items()}
+    schemas = {**{name: spec.recipe for name, spec in tasks.items()}, **forms}
+    if task not in schemas:
+        hint = "; a task of a plugin needs --plugin FILE"
+        raise UsageError(f"task: expected one of {', '.join(schemas)}, got {task!r}{hint}")
+    starts = {"training.max_steps": 1000, **tasks[task.partition("/")[0]].init_values}
+    lines = [f"# A recipe for the task {task}; every key is here with its default, and can be left out.", ""]
+    return "\n".join(lines + _block(schemas[task], schemas[task].model_validate({}), "", starts)) + "\n"
+
+
+def _block(schema: type[Section], values: Section, prefix: str, starts: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    indent = "  " * prefix.count(".")
+    plain = values.model_dump(mode="json", by_alias=True)
+    for field, info in schema.model_fields.items():
+        name = info.alias or field
+        key, value = prefix + name, getattr(values, field)
+        if key == "origin":
+            continue
+        if isinstance(value, Section):
+            lines += [f"{indent}{name}:  # {info.description}", *_block(type(value), value, key + ".", starts)]
+        else:
+            text = dump_yaml(starts.get(key, plain[name]), flow=True).strip()
+            lines.append(f"{indent}{name}: {text}  # {_explained(info)}")
+    return lines
+
+
+def _explained(info: FieldInfo) -> str:
+    """The description, and the keys inside where the block is off by default."""
+    inner = get_section_type(info.annotation)
+    keys = f"; keys: {', '.join(inner.model_fields)}" if inner is not None else ""
+    return f"{info.description}{keys}"

@@ -1,0 +1,49 @@
+"""Values of a recipe that have no effect beside its other values: each is said in a line before a run begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bottega.config.optimizers import list_optimizers_with_option
+from bottega.config.section import Section
+
+if TYPE_CHECKING:
+    from bottega.config.recipe import Recipe
+
+OPTIMIZER_OPTIONS = {option: list_optimizers_with_option(option) for option in ("betas", "eps", "momentum", "nesterov")}
+"""Option -> the update rules that read it."""
+
+DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "exponential", "inverse_sqrt", "wsd")
+SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "min_ratio": (*DECAYING, "one_cycle", "plateau"),
+    "eta_min": (*DECAYING, "one_cycle", "plateau"),
+    "cycles": ("cosine_with_restarts",),
+    "t_max": ("cosine_with_restarts",),
+    "power": ("polynomial",),
+    "gamma": ("exponential",),
+    "decay_fraction": ("wsd",),
+    "factor": ("plateau",),
+    "patience": ("plateau",),
+}
+"""Option -> the schedules that read it."""
+
+
+def list_unused_options(recipe: Recipe) -> list[str]:
+    """Return a line for the options of the optimizer and of the schedule that theirs does not read."""
+    training = recipe.training
+    tables = (
+        ("optimizer", training.optimizer, OPTIMIZER_OPTIONS),
+        ("scheduler", training.scheduler, SCHEDULER_OPTIONS),
+    )
+    return [line for key, block, table in tables for line in _unused(f"training.{key}", block, table)]
+
+
+def _unused(key: str, block: Section, readers: dict[str, tuple[str, ...]]) -> list[str]:
+    name = getattr(block, "name")  # noqa: B009 (a section of either kind)
+    usual = type(block).model_validate({"name": name})
+    given = [option for option in readers if getattr(block, option) != getattr(usual, option)]
+    return [
+        f"{key}.{option}: has no effect with {name}; it is of {', '.join(readers[option])}"
+        for option in given
+        if name not in readers[option]
+    ]

@@ -1,0 +1,257 @@
+"""YAML as recipes use it: plain values only, no tags, no duplicate keys, bounded size, and a line for every key.
+
+The parser's events are folded here with a stack of our own, so neither depth nor aliases can exhaust anything: nothing
+is constructed that is not a dict, a list, text, a number, true, false or null.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bottega.core.errors import UsageError
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+MAX_ALIASES = 100
+MAX_NODES = 20_000
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_NULL = {"", "~", "null", "Null", "NULL"}
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)")
+_POWER = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
+_FLOAT = re.compile(r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)")
+_SPECIAL = {".inf": "inf", "-.inf": "-inf", "+.inf": "inf", ".nan": "nan"}
+
+
+@dataclass
+class Document:
+    """What a file says, and on which line: `lines` maps the dotted path of each key and list item to its line."""
+
+    value: Any
+    lines: dict[str, int] = field(default_factory=dict)
+
+
+def read_yaml(path: Path) -> Document:
+    """A recipe file; anything wrong with it is a UsageError that names it and the line."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file")
+    if not path.is_file():
+        raise UsageError(f"{path}: not a file")
+    try:
+        # One byte more than allowed, so that a file that grows meanwhile is caught as well.
+        with path.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(content) > MAX_BYTES:
+        raise UsageError(f"{path}: larger than {MAX_BYTES >> 20} MiB, so it is not a recipe")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise UsageError(f"{path}:{line}: not UTF-8 text (byte {error.start})") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, name: str) -> Document:
+    """Plain values from YAML text; `name` stands in error messages."""
+    try:
+        return _Fold(name).document(yaml.parse(text, Loader=_LOADER))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise UsageError(f"{where}: not YAML: {' '.join((error.problem or str(error)).split())}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def parse_scalar(text: str) -> Any:
+    """An unquoted scalar: as in YAML 1.2, so `1e-4` is a number, and `no`, `off` and `yes` are text."""
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if len(text) > 40:
+        return text
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    if _POWER.fullmatch(text):
+        # 1e5 is as whole as 100000, and people write step counts so.
+        return int(float(text))
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return float(_SPECIAL[text.lower()]) if text.lower() in _SPECIAL else text
+
+
+def parse_value(text: str, name: str) -> Any:
+    """A value from the command line: a list or map in brackets, quoted text, or a scalar."""
+    if text[:1] in ("[", "{"):
+        return parse_yaml(text, name).value
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    return parse_scalar(text)
+
+
+@dataclass
+class _Open:
+    """A list or map that is being read."""
+
+    value: Any
+    path: str
+    line: int
+    anchor: str | None
+    first_node: int
+    key: str | None = None
+    keys: dict[str, int] = field(default_factory=dict)
+    height: int = 1
+
+
+class _Fold:
+    """Events to values. `nodes` counts values as if every alias were written out, which is what a bomb multiplies."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lines: dict[str, int] = {}
+        self.stack: list[_Open] = []
+        self.anchors: dict[str, tuple[Any, int, int]] = {}
+        self.nodes = 0
+        self.aliases = 0
+        self.duplicates: list[str] = []
+
+    def document(self, events: Iterator[Any]) -> Document:
+        result: Any = None
+        documents = 0
+        for event in events:
+            line = event.start_mark.line + 1
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    raise UsageError(f"{self.name}:{line}: a second document; a recipe is one")
+            elif isinstance(event, yaml.AliasEvent):
+                result = self._put(*self._alias(event.anchor, line), line, self._is_key())
+            elif isinstance(event, yaml.ScalarEvent):
+                result = self._scalar(event, line)
+            elif isinstance(event, yaml.CollectionStartEvent):
+                self._start(event, line)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                result = self._end()
+        if self.duplicates:
+            raise UsageError("\n".join(self.duplicates))
+        return Document(result, self.lines)
+
+    def _is_key(self) -> bool:
+        return bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
+
+    def _scalar(self, event: Any, line: int) -> Any:
+        self._no_tag(event, line)
+        value = parse_scalar(event.value) if event.implicit[0] else event.value
+        is_key = self._is_key()
+        if is_key and not event.implicit[0]:
+            value = str(event.value)
+        if event.anchor:
+            self.anchors[event.anchor] = (value, 1, 0)
+        return self._put(value, 1, 0, line, is_key)
+
+    def _alias(self, anchor: str | None, line: int) -> tuple[Any, int, int]:
+        self.aliases += 1
+        if self.aliases > MAX_ALIASES:
+            raise UsageError(f"{self.name}:{line}: more than {MAX_ALIASES} aliases")
+        if anchor is None or anchor not in self.anchors:
+            raise UsageError(f"{self.name}:{line}: *{anchor} stands before or inside the value it names")
+        return self.anchors[anchor]
+
+    def _start(self, event: Any, line: int) -> None:
+        self._no_tag(event, line)
+        if self._is_key():
+            raise UsageError(f"{self.name}:{line}: a list or map cannot be a key")
+        if len(self.stack) >= MAX_DEPTH:
+            raise UsageError(f"{self.name}:{line}: nested deeper than {MAX_DEPTH} levels")
+        self.nodes += 1
+        value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
+        path = self._child_path(line) if self.stack else ""
+        self.stack.append(_Open(value, path, line, event.anchor, self.nodes))
+
+    def _end(self) -> Any:
+        done = self.stack.pop()
+        size = self.nodes - done.first_node + 1
+        self.nodes -= size
+        if done.anchor:
+            self.anchors[done.anchor] = (done.value, size, done.height)
+        return self._put(done.value, size, done.height, done.line, False)
+
+    def _put(self, value: Any, size: int, height: int, line: int, is_key: bool) -> Any:
+        """Place a finished value where the parent waits for it."""
+        self.nodes += size
+        if self.nodes > MAX_NODES:
+            raise UsageError(f"{self.name}:{line}: more than {MAX_NODES} values, counting what aliases repeat")
+        if len(self.stack) + height > MAX_DEPTH:
+            raise UsageError(f"{self.name}:{line}: nested deeper than {MAX_DEPTH} levels")
+        if not self.stack:
+            return value
+        parent = self.stack[-1]
+        parent.height = max(parent.height, height + 1)
+        if is_key:
+            self._key(parent, value, line)
+        elif isinstance(parent.value, list):
+            self.lines.setdefault(self._child_path(line), line)
+            parent.value.append(value)
+        else:
+            parent.value[parent.key] = value
+            parent.key = None
+        return value
+
+    def _key(self, parent: _Open, key: Any, line: int) -> None:
+        if key == "<<":
+            raise UsageError(f"{self.name}:{line}: merge keys (<<) are not supported; use extends")
+        if isinstance(key, int) and not isinstance(key, bool):
+            key = str(key)  # the number of a class, such as {1: world, 2: sports}
+        if not isinstance(key, str):
+            raise UsageError(f"{self.name}:{line}: a key must be text, got {key!r}")
+        if key in parent.keys:
+            name = _join(parent.path, key)
+            self.duplicates.append(f"{self.name}:{line}: {name}: given twice, first on line {parent.keys[key]}")
+        parent.keys[key], parent.key = line, key
+        self.lines.setdefault(_join(parent.path, key), line)
+
+    def _child_path(self, line: int) -> str:
+        parent = self.stack[-1]
+        return _join(parent.path, str(len(parent.value)) if isinstance(parent.value, list) else str(parent.key))
+
+    def _no_tag(self, event: Any, line: int) -> None:
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise UsageError(f"{self.name}:{line}: tags such as {tag} are not allowed in a recipe")
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+class _Dumper(yaml.SafeDumper):
+    """Block style, without anchors, quoting whatever our own reader would take for something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    # PyYAML follows YAML 1.1, where 1e-4 is text and needs no quotes.
+    style = '"' if "\n" in value or parse_scalar(value) is not value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def dump_yaml(value: Any, *, flow: bool | None = False) -> str:
+    """Text that `parse_yaml` reads back as an equal value; `flow` writes it on one line."""
+    text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=10_000)
+    return text.removesuffix("...\n")

@@ -1,0 +1,290 @@
+"""The only training loop. Everything it does is a function of the step and of `Progress`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from bottega.core.callback import Callback, Progress
+from bottega.core.engine import Engine
+from bottega.core.errors import DataError, Diverged, Interrupted
+from bottega.core.saver import Saver
+from bottega.core.types import Batch, Rows, Sums
+from bottega.signals import StopSignals, WaitInterrupted
+
+
+class Batches(Protocol):
+    """What is seen: the whole state of a loader is the step."""
+
+    def samples_before(self, step: int) -> int:
+        """How many samples all steps before this one had; stages of a curriculum may have batches of several sizes."""
+
+    def __call__(self, step: int) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Cadences:
+    """How often, in steps (0 = never). `save_seconds` alone follows the clock; an evaluation also ends each of `turns`."""
+
+    log: int = 10
+    evaluate: int = 0
+    evaluate_at: frozenset[int] = frozenset()
+    save: int = 0
+    sample: int = 0
+    save_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class BestMetric:
+    """Which metric of an evaluation is "best", and which way is better."""
+
+    metric: str = "loss"
+    maximise: bool = False
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        return than is None or (value > than if self.maximise else value < than)
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """One run of the loop: what it needs, and `run()`.
+
+    `recover` is told of a step whose loss or gradient was not finite; it returns the step to go on from (rollback),
+    or raises. `score` and `summarise` add to evaluation metrics what is no mean: the first from the rows (F1), the second
+    from the means (perplexity).
+    """
+
+    engine: Engine
+    batches: Batches
+    progress: Progress
+    cadences: Cadences
+    best_metric: BestMetric = BestMetric()
+    validation: Callable[[], Iterator[Batch]] | None = None
+    score: Callable[[Rows], dict[str, float]] | None = None
+    summarise: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
+    sample: Callable[[Progress], Path] | None = None
+    has_sample: Callable[[Progress], bool] | None = None
+    saver: Saver | None = None
+    callbacks: Sequence[Callback] = ()
+    recover: Callable[[Progress, int], int] | None = None
+    signals: StopSignals = field(default_factory=StopSignals)
+
+    def run(self) -> Progress:
+        p = self.progress
+        error: BaseException | None = None
+        try:
+            for callback in self.callbacks:
+                callback.load_state_dict(p.notes.get(callback.name, {}))
+                callback.start(p)
+            with self.signals:
+                self._train()
+                if self.saver:
+                    self.saver.wait(final=True)
+        except BaseException as caught:
+            error = caught
+            if self.saver:
+                self.saver.wait_after_failure()
+            raise
+        finally:
+            for callback in self.callbacks:
+                callback.finish(p, error)
+        return p
+
+    def _train(self) -> None:
+        p, engine, every = self.progress, self.engine, self.cadences
+        engine.rate_scale = p.rate_scale
+        self._clock = self._saved_at = time.perf_counter()
+        self._waited, self._units, self._steps = 0.0, 0.0, 0
+        if self._evaluation_due() and p.evaluated < p.step:
+            self._evaluate()  # a signal ended the last process between its checkpoint and this evaluation
+            self._save()
+            if self._asked_to_stop():
+                self._interrupted()
+        if self.sample and self.has_sample and p.step and self._sample_due() and not self.has_sample(p):
+            self._tell("after_sample", self.sample(p))  # the last process ended between its checkpoint and this sample
+        stream = self.batches(p.step)
+        metrics: dict[str, Any] = {}
+        while p.step < p.total and p.stop is None:
+            before = time.perf_counter()
+            try:
+                batch = next(stream, None)
+            except WaitInterrupted:
+                if self._steps:  # not looked at yet; one that was not finite must not be saved unseen
+                    self._log(metrics)
+                self._save()
+                self._interrupted()
+            self._waited += time.perf_counter() - before
+            if batch is None:
+                raise DataError(f"the data ended at step {p.step} of {p.total}")
+            metrics = engine.train_step(p.step, batch)
+            p.step += 1
+            p.samples = self.batches.samples_before(p.step)
+            self._units += metrics.pop("units", 0.0)
+            self._steps += 1
+            if self.saver:
+                self.saver.poll()
+            stopping = self._asked_to_stop()
+            last = p.step >= p.total
+            evaluate = self._evaluation_due()
+            save = self._due(every.save, p.step) or last or stopping or self._save_time()
+            sample = self._sample_due()
+            if last or evaluate or save or sample or self._due(every.log, p.step):
+                step = p.step
+                self._log(metrics)
+                if p.step != step:  # rolled back
+                    stream = self.batches(p.step)
+                    continue
+            if evaluate and not stopping:
+                save = self._evaluate() or save
+                stopping = self._asked_to_stop()
+                save = save or stopping
+            if save or p.stop is not None:
+                self._save()
+            if stopping:
+                self._interrupted()
+            if sample and self.sample:  # last, because nothing that goes wrong with a sample may cost a checkpoint
+                self._tell("after_sample", self.sample(p))
+
+    def _sample_due(self) -> bool:
+        p, every = self.progress, self.cadences.sample
+        return self._due(every, p.step) or (p.step >= p.total and every > 0)
+
+    def _asked_to_stop(self) -> bool:
+        return self.engine.any_rank(self.signals.received is not None)
+
+    def _due(self, every: int, step: int) -> bool:
+        return every > 0 and step > 0 and step % every == 0
+
+    def _evaluation_due(self) -> bool:
+        p, every = self.progress, self.cadences.evaluate
+        return self._due(every, p.step) or (every > 0 and (p.step >= p.total or p.step in self.cadences.evaluate_at))
+
+    def _save_time(self) -> bool:
+        limit = self.cadences.save_seconds
+        return limit is not None and self.engine.any_rank(time.perf_counter() - self._saved_at >= limit)
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        """Wait for the device once, look for trouble, and tell the callbacks."""
+        p = self.progress
+        host = self.engine.fetch(metrics)
+        if bad := int(host.pop("bad_steps", 0)):
+            first = p.step - bad
+            if self.recover is None:
+                raise Diverged(f"the loss or a gradient was not finite at step {first + 1}")
+            p.step = self.recover(p, first)
+            if p.step <= first:
+                self._rewind()
+                return
+        seconds = max(time.perf_counter() - self._clock, 1e-9)
+        seen = self.batches.samples_before
+        host["samples_per_second"] = (seen(p.step) - seen(p.step - self._steps)) / seconds
+        host["units_per_second"] = self._units / seconds
+        host["data_wait"] = min(1.0, self._waited / seconds)
+        host["step_seconds"] = seconds / max(1, self._steps)
+        self._reset_clock()
+        self._tell("after_step", host)
+
+    def _rewind(self) -> None:
+        """Everybody's memory back to that of the checkpoint, as a resume would have it."""
+        p = self.progress
+        self.engine.rate_scale = p.rate_scale
+        for callback in self.callbacks:
+            callback.load_state_dict(p.notes.get(callback.name, {}))
+            callback.rewind(p)
+        self._reset_clock()
+
+    def _reset_clock(self) -> None:
+        self._clock = time.perf_counter()
+        self._waited, self._units, self._steps = 0.0, 0.0, 0
+
+    def _evaluate(self) -> bool:
+        """Validate, tell, and say whether this is the best so far (and so worth saving)."""
+        assert self.validation is not None, "an evaluation cadence needs validation data"
+        p = self.progress
+        try:
+            with self.engine.evaluating():
+                batches = self._unless_stopped(self.validation())
+                metrics = self.summarise(evaluate(self.engine, batches, score=self.score))
+        except _Stopped:
+            return False
+        if self.best_metric.metric not in metrics:
+            raise DataError(
+                f"evaluation.metric: {self.best_metric.metric!r} was not measured; there is {', '.join(metrics)}"
+            )
+        value = metrics[self.best_metric.metric]
+        improved = math.isfinite(value) and self.best_metric.is_better(value, p.best)
+        if improved:
+            p.best, p.best_step = value, p.step
+        p.evaluated = p.step
+        self._tell("after_eval", metrics)
+        self.engine.rate_scale = p.rate_scale
+        self._reset_clock()
+        return improved
+
+    def _unless_stopped(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """An evaluation may take minutes, and who sends a signal waits for seconds; the next start makes up for it."""
+        for batch in batches:
+            if self._asked_to_stop():
+                raise _Stopped
+            yield batch
+
+    def _tell(self, event: str, what: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self.progress, what)
+
+    def _save(self) -> None:
+        if self.saver is None:
+            return
+        p = self.progress
+        self.saver.wait()  # the engine may reuse the buffers of the last snapshot
+        p.notes = {c.name: note for c in self.callbacks if (note := c.state_dict())}
+        p.micro_batch_size = self.engine.micro_batch_size
+        snapshot = self.engine.snapshot()
+        if self.engine.rank == 0:
+            self.saver.save(snapshot, p)
+        self._saved_at = time.perf_counter()
+
+    def _interrupted(self) -> NoReturn:
+        if self.saver:
+            self.saver.wait(final=True)
+        # A launcher ends everybody as soon as one rank is gone, so nobody goes before rank 0 has written.
+        self.engine.any_rank(False)
+        name = self.signals.received.name if self.signals.received else "a signal on another rank"
+        raise Interrupted(
+            f"stopped by {name} at step {self.progress.step}; saved, and the same command goes on",
+            self.signals.exit_code,
+        )
+
+
+class _Stopped(Exception):
+    """A signal came in the middle of an evaluation."""
+
+
+def evaluate(
+    engine: Engine, batches: Iterator[Batch], *, score: Callable[[Rows], dict[str, float]] | None = None
+) -> dict[str, float]:
+    """Means over a whole data set, and what `score` makes of its rows."""
+    means, rows = evaluate_with_rows(engine, batches)
+    return {**means, **(score(rows) if score is not None and rows else {})}
+
+
+def evaluate_with_rows(engine: Engine, batches: Iterator[Batch]) -> tuple[dict[str, float], Rows]:
+    """Means over a whole data set, and its rows. Both stay on the device until the end."""
+    total: Sums = {}
+    parts: list[dict[str, Any]] = []
+    for batch in batches:
+        sums, rows = engine.eval_step(batch)
+        for name, (value, count) in sums.items():
+            old = total.get(name, (0.0, 0.0))
+            total[name] = (old[0] + value, old[1] + count)
+        if rows:
+            parts.append(rows)
+    if not total:
+        raise DataError("the validation data has no batch")
+    flat = engine.fetch({f"{name}/{i}": part for name, pair in total.items() for i, part in enumerate(pair)})
+    means = {name: flat[f"{name}/0"] / count if (count := flat[f"{name}/1"]) else math.nan for name in total}
+    return means, engine.fetch_rows(parts) if parts else {}

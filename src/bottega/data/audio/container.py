@@ -1,0 +1,247 @@
+"""Whether all of a sound file is there, told from its container, because decoders play what is left without a word.
+
+libsndfile takes what is left of a cut wav, aiff or au for all of it, and takes the last page of a cut ogg for its end.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import BinaryIO, Literal, NamedTuple
+
+from bottega.data.records.record import Unreadable
+
+Container = Literal["wav", "aiff", "caf", "w64", "au", "flac", "ogg", "mp3", "matroska", "mp4", "other"]
+
+# The first four bytes, and a word at a place that tells kinds apart.
+MAGIC: dict[Container, tuple[tuple[bytes, ...], int, bytes]] = {
+    "wav": ((b"RIFF", b"RIFX", b"RF64"), 8, b"WAVE"),
+    "aiff": ((b"FORM",), 8, b"AIF"),
+    "caf": ((b"caff",), 4, b"\0\1"),
+    "w64": ((b"riff",), 4, b"\x2e\x91"),
+    "au": ((b".snd",), 4, b""),
+    "flac": ((b"fLaC",), 4, b""),
+    "ogg": ((b"OggS",), 4, b"\0"),
+    "matroska": ((b"\x1a\x45\xdf\xa3",), 4, b""),
+}
+
+
+class ChunkLayout(NamedTuple):
+    """How a container of chunks is laid out: each is a name, a length, and content."""
+
+    start: int
+    header_format: str
+    audio_chunk: bytes
+    align: int
+    """Chunks begin at multiples of this."""
+    length_includes_header: bool = False
+
+
+CHUNK_LAYOUTS: dict[Container, ChunkLayout] = {
+    "wav": ChunkLayout(12, "<4sI", b"data", 2),
+    "aiff": ChunkLayout(12, ">4sI", b"SSND", 2),
+    "caf": ChunkLayout(8, ">4sq", b"data", 1),
+    "w64": ChunkLayout(
+        40, "<16sq", b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a", 8, length_includes_header=True
+    ),
+}
+# What a program that writes to a pipe puts for a length it does not know yet: ffmpeg, sox, and CAF by its standard.
+UNKNOWN_LENGTH = frozenset((0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, -1))
+KILOBITS = (
+    (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+    (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+)
+RATES = (44100, 48000, 32000)
+
+
+def detect_container(file: BinaryIO) -> Container:
+    """By the first bytes; suffixes lie."""
+    file.seek(0)
+    head = file.read(16)
+    file.seek(0)
+    if head[4:8] == b"ftyp":
+        return "mp4"
+    for kind, (magic, at, word) in MAGIC.items():
+        if head[:4] in magic and head[at : at + len(word)] == word:
+            return kind
+    return "mp3" if head[:3] == b"ID3" or _mpeg_frame(head[:4]) else "other"
+
+
+def check_complete(file: BinaryIO, kind: Container) -> None:
+    """Raises Unreadable where the container says that something is missing. FLAC frames carry their own checksums."""
+    size = file.seek(0, io.SEEK_END)
+    if kind in CHUNK_LAYOUTS:
+        _check_chunks(file, size, CHUNK_LAYOUTS[kind])
+    elif kind == "au":
+        _check_au(file, size)
+    elif kind == "ogg":
+        _check_pages(file, size)
+    elif kind == "mp3":
+        _check_frames(file, size)
+    elif kind == "matroska":
+        _check_segment(file, size)
+    elif kind == "mp4":
+        _check_boxes(file, size)
+    file.seek(0)
+
+
+def mp3_states_length(file: BinaryIO) -> bool:
+    """Whether an mp3 says how long it is. Where it does not, the number of samples a decoder names is a guess."""
+    return _xing(file, _after_tag(file)) is not None
+
+
+def _check_chunks(file: BinaryIO, size: int, layout: ChunkLayout) -> None:
+    file.seek(0)
+    magic = file.read(4)
+    head = struct.Struct(layout.header_format.replace("<", ">") if magic == b"RIFX" else layout.header_format)
+    at, found, long_length = layout.start, False, None
+    while at + head.size <= size:
+        file.seek(at)
+        name, length = head.unpack(file.read(head.size))
+        length -= head.size if layout.length_includes_header else 0
+        if found and (not name[:4].isascii() or not name[:4].decode().isprintable() or at + length > size):
+            break
+        if name == b"ds64":
+            # The lengths of a wav over 4 GiB: the whole, then the sound, 8 bytes each.
+            lengths = file.read(16)
+            long_length = struct.unpack("<QQ", lengths)[1] if len(lengths) == 16 else None
+        if name == layout.audio_chunk:
+            found = True
+            if magic == b"RF64" and long_length is not None:
+                length = long_length
+            elif length in UNKNOWN_LENGTH and not 0 <= length <= size:
+                return
+        if length < 0 or at + head.size + length > size:
+            raise Unreadable(
+                f"cut off: the header promises {length:,} bytes of {name[:4].decode('ascii', 'replace')!r}, "
+                f"the file has {size - at - head.size:,}"
+            )
+        at += head.size + length
+        at += -at % layout.align
+    if not found:
+        raise Unreadable(f"no sound in it: there is no {layout.audio_chunk[:4].decode()!r} chunk")
+    _check_rest(file, at, size)
+
+
+def _check_au(file: BinaryIO, size: int) -> None:
+    file.seek(4)
+    start, length = struct.unpack(">II", file.read(8))
+    if length != 0xFFFFFFFF and start + length > size:
+        raise Unreadable(f"cut off: the header promises {length:,} bytes, the file has {size - start:,}")
+
+
+def _check_rest(file: BinaryIO, at: int, size: int) -> None:
+    """Zeros and small tags are often appended; anything else is sound that the header keeps quiet about."""
+    file.seek(at)
+    if size - at > 128 and file.read(4096).strip(b"\0"):
+        raise Unreadable(f"the header ends at byte {at:,} and the file goes on to {size:,}; write its header again")
+
+
+def _check_pages(file: BinaryIO, size: int) -> None:
+    """Ogg: the last page must be whole and, as the standard asks, marked as the last."""
+    at, flags = 0, 0
+    while at + 27 <= size:
+        file.seek(at)
+        head = file.read(27)
+        if head[:4] != b"OggS":
+            # Something appended, such as a tag, after the end of the stream; holes within are the decoder's to find.
+            break
+        lacing = file.read(head[26])
+        length = 27 + len(lacing) + sum(lacing)
+        if len(lacing) < head[26] or at + length > size:
+            raise Unreadable(f"cut off: the page at byte {at:,} is {length:,} bytes long, the file ends at {size:,}")
+        flags, at = head[5], at + length
+    if not flags & 4:
+        raise Unreadable(f"cut off: the last page, before byte {at:,}, is not marked as the end of the stream")
+
+
+def _check_segment(file: BinaryIO, size: int) -> None:
+    """Matroska and WebM: one element follows the header and is the whole file."""
+    _, length, at = _element(file, 0)
+    _, length, at = _element(file, at + length)
+    if length >= 0 and at + length > size:
+        raise Unreadable(f"cut off: the header promises {length:,} bytes, the file has {size - at:,}")
+
+
+def _element(file: BinaryIO, at: int) -> tuple[int, int, int]:
+    """EBML: a name, a length (-1 where the writer did not know it), and where the content begins."""
+    file.seek(at)
+    raw = file.read(12)
+    if len(raw) < 12 or not raw[0] & 0xF0:
+        raise Unreadable(f"cut off or damaged: there is no element at byte {at:,}")
+    width = 9 - raw[0].bit_length()
+    bits = raw[width].bit_length()
+    if not bits:
+        raise Unreadable(f"damaged: the element at byte {at:,} has no length")
+    end = width + 9 - bits
+    length = int.from_bytes(raw[width:end], "big") - (1 << 7 * (9 - bits))
+    unknown = length == (1 << 7 * (9 - bits)) - 1
+    return int.from_bytes(raw[:width], "big"), -1 if unknown else length, at + end
+
+
+def _check_boxes(file: BinaryIO, size: int) -> None:
+    """MP4, M4A and QuickTime: a length, a name and content, end to end; 1 is a longer length, 0 is to the end."""
+    at = 0
+    while at + 16 <= size:
+        file.seek(at)
+        length, name, long_length = struct.unpack(">I4sQ", file.read(16))
+        length = long_length if length == 1 else length
+        if length < 8:
+            return
+        if at + length > size:
+            shown = name.decode("ascii", "replace")
+            raise Unreadable(f"cut off: {shown!r} at byte {at:,} is {length:,} bytes long, the file ends at {size:,}")
+        at += length
+
+
+def _check_frames(file: BinaryIO, size: int) -> None:
+    """Mp3: by the byte count of the Xing header where there is one, else by walking along the frames."""
+    at = _after_tag(file)
+    promised = _xing(file, at)
+    if promised is not None:
+        if at + promised > size:
+            raise Unreadable(f"cut off: the header promises {promised:,} bytes, the file has {size - at:,}")
+        return
+    while at + 4 <= size:
+        file.seek(at)
+        length = _mpeg_frame(file.read(4))
+        if not length:
+            return
+        at += length
+    if at > size:
+        raise Unreadable(f"cut off: the last frame ends at byte {at:,}, the file at {size:,}")
+
+
+def _after_tag(file: BinaryIO) -> int:
+    """Where the first frame is: behind the ID3v2 tag, whose length has 7 bits a byte."""
+    file.seek(0)
+    head = file.read(10)
+    if head[:3] != b"ID3" or len(head) < 10:
+        return 0
+    length = sum(byte << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
+    return 10 + length + (10 if head[5] & 0x10 else 0)
+
+
+def _xing(file: BinaryIO, at: int) -> int | None:
+    """The bytes of all frames, which LAME and others write into a first frame that has no sound."""
+    file.seek(at)
+    frame = file.read(64)
+    # Behind the side information, whose size depends on version and channels.
+    for offset in (13, 21, 36):
+        if frame[offset : offset + 4] in (b"Xing", b"Info") and len(frame) >= offset + 16:
+            flags, _, count = struct.unpack(">III", frame[offset + 4 : offset + 16])
+            # Bit 0: the number of frames is there; bit 1: that of bytes, which then comes second.
+            return count if flags & 3 == 3 else None
+    return None
+
+
+def _mpeg_frame(head: bytes) -> int:
+    """The bytes of a frame of layer III with this header; 0 where it is none, or of a free bit rate."""
+    if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
+        return 0
+    version, bits, rate = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3
+    if version == 1 or bits in (0, 15) or rate == 3:
+        return 0
+    first = version == 3
+    hertz = RATES[rate] // (1 if first else 2 if version == 2 else 4)
+    return (144 if first else 72) * KILOBITS[first][bits - 1] * 1000 // hertz + (head[2] >> 1 & 1)

@@ -1,0 +1,130 @@
+"""What a picture of a sticker shows, told by matching it with drawn ones; nothing here was learnt.
+
+A picture is read as the drawing that leaves the least squared error over all shapes, patterns, colours, backgrounds, places
+and sizes at once. N pictures   P pixels   G drawings without colour   C pairs of colour and background
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import numpy as np
+
+from bottega.data.embedded.stickers import (
+    BACKGROUNDS,
+    COLOURS,
+    INK,
+    PATTERNS,
+    POINTS,
+    RGB,
+    SHAPES,
+    SIDE,
+    compute_coverage,
+)
+from bottega.data.image.resize import resize_image
+
+NO_STICKER = "none"
+"""What is said of a picture that shows no sticker."""
+# Of the picture's variance, so much must be explained by the drawing.
+MIN_EXPLAINED_VARIANCE = 0.3
+PLACES = (-2, -1, 0, 1, 2)
+RADII = (10.9, 11.75, 12.6)
+AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class DrawingMatch:
+    """Of N pictures. `explained` is the share of each one's variance that the best drawing explains."""
+
+    shape: list[str]
+    colour: list[str]
+    pattern: list[str]
+    background: list[str]
+    explained_variance: np.ndarray
+
+
+def recognise_stickers(images: np.ndarray) -> dict[str, list[str]]:
+    """Shape, colour and pattern of pictures uint8 [N, h, w, 3]; "none" where no sticker is seen."""
+    found = match_drawings(images)
+    return {"shape": found.shape, "colour": found.colour, "pattern": found.pattern}
+
+
+def match_drawings(images: np.ndarray) -> DrawingMatch:
+    assert images.dtype == np.uint8, f"pictures of {images.dtype}"
+    assert images.ndim == 4, f"{images.shape} are no pictures"
+    assert images.shape[3] == 3, f"{images.shape} are no pictures in colour"
+    if images.shape[1:3] != (SIDE, SIDE):
+        images = np.stack([resize_image(picture, (SIDE, SIDE), mode="stretch") for picture in images])
+    best: list[tuple[str, str, str, str]] = []
+    explained = np.empty(len(images))
+    for start in range(0, len(images), AT_ONCE):
+        part = images[start : start + AT_ONCE].reshape(-1, SIDE * SIDE, 3).astype(np.float32) / 255
+        names, error = _nearest(part)
+        total = np.square(part - part.mean(axis=1, keepdims=True)).sum(axis=(1, 2))
+        explained[start : start + AT_ONCE] = 1 - error / np.maximum(total, 1e-6)
+        best += names
+    shown = [
+        names if share >= MIN_EXPLAINED_VARIANCE else (NO_STICKER,) * 4
+        for names, share in zip(best, explained, strict=True)
+    ]
+    shape, colour, pattern, background = ([names[part] for names in shown] for part in range(4))
+    return DrawingMatch(shape, colour, pattern, background, explained)
+
+
+def _nearest(part: np.ndarray) -> tuple[list[tuple[str, str, str, str]], np.ndarray]:
+    """Of pictures float32 [N, P, 3] the names of the nearest drawing, and its squared error [N]."""
+    drawings = _drawings()
+    # As one product: picture by picture it takes six times as long.
+    channels = np.ascontiguousarray(part.transpose(0, 2, 1)).reshape(-1, SIDE * SIDE)
+    error = (-2 * drawings.steps) @ (channels @ drawings.masks).reshape(len(part), 6, -1)
+    error += drawings.own
+    # Of the background alone, which is the same for all drawings on it.
+    error += np.square(part[:, None] - drawings.backgrounds[:, None]).sum(axis=(2, 3))[:, :, None]
+    flat = error.reshape(len(part), -1)
+    where = flat.argmin(axis=1)
+    names = []
+    for number in where.tolist():
+        pair, geometry = divmod(number, error.shape[2])
+        (shape, pattern), (colour, background) = drawings.geometries[geometry], PALETTE[pair]
+        names.append((shape, colour, pattern, background))
+    return names, flat[np.arange(len(part)), where]
+
+
+PALETTE = tuple(product(COLOURS, BACKGROUNDS))
+
+
+@dataclass(frozen=True)
+class Drawings:
+    """Every drawing is background + painted x (colour - background) + inked x (ink - background)."""
+
+    geometries: list[tuple[str, str]]
+    masks: np.ndarray
+    """Painted and inked shares of the pixels [P, 2G]."""
+    steps: np.ndarray
+    """From the background to colour and ink, by channel [C, 6]."""
+    backgrounds: np.ndarray
+    """[C, 3]."""
+    own: np.ndarray
+    """What of the squared error does not depend on the picture [C, G]."""
+
+
+@cache
+def _drawings() -> Drawings:
+    geometries, painted, inked = [], [], []
+    for shape, pattern, radius, right, down in product(SHAPES, PATTERNS, RADII, PLACES, PLACES):
+        covered = compute_coverage(shape, pattern, center_x=SIDE / 2 + right, center_y=SIDE / 2 + down, radius=radius)
+        geometries.append((shape, pattern))
+        painted.append(covered[0])
+        inked.append(covered[1])
+    both = np.array((painted, inked), np.float32).reshape(2, len(geometries), SIDE * SIDE) / POINTS**2
+    rgb = {name: np.array(value, np.float32) / 255 for name, value in {**RGB, "ink": INK}.items()}
+    backgrounds = np.stack([rgb[background] for _, background in PALETTE])
+    # [C, channel, painted or inked]
+    steps = np.stack([np.stack((rgb[colour], rgb["ink"]), axis=1) for colour, _ in PALETTE]) - backgrounds[:, :, None]
+    products = np.einsum("xgp,ygp->xyg", both, both)
+    own = np.einsum("ckx,cky,xyg->cg", steps, steps, products)
+    own += 2 * np.einsum("ck,ckx,xg->cg", backgrounds, steps, both.sum(axis=2))
+    masks = np.ascontiguousarray(both.reshape(-1, SIDE * SIDE).T)
+    return Drawings(geometries, masks, steps.reshape(len(PALETTE), 6), backgrounds, own.astype(np.float32))

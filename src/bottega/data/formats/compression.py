@@ -1,0 +1,210 @@
+"""A file as a stream of bytes, whatever it is packed with; neither a bomb nor an endless line can fill the memory."""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+from bottega.core.errors import DataError, EnvironmentProblem
+
+SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+NAMES = {".gz": "gzip", ".zst": "Zstandard", ".bz2": "bzip2", ".xz": "xz"}
+
+# Text packs to a fifth, a table of zeros to a hundredth; deflate can do 1,032 at most and Zstandard 30,000.
+MAX_RATIO = 1_000
+ALWAYS_ALLOWED = 64 << 20
+LINE_LIMIT = 64 << 20
+
+_CHUNK = 1 << 20
+# Four bytes of Zstandard can stand for 128 KiB and its decoder knows no limit on what it gives: 1 KiB gives 32 MiB.
+_ZSTD_STEP = 1 << 10
+# What a decoder may claim for its window before a byte is read; xz -9 needs 65 MiB.
+_MAX_WINDOW = 256 << 20
+
+
+def open_binary(file: Path) -> BufferedReader:
+    """The bytes as they are, with the two ways to fail told apart: not allowed, and not possible."""
+    try:
+        return file.open("rb")
+    except PermissionError as error:
+        raise EnvironmentProblem(f"{file} may not be read: permission denied") from error
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def open_decompressed(file: Path) -> BufferedReader:
+    """The content, unpacked on the way. How it is packed is told by its first bytes; the suffix must agree."""
+    raw = open_binary(file)
+    try:
+        packing = _packing(raw.read(10))
+        raw.seek(0)
+        named = file.suffix.lower()
+        if named in SUFFIXES and packing != named and file.stat().st_size:
+            raise DataError(f"{file} is no {NAMES[named]} file; take {named} off its name if it is not packed at all")
+        if packing is None:
+            return raw
+        return BufferedReader(_Unpacked(raw, file, packing), _CHUNK)
+    except BaseException:
+        raw.close()
+        raise
+
+
+def is_compressed(file: Path) -> bool:
+    with open_binary(file) as raw:
+        return _packing(raw.read(10)) is not None
+
+
+def read_head(file: Path, size: int) -> bytes:
+    """The first bytes of the content; none where it cannot be unpacked."""
+    try:
+        with open_decompressed(file) as stream:
+            return stream.read(size)
+    except DataError:
+        return b""
+
+
+def iter_lines(stream: BinaryIO, length: int | None = None) -> Iterator[bytes]:
+    """The lines with their ends, of the next `length` bytes. One over LINE_LIMIT comes cut, a byte longer than it."""
+    limit, position = LINE_LIMIT, 0
+    while (length is None or position < length) and (line := stream.readline(limit + 1)):
+        position += len(line)
+        if len(line) > limit and not line.endswith(b"\n"):
+            while rest := stream.readline(_CHUNK):
+                position += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+        yield line
+
+
+def _packing(first: bytes) -> str | None:
+    if first.startswith(b"\x1f\x8b"):
+        return ".gz"
+    if first.startswith(b"\x28\xb5\x2f\xfd") or (first[1:4] == b"\x2a\x4d\x18" and first[0] >> 4 == 5):
+        return ".zst"
+    if first.startswith(b"\xfd7zXZ\0"):
+        return ".xz"
+    # Three letters could be text; the number after them is pi, or the square root of it where the file is empty.
+    if first.startswith(b"BZh") and first[4:10] in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"):
+        return ".bz2"
+    return None
+
+
+@final
+class _Unpacked(io.RawIOBase):
+    """What a decoder gives, with damage and bombs said in one line."""
+
+    def __init__(self, raw: BinaryIO, file: Path, packing: str) -> None:
+        self._raw, self._file, self._packing = raw, file, packing
+        self._chunks = _chunks(raw, _decoder(packing, file), step=_ZSTD_STEP if packing == ".zst" else 1 << 16)
+        self._ready = memoryview(b"")
+        self._given = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self._ready:
+            chunk = self._next()
+            if chunk is None:
+                return 0
+            self._ready = memoryview(chunk)
+        size = min(len(into), len(self._ready))
+        into[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+    def _next(self) -> bytes | None:
+        try:
+            chunk = next(self._chunks, None)
+        except EOFError as error:
+            raise DataError(f"{self._file} is cut short: {NAMES[self._packing]} data end too soon") from error
+        except OSError as error:
+            if error.errno is not None:  # the disk, not the content
+                raise DataError(f"{self._file} cannot be read: {error.strerror}") from error
+            raise self._damaged(error) from error
+        except _errors(self._packing) as error:
+            raise self._damaged(error) from error
+        if chunk is not None:
+            self._given += len(chunk)
+            if self._given > max(ALWAYS_ALLOWED, MAX_RATIO * self._raw.tell()):
+                raise DataError(
+                    f"{self._file} decompresses to more than {MAX_RATIO:,} times its size: a bomb; "
+                    "unpack it yourself if you trust it"
+                )
+        return chunk
+
+    def _damaged(self, error: Exception) -> DataError:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return DataError(f"{self._file} is damaged: {NAMES[self._packing]} says {reason}")
+
+
+def _chunks(raw: BinaryIO, decoder: Callable[[], Any], *, step: int) -> Iterator[bytes]:
+    """Unpacked bytes, about a MiB at a time. Files of several members one after the other are one stream."""
+    pending = raw.read(step)
+    while pending:
+        engine = decoder()
+        while not engine.eof:
+            needs_input = getattr(engine, "needs_input", True)  # bz2 and lzma keep what they have not used
+            if needs_input and not pending:
+                pending = raw.read(step)
+                if not pending:
+                    raise EOFError
+            yield engine.decompress(pending, _CHUNK)
+            pending = getattr(engine, "unconsumed_tail", b"")
+        pending = engine.unused_data or raw.read(step)
+        # Tapes and xz fill up with zeros behind the last member.
+        while pending and not pending.strip(b"\0"):
+            pending = raw.read(step)
+        pending = pending.lstrip(b"\0")
+
+
+def _decoder(packing: str, file: Path) -> Callable[[], Any]:
+    if packing == ".gz":
+        return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)
+    if packing == ".bz2":
+        return bz2.BZ2Decompressor
+    if packing == ".xz":
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_WINDOW)
+    try:
+        import zstandard
+    except ImportError as error:
+        raise EnvironmentProblem(f"{file}: reading .zst needs zstandard; pip install 'bottega[data]'") from error
+    return lambda: _Zstd(zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj())
+
+
+@final
+class _Zstd:
+    """Zstandard's decoder with the signature of the others."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def decompress(self, data: bytes, size: int) -> bytes:
+        return bytes(self._engine.decompress(data))
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._engine.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._engine.unused_data)
+
+
+def _errors(packing: str) -> tuple[type[Exception], ...]:
+    """What a decoder raises on data that are not its own."""
+    if packing != ".zst":
+        return zlib.error, lzma.LZMAError, ValueError
+    import zstandard
+
+    return zstandard.ZstdError, ValueError

@@ -1,0 +1,47 @@
+"""Batches of one shape each, from samples of several shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from bottega.data.order.orders import Mixture, Order
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Bucketed(Order):
+    """Each batch is of one bucket, chosen by the bucket's share of the samples; a bucket is a shuffled stream of its own.
+
+    What is left of a bucket at the end of its epoch begins a batch that its next epoch fills, so nothing is dropped.
+    """
+
+    buckets: np.ndarray
+    """The bucket of each sample [n]."""
+    batch_size: int
+    seed: int
+
+    @property
+    def size(self) -> int:
+        return len(self.buckets)
+
+    def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        place, epoch = self._mixture.indices(positions)
+        return self._members[place], epoch
+
+    def num_epochs(self, positions: int) -> int:
+        return self._mixture.num_epochs(positions)
+
+    @cached_property
+    def _members(self) -> np.ndarray:
+        """The samples, bucket by bucket."""
+        return np.argsort(self.buckets, kind="stable")
+
+    @cached_property
+    def _mixture(self) -> Mixture:
+        sizes = np.unique(self.buckets, return_counts=True)[1]
+        shares = tuple((sizes / sizes.sum()).tolist())
+        return Mixture(tuple(sizes.tolist()), shares, seed=self.seed, slot_size=self.batch_size)

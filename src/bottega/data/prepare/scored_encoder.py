@@ -1,0 +1,65 @@
+"""Rows with a score beside them, for a curriculum that goes by a field of the records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bottega.data.prepare.encoder import Encoder, Row
+from bottega.data.records.record import BadRecord, Record
+from bottega.data.tables.shards import Column
+
+SCORE = "score"
+
+
+@dataclass(frozen=True)
+class ScoredEncoder(Encoder):
+    """Whatever the inner encoder gives, and the number in `field` of the record it came from."""
+
+    inner: Encoder
+    field: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "counted", self.inner.summed_entries)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return {**self.inner.metadata, "score_field": self.field}
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        return {**self.inner.columns, SCORE: Column("<f8")}
+
+    def rows(self, record: Record) -> Iterator[Row]:
+        for row in self.inner.rows(record):
+            yield {**row, SCORE: float(record.fields[self.field])}
+
+    def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | BadRecord]]:
+        scores: dict[str, float] = {}
+        bad: list[tuple[str, BadRecord]] = []
+
+        def scored() -> Iterator[tuple[str, Record]]:
+            for table, record in records:
+                value = record.fields.get(self.field)
+                try:
+                    score = float(value)  # type: ignore[arg-type]
+                except (TypeError, ValueError):
+                    score = math.nan
+                if math.isfinite(score):
+                    scores[record.key] = score
+                    yield table, record
+                else:
+                    reason = f"field {self.field!r}, which data.curriculum goes by, must be a number, not {value!r}"
+                    bad.append((table, BadRecord(record.key, record.where, reason)))
+
+        for table, row in self.inner.encode(scored()):
+            while bad:
+                yield bad.pop()
+            if not isinstance(row, BadRecord):
+                # A changed copy of a record has the record's key and a number.
+                key = row["key"]
+                row[SCORE] = scores[key] if key in scores else scores[key.rpartition("~")[0]]
+            yield table, row
+        yield from bad

@@ -1,0 +1,100 @@
+"""A tokenizer of CLIP's own form, learnt from captions: whoever opens it as a CLIPTokenizer gets the tokens we trained with.
+
+Lower-cased words and signs without the space between them, cut into bytes that were often side by side; the last piece of a
+word is marked by `</w>`. Every text stands between `<|startoftext|>` and `<|endoftext|>`, and the second also fills up rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from bottega.core.errors import UsageError
+from bottega.data.tables.cache import default_cache, get_or_build
+from bottega.data.tables.shards import Table
+from bottega.data.text.bytelevel import SYMBOLS
+from bottega.data.text.captions import read_captions
+from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
+
+START_OF_TEXT, END_OF_WORD = "<|startoftext|>", "</w>"
+WORD = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+# Raised when the same captions would give another tokenizer, so that old entries are left alone.
+FORMAT = 1
+# Merges are learnt from so many characters at most, evenly spread: more text hardly changes them.
+MAX_TRAINING_CHARACTERS = 64 << 20
+
+
+def train_clip_tokenizer(tables: Sequence[Table], *, content: str, vocab_size: int, cache: Path | None = None) -> Path:
+    """The folder of a tokenizer that is learnt from the captions of these tables, once; `content` is their hash."""
+    names = [table.folder.name for table in tables]
+    key = hashlib.sha256(repr(("clip tokens", FORMAT, content, names, vocab_size)).encode()).hexdigest()[:32]
+
+    def build(folder: Path) -> None:
+        texts = [text for table in tables for text in read_captions(table)]
+        step = -(-sum(map(len, texts)) // MAX_TRAINING_CHARACTERS) or 1
+        train_clip_bpe(texts[::step], vocab_size=vocab_size).save(folder)
+
+    return get_or_build(cache or default_cache(), key, build)
+
+
+def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """At most `vocab_size` tokens: all bytes, all bytes at the end of a word, what was merged, and the two marks."""
+    least = 2 * len(SYMBOLS) + 2
+    if vocab_size < least:
+        raise UsageError(f"vocab_size {vocab_size} is less than {least}: all bytes, alone and at the end of words")
+    learner = _core(models.BPE(continuing_subword_prefix="", end_of_word_suffix=END_OF_WORD))
+    # It knows only the ends of words that occurred, and so might find a few more merges than there is room for.
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=SYMBOLS,
+        continuing_subword_prefix="",
+        end_of_word_suffix=END_OF_WORD,
+        show_progress=False,
+    )
+    learner.train_from_iterator(texts, trainer)
+    found = json.loads(learner.to_str())["model"]["merges"]
+    merges = [(str(first), str(second)) for first, second in found]
+    tokens = [*SYMBOLS, *(f"{symbol}{END_OF_WORD}" for symbol in SYMBOLS)]
+    kept: list[tuple[str, str]] = []
+    for pair in merges:
+        if len(tokens) + 2 >= vocab_size:
+            break
+        kept.append(pair)
+        tokens.append("".join(pair))
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys([*tokens, START_OF_TEXT, END_OF_TEXT]))}
+    bpe = models.BPE(
+        vocabulary,
+        kept,
+        continuing_subword_prefix="",
+        end_of_word_suffix=END_OF_WORD,
+        unk_token=END_OF_TEXT,
+        fuse_unk=False,
+    )
+    core = _core(bpe)
+    core.add_special_tokens([START_OF_TEXT, END_OF_TEXT])
+    marks = [(mark, vocabulary[mark]) for mark in (END_OF_TEXT, START_OF_TEXT)]
+    core.post_processor = processors.RobertaProcessing(marks[0], marks[1], trim_offsets=False, add_prefix_space=False)
+    config = {
+        "tokenizer_class": "CLIPTokenizer",
+        "bos_token": START_OF_TEXT,
+        **dict.fromkeys(("eos_token", "pad_token", "unk_token"), END_OF_TEXT),
+        "clean_up_tokenization_spaces": False,
+    }
+    return Tokenizer(core, kind="pretrained", config=config)
+
+
+def _core(model: models.BPE) -> tokenizers.Tokenizer:
+    """As transformers builds a CLIPTokenizer, whatever file it reads its vocabulary from."""
+    core = tokenizers.Tokenizer(model)
+    core.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    split = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
+    core.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    core.decoder = decoders.ByteLevel()
+    return core

@@ -1,0 +1,50 @@
+"""Captions that differ from each other in one word: the negatives that have to be read to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+
+@final
+class HardNegativeSampler:
+    """For each of some distinct captions, those that say another word in one place.
+
+    A group is all captions with the same words around one gap, and holds each at most once, because they are distinct.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        groups: dict[tuple[str, ...], int] = {}
+        owner: list[int] = []
+        group: list[int] = []
+        for number, text in enumerate(texts):
+            words = text.lower().split()
+            for place in range(len(words)):
+                gapped = (*words[:place], "", *words[place + 1 :])
+                owner.append(number)
+                group.append(groups.setdefault(gapped, len(groups)))
+        owners, of = np.array(owner, np.int64), np.array(group, np.int64)
+        sizes = np.bincount(of, minlength=len(groups))
+        order = np.argsort(of, kind="stable")
+        self.members = owners[order]
+        starts = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+        rank = np.empty(len(of), np.int64)
+        rank[order] = np.arange(len(of)) - starts[of[order]]
+        shared = np.flatnonzero(sizes[of] > 1)
+        self.start, self.size, self.rank = starts[of[shared]], sizes[of[shared]], rank[shared]
+        self.count = np.bincount(owners[shared], minlength=len(texts))
+        """In how many of its words each caption differs from others that are the same but for that."""
+        self.first = np.concatenate([[0], np.cumsum(self.count)])[:-1]
+
+    def sample(self, captions: np.ndarray, word: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """One near caption for each of `captions`, by two draws of 32 bits: which word is another, and what it is then.
+        What has nothing near comes back as it is."""
+        if not len(self.start):
+            return captions
+        count = self.count[captions]
+        at = np.minimum(self.first[captions] + word % np.maximum(count, 1), len(self.start) - 1)
+        chosen = other % (self.size[at] - 1)
+        chosen += chosen >= self.rank[at]
+        return np.where(count > 0, self.members[self.start[at] + chosen], captions)

@@ -1,0 +1,101 @@
+"""How many examples fit in one forward pass: found by halving what does not.
+
+A GPU says when its memory is full. A CPU hardly ever does: the kernel promises memory that it does not have and ends the
+process that uses it. So there one example is measured before the first step, and the micro-batch is chosen by what is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from bottega.core.batch import slice_batch
+from bottega.core.errors import OutOfMemory
+from bottega.core.types import Batch
+from bottega.engines.host_memory import available_memory
+from bottega.engines.torch.saved_tensors import SavedTensorMeter
+
+if TYPE_CHECKING:
+    from bottega.engines.torch.engine import TorchEngine
+
+OVERHEAD = 1.5
+"""Peak of a step in units of what is kept for backward: gradients of activations and temporary results come on top."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the host, of whose failures torch makes plain runtime errors."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def fit_micro_batch(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
+    """Set the micro-batch before the first step, where that can be told; else the first step halves it."""
+    if engine.device.type == "cpu" and engine.training.compile is not True:
+        _measure_on_host(engine, step, batch, counts, size)
+    if engine.world > 1:
+        _rehearse(engine, step, batch, counts, size)
+
+
+def halve_micro_batch(engine: TorchEngine, size: int, error: BaseException, *, allowed: bool) -> None:
+    """Halve the micro-batch so that the step can be tried again; the global batch, and so the result, stays what it was."""
+    if not is_out_of_memory(error):
+        raise error
+    micro = min(engine.micro_batch_size or size, size)
+    _forget_gradients(engine)
+    _halve(engine, micro, error, allowed=allowed)
+
+
+def _measure_on_host(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
+    meter = SavedTensorMeter((engine.model, *engine.frozen.values()))
+    engine.model.train()
+    try:
+        with meter.counting(), engine.without_sync():
+            engine.backward(step, slice_batch(batch, 0, 1), counts, 1)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        _forget_gradients(engine)
+        _halve(engine, 1, error)
+    _forget_gradients(engine)
+    free, micro = available_memory(), size
+    while micro > 1 and engine.any_rank(meter.peak * micro * engine.processes_here * OVERHEAD > free):
+        micro = -(-micro // 2)
+    engine.micro_batch_size = micro  # also where all of it fits: a resumed run on a busier machine keeps its rounding
+
+
+def _rehearse(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
+    """Several ranks find what fits all of them before their first step: one that ran out of memory inside a collective
+    would leave the others waiting there."""
+    engine.micro_batch_size = engine.micro_batch_size or size
+    engine.model.train()
+    while True:
+        error: BaseException | None = None
+        micro = engine.micro_batch_size
+        try:
+            with engine.without_sync():
+                engine.backward(step, slice_batch(batch, 0, micro), counts, micro)
+        except (RuntimeError, MemoryError) as caught:
+            if not is_out_of_memory(caught):
+                raise
+            error = caught
+        _forget_gradients(engine)
+        if not engine.any_rank(error is not None):
+            return
+        _halve(engine, micro, error)
+
+
+def _halve(engine: TorchEngine, micro: int, error: BaseException | None, *, allowed: bool = True) -> None:
+    if micro == 1 or not allowed:
+        is_auto = engine.training.micro_batch_size == "auto"
+        less = "lower training.micro_batch_size" + ("" if is_auto else " or set it to auto")
+        hint = less if micro > 1 else "use a smaller model or shorter samples"
+        raise OutOfMemory(f"out of memory on {engine.device} with {micro} examples in a forward; {hint}") from error
+    engine.micro_batch_size = -(-micro // 2)
+    if engine.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _forget_gradients(engine: TorchEngine) -> None:
+    for parameter in engine.model.parameters():
+        parameter.grad = None

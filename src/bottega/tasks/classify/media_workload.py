@@ -1,0 +1,285 @@
+"""The classifying branch: images, sound or video with a class each, and a network, convolutional or spiking, that tells it.
+
+A trained one is also a judge of what others generate: `read` says what it takes samples for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import save_file
+
+from bottega.config.recipe import Recipe
+from bottega.core.errors import DataError, UsageError
+from bottega.core.types import Models
+from bottega.data.audio.mel import MelProcessor
+from bottega.data.prepare.media import prepare_media
+from bottega.data.prepare.prepared import PreparedData
+from bottega.data.sources.external import ExternalData
+from bottega.data.sources.samples import fit_mel_processor, load_image_encoder
+from bottega.data.tables.classes import Classes, read_text_column
+from bottega.data.text.labelled import describe_rare_classes, encode_labels, find_training_classes
+from bottega.models.convnet.config import ConvNetShape
+from bottega.models.spiking.config import SpikingNetShape, SpikingShape
+from bottega.tasks.base_model import find_base_folder
+from bottega.tasks.classify import raster
+from bottega.tasks.classify import text_workload as text_classify
+from bottega.tasks.classify.config import (
+    SPIKING_KEYS,
+    AudioClassifyRecipe,
+    ClassifyRecipe,
+    ImageClassifier,
+    ImageClassifyRecipe,
+    VideoClassifyRecipe,
+)
+from bottega.tasks.classify.objective import Objective, includes_unseen_classes
+from bottega.tasks.classify.predict import predict_media
+from bottega.tasks.classify.task import Classification
+from bottega.tasks.classify.teller import Teller
+from bottega.tasks.media_workload import MediaWorkload
+from bottega.tasks.metadata import read_metadata
+from bottega.tasks.prediction import NewSamples
+from bottega.tasks.workload import Workload
+
+CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
+MODEL_TYPE, SPIKING_TYPE = "bottega-convnet", "bottega-spiking"
+MediaRecipe = ImageClassifyRecipe | AudioClassifyRecipe | VideoClassifyRecipe
+Shape = ConvNetShape | SpikingNetShape
+SHAPES: TypeAdapter[Shape] = TypeAdapter(Shape)
+
+
+def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Workload:
+    if isinstance(recipe, ClassifyRecipe):
+        return text_classify.prepare(recipe, say=say)
+    checked = _checked(recipe)
+    prepared = prepare_media(checked, progress=say)
+    classes = Classes(prepared.classes.names)
+    if len(classes) < 2:
+        named = f"only the class {classes.names[0]}" if len(classes) else "no classes"
+        raise DataError(f"data.train: has {named}; a classifier needs two or more, so name data.condition_field")
+    classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(checked))
+    mel = fit_mel_processor(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None
+
+    def labels() -> np.ndarray:
+        return np.concatenate([encode_labels(prepared.table(name), classes) for name in prepared.training_tables])
+
+    objective = Objective.from_options(checked.loss, labels, classes.names)
+    shape = _shape_of(checked, prepared, len(classes), mel)
+    return MediaClassifyWorkload(checked, shape, classes, mel, objective, prepared=prepared)
+
+
+def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
+    if isinstance(recipe, ClassifyRecipe):
+        return text_classify.reopen(recipe, processor, fingerprint)
+    checked = _checked(recipe)
+    mel = MelProcessor.load(processor) if isinstance(checked, AudioClassifyRecipe) else None
+    objective = Objective.load(checked.loss, processor)
+    shape, classes = _read_shape(processor), _read_classes(processor)
+    return MediaClassifyWorkload(checked, shape, classes, mel, objective, expected=fingerprint, processor=processor)
+
+
+def _checked(recipe: Recipe) -> MediaRecipe:
+    assert isinstance(recipe, MediaRecipe)
+    if not isinstance(recipe, AudioClassifyRecipe) and recipe.data.buckets is not None:
+        raise UsageError("data.buckets: a classifier sees pictures of one shape; leave it out")
+    return recipe
+
+
+@final
+class MediaClassifyWorkload(Teller, MediaWorkload):
+    predicts = "files"
+
+    def __init__(
+        self,
+        recipe: MediaRecipe,
+        shape: Shape,
+        classes: Classes,
+        mel: MelProcessor | None,
+        objective: Objective,
+        *,
+        prepared: PreparedData | None = None,
+        expected: str | None = None,
+        processor: Path | None = None,
+    ) -> None:
+        """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
+        super().__init__(recipe, prepared, expected=expected)
+        self.shape, self.classes, self.mel, self.objective = shape, classes, mel, objective
+        self.batch_key: Literal["image", "mel", "video"] = "mel" if recipe.data.input == "audio" else recipe.data.input
+        start = find_base_folder(recipe, processor=processor)
+        self.task: Classification = Classification(
+            key=self.batch_key,
+            shape=shape,
+            label_smoothing=recipe.training.label_smoothing,
+            **objective.task_fields,
+            **_held_to(recipe),
+            pretrained=str(_checked_start(start, shape)) if start is not None else None,
+        )
+        self.metrics = (*text_classify.SINGLE_LABEL_METRICS, *(("objective",) if self.task.has_modified_loss else ()))
+        if isinstance(shape, SpikingNetShape):
+            self.metrics += (
+                "firing_rate",
+                "dead",
+                "saturated",
+                *(("firing",) if self.task.has_firing_rate_target else ()),
+            )
+
+    @property
+    def headline(self) -> tuple[str, ...] | None:
+        is_spiking = isinstance(self.shape, SpikingNetShape)
+        return self.headline_metrics("loss", "accuracy", "firing_rate", "dead") if is_spiking else None
+
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *describe_rare_classes(self.prepared, self.classes)]
+
+    def frame(self) -> tuple[int, ...]:
+        return (*self.shape.grid[-2:], self.shape.channels)
+
+    def class_names(self) -> Classes:
+        return self.classes
+
+    @property
+    def metadata(self) -> tuple[Shape, Classes]:
+        return self.shape, self.classes
+
+    def read_metadata(self, folder: Path) -> tuple[Shape, Classes]:
+        return _read_shape(folder), _read_classes(folder)
+
+    def write_processor(self, folder: Path) -> None:
+        (folder / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
+        if self.mel is not None:
+            self.mel.save(folder)
+        (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+        self.objective.save(folder)
+
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        """Of spiking units, who fires when; else there is nothing to look at."""
+        if isinstance(self.shape, SpikingNetShape):
+            held_out = self.validation()
+            source = held_out if held_out is not None else self.training()
+            first = np.arange(min(self.recipe.samples.count, len(source)))
+            rows = source.rows(first, np.zeros_like(first))
+            raster.write(models["model"], rows, self.classes, folder, device=device)
+
+    @torch.no_grad()
+    def predict_with_features(
+        self, models: Models, samples: np.ndarray, *, device: Any, batch_size: int = 256
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What samples are taken for: probabilities [n, k], and features [n, d] in which the likes of them are near.
+
+        Images [n, h, w, c] and videos [n, f, h, w, c] are floats as `data.normalise` makes them, sounds are [n, samples]
+        at the sample rate of this run.
+        """
+        model, rank = models["model"], 2 if self.mel is not None else len(self.shape.grid) + 2
+        wanted = (*self.shape.grid, self.shape.channels)
+        if samples.ndim != rank or (self.mel is None and samples.shape[1:] != wanted):
+            form = "[n, samples]" if self.mel is not None else str(["n", *wanted]).replace("'", "")
+            raise UsageError(f"this classifier reads {self.recipe.data.input} {form}, not {list(samples.shape)}")
+        was, chances, features = model.training, [], []
+        model.eval()
+        try:
+            for first in range(0, len(samples), batch_size):
+                part = samples[first : first + batch_size]
+                x = np.ascontiguousarray(part if self.mel is None else self.mel.encode(part), np.float32)
+                found = model.features(torch.from_numpy(x).to(device))
+                chances.append(model.head(found).float().softmax(dim=1).cpu().numpy())
+                features.append(found.float().cpu().numpy())
+        finally:
+            model.train(was)
+        none = np.zeros((0, self.shape.num_labels), np.float32), np.zeros((0, self.shape.num_features), np.float32)
+        return np.concatenate([none[0], *chances]), np.concatenate([none[1], *features])
+
+    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+        return predict_media(self, models, new, device=device)
+
+    @torch.no_grad()
+    def predict(
+        self, models: Models, given: ExternalData, *, device: Any, batch_size: int = 64
+    ) -> tuple[list[str], np.ndarray]:
+        """The names of other samples, which need no label, and how likely each class is of each, float32 [n, K]."""
+        rows = self.read_unlabelled(given)
+        source = self.served(rows)
+        found = [np.zeros((0, len(self.classes)), np.float32)]
+        for first in range(0, len(source), batch_size):
+            index = np.arange(first, min(first + batch_size, len(source)))
+            batch = source.rows(index, np.zeros_like(index))
+            x: dict[str, torch.Tensor] = {
+                self.batch_key: torch.from_numpy(np.ascontiguousarray(batch[self.batch_key])).to(device)
+            }
+            found.append(self.task.predict(models, x).float().softmax(dim=1).cpu().numpy())
+        return read_text_column(rows.table, "key"), np.concatenate(found)
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "model_type": SPIKING_TYPE if isinstance(self.shape, SpikingNetShape) else MODEL_TYPE,
+            "input": self.recipe.data.input,
+            "shape": self.shape.model_dump(),
+            "classes": self.classes.names,
+            "normalise": self.recipe.data.normalise,
+            "mel": self.mel.model_dump() if self.mel is not None else None,
+        }
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return {"library_name": "bottega", "pipeline_tag": f"{self.recipe.data.input}-classification"}
+
+
+def _shape_of(recipe: MediaRecipe, prepared: PreparedData, num_labels: int, mel: MelProcessor | None) -> Shape:
+    if mel is not None:
+        *grid, channels = mel.shape
+    elif isinstance(recipe, VideoClassifyRecipe):
+        height, width, channels = prepared.table(prepared.training_tables[0]).columns["video"].shape
+        grid = [recipe.data.num_frames, height, width]
+    else:
+        *grid, channels = load_image_encoder(prepared).bucket_shape(0)
+    model = recipe.model
+    own = {"dropout": model.dropout} if model.dropout is not None else {}
+    sizes: dict[str, Any] = {"hidden_size": model.hidden_size, "num_layers": model.num_layers, **own}
+    sizes |= {"grid": tuple(grid), "channels": channels, "num_labels": num_labels}
+    if not isinstance(model, ImageClassifier) or model.kind != "spiking":
+        return ConvNetShape(**sizes)
+    said = {key: value for key in SPIKING_KEYS if (value := getattr(model, key)) is not None}
+    renamed = {"threshold": said.pop("spike_threshold")} if "spike_threshold" in said else {}
+    neuron = SpikingShape(**{key: said[key] for key in SpikingShape.model_fields if key in said}, **renamed)
+    coding = {"coding": model.coding} if model.coding is not None else {}
+    lowest = -1.0 if recipe.data.normalise == "symmetric" else 0.0
+    return SpikingNetShape(**sizes, **coding, lowest=lowest, neuron=neuron)
+
+
+def _held_to(recipe: MediaRecipe) -> dict[str, float]:
+    """The fields of a `Classification` that say how often units are to fire."""
+    keys = ("firing_rate", "firing_rate_weight")
+    return {key: value for key in keys if (value := getattr(recipe.model, key, None)) is not None}
+
+
+def _checked_start(folder: Path, shape: Shape) -> Path:
+    """The folder to start from, refused by name where its network is another one."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        found = SHAPES.validate_python(config["shape"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"model.from: {folder} is no exported classifier of images, sound or video") from None
+    if type(found) is not type(shape):
+        kind = "spiking" if isinstance(found, SpikingNetShape) else "convnet"
+        raise UsageError(f"model.from: {folder} is of another kind; set model.kind={kind}, or name another folder")
+    for key in ("hidden_size", "num_layers", "num_labels", "channels", "grid"):
+        asked, has = getattr(shape, key), getattr(found, key)
+        if asked != has:
+            raise UsageError(f"model.from: {folder} has {key} {has}, and {asked} is needed here")
+    return folder
+
+
+def _read_shape(processor: Path) -> Shape:
+    return read_metadata(processor / SHAPE, SHAPES.validate_json)
+
+
+def _read_classes(processor: Path) -> Classes:
+    return read_metadata(processor / CLASSES, lambda raw: Classes(tuple(map(str, json.loads(raw)))))

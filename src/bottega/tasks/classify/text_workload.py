@@ -1,0 +1,275 @@
+"""The branch that classifies text: labelled texts, their tokenizer, and a network that tells their classes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import save_file
+
+from bottega.core.errors import DataError, UsageError
+from bottega.core.types import Models
+from bottega.data.prepare.prepared import PreparedData
+from bottega.data.sources.external import ExternalData
+from bottega.data.sources.source import Source
+from bottega.data.tables.classes import Classes
+from bottega.data.text.labelled import (
+    LabelledTexts,
+    TextCollator,
+    describe_rare_classes,
+    find_training_classes,
+    open_labelled_texts,
+)
+from bottega.data.text.tokenizer import Tokenizer
+from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
+from bottega.models.text_classifier.pretrained import export_pretrained, read_pretrained_shape
+from bottega.storage.durable import writing_folder
+from bottega.tasks.base_model import find_base_folder, resolve_tokenizer_spec
+from bottega.tasks.classify.config import ClassifyRecipe
+from bottega.tasks.classify.objective import Objective, includes_unseen_classes
+from bottega.tasks.classify.predict import predict_texts
+from bottega.tasks.classify.prepare import prepare_classify
+from bottega.tasks.classify.task import Classification
+from bottega.tasks.classify.teller import Teller
+from bottega.tasks.metadata import MetadataMissing, read_metadata
+from bottega.tasks.prediction import NewSamples
+from bottega.tasks.table_workload import TableWorkload
+
+CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
+MODEL_TYPE = "bottega-text-classifier"
+_SHAPES: TypeAdapter[TextClassifierShape] = TypeAdapter(TextClassifierShape)
+SINGLE_LABEL_METRICS = ("loss", "accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
+MULTI_LABEL_METRICS = ("loss", "exact_match", "label_accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
+
+
+def prepare(recipe: ClassifyRecipe, *, say: Callable[[str, int, int], None]) -> TextClassifyWorkload:
+    prepared = _prepared(recipe, say)
+    classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(recipe))
+    shape = resolve_text_classifier_shape(recipe, prepared.tokenizer.vocab_size, classes.names)
+
+    def labels() -> np.ndarray:
+        tables = [open_labelled_texts(prepared, name, classes=classes).labels for name in prepared.training_tables]
+        return np.concatenate(tables)
+
+    objective = Objective.from_options(recipe.loss, labels, classes.names)
+    return TextClassifyWorkload(recipe, prepared.tokenizer, classes, shape, objective, prepared=prepared)
+
+
+def reopen(recipe: ClassifyRecipe, processor: Path, fingerprint: str) -> TextClassifyWorkload:
+    # Shape and classes are read back: the data, or the folder that a run started from, may be gone by now.
+    classes, shape, objective = _read_classes(processor), _read_shape(processor), Objective.load(recipe.loss, processor)
+    return TextClassifyWorkload(
+        recipe, Tokenizer.load(processor), classes, shape, objective, expected=fingerprint, processor=processor
+    )
+
+
+def _prepared(
+    recipe: ClassifyRecipe, say: Callable[[str, int, int], None], *, processor: Path | None = None
+) -> PreparedData:
+    spec = resolve_tokenizer_spec(recipe, processor=processor)
+    return prepare_classify(recipe.data, spec, seed=recipe.seed, num_classes=recipe.model.num_labels, progress=say)
+
+
+@final
+class TextClassifyWorkload(Teller, TableWorkload):
+    predicts = "texts"
+    unit = "texts"
+
+    def __init__(
+        self,
+        recipe: ClassifyRecipe,
+        tokenizer: Tokenizer,
+        classes: Classes,
+        shape: TextClassifierShape,
+        objective: Objective,
+        *,
+        prepared: PreparedData | None = None,
+        expected: str | None = None,
+        processor: Path | None = None,
+    ) -> None:
+        """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
+        self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
+        self.objective = objective
+        self._prepared, self._expected, self._processor = prepared, expected, processor
+        start = find_base_folder(recipe, processor=processor)
+        unknown = tokenizer.unk_token_id if recipe.model.word_dropout else None
+        self.task: Classification = Classification(
+            key="text",
+            shape=shape,
+            label_smoothing=recipe.training.label_smoothing,
+            **objective.task_fields,
+            multi_label=recipe.data.multi_label,
+            word_dropout=recipe.model.word_dropout,
+            unknown=unknown,
+            pretrained=str(start) if start is not None else None,
+        )
+        self.metrics = MULTI_LABEL_METRICS if recipe.data.multi_label else SINGLE_LABEL_METRICS
+        self.metrics += ("objective",) if self.task.has_modified_loss else ()
+
+    @property
+    def notes(self) -> list[str]:
+        return [*super().notes, *describe_rare_classes(self.prepared, self.classes), *self._cut(), *self._unasked()]
+
+    def _unasked(self) -> list[str]:
+        """What the recipe says and what happens in its place."""
+        model, tokenizer = self.recipe.model, self.recipe.data.tokenizer
+        found = []
+        if model.kind == "pretrained" and "kind" in tokenizer.model_fields_set and tokenizer.kind != "pretrained":
+            found.append(f"data.tokenizer.kind: {tokenizer.kind} is not used: {model.from_} brings its own tokenizer")
+        if self.recipe.data.multi_label and self.recipe.evaluation.metric == "exact_match":
+            found.append(
+                "evaluation.metric: of several labels, exact_match (all labels of a text right) keeps the best"
+            )
+        return found
+
+    def _cut(self) -> list[str]:
+        """How many training texts are longer than what the model reads."""
+        form = TextCollator.from_metadata(self.prepared.metadata, sequence_length=self.sequence_length)
+        lengths = [self.prepared.table(name).lengths("input_ids") for name in self.prepared.training_tables]
+        cut, count = sum(map(form.count_truncated, lengths)), sum(map(len, lengths))
+        return [f"{cut:,} of {count:,} texts are cut at {form.max_length} tokens: data.sequence_length"] if cut else []
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Ids of the longest text that the model reads."""
+        limits = [n for n in (self.recipe.data.sequence_length, self.shape.max_positions) if n is not None]
+        return min(limits, default=None)
+
+    def prepare_again(self, recipe: ClassifyRecipe) -> PreparedData:
+        return _prepared(recipe, lambda stage, done, total: None, processor=self._processor)
+
+    def table(self, name: str, *, is_training: bool) -> LabelledTexts:
+        return self._texts(self.prepared, name)
+
+    def read_given(self, given: ExternalData) -> Source:
+        """Other texts through this run's own tokenizer, with the classes that it has learnt."""
+        data = given.replace_in(self.recipe.data)
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save(Path(folder))
+            prepared = prepare_classify(
+                data.model_copy(update={"augmentation": None, "deduplicate": None}),
+                TokenizerSpec(kind="pretrained", path=folder),
+                seed=self.recipe.seed,
+                progress=lambda stage, done, total: None,
+            )
+        return self._texts(prepared, given.table)
+
+    def _texts(self, prepared: PreparedData, table: str) -> LabelledTexts:
+        return open_labelled_texts(prepared, table, classes=self.classes, sequence_length=self.sequence_length)
+
+    def save_processor(self, folder: Path) -> None:
+        """Once, whole or not at all."""
+        try:
+            before = (_read_shape(folder), _read_classes(folder), Tokenizer.load(folder).fingerprint)
+        except (MetadataMissing, OSError, DataError):
+            before = None  # it is written again
+        if before is not None:
+            if before != (self.shape, self.classes, self.tokenizer.fingerprint):
+                raise DataError("the data gives another tokenizer or other classes than this run has; use --fresh")
+            return
+        with writing_folder(folder) as temporary:
+            self.tokenizer.save(temporary)
+            (temporary / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
+            (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+            self.objective.save(temporary)
+
+    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+        return predict_texts(self, models, new, device=device)
+
+    @torch.no_grad()
+    def predict(self, models: Models, texts: Sequence[str], *, device: Any, batch_size: int = 128) -> np.ndarray:
+        """How likely each class is of each text: float32 [n, K], in the order of the texts.
+
+        Each row adds up to 1, or each number stands for itself where a text may have several classes.
+        """
+        form = TextCollator.from_tokenizer(self.tokenizer, sequence_length=self.sequence_length)
+        ids = self._ids(texts)
+        found = np.zeros((len(ids), len(self.classes)), np.float32)
+        # Texts of like lengths together: a batch is as long as its longest.
+        order = np.argsort([len(one) for one in ids], kind="stable")
+        for first in range(0, len(order), batch_size):
+            chosen = order[first : first + batch_size]
+            batch = {k: torch.from_numpy(v).to(device) for k, v in form.collate([ids[i] for i in chosen]).items()}
+            logits = self.task.predict(models, batch).float()
+            found[chosen] = (logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)).cpu().numpy()
+        return found
+
+    def count_truncated(self, texts: Sequence[str]) -> tuple[int, int | None]:
+        """How many of these texts are longer than what the model reads, and how much that is."""
+        form = TextCollator.from_tokenizer(self.tokenizer, sequence_length=self.sequence_length)
+        return form.count_truncated(np.array([len(one) for one in self._ids(texts)])), form.max_length
+
+    def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(one) for one in self.tokenizer.encode_documents(list(texts))]
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """The layout of transformers where the model is one of its own; else config.json, which says all that decides the
+        network, and model.safetensors. The tokenizer lies beside it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save(folder)
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
+        if isinstance(self.shape, PretrainedShape):
+            export_pretrained(state, self.shape, folder)
+            return {"library_name": "transformers", "pipeline_tag": "text-classification"}
+        config = {
+            "model_type": MODEL_TYPE,
+            "shape": self.shape.model_dump(),
+            "classes": self.classes.names,
+            "multi_label": self.recipe.data.multi_label,
+            "sequence_length": self.sequence_length,
+        }
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return {"library_name": "bottega", "pipeline_tag": "text-classification"}
+
+
+def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names: Sequence[str]) -> TextClassifierShape:
+    """What the recipe says of the model, and the customary sizes for the rest."""
+    model = recipe.model
+    if model.kind == "pretrained":
+        start = find_base_folder(recipe)
+        assert start is not None, "the schema asks for it"
+        shape = read_pretrained_shape(
+            start,
+            names,
+            multi_label=recipe.data.multi_label,
+            dropout=model.dropout,
+            attention_dropout=model.attention_dropout,
+        )
+        for key in ("hidden_size", "num_layers", "num_heads"):
+            value, actual = getattr(model, key), shape.dimension(key)
+            if value is not None and actual is not None and value != actual:
+                raise UsageError(f"model.{key}: {value} was asked for, and model.from has {actual}; leave it out")
+        return shape
+    if model.vocab_size is not None and model.vocab_size < vocab_size:
+        raise UsageError(
+            f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {vocab_size}; leave it out"
+        )
+    keys: tuple[str, ...] = ("embed_size", "num_filters", "filter_sizes", "dropout")
+    if model.kind == "transformer":
+        keys = ("hidden_size", "num_layers", "num_heads", "dropout", "attention_dropout")
+    given = {key: value for key in keys if (value := getattr(model, key)) is not None}
+    common = {"vocab_size": model.vocab_size or vocab_size, "num_labels": len(names)}
+    if model.kind == "transformer" and recipe.data.sequence_length is not None:
+        given["max_positions"] = recipe.data.sequence_length
+    try:
+        return EncoderShape(**common, **given) if model.kind == "transformer" else KimShape(**common, **given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"model{'.' + where if where else ''}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _read_shape(processor: Path) -> TextClassifierShape:
+    return read_metadata(processor / SHAPE, _SHAPES.validate_json)
+
+
+def _read_classes(processor: Path) -> Classes:
+    return read_metadata(processor / CLASSES, lambda raw: Classes(tuple(map(str, json.loads(raw)))))

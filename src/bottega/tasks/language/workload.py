@@ -1,0 +1,284 @@
+"""The language branch: text, tokenizer and decoder, joined."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import ValidationError
+
+from bottega.config.data import TextData
+from bottega.config.recipe import Recipe
+from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.core.types import Models
+from bottega.data.output_files import explain_write_errors
+from bottega.data.prepare.prepared import PreparedData
+from bottega.data.sources.external import ExternalData
+from bottega.data.sources.source import Source
+from bottega.data.text.tokenizer import Tokenizer
+from bottega.data.text.tokens import TokenDocuments, TokenWindows
+from bottega.data.text.vocabulary import TokenizerSpec
+from bottega.models.decoder.config import TransformerShape
+from bottega.models.decoder.kinds import (
+    TRAINING_KEYS,
+    apply_training_keys,
+    describe_balance_problem,
+    describe_shape_error,
+    resolve_shape_fields,
+    shape_to_recipe_keys,
+)
+from bottega.models.decoder.layout import OWN_MODEL_TYPE, select_layout
+from bottega.models.folders.pretrained import export_transformers, read_decoder_shape
+from bottega.storage.durable import writing_folder
+from bottega.tasks.base_model import find_base_folder, resolve_tokenizer_spec
+from bottega.tasks.language.config import LanguageRecipe
+from bottega.tasks.language.prepare import prepare_language
+from bottega.tasks.language.sampling import generate_tokens
+from bottega.tasks.language.task import Language
+from bottega.tasks.table_workload import TableWorkload
+
+SHAPE = "shape.json"
+MAX_TEXTS = 100_000
+"""At once: they are one batch, and its cache is what fills the memory."""
+
+
+def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> LanguageWorkload:
+    assert isinstance(recipe, LanguageRecipe)
+    prepared = prepare_language(recipe.data, resolve_tokenizer_spec(recipe), progress=say)
+    workload = LanguageWorkload(recipe, prepared.tokenizer, prepared)
+    workload.sample_prompts()  # now rather than at the first sample
+    return workload
+
+
+def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> LanguageWorkload:
+    assert isinstance(recipe, LanguageRecipe)
+    # The shape is read back, because the folder that a run started from may be gone by now.
+    try:
+        shape = TransformerShape.model_validate_json((processor / SHAPE).read_bytes())
+    except (OSError, ValidationError):
+        raise CheckpointError(
+            f"{processor / SHAPE} cannot be read; start the same training again to have it written"
+        ) from None
+    return LanguageWorkload(
+        recipe, Tokenizer.load(processor), None, shape=shape, expected=fingerprint, processor=processor
+    )
+
+
+class LanguageWorkload(TableWorkload):
+    recipe: LanguageRecipe
+    unit = "tokens"
+    metrics: tuple[str, ...] = ("loss", "perplexity", "bits_per_byte")
+    requests = ("prompt", "count", "max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+
+    def __init__(
+        self,
+        recipe: LanguageRecipe,
+        tokenizer: Tokenizer,
+        prepared: PreparedData | None,
+        *,
+        shape: TransformerShape | None = None,
+        expected: str | None = None,
+        processor: Path | None = None,
+    ) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
+        self._prepared, self._expected, self._processor = prepared, expected, processor
+        self.shape = shape or resolve_decoder_shape(recipe, tokenizer.vocab_size)
+        self.sequence_length = recipe.data.sequence_length or self.shape.context
+        start = find_base_folder(recipe, processor=processor)
+        weights = recipe.model.model_dump(include={"balance_weight", "z_weight"}, exclude_none=True)
+        self.task: Language = Language(shape=self.shape, pretrained=str(start) if start else None, **weights)
+        self.metrics = (*type(self).metrics, *self.task.evaluation_metrics)
+
+    @property
+    def headline(self) -> tuple[str, ...] | None:
+        """Of a model with experts, the load of each would be a line of its own."""
+        return (
+            self.headline_metrics("loss", "perplexity", "bits_per_byte", "load_entropy", "firing_rate")
+            if self.task.evaluation_metrics
+            else None
+        )
+
+    def prepare_again(self, recipe: LanguageRecipe) -> PreparedData:
+        spec = resolve_tokenizer_spec(recipe, processor=self._processor)
+        return prepare_language(recipe.data, spec, progress=lambda stage, done, total: None)
+
+    def table(self, name: str, *, is_training: bool) -> Source:
+        return self._samples(self.prepared, name, seed=self.recipe.seed if is_training else None)
+
+    def read_given(self, given: ExternalData) -> Source:
+        """Other text through this run's own tokenizer."""
+        own = self.recipe.data
+        data = given.replace_in(TextData(train=own.train, sources=own.sources, clean=own.clean))
+        with tempfile.TemporaryDirectory() as folder:
+            self.tokenizer.save(Path(folder))
+            spec = TokenizerSpec(kind="pretrained", path=folder)
+            prepared = prepare_language(data, spec, progress=lambda stage, done, total: None)
+        return self._samples(prepared, given.table, seed=None)
+
+    def _samples(self, prepared: PreparedData, table: str, *, seed: int | None) -> Source:
+        data = self.recipe.data
+        with_bytes = seed is None
+        if data.padding:
+            return TokenDocuments(prepared.folder, table, sequence_length=self.sequence_length, with_bytes=with_bytes)
+        return TokenWindows(
+            prepared.folder,
+            table,
+            sequence_length=self.sequence_length,
+            seed=seed,
+            with_document_ids=data.separate_documents,
+            with_bytes=with_bytes,
+        )
+
+    def save_processor(self, folder: Path) -> None:
+        """Once: a disk that is full by now must not cost a finished run its tokenizer."""
+        if (folder / SHAPE).is_file():
+            if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
+                raise DataError("the data gives another tokenizer than this run has; start over with --fresh")
+            return
+        with writing_folder(folder) as temporary:
+            self.tokenizer.save(temporary)
+            (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+
+    def sample_prompts(self) -> tuple[str, ...]:
+        """What the samples continue; one that the vocabulary lacks is an error.
+
+        Unless the recipe says otherwise that is a line break, and a text without any begins from nothing.
+        """
+        prompts = self.recipe.samples.prompts
+        try:
+            for prompt in prompts:
+                self.tokenizer.encode(prompt)
+        except UsageError as error:
+            if prompts != type(self.recipe.samples).model_fields["prompts"].default:
+                raise UsageError(f"samples.prompts: {error}") from None
+            return ("",)
+        return prompts
+
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        options, beginnings = self.recipe.samples, self.sample_prompts()
+        texts = self.generate(
+            models,
+            device=device,
+            prompt=[beginnings[i % len(beginnings)] for i in range(options.count)],
+            max_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=self.recipe.seed,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        for i, text in enumerate(texts):
+            (folder / f"{i:02d}.txt").write_text(text + "\n", encoding="utf-8")
+
+    def generate(
+        self,
+        models: Models,
+        *,
+        device: Any,
+        prompt: str | list[str] = "",
+        count: int = 1,
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        stream: TextIO | None = None,
+        say: Any = None,
+        **options: Any,
+    ) -> list[str]:
+        """Each text with its prompt. One prompt streams token by token; a batch is printed when it is whole.
+
+        `say` is for those who do not read while it is written.
+        """
+        number = count * (1 if isinstance(prompt, str) else len(prompt))
+        if number > MAX_TEXTS:
+            raise UsageError(f"--count {count}: {number:,} texts at once are too many; ask for {MAX_TEXTS:,} at most")
+        prompts = [text for text in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(count)]
+        rows = [list(map(int, self.tokenizer.encode(text))) or [self.tokenizer.eos_token_id] for text in prompts]
+        end = self.tokenizer.eos_token_id
+        live = stream if len(rows) == 1 else None
+        decoder = self.tokenizer.stream_decoder()
+        if live:
+            live.write(prompts[0])
+        written: list[list[int]] = [[] for _ in rows]
+        options = {"max_new_tokens": max_tokens, "temperature": temperature, **options}
+        for tokens in generate_tokens(models["model"], rows, device=device, stop_token=end, **options):
+            for i, token in enumerate(tokens):
+                if token is not None and token != end:
+                    written[i].append(token)
+                    if live:
+                        live.write(decoder.push(token))
+                        live.flush()
+        texts = [text + self.tokenizer.decode(new) for text, new in zip(prompts, written, strict=True)]
+        if live:
+            live.write(decoder.finish() + "\n")
+        elif stream:
+            stream.write(("\n" + "-" * 40 + "\n").join(texts) + "\n")
+        return texts
+
+    def example_flags(self) -> str:
+        first = next(iter(self.recipe.samples.prompts), "")
+        return f" --prompt {shlex.quote(first)}" if first.strip() else ""
+
+    def present(self, made: list[str], out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
+        """Texts are shown while they are made."""
+        if out is not None:
+            with explain_write_errors(out):
+                out.write_text("\n\n".join(made) + "\n", encoding="utf-8")
+        return {"texts": made}
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """The layout of transformers where it has a class that computes the same; else our own, which `model.from` reads."""
+        end, state = self.tokenizer.eos_token_id, models["model"].state_dict()
+        export_transformers(state, self.shape, folder, bos_token_id=end, eos_token_id=end)
+        self.tokenizer.save(folder)
+        library = "bottega" if select_layout(self.shape, state) == OWN_MODEL_TYPE else "transformers"
+        return {"library_name": library, "pipeline_tag": "text-generation"}
+
+    def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
+        return self.task.add_perplexity(metrics)
+
+
+def resolve_decoder_shape(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:
+    """The model's dimensions: the size's, or a folder's, changed by what is said."""
+    model, length, said = recipe.model, recipe.data.sequence_length, recipe.model.explicit_dimensions()
+    if said.get("vocab_size", vocab_size) < vocab_size:
+        raise UsageError(f"model.vocab_size: {said['vocab_size']} rows cannot hold the tokenizer's {vocab_size} tokens")
+    try:
+        if model.from_ is not None:
+            dims = _of_folder(recipe, said, vocab_size)
+        else:
+            dims = {"vocab_size": vocab_size, **resolve_shape_fields(model.kind, model.size, said)}
+        if length is not None and "context" not in said:
+            dims["context"] = max(length, int(dims.get("context", 0)))
+        dims.setdefault("context", length or 256)
+        length = length or int(dims["context"])
+        if length > dims["context"]:
+            raise UsageError(f"data.sequence_length: {length} tokens exceed model.context {dims['context']}")
+        return TransformerShape(**dims)
+    except ValidationError as error:
+        key, text = describe_shape_error(error)
+        raise UsageError(f"model.{key}: {text}") from None
+
+
+def _of_folder(recipe: LanguageRecipe, said: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The fields of the model that a recipe starts from. What is said of its weights must be true of them."""
+    start = find_base_folder(recipe)
+    assert start is not None, "model.from is said"
+    shape = read_decoder_shape(start)
+    base = shape_to_recipe_keys(shape)
+    # A kind that is not said is transformer, too: then the folder tells.
+    kind = {"kind": recipe.model.kind} if recipe.model.kind != "transformer" else {}
+    beside = ("balance_weight", "z_weight") if shape.experts is not None else ()
+    for key, value in sorted({**kind, **said}.items()):
+        # A bias decides which experts are asked, so weights that learnt with one keep it.
+        free = key in TRAINING_KEYS and key in base and not (key == "balance" and base[key] == "bias")
+        if not free and key not in beside and value != base.get(key):
+            raise UsageError(f"model.{key}: {value} was asked for, and model.from has {base.get(key, 'none')}")
+    if shape.experts is not None and "balance_weight" in said:
+        wrong = describe_balance_problem(said.get("balance", base["balance"]), said["balance_weight"])
+        if wrong is not None:
+            raise UsageError(f"model.balance_weight: {wrong}")
+    if shape.vocab_size < vocab_size:
+        raise UsageError(f"model.from: {shape.vocab_size} rows cannot hold the tokenizer's {vocab_size} tokens")
+    return apply_training_keys(shape, said)

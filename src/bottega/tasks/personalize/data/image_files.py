@@ -1,0 +1,157 @@
+"""The pictures that records name: files of their own folder, told apart by content, each decoded once on all cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bottega.core.errors import DataError
+from bottega.data.formats.fingerprint import hash_files
+from bottega.data.image.encoder import ImageEncoder
+from bottega.data.prepare.jobs import Jobs, ProgressCallback, run_jobs
+from bottega.data.records.record import BadRecord, Unreadable
+from bottega.data.records.record import Record as Row
+from bottega.data.tables.shards import ShardWriter, merge_tables
+from bottega.tasks.personalize.data.record_files import SKIP_HINT, LocatedRecord
+from bottega.tasks.personalize.data.records import Item
+
+JOB_BYTES = 64 << 20
+# Files hashed between two steps of the progress bar.
+HASHED_AT_ONCE = 256
+ROWS = "rows"
+
+
+@dataclass
+class ImageFiles:
+    """Where the pictures of records are, and what they are by content."""
+
+    paths: dict[tuple[Path, str], Path | BadRecord] = field(default_factory=dict)
+    hashes: dict[Path, str] = field(default_factory=dict)
+
+    def path(self, person: LocatedRecord, item: Item) -> Path | None:
+        if item.image is None:
+            return None
+        path = self.paths[person.root, item.image]
+        assert isinstance(path, Path), "those that are not there were told before"
+        return path
+
+    def hash(self, person: LocatedRecord, item: Item) -> str | None:
+        path = self.path(person, item)
+        return None if path is None else self.hashes[path]
+
+    def find_problem(self, person: LocatedRecord) -> BadRecord | None:
+        """What is wrong with the names of a record's pictures."""
+        record = person.record
+        if record.target.image is None:
+            return _bad(person, f"the target {record.target.id!r} has no image to learn from")
+        for item in record.items:
+            if item.image is not None:
+                found = self._located(person.root, item.image)
+                if isinstance(found, BadRecord):
+                    return _bad(person, f"item {item.id!r}: {found.reason}", is_refused=found.is_unsafe)
+        return None
+
+    def _located(self, root: Path, name: str) -> Path | BadRecord:
+        known = self.paths.get((root, name))
+        if known is None:
+            known = self.paths[root, name] = locate_image(root, name)
+        return known
+
+    def hash_all(self, people: Iterable[LocatedRecord], progress: ProgressCallback) -> None:
+        paths = sorted({path for person in people for item in person.record.items if (path := self.path(person, item))})
+        progress("hash", 0, len(paths))
+        for start in range(0, len(paths), HASHED_AT_ONCE):
+            some = paths[start : start + HASHED_AT_ONCE]
+            self.hashes.update(zip(some, hash_files(some), strict=True))
+            progress("hash", start + len(some), len(paths))
+
+
+def _bad(person: LocatedRecord, reason: str, *, is_refused: bool = False) -> BadRecord:
+    return BadRecord(person.key, person.where, f"{reason}; {SKIP_HINT}" if not is_refused else reason, is_refused)
+
+
+def locate_image(root: Path, name: str) -> Path | BadRecord:
+    """The file, links followed. A record may come from anywhere, and must not have files of this machine read out."""
+    try:
+        base = root.resolve()
+        path = (base / name).resolve()
+        if not path.is_relative_to(base):
+            reason = f"the picture {name} lies outside {root}; name that folder with data.pictures, or move the picture into it"
+            return BadRecord(name, name, reason, is_unsafe=True)
+        if path.is_file():
+            return path
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a NUL in it, or links in a circle
+        return BadRecord(name, name, f"the picture {name!r} cannot be looked for: {error}")
+    what = "is a folder" if path.is_dir() else "does not exist"
+    return BadRecord(
+        name, name, f"the picture {root / name} {what}; name their folder with data.pictures if it is another"
+    )
+
+
+@dataclass(frozen=True)
+class DecodeJobs(Jobs):
+    """Sent to worker processes: each decodes some of the files."""
+
+    paths: tuple[Path, ...]
+    named_by: tuple[str, ...]
+    """A record that names each file."""
+    ranges: tuple[tuple[int, int], ...]
+    folder: Path
+    sizes: tuple[int, ...]
+    encoder: ImageEncoder
+    stop: bool
+    """Whether one that is damaged ends it all."""
+    stage: str = "decode"
+
+    def run_job(self, number: int, out: Path) -> dict[str, Any]:
+        start, stop = self.ranges[number]
+        bad: dict[str, str] = {}
+        with ShardWriter(out / ROWS, self.encoder.columns) as writer:
+            for at in range(start, stop):
+                path = self.paths[at]
+                try:
+                    for row in self.encoder.rows(Row(path.name, str(path), {"image": path})):
+                        writer.add(row)
+                except Unreadable as error:
+                    reason = f"the picture {path} is damaged or no picture: {error}"
+                    if self.stop:
+                        raise DataError(f"{self.named_by[at]}: {reason}; {SKIP_HINT}") from error
+                    bad[str(at)] = reason
+        return {"bad": bad}
+
+
+def decode_images(
+    paths: list[Path],
+    hashes: list[str],
+    named_by: list[str],
+    folder: Path,
+    *,
+    encoder: ImageEncoder,
+    stop: bool,
+    progress: ProgressCallback,
+) -> dict[int, str]:
+    """The pictures as one table `folder`/pictures, in order; why some of them are not among its rows."""
+    sizes = [path.stat().st_size for path in paths]
+    ranges = list(_cut(sizes))
+    totals = tuple(sum(sizes[start:end]) for start, end in ranges)
+    jobs = DecodeJobs(tuple(paths), tuple(named_by), tuple(ranges), folder / "parts", totals, encoder, stop)
+    bad = {int(at): reason for summary in run_jobs(jobs, progress) for at, reason in summary["bad"].items()}
+    if hash_files(paths) != hashes:
+        raise DataError("pictures changed while they were read; prepare them again when they are complete")
+    merge_tables(
+        [jobs.job_folder(number) / ROWS for number in range(len(ranges))], folder / "pictures", encoder.columns
+    )
+    return bad
+
+
+def _cut(sizes: list[int]) -> Iterable[tuple[int, int]]:
+    start = total = 0
+    for at, size in enumerate(sizes):
+        total += size
+        if total >= JOB_BYTES:
+            yield start, at + 1
+            start, total = at + 1, 0
+    if start < len(sizes):
+        yield start, len(sizes)

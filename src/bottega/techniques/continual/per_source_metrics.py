@@ -1,0 +1,87 @@
+"""Measures of each source beside those of all together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bottega.core.noise import Noise
+from bottega.core.types import Array, Batch, Loss, Models
+from bottega.techniques.wrapped_task import WrappedTask
+
+
+@final
+class PerSourceMetrics(WrappedTask):
+    """In an evaluation, a batch whose `source` [b] is there is measured source by source: each of its terms and metrics
+    is also reported as `name/metric`. A number that is no source's counts among all alone."""
+
+    names: tuple[str, ...]
+
+    def counts(self, batch: Batch) -> Mapping[str, float]:
+        if "source" not in batch:
+            return self.inner.counts(batch)
+        rest, source = _without_source(batch), np.asarray(batch["source"])
+        found = dict(self.inner.counts(rest))
+        for number, name in enumerate(self.names):
+            at = np.flatnonzero(source == number)
+            own = self.inner.counts(_rows(rest, at)) if len(at) else dict.fromkeys(found, 0.0)
+            found |= {f"{name}/{term}": count for term, count in own.items()}
+        return found
+
+    def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        if "source" not in batch or models["model"].training:
+            return self.inner.loss(models, _without_source(batch), rng)
+        rest, source = _without_source(batch), batch["source"]
+        # Each example goes through the model once, with those of its source; their sums make up the whole.
+        places = [torch.nonzero(source == number)[:, 0] for number in range(len(self.names))]
+        places.append(torch.nonzero((source < 0) | (source >= len(self.names)))[:, 0])
+        parts = [
+            self.inner.loss(models, _rows(rest, at), replace(rng, positions=rng.positions[at])) if len(at) else None
+            for at in places
+        ]
+        return self._joined(parts, places, len(source))
+
+    def _joined(self, parts: list[Loss | None], places: list[Tensor], count: int) -> Loss:
+        there = [(part, at) for part, at in zip(parts, places, strict=True) if part is not None]
+        first = there[0][0]
+        terms = {name: (_sum(part.terms[name][0] for part, _ in there), w) for name, (_, w) in first.terms.items()}
+        metrics = {
+            name: (_sum(part.metrics[name][0] for part, _ in there), _sum(part.metrics[name][1] for part, _ in there))
+            for name in first.metrics
+        }
+        # On a rank that has none of a source its sums are 0, and have to be there: the ranks add up name by name.
+        for own, part in zip(self.names, parts[:-1], strict=True):
+            for name, (total, weight) in first.terms.items():
+                terms[f"{own}/{name}"] = (part.terms[name][0] if part is not None else torch.zeros_like(total), weight)
+            for name in first.metrics:
+                metrics[f"{own}/{name}"] = part.metrics[name] if part is not None else (0.0, 0.0)
+        rows: dict[str, Any] = {}
+        for name, values in first.rows.items():
+            rows[name] = values.new_empty((count, *values.shape[1:]))
+            for part, at in there:
+                rows[name][at] = part.rows[name]
+        return Loss(terms=terms, metrics=metrics, rows=rows)
+
+
+def _without_source(batch: Batch) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != "source"}
+
+
+def _rows(batch: Batch, at: Array) -> dict[str, Any]:
+    """Some of the examples; a single number is of the whole batch."""
+    return {
+        name: _rows(value, at) if isinstance(value, Mapping) else value[at] if value.ndim else value
+        for name, value in batch.items()
+    }
+
+
+def _sum(values: Any) -> Any:
+    first, *rest = values
+    for value in rest:
+        first = first + value
+    return first

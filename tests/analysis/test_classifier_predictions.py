@@ -1,0 +1,97 @@
+"""A classifier's answers: every example once under its own name, measures by class, and pictures that show them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.metrics import precision_recall_fscore_support
+
+import bottega
+import small_texts
+from bottega import cli
+from bottega.analysis.classifier_predictions import ClassifierPredictions
+from bottega.data.sources.source import ArraySource
+from bottega.data.sources.take import Take
+
+NAMES = ("a", "b", "c")
+
+
+class Table:
+    def row(self, name: str, number: int) -> str:
+        return f"{name}{number}"
+
+
+def answers(count: int = 60, *, several: bool = False, seed: int = 0) -> ClassifierPredictions:
+    draw = np.random.default_rng(seed)
+    source = ArraySource({"x": np.zeros((count, 1), np.float32)})
+    source.table = Table()  # type: ignore[attr-defined]
+    chances = draw.dirichlet(np.ones(3), count).astype(np.float32)
+    if several:
+        rows = {"probability": draw.random((count, 3)).astype(np.float32), "labels": draw.integers(0, 2, (count, 3))}
+    else:
+        rows = {"probability": chances, "label": draw.integers(0, 3, count)}
+    return ClassifierPredictions(rows, Take(source, count), NAMES)
+
+
+def test_measures_by_class_are_those_of_scikit_learn() -> None:
+    for found in (answers(), answers(several=True)):
+        expected = precision_recall_fscore_support(found.labels, found.predicted, zero_division=0)
+        for number, row in enumerate(found.class_metrics().values()):
+            assert [row[key] for key in ("precision", "recall", "f1", "support")] == pytest.approx(
+                [column[number] for column in expected]
+            )
+
+
+def test_a_line_is_what_was_answered_for_the_example_of_its_name() -> None:
+    found = answers()
+    lines = found.to_rows()
+    assert [line["key"] for line in lines] == [f"key{n}" for n in range(60)]
+    for line, chances, label in zip(lines, found.probabilities, found.labels, strict=True):
+        assert (line["label"], line["predicted"]) == (NAMES[label], NAMES[chances.argmax()])
+        assert line["probability"] == pytest.approx(chances.max(), abs=1e-6)
+    several = answers(several=True).to_rows()[0]
+    assert several["probability"].keys() == set(NAMES)
+    assert several["predicted"] == [name for name in NAMES if several["probability"][name] >= 0.5]
+
+
+@pytest.mark.parametrize("count", [2, 11, 60, 400])
+def test_pictures_fit_any_number_of_classes(count: int, tmp_path: Path) -> None:
+    from bottega.analysis.answer_pictures import plot_confusion_matrix
+
+    names = tuple(f"a class of a rather long name, {n} über" for n in range(count))
+    plot_confusion_matrix(np.diag(np.arange(count)) + 1, names, tmp_path / "c.png")
+    with Image.open(tmp_path / "c.png") as picture:
+        assert max(picture.size) < 2400
+
+
+def test_evaluate_writes_them_beside_its_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = bottega.train("classify", {**small_texts.settings(tmp_path), "name": "run"}).path
+    assert cli.main(["evaluate", str(run), "--out", str(run / "results")]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("cook", "sail", "sing", "precision"))
+    assert {path.name for path in (run / "results").iterdir()} == {
+        "metrics.json",
+        "predictions.jsonl",
+        "confusion.png",
+        "calibration.png",
+    }
+    lines = [json.loads(line) for line in (run / "results" / "predictions.jsonl").read_text().splitlines()]
+    metrics = json.loads((run / "results" / "metrics.json").read_text())
+    right = np.mean([line["label"] == line["predicted"] for line in lines])
+    assert metrics["accuracy"] == pytest.approx(right, abs=1e-6)
+    assert (len(lines), len({line["key"] for line in lines}), metrics["split"]) == (24, 24, "validation")
+    assert sum(row["support"] for row in metrics["per_class"].values()) == 24
+
+
+def test_pictures_sounds_and_films_are_answered_for_too(tmp_path: Path) -> None:
+    from small_media import audio
+
+    shared = {k: v for k, v in audio(tmp_path).items() if not k.startswith(("model.", "samples."))}
+    run = bottega.train("classify/audio", {**shared, "model.hidden_size": 8, "name": "run"}).path
+    assert cli.main(["evaluate", str(run), "--out", str(tmp_path / "out"), "--json"]) == 0
+    lines = (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    assert {json.loads(line)["label"] for line in lines} <= {"dark", "grey", "bright"}

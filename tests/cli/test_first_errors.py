@@ -1,0 +1,249 @@
+"""What a new user types first: refused before anything is read, blamed on the right place, and told what to write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bottega
+import small_parts
+import small_texts
+from bottega import cli
+from bottega.analysis.ledger import list_step_samples
+from bottega.config import bundled_recipes
+from bottega.core.errors import UsageError
+from bottega.tasks.recipes import check_recipe, load_recipe
+from small_run import train, write_text
+
+DISTILL = "techniques=[{name: distill, options: {teacher: nowhere, hidden: 1}}]"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(list(words)) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["language", "techniques=[lora, adapter]"], "techniques: lora and adapter change the same layers; keep one"),
+        (["language", "techniques=[lora, lora]"], "techniques: lora is listed 2 times; keep one"),
+        (["language", "techniques=[ewc]"], "techniques: ewc is about sources that come one after the other"),
+        (
+            ["classify/image", "techniques=[replay]"],
+            "techniques: replay is about sources that come one after the other",
+        ),
+        (
+            ["language", "techniques=[maml, lora]"],
+            "techniques: maml adapts what the others have made; list it after lora",
+        ),
+        (
+            ["classify", "techniques=[maml]", "training.mixed_precision=fp16"],
+            "the inner steps of maml have no loss scale",
+        ),
+        (["image_vae/digits", "techniques=[lora]"], "techniques: lora is not for image_vae; train it in full"),
+        (
+            ["language", "model.kind=moe", "model.expert_dropout=0.2", "techniques=[lora]"],
+            "model.expert_dropout: 0.2, and lora leaves routers as they are, with all experts; leave it out",
+        ),
+        (
+            ["routing", "model.balance=bias", "techniques=[adapter]"],
+            "model.balance: bias, and adapter leaves routers as they are, with the bias they have; leave it out",
+        ),
+        (["multitask", "techniques=[lora]"], "techniques: lora does not go with several tasks; leave it out"),
+        (["recall", "techniques=[maml]"], "techniques: maml does not go with recall, whose facts are made up"),
+        (["recall/lasting", "techniques=[lora, ewc]"], "techniques: ewc does not go with recall"),
+        (["recall", "techniques=[replay]"], "techniques: replay does not go with recall"),
+        (["recall", "data.path=x"], "the data of recall is made up as it is needed; leave out path and kind"),
+        (["recall", "data.train.path=x"], "the data of recall is made up as it is needed; leave out path and kind"),
+        (["recall", "data.num_pairs=16", "data.num_keys=9"], "num_pairs: 16 facts of 9 keys; raise num_keys to 16"),
+        (["recall/lasting", "model.memory.episodic_slots=4"], "cannot hold 288 facts; raise it to 224"),
+        (["recall", "model.kind=hybrid", "model.attention_every=1"], "attention_every: 1, and no layer would have a"),
+        (
+            ["recall", "model.kind=hybrid", "model.attention_every=3"],
+            "attention_every: 3, and no layer of 2 would have",
+        ),
+        (["multitask", "data.weights=foo"], "expected one of fixed, uncertainty, pcgrad, dynamic, got 'foo'"),
+        (["routing", "data.online.replay=1.5"], "data.online.replay: must be less than 1, got 1.5"),
+        (["routing", "data.online.replay=1"], "data.online.replay: must be less than 1, got 1"),
+        (["language", DISTILL, "training.compile=true"], "training.compile: true, and techniques.distill.hidden"),
+        (["language", "model.num_heads=2", "model.num_kv_heads=4"], "num_heads 2 is not a multiple of num_kv_heads 4"),
+        (["language", "model.head_size=7"], "head_size 7 is odd"),
+        (["classify", "model.num_heads=3"], "hidden_size 128 does not give each of 3 heads an even number"),
+        (["language", DISTILL], "techniques.distill.teacher: there is no run and no folder at nowhere"),
+    ],
+)
+def test_plan_refuses_what_train_refuses_in_the_same_words(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, "plan", *words, "--check")
+    if "nowhere" not in words[-1]:  # that one train only says with the data at hand
+        assert message in refused(capsys, "train", *words, f"output_dir={tmp_path}")
+        assert list(tmp_path.iterdir()) == [], "nothing was begun"
+
+
+def test_what_a_part_leaves_to_another_file_is_no_contradiction(tmp_path: Path) -> None:
+    part = {"task": "classify", "techniques": ["ewc"]}
+    assert check_recipe([part]).recipe.techniques[0].name == "ewc"
+    with pytest.raises(UsageError, match="one after the other"):
+        check_recipe([part, {"data.train.path": "x.csv"}])
+    # A part under `needs` learns from the sequence of whoever needs it.
+    sources = [{"kind": "embedded", "name": name, "labels": [number]} for number, name in enumerate("ab")]
+    teacher = {"recipe": "classify/image", "settings": {"techniques": ["replay"]}}
+    whole = load_recipe(["classify/image", {"data.sources": sources, "data.mixture": "sequence", "needs.x": teacher}])
+    from bottega.tasks.dependencies import dependency_recipe
+
+    assert dependency_recipe(whole.recipe, "x").data.mixture == "sequence"
+
+
+def test_a_finished_run_is_opened_although_its_teacher_is_gone() -> None:
+    distilled = {"techniques": [{"name": "distill", "options": {"teacher": "gone"}}]}
+    assert load_recipe(["language", distilled]).recipe.techniques
+
+
+def test_plan_tells_the_methods_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "techniques=[{name: lora, options: {rank: 4, targets: [q_proj, v_proj]}}]",
+        "lr=auto",
+        "data.split.folds=5",
+    ]
+    assert cli.main(["plan", "language", *words, "data.validation={}", "--check"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    lines = lines[[line.startswith("bottega: valid") for line in lines].index(True) :]
+    assert lines[1] == "bottega: techniques: lora (rank 4, dropout 0, targets [q_proj, v_proj])"
+    assert lines[2].startswith("bottega: training.learning_rate: auto, found by a range test")
+    assert lines[3].startswith("bottega: data.split: fold 0 of 5 is held out; bottega crossval")
+    assert cli.main(["plan", "language", "--check"]) == 0
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+FILE = """\
+extends: classify/image
+techniques:
+  - name: lora
+    options:
+      rank: 4
+data:
+  sources:
+    - kind: embedded
+      labels: [0]
+"""
+
+
+def test_the_command_line_is_blamed_for_what_it_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, later = tmp_path / "my.yaml", tmp_path / "later.yaml"
+    mine.write_text(FILE)
+    for word, key in (
+        ("techniques=[{name: lora, options: {rank: 0}}]", "techniques.0.options: rank: "),
+        ("data.sources=[{kind: embedded, labels: []}]", "data.sources.0.labels: "),
+    ):
+        said = refused(capsys, "plan", str(mine), word, "--check")
+        assert said.startswith(f"bottega: command line: {key}"), said
+    later.write_text("seed: 1\ntechniques: [{name: lora, options: {rank: 0}}]\n")
+    assert refused(capsys, "plan", str(mine), str(later), "--check").startswith(f"bottega: {later}:2: techniques.0")
+    mine.write_text(FILE.replace("rank: 4", "rank: 0"))
+    assert refused(capsys, "plan", str(mine), "seed=1", "--check").startswith(
+        f"bottega: {mine}:4: techniques.0.options"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.sources.0.labels=[0,99]", "data.sources.0.labels: a list is given whole: data.sources=[{…}]"),
+        ("techniques.0.options.rank=3", "techniques.0.options.rank: a list is given whole: techniques=[{…}]"),
+        ("--training.groups.0.scale", "--training.groups.0.scale: a list is given whole: training.groups=[{…}]"),
+        ("techniques=lora", "techniques: expected a list, got 'lora'; write [lora]"),
+        ("techniques=lora,ewc", "techniques: expected a list, got 'lora,ewc'; write [lora, ewc]"),
+        ("training.freeze=backbone", "training.freeze: expected a list, got 'backbone'; write [backbone]"),
+        ("techniques=[{name: adapter, options: {train: head}}]", "train: expected a list, got 'head'; write [head]"),
+    ],
+)
+def test_how_a_list_is_written(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(capsys, "plan", "classify/image", word, "--check")
+
+
+def test_an_item_changed_by_itself_in_a_dict_is_told_the_same() -> None:
+    with pytest.raises(UsageError, match=r"data\.sources: expected a list, .*a list is given whole"):
+        check_recipe(["classify/image", {"data.sources.0.labels": [0]}])
+
+
+def test_a_resumed_run_names_the_option_that_changed(tmp_path: Path, text_file: Path) -> None:
+    def begun(*techniques: Any) -> None:
+        train(tmp_path, text_file, **{"name": "x", "training.max_steps": 2, "techniques": list(techniques)})
+
+    begun({"name": "lora", "options": {"rank": 4, "targets": ["q_proj"]}})
+    for techniques, said in (
+        ([{"name": "lora", "options": {"rank": 3, "targets": ["q_proj"]}}], r"techniques\.0\.options\.rank: 4 -> 3"),
+        ([{"name": "lora", "options": {"rank": 4}}], r"techniques\.0\.options\.targets: \['q_proj'\] -> None"),
+        (["adapter"], r"techniques\.0\.name: lora -> adapter"),
+        ([{"name": "lora", "options": {"rank": 4}}, "maml"], r"techniques: \[lora\] -> \[lora, maml\]"),
+        ([], r"techniques: \[lora\] -> \[\]"),
+    ):
+        with pytest.raises(UsageError, match=rf"another recipe \({said}\); choose"):
+            begun(*techniques)
+
+
+def test_the_ledger_calls_a_source_by_its_name(tmp_path: Path) -> None:
+    paths = [write_text(tmp_path / f"{name}.txt", seed=number) for number, name in enumerate("ab")]
+    sources = [{"path": str(paths[0]), "name": "mails"}, {"path": str(paths[1])}]
+    run = train(tmp_path, paths[0], **{"name": "two", "data.train.path": None, "data.sources": sources})
+    described = [
+        text for step in (1, 2, 3, 4) for text in list_step_samples(run.path, step=step, replay=False)["described"]
+    ]
+    assert {text.split(": ")[0] for text in described} == {"mails", "data.sources[1]"}
+
+
+def _farewell(text: str) -> list[str]:
+    return [line.strip() for line in text[text.index("next:") :].removeprefix("next:").splitlines()]
+
+
+def _words(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def test_what_to_try_next(tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = small_texts.settings(tmp_path, **{"name": "texts", "training.max_steps": 1})
+    assert cli.main(["train", "classify", *_words(texts)]) == 0
+    run = tmp_path / "texts"
+    command = f'bottega predict {run} "a text of yours"'
+    assert _farewell(capsys.readouterr().err)[-3:] == [f"bottega evaluate {run}", f"bottega export {run}", command]
+    assert cli.main(["train", "classify", *_words(texts), "--quiet"]) == 0
+    assert capsys.readouterr().err == ""
+
+    parts = {**small_parts.settings(tmp_path / "parts"), "name": "parts", "training.max_steps": 1}
+    assert cli.main(["train", "multitask", *_words(parts)]) == 0
+    run = tmp_path / "parts" / "parts"
+    said = _farewell(capsys.readouterr().err)
+    assert said[-1] == f'bottega predict {run} "a text of yours"'
+    assert said[0] == f"bottega generate {run} --part text", "the text is the user's own, so no prompt of ours"
+
+
+def test_prompts_for_the_data_that_come_with_the_program_go_with_them(tmp_path: Path) -> None:
+    def prompts(*sources: Any) -> tuple[str, ...]:
+        return load_recipe(list(sources)).recipe.samples.prompts  # type: ignore[attr-defined]
+
+    mine = tmp_path / "mine.yaml"
+    mine.write_text('extends: language\nsamples: {prompts: ["Dear "]}\n')
+    other = {"data.train.path": "x.txt"}
+    assert prompts("language") == ("def ",)
+    assert prompts("language", other) == ("\n",)
+    assert prompts("language", {"data.sources": [{"path": "x.txt"}]}) == ("\n",)
+    assert prompts("language", {**other, "samples.prompts": ["def "]}) == ("def ",)
+    assert prompts(str(mine), other) == ("Dear ",), "said by the user, for whatever data"
+
+
+def test_every_bundled_recipe_is_in_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    table = page[page.index("## Bundled recipes") :]
+    first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    listed = [name.strip(" `") for cell in first for name in cell.split(",")]
+    assert sorted(listed) == bundled_recipes.list_recipe_names()
+
+
+def test_the_library_refuses_them_too(tmp_path: Path, text_file: Path) -> None:
+    with pytest.raises(UsageError, match="techniques: lora and adapter change the same layers"):
+        bottega.train("language", {"data.train.path": str(text_file), "techniques": ["lora", "adapter"]})

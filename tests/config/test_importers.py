@@ -1,0 +1,862 @@
+"""Other trainers' configurations become recipes that load, and no key of them gets lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bottega import cli
+from bottega.config.importers import FORMATS, axolotl, detect_format, lightning, llamafactory, trainer, translate_config
+from bottega.config.importers.import_report import format_report
+from bottega.config.importers.translation import UNKNOWN_REASON, Translation, iterate_leaves
+from bottega.config.load import get_global_batch_size
+from bottega.config.yaml_io import parse_yaml
+from bottega.core.errors import UsageError
+from bottega.tasks.recipes import check_recipe, import_file
+from bottega.tasks.registry import TASKS
+
+AXOLOTL = """\
+base_model: lab/quill-1b
+model_type: AutoModelForCausalLM
+tokenizer_type: AutoTokenizer
+load_in_8bit: false
+load_in_4bit: true
+strict: false
+datasets:
+  - path: corpus/letters.jsonl
+    type: completion
+    field: body
+  - path: lab/questions
+    type: alpaca
+    split: train
+    name: short
+    shards: 4
+val_set_size: 0.02
+output_dir: ./outputs/letters
+sequence_len: 4096
+sample_packing: true
+pad_to_sequence_len: true
+adapter: qlora
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_modules: [q_proj, v_proj]
+lora_modules_to_save: [embed_tokens]
+wandb_project: letters
+wandb_entity:
+wandb_log_model:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 3
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+cosine_min_lr_ratio: 0.1
+learning_rate: "2e-4"
+weight_decay: 0.01
+adam_beta2: 0.95
+max_grad_norm: 0.5
+bf16: auto
+fp16:
+tf32: true
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+early_stopping_patience: 4
+resume_from_checkpoint:
+logging_steps: 5
+flash_attention: true
+warmup_ratio: 0.03
+evals_per_epoch: 4
+saves_per_epoch: 2
+save_total_limit: 2
+deepspeed: configs/zero3_offload.json
+chat_template: chatml
+special_tokens: {pad_token: "<pad>"}
+hub_token: very-secret
+"""
+
+LLAMAFACTORY = """\
+model_name_or_path: lab/quill-1b
+trust_remote_code: true
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: q_proj,v_proj
+dataset: letters,answers
+template: llama3
+cutoff_len: 2048
+max_samples: 5000
+overwrite_cache: true
+preprocessing_num_workers: 16
+dataloader_num_workers: 4
+output_dir: saves/quill/lora
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+save_only_model: false
+report_to: wandb
+run_name: quill
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+val_size: 0.1
+per_device_eval_batch_size: 1
+eval_strategy: steps
+eval_steps: 250
+neftune_noise_alpha: 5
+flash_attn: fa2
+deepspeed: examples/ds_z2_config.json
+"""
+
+TRAINER: dict[str, Any] = {
+    "output_dir": "out",
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 32,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 4.0,
+    "max_steps": -1,
+    "learning_rate": 3e-5,
+    "weight_decay": 0.01,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.98,
+    "adam_epsilon": 1e-6,
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "polynomial",
+    "lr_scheduler_kwargs": {"power": 2.0, "lr_end": 1e-6},
+    "warmup_ratio": 0.06,
+    "warmup_steps": 0,
+    "optim": "adamw_torch_fused",
+    "label_smoothing_factor": 0.1,
+    "fp16": True,
+    "bf16": False,
+    "eval_strategy": "epoch",
+    "eval_steps": None,
+    "save_strategy": "epoch",
+    "save_steps": 500,
+    "save_total_limit": 2,
+    "logging_strategy": "steps",
+    "logging_steps": 50,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_accuracy",
+    "greater_is_better": True,
+    "seed": 7,
+    "data_seed": None,
+    "dataloader_num_workers": 2,
+    "dataloader_prefetch_factor": 4,
+    "report_to": ["tensorboard", "mlflow"],
+    "hub_token": "<HUB_TOKEN>",
+    "fsdp": [],
+    "fsdp_config": {"min_num_params": 0, "xla": False},
+    "accelerator_config": {"split_batches": False},
+    "torch_compile": True,
+}
+
+LIGHTNING = """\
+seed_everything: 11
+trainer:
+  accelerator: gpu
+  devices: 2
+  strategy: ddp
+  precision: bf16-mixed
+  max_epochs: 20
+  accumulate_grad_batches: 4
+  gradient_clip_val: 0.5
+  gradient_clip_algorithm: norm
+  val_check_interval: 0.25
+  log_every_n_steps: 25
+  limit_val_batches: 40
+  num_sanity_val_steps: 2
+  logger:
+    class_path: lightning.pytorch.loggers.WandbLogger
+    init_args: {project: quill, name: first, tags: [a, b], log_model: all}
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {monitor: val_acc, mode: max, save_top_k: 2, filename: best}
+    - class_path: EarlyStopping
+      init_args: {monitor: val/loss, patience: 5, min_delta: 0.001}
+    - class_path: LearningRateMonitor
+    - class_path: my.Callback
+      init_args: {depth: 2}
+model:
+  class_path: my.Classifier
+  init_args: {width: 128, dropout: 0.1}
+data:
+  class_path: my.Photos
+  init_args: {data_dir: photos, batch_size: 32, num_workers: 3}
+optimizer:
+  class_path: torch.optim.AdamW
+  init_args: {lr: 0.001, betas: [0.9, 0.95]}
+lr_scheduler:
+  class_path: torch.optim.lr_scheduler.CosineAnnealingLR
+  init_args: {T_max: 20, eta_min: 1.0e-5}
+ckpt_path: null
+"""
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "axolotl": parse_yaml(AXOLOTL, "axolotl").value,
+    "llamafactory": parse_yaml(LLAMAFACTORY, "llamafactory").value,
+    "trainer": TRAINER,
+    "lightning": parse_yaml(LIGHTNING, "lightning").value,
+}
+
+BASES: dict[str, dict[str, Any]] = {
+    "axolotl": {"base_model": "lab/quill", "micro_batch_size": 2},
+    "llamafactory": {"model_name_or_path": "lab/quill", "stage": "pt", "finetuning_type": "full"},
+    "trainer": {"output_dir": "out"},
+    "lightning": {"trainer": {"max_epochs": 3}},
+}
+ANY = "axolotl llamafactory trainer"
+HUGGING = "llamafactory trainer"
+
+# Formats, a snippet of theirs, our dotted key, our value.
+TABLE: list[tuple[str, str, str, Any]] = [
+    ("axolotl", "base_model: x/y", "model.from", "x/y"),
+    (HUGGING, "model_name_or_path: x/y", "model.from", "x/y"),
+    (ANY, "learning_rate: '1e-5'", "training.learning_rate", 1e-5),
+    (ANY, "weight_decay: 0.2", "training.weight_decay", 0.2),
+    (ANY, "max_steps: 70", "training.max_steps", 70),
+    (HUGGING, "num_train_epochs: 3.0", "training.num_epochs", 3),
+    (HUGGING, "num_train_epochs: 2.5", "training.num_epochs", 3),
+    ("axolotl", "num_epochs: 4", "training.num_epochs", 4),
+    ("axolotl", "micro_batch_size: 3", "training.batch_size", 3),
+    ("axolotl", "{micro_batch_size: 2, batch_size: 16}", "training.gradient_accumulation_steps", 8),
+    ("axolotl", "{micro_batch_size: 2, batch_size: 16}", "training.batch_size", 2),
+    ("axolotl", "eval_batch_size: 5", "evaluation.batch_size", 5),
+    (HUGGING, "per_device_train_batch_size: 3", "training.batch_size", 3),
+    (HUGGING, "per_gpu_train_batch_size: 3", "training.batch_size", 3),
+    (HUGGING, "per_device_eval_batch_size: 5", "evaluation.batch_size", 5),
+    (HUGGING, "auto_find_batch_size: true", "training.micro_batch_size", "auto"),
+    (ANY, "gradient_accumulation_steps: 6", "training.gradient_accumulation_steps", 6),
+    (HUGGING, "optim: adamw_torch_fused", "training.optimizer.name", "adamw"),
+    (HUGGING, "optim: adamw_bnb_8bit", "training.optimizer.name", "adamw"),
+    (HUGGING, "optim: paged_lion_8bit", "training.optimizer.name", "lion"),
+    (HUGGING, "optim: lion_32bit", "training.optimizer.betas", [0.9, 0.999]),
+    (HUGGING, "optim: sgd", "training.optimizer.momentum", 0.0),
+    (HUGGING, "optim: adafactor", "training.optimizer.name", "adafactor"),
+    ("axolotl", "optimizer: muon", "training.optimizer.name", "muon"),
+    ("axolotl", "optimizer: paged_adamw_32bit", "training.optimizer.name", "adamw"),
+    ("llamafactory", "use_muon: true", "training.optimizer.name", "muon"),
+    (ANY, "adam_beta1: 0.8", "training.optimizer.betas", [0.8, 0.999]),
+    (ANY, "{adam_beta1: 0.8, adam_beta2: 0.95}", "training.optimizer.betas", [0.8, 0.95]),
+    (ANY, "adam_epsilon: 1e-6", "training.optimizer.eps", 1e-6),
+    (ANY, "max_grad_norm: 0.3", "training.max_grad_norm", 0.3),
+    (ANY, "max_grad_norm: 0", "training.max_grad_norm", None),
+    ("axolotl", "lr_scheduler: linear", "training.scheduler.name", "linear"),
+    ("axolotl", "lr_scheduler: one_cycle", "training.scheduler.name", "one_cycle"),
+    ("axolotl", "cosine_min_lr_ratio: 0.1", "training.scheduler.min_ratio", 0.1),
+    (HUGGING, "lr_scheduler_type: constant_with_warmup", "training.scheduler.name", "constant"),
+    (HUGGING, "lr_scheduler_type: inverse_sqrt", "training.scheduler.name", "inverse_sqrt"),
+    (HUGGING, "lr_scheduler_type: warmup_stable_decay", "training.scheduler.name", "wsd"),
+    (HUGGING, "lr_scheduler_type: polynomial", "training.scheduler.eta_min", 1e-7),
+    (HUGGING, "lr_scheduler_type: reduce_lr_on_plateau", "training.scheduler.patience", 10),
+    (HUGGING, "lr_scheduler_type: reduce_lr_on_plateau", "training.scheduler.factor", 0.1),
+    (
+        HUGGING,
+        "{lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr: 1e-6}}",
+        "training.scheduler.eta_min",
+        1e-6,
+    ),
+    (HUGGING, "lr_scheduler_kwargs: {min_lr_rate: 0.1}", "training.scheduler.min_ratio", 0.1),
+    (
+        HUGGING,
+        "{lr_scheduler_type: cosine_with_restarts, lr_scheduler_kwargs: {num_cycles: 3}}",
+        "training.scheduler.cycles",
+        3,
+    ),
+    (
+        HUGGING,
+        "{max_steps: 200, lr_scheduler_kwargs: {num_decay_steps: 50}}",
+        "training.scheduler.decay_fraction",
+        0.25,
+    ),
+    (ANY, "warmup_steps: 30", "training.scheduler.warmup_steps", 30),
+    (ANY, "warmup_ratio: 0.05", "training.scheduler.warmup_steps", "5%"),
+    (ANY, "{warmup_steps: 10, warmup_ratio: 0.05}", "training.scheduler.warmup_steps", 10),
+    (HUGGING, "{warmup_steps: 0, warmup_ratio: 0.05}", "training.scheduler.warmup_steps", "5%"),
+    (HUGGING, "warmup_steps: 0.1", "training.scheduler.warmup_steps", "10%"),
+    (ANY, "bf16: true", "training.mixed_precision", "bf16"),
+    (ANY, "bf16: auto", "training.mixed_precision", "auto"),
+    (ANY, "{fp16: true, bf16: false}", "training.mixed_precision", "fp16"),
+    (ANY, "{fp16: false, bf16: false}", "training.mixed_precision", "fp32"),
+    ("axolotl", "float32: true", "training.mixed_precision", "fp32"),
+    ("axolotl", "bfloat16: true", "training.mixed_precision", "bf16"),
+    ("llamafactory", "pure_bf16: true", "training.mixed_precision", "bf16"),
+    (ANY, "gradient_checkpointing: true", "training.gradient_checkpointing", True),
+    ("axolotl", "gradient_checkpointing: offload", "training.gradient_checkpointing", True),
+    ("llamafactory", "disable_gradient_checkpointing: true", "training.gradient_checkpointing", False),
+    (ANY, "torch_compile: true", "training.compile", True),
+    (ANY, "dataloader_num_workers: 4", "data.workers", 4),
+    (ANY, "dataloader_pin_memory: false", "data.pin_memory", False),
+    (ANY, "{dataloader_prefetch_factor: 3, dataloader_num_workers: 2}", "data.prefetch", 6),
+    (HUGGING, "label_smoothing_factor: 0.1", "training.label_smoothing", 0.1),
+    (HUGGING, "ema_decay: 0.999", "training.ema", 0.999),
+    (ANY, "eval_steps: 50", "evaluation.every", 50),
+    (ANY, "eval_steps: 0.1", "evaluation.every", "10%"),
+    (ANY, "eval_strategy: epoch", "evaluation.every", "1 epoch"),
+    (HUGGING, "evaluation_strategy: 'no'", "evaluation.every", None),
+    (HUGGING, "{eval_strategy: steps, logging_steps: 25}", "evaluation.every", 25),
+    (ANY, "save_steps: 60", "checkpoint.every", 60),
+    (ANY, "save_strategy: epoch", "checkpoint.every", "1 epoch"),
+    (ANY, "save_strategy: no", "checkpoint.every", None),
+    ("axolotl", "saves_per_epoch: 2", "checkpoint.every", "0.5 epochs"),
+    ("axolotl", "evals_per_epoch: 3", "evaluation.every", "0.333333 epochs"),
+    (ANY, "logging_steps: 7", "logging.every", 7),
+    (HUGGING, "logging_strategy: epoch", "logging.every", "1 epoch"),
+    (ANY, "save_total_limit: 2", "checkpoint.keep", 2),
+    (ANY, "metric_for_best_model: eval_loss", "evaluation.metric", "loss"),
+    (ANY, "metric_for_best_model: eval_perplexity", "evaluation.metric", "perplexity"),
+    ("trainer", "metric_for_best_model: eval_accuracy", "evaluation.metric", "accuracy"),
+    ("trainer", "metric_for_best_model: acc", "evaluation.metric", "accuracy"),
+    ("trainer", "metric_for_best_model: eval_f1", "evaluation.metric", "macro_f1"),
+    ("trainer", "metric_for_best_model: f1", "evaluation.metric", "macro_f1"),
+    (
+        "lightning",
+        "trainer: {callbacks: [{class_path: x.ModelCheckpoint, init_args: {monitor: val_acc, mode: max}}]}",
+        "evaluation.metric",
+        "accuracy",
+    ),
+    ("axolotl trainer", "early_stopping_patience: 2", "training.early_stopping.patience", 2),
+    ("trainer", "early_stopping_threshold: 0.1", "training.early_stopping.threshold", 0.1),
+    ("llamafactory", "early_stopping_steps: 2", "training.early_stopping.patience", 2),
+    (
+        "axolotl",
+        "{early_stopping_patience: 2, metric_for_best_model: ppl}",
+        "training.early_stopping.metric",
+        "perplexity",
+    ),
+    (ANY, "seed: 3", "seed", 3),
+    (ANY, "output_dir: here/there", "output_dir", "here/there"),
+    (HUGGING, "full_determinism: true", "deterministic", True),
+    (HUGGING, "use_cpu: true", "device", "cpu"),
+    ("axolotl", "device: cuda:0", "device", "cuda"),
+    (HUGGING, "run_name: mine", "logging.wandb.name", "mine"),
+    (HUGGING, "report_to: [wandb]", "logging.wandb.enabled", True),
+    (HUGGING, "report_to: none", "logging.tensorboard", False),
+    (HUGGING, "report_to: tensorboard", "logging.tensorboard", True),
+    ("axolotl", "use_tensorboard: true", "logging.tensorboard", True),
+    ("axolotl", "wandb_tags: [a, b]", "logging.wandb.tags", ["a", "b"]),
+    (ANY, "wandb_project: p", "logging.wandb.project", "p"),
+    (ANY, "wandb_entity: e", "logging.wandb.entity", "e"),
+    (ANY, "wandb_name: n", "logging.wandb.name", "n"),
+    (ANY, "wandb_mode: offline", "logging.wandb.offline", True),
+    (ANY, "wandb_mode: disabled", "logging.wandb.enabled", False),
+    (ANY, "deepspeed: ds/zero3.json", "distributed.strategy", "fsdp"),
+    (ANY, "deepspeed: ds/z2_offload.json", "distributed.offload", True),
+    (ANY, "deepspeed: {zero_optimization: {stage: 2}}", "distributed.strategy", "fsdp"),
+    (ANY, "deepspeed: {zero_optimization: {stage: 0}}", "distributed.strategy", "ddp"),
+    (ANY, "fsdp: [full_shard, auto_wrap]", "distributed.strategy", "fsdp"),
+    (ANY, "fsdp: full_shard offload", "distributed.offload", True),
+    ("axolotl", "{fsdp_version: 2, fsdp_config: {offload_params: true}}", "distributed.offload", True),
+    (
+        "axolotl",
+        "{fsdp: [full_shard], fsdp_config: {activation_checkpointing: true}}",
+        "training.gradient_checkpointing",
+        True,
+    ),
+    ("axolotl", "sequence_len: 512", "data.sequence_length", 512),
+    ("llamafactory", "cutoff_len: 512", "data.sequence_length", 512),
+    ("trainer", "block_size: 512", "data.sequence_length", 512),
+    ("axolotl", "sample_packing: true", "data.separate_documents", True),
+    ("axolotl", "sample_packing: false", "data.padding", True),
+    ("llamafactory", "neat_packing: true", "data.separate_documents", True),
+    ("llamafactory", "packing: false", "data.padding", True),
+    ("axolotl", "val_set_size: 0.1", "data.validation.split", 0.1),
+    ("axolotl", "val_set_size: 0", "data.validation", None),
+    ("llamafactory", "val_size: 0.1", "data.validation.split", 0.1),
+    ("llamafactory", "max_samples: 90", "data.limit", 90),
+    ("axolotl", "tokenizer_config: x/t", "data.tokenizer.path", "x/t"),
+    ("axolotl", "dataset_exact_deduplication: true", "data.deduplicate.method", "exact"),
+    ("axolotl", "datasets: [{path: a/b.jsonl, type: completion}]", "data.train.path", "a/b.jsonl"),
+    ("axolotl", "datasets: [{path: a/b.jsonl, type: completion}]", "data.train.field", "text"),
+    ("axolotl", "datasets: [{path: a/b.jsonl, field: body}]", "data.train.field", "body"),
+    ("axolotl", "datasets: [{path: lab/set, name: en, split: dev}]", "data.train.kind", "huggingface"),
+    ("axolotl", "datasets: [{path: lab/set, name: en, split: dev}]", "data.train.subset", "en"),
+    ("axolotl", "datasets: [{path: lab/set, name: en, split: dev}]", "data.train.split", "dev"),
+    ("axolotl", "datasets: [{path: json, data_files: a.jsonl}]", "data.train.path", "a.jsonl"),
+    ("axolotl", "datasets: [{path: ./dump, ds_type: parquet}]", "data.train.kind", "parquet"),
+    ("axolotl", "datasets: [{path: a.txt}, {path: b.txt}]", "data.sources", [{"path": "a.txt"}, {"path": "b.txt"}]),
+    ("axolotl", "datasets: [{path: a.txt}, {path: b.txt}]", "data.mixture", "concatenate"),
+    ("axolotl", "test_datasets: [{path: t.jsonl}]", "data.validation.path", "t.jsonl"),
+    ("axolotl", "pretraining_dataset: [{path: p.jsonl, text_column: body}]", "data.train.field", "body"),
+    ("axolotl", "pretraining_dataset: lab/web", "data.train.path", "lab/web"),
+    ("trainer", "train_file: t.csv", "data.train.path", "t.csv"),
+    ("trainer", "validation_file: v.csv", "data.validation.path", "v.csv"),
+    ("trainer", "test_file: v.csv", "data.test.path", "v.csv"),
+    ("trainer", "dataset_name: lab/set", "data.train.kind", "huggingface"),
+    ("trainer", "dataset_config_name: en", "data.train.subset", "en"),
+    ("trainer", "validation_split_percentage: 5", "data.validation.split", 0.05),
+    ("trainer", "max_train_samples: 9", "data.limit", 9),
+    ("trainer", "text_column_name: body", "data.train.field", "body"),
+    ("trainer", "label_column_name: kind", "data.train.label", "kind"),
+    ("trainer", "tokenizer_name: x/t", "data.tokenizer.path", "x/t"),
+    ("axolotl", "{adapter: lora, lora_r: 4}", "techniques.0.options.rank", 4),
+    ("axolotl", "{adapter: lora, lora_alpha: 4}", "techniques.0.options.alpha", 4),
+    ("axolotl", "{adapter: lora, lora_dropout: 0.1}", "techniques.0.options.dropout", 0.1),
+    ("axolotl", "{adapter: lora, lora_target_linear: true}", "techniques.0.options.targets", "all-linear"),
+    ("axolotl", "{adapter: qlora, lora_target_modules: [q]}", "techniques.0.options.targets", ["q"]),
+    ("llamafactory", "finetuning_type: lora", "techniques.0.name", "lora"),
+    ("llamafactory", "{finetuning_type: lora, lora_rank: 4}", "techniques.0.options.alpha", 8),
+    ("llamafactory", "{finetuning_type: lora, lora_alpha: 4}", "techniques.0.options.alpha", 4),
+    ("llamafactory", "{finetuning_type: lora, lora_target: all}", "techniques.0.options.targets", "all-linear"),
+    ("llamafactory", "stage: sft", "task", "language"),
+    ("lightning", "trainer: {max_steps: 80}", "training.max_steps", 80),
+    ("lightning", "trainer: {max_epochs: 8}", "training.num_epochs", 8),
+    ("lightning", "trainer: {accelerator: gpu}", "device", "cuda"),
+    ("lightning", "trainer: {devices: 2, num_nodes: 3}", "distributed.processes", 6),
+    ("lightning", "trainer: {num_nodes: 3}", "distributed.machines", 3),
+    ("lightning", "trainer: {strategy: ddp_find_unused_parameters_true}", "distributed.strategy", "ddp"),
+    ("lightning", "trainer: {strategy: deepspeed_stage_3_offload}", "distributed.offload", True),
+    ("lightning", "trainer: {strategy: {class_path: FSDPStrategy}}", "distributed.strategy", "fsdp"),
+    ("lightning", "trainer: {precision: 16-mixed}", "training.mixed_precision", "fp16"),
+    ("lightning", "trainer: {precision: 32}", "training.mixed_precision", "fp32"),
+    ("lightning", "trainer: {precision: bf16-true}", "training.mixed_precision", "bf16"),
+    ("lightning", "trainer: {gradient_clip_val: 0.3}", "training.max_grad_norm", 0.3),
+    ("lightning", "trainer: {log_every_n_steps: 9}", "logging.every", 9),
+    ("lightning", "trainer: {val_check_interval: 0.5}", "evaluation.every", "0.5 epochs"),
+    ("lightning", "trainer: {val_check_interval: 100, accumulate_grad_batches: 4}", "evaluation.every", 25),
+    ("lightning", "trainer: {check_val_every_n_epoch: 2}", "evaluation.every", "2 epochs"),
+    ("lightning", "trainer: {limit_val_batches: 5}", "evaluation.max_batches", 5),
+    ("lightning", "trainer: {limit_val_batches: 0}", "data.validation", None),
+    ("lightning", "trainer: {default_root_dir: here}", "output_dir", "here"),
+    ("lightning", "trainer: {deterministic: warn}", "deterministic", True),
+    ("lightning", "trainer: {logger: false}", "logging.tensorboard", False),
+    (
+        "lightning",
+        "trainer: {logger: [{class_path: x.WandbLogger, init_args: {entity: e}}]}",
+        "logging.wandb.entity",
+        "e",
+    ),
+    (
+        "lightning",
+        "trainer: {logger: {class_path: WandbLogger, init_args: {offline: true}}}",
+        "logging.wandb.offline",
+        True,
+    ),
+    (
+        "lightning",
+        "trainer: {callbacks: {class_path: EarlyStopping, init_args: {patience: 9}}}",
+        "training.early_stopping.patience",
+        9,
+    ),
+    (
+        "lightning",
+        "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 9}}]}",
+        "checkpoint.every",
+        9,
+    ),
+    (
+        "lightning",
+        "trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {save_top_k: 2}}]}",
+        "checkpoint.keep",
+        2,
+    ),
+    (
+        "lightning",
+        "trainer: {callbacks: [{class_path: EMAWeightAveraging, init_args: {decay: 0.99}}]}",
+        "training.ema",
+        0.99,
+    ),
+    ("lightning", "seed_everything: 4", "seed", 4),
+    ("lightning", "data: {batch_size: 6}", "training.batch_size", 6),
+    ("lightning", "data: {init_args: {num_workers: 6}}", "data.workers", 6),
+    ("lightning", "model: {init_args: {learning_rate: 0.1}}", "training.learning_rate", 0.1),
+    ("lightning", "model: {init_args: {model_name_or_path: x/y}}", "model.from", "x/y"),
+    ("lightning", "optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}", "training.optimizer.momentum", 0.0),
+    ("lightning", "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}", "training.weight_decay", 0.01),
+    (
+        "lightning",
+        "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.1}}",
+        "training.scheduler.name",
+        "constant",
+    ),
+    (
+        "lightning",
+        "optimizer: {class_path: Adam, init_args: {weight_decay: 0.1, eps: 1e-6}}",
+        "training.optimizer.eps",
+        1e-6,
+    ),
+    (
+        "lightning",
+        "lr_scheduler: {class_path: x.CosineAnnealingLR, init_args: {eta_min: 1e-6}}",
+        "training.scheduler.eta_min",
+        1e-6,
+    ),
+    (
+        "lightning",
+        "lr_scheduler: {class_path: x.OneCycleLR, init_args: {pct_start: 0.2}}",
+        "training.scheduler.warmup_steps",
+        "20%",
+    ),
+    (
+        "lightning",
+        "lr_scheduler: {class_path: x.ExponentialLR, init_args: {gamma: 0.5}}",
+        "training.scheduler.gamma",
+        0.125,
+    ),
+    ("lightning", "lr_scheduler: {class_path: x.ReduceLROnPlateau}", "training.scheduler.patience", 10),
+]
+ROWS = [(kind, snippet, key, value) for kinds, snippet, key, value in TABLE for kind in kinds.split()]
+
+
+def sheet_of(kind: str, said: dict[str, Any]) -> Translation:
+    return translate_config(TASKS, Path("theirs.yaml"), said, kind)
+
+
+def at(recipe: Any, key: str) -> Any:
+    for part in key.split("."):
+        recipe = recipe[int(part)] if isinstance(recipe, list) else recipe[part]
+    return recipe
+
+
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    both = {**base, **more}
+    if "trainer" in base and "trainer" in more:
+        both["trainer"] = {**({} if "max_steps" in more["trainer"] else base["trainer"]), **more["trainer"]}
+    return both
+
+
+def assert_nothing_is_lost(sheet: Translation, said: dict[str, Any]) -> None:
+    mapped = [row.source_key for row in sheet.mapped if not row.is_default]
+    unmapped = [left.source_key for left in sheet.unmapped]
+    assert len(unmapped) == len(set(unmapped))
+    assert not set(mapped) & set(unmapped)
+    assert {*mapped, *unmapped} == {key for key, _ in iterate_leaves(said)}
+    recipe = sheet.to_recipe()
+    check_recipe([recipe])
+    for row in sheet.mapped:
+        assert at(recipe, row.recipe_key) == row.recipe_value, row
+
+
+@pytest.mark.parametrize(("kind", "snippet", "key", "value"), ROWS)
+def test_a_key_becomes_ours(kind: str, snippet: str, key: str, value: Any) -> None:
+    said = merged(BASES[kind], parse_yaml(snippet, "snippet").value)
+    sheet = sheet_of(kind, said)
+    got = at(sheet.to_recipe(), key)
+    assert got == pytest.approx(value) if isinstance(value, float) else got == value
+    assert_nothing_is_lost(sheet, said)
+    assert not [left for left in sheet.unmapped if left.category == "not understood"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_whole_configuration(kind: str, tmp_path: Path) -> None:
+    said = EXAMPLES[kind]
+    assert detect_format(Path("x"), said) == kind
+    path = tmp_path / ("theirs.json" if kind == "trainer" else "theirs.yaml")
+    path.write_text(json.dumps(said), encoding="utf-8")
+    found = import_file(path)
+    written = tmp_path / "theirs.bottega.yaml"
+    assert found["recipe"] == str(written)
+    text = written.read_text(encoding="utf-8")
+    assert text.startswith(f"# {path.name}, a configuration of ")
+    assert "very-secret" not in text + json.dumps(found) + format_report(found)
+    loaded = check_recipe([str(written)])
+    assert loaded.recipe == check_recipe([sheet_of(kind, said).to_recipe(), {"origin": "theirs.bottega"}]).recipe
+    assert_nothing_is_lost(sheet_of(kind, said), said)
+    for left in found["unmapped"]:
+        assert left["their_key"] in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "one"),
+    [("axolotl", (2, 4), 8), ("llamafactory", (1, 8), 8), ("trainer", (16, 2), 32), ("lightning", (32, 4), 128)],
+)
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_the_batch_is_theirs_on_any_number_of_processes(kind: str, size: tuple[int, int], one: int, world: int) -> None:
+    recipe = check_recipe([sheet_of(kind, EXAMPLES[kind]).to_recipe()]).recipe
+    assert (recipe.training.batch_size, recipe.training.gradient_accumulation_steps) == size
+    assert get_global_batch_size(recipe, world) == one * world
+
+
+@pytest.mark.parametrize("kind", ["llamafactory", "trainer"])
+def test_what_they_do_unasked_is_said(kind: str) -> None:
+    """Ours would be 3e-4, cosine, a decay of 0.1, 32 examples and the seed 0."""
+    recipe = check_recipe([sheet_of(kind, BASES[kind]).to_recipe()]).recipe
+    training = recipe.training
+    assert (training.learning_rate, training.weight_decay, training.scheduler.name) == (5e-5, 0.0, "linear")
+    assert (training.num_epochs, get_global_batch_size(recipe, 1), recipe.seed) == (3, 8, 42)
+    assert training.mixed_precision == "fp32"
+
+
+def test_lightning_does_not_clip_unasked() -> None:
+    training = check_recipe([sheet_of("lightning", BASES["lightning"]).to_recipe()]).recipe.training
+    assert training.max_grad_norm is None
+    assert training.mixed_precision == "fp32"
+
+
+REASONS = [
+    ("axolotl", "datasets: [{path: lab/x, type: alpaca}]", "datasets.0.type", "no counterpart"),
+    ("axolotl", "datasets: [{path: lab/x, type: {field_output: y}}]", "datasets.0.type.field_output", "no counterpart"),
+    ("axolotl", "rl: dpo", "rl", "no counterpart"),
+    ("axolotl", "{adapter: lora, peft_use_dora: true}", "peft_use_dora", "not built yet"),
+    ("axolotl", "lora_r: 8", "lora_r", "meaningless here"),
+    ("axolotl", "load_in_4bit: true", "load_in_4bit", "no counterpart"),
+    ("axolotl", "load_in_4bit: false", "load_in_4bit", "meaningless here"),
+    ("axolotl", "val_set_size: 500", "val_set_size", "no counterpart"),
+    ("axolotl", "optimizer: came_pytorch", "optimizer", "no counterpart"),
+    ("axolotl", "resume_from_checkpoint: a/b", "resume_from_checkpoint", "meaningless here"),
+    ("axolotl", "lora_model_dir: ${HOME}/x", "lora_model_dir", "not built yet"),
+    ("axolotl", "output_dir: ${HOME}/x", "output_dir", "not understood"),
+    ("axolotl", "learning_rate: fast", "learning_rate", "not understood"),
+    ("axolotl", "learning_rate: -1", "learning_rate", "not understood"),
+    ("llamafactory", "template: llama3", "template", "no counterpart"),
+    ("llamafactory", "dataset: a,b", "dataset", "no counterpart"),
+    ("llamafactory", "stage: dpo", "stage", "no counterpart"),
+    ("llamafactory", "use_dora: true", "use_dora", "not built yet"),
+    ("trainer", "{max_steps: 5, num_train_epochs: 3}", "num_train_epochs", "meaningless here"),
+    ("trainer", "{lr_scheduler_type: constant, warmup_steps: 9}", "warmup_steps", "meaningless here"),
+    ("trainer", "lr_scheduler_type: greedy", "lr_scheduler_type", "no counterpart"),
+    ("trainer", "neftune_noise_alpha: 5", "neftune_noise_alpha", "no counterpart"),
+    ("trainer", "tf32: true", "tf32", "meaningless here"),
+    ("trainer", "something_else: 5", "something_else", "no counterpart"),
+    (
+        "lightning",
+        "trainer: {gradient_clip_val: 1.0, gradient_clip_algorithm: value}",
+        "trainer.gradient_clip_val",
+        "no counterpart",
+    ),
+    ("lightning", "trainer: {precision: 64-true}", "trainer.precision", "no counterpart"),
+    ("lightning", "trainer: {callbacks: [{class_path: my.Own}]}", "trainer.callbacks.0.class_path", "no counterpart"),
+    ("lightning", "model: {class_path: my.Own}", "model.class_path", "no counterpart"),
+]
+
+
+@pytest.mark.parametrize(("kind", "snippet", "key", "why"), REASONS)
+def test_what_is_left_has_its_reason(kind: str, snippet: str, key: str, why: str) -> None:
+    said = merged(BASES[kind], parse_yaml(snippet, "snippet").value)
+    sheet = sheet_of(kind, said)
+    assert [left.category for left in sheet.unmapped if left.source_key == key] == [why]
+    assert_nothing_is_lost(sheet, said)
+
+
+def known(kind: str) -> set[str]:
+    """Their keys that have an answer of their own."""
+    tables = {
+        "axolotl": (axolotl.SKIPPED_KEYS, trainer.SKIPPED_KEYS),
+        "llamafactory": (llamafactory.SKIPPED_KEYS, trainer.SKIPPED_KEYS),
+        "trainer": (trainer.SKIPPED_KEYS,),
+        "lightning": (lightning.SKIPPED_KEYS,),
+    }[kind]
+    left = {key for table in tables for part in (table.nothing, table.later, table.idle) for key in part}
+    said = [parse_yaml(snippet, "s").value for name, snippet, _, _ in ROWS if name == kind]
+    return (
+        left
+        | {key for one in said for key, _ in iterate_leaves(one)}
+        | {key for key, _ in iterate_leaves(EXAMPLES[kind])}
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "snippet", "left"),
+    [
+        ("trainer", "metric_for_best_model: eval_rouge", ["metric_for_best_model"]),
+        ("axolotl", "metric_for_best_model: accuracy", ["metric_for_best_model"]),
+        ("trainer", "{metric_for_best_model: acc, greater_is_better: false}", ["greater_is_better"]),
+        ("trainer", "{metric_for_best_model: f1, greater_is_better: true}", []),
+        ("trainer", "greater_is_better: true", ["greater_is_better"]),
+    ],
+)
+def test_a_metric_that_nothing_measures_is_not_written(kind: str, snippet: str, left: list[str]) -> None:
+    sheet = sheet_of(kind, merged(BASES[kind], parse_yaml(snippet, "snippet").value))
+    assert [row.source_key for row in sheet.unmapped if row.category == "not understood"] == left
+    assert "mode" not in sheet.to_recipe().get("evaluation", {})
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_many_keys_are_known(kind: str) -> None:
+    assert len(known(kind)) >= (60 if kind != "lightning" else 50)
+    assert not [left.source_key for left in sheet_of(kind, EXAMPLES[kind]).unmapped if left.reason == UNKNOWN_REASON]
+
+
+# Every argument of transformers 5.
+ARGUMENTS = """
+output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
+warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules
+gradient_accumulation_steps average_tokens_across_devices max_grad_norm label_smoothing_factor bf16 fp16 bf16_full_eval
+fp16_full_eval tf32 gradient_checkpointing gradient_checkpointing_kwargs torch_compile torch_compile_backend
+torch_compile_mode use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps
+auto_find_batch_size logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
+include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
+trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay per_device_eval_batch_size
+prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
+include_for_metrics batch_eval_metrics save_only_model save_strategy save_steps save_on_each_node save_total_limit
+enable_jit_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu accelerator_config parallelism_config
+dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
+train_sampling_strategy length_column_name ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
+ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval
+do_predict resume_from_checkpoint local_rank
+"""
+
+
+@pytest.mark.parametrize("kind", ["trainer", "llamafactory"])
+def test_every_argument_is_known(kind: str) -> None:
+    sheet = sheet_of(kind, {**dict.fromkeys(ARGUMENTS.split(), "odd"), "seed": 1})
+    assert not [left.source_key for left in sheet.unmapped if left.reason == UNKNOWN_REASON]
+
+
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 10**6),
+    st.floats(),
+    st.sampled_from(
+        ["", "no", "auto", "steps", "epoch", "lora", "1e-4", "x/y", "a.json", "${HOME}", "cosine", "fp8", "\n# x"]
+    ),
+    st.just([]),
+    st.just({}),
+    st.lists(st.one_of(st.integers(0, 3), st.text(max_size=3)), max_size=3),
+    st.just([{"path": 3, "type": ["x"]}, {"class_path": "EarlyStopping", "init_args": {"patience": "x"}}, 5]),
+    st.just({"path": "a", "class_path": ["WandbLogger"], "stage": "x"}),
+)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_no_value_breaks_it_or_gets_lost(kind: str) -> None:
+    def block(keys: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+        return st.fixed_dictionaries({}, optional=dict.fromkeys(keys, values)).filter(bool)
+
+    names = sorted({key.split(".")[0] for key in known(kind)} - {"*"})
+    inner = sorted({key.split(".")[1] for key in known("lightning") if key.startswith("trainer.")})
+    outer = st.lists(st.sampled_from(names), min_size=1, max_size=12, unique=True).flatmap(block)
+    trainers = st.lists(st.sampled_from(inner), min_size=1, max_size=8, unique=True).flatmap(block)
+
+    @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+    @given(outer, trainers)
+    def check(said: dict[str, Any], inside: dict[str, Any]) -> None:
+        if kind == "lightning":
+            said = {**said, "trainer": inside}
+        said = {**said, **({"seed_everything": 1} if kind == "lightning" else {"seed": 1})}
+        assert_nothing_is_lost(sheet_of(kind, said), said)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        # A default may stand for a key that is there and empty, beside one that the loader refuses.
+        {"trainer": {"accumulate_grad_batches": None, "log_every_n_steps": 0}},
+        # One says that nothing is held back, the other how much.
+        {"trainer": {"limit_val_batches": 0}, "data": {"val_split": 0.1}},
+        # Two of a kind.
+        {"trainer": {"callbacks": [{"class_path": "EarlyStopping", "init_args": {"patience": n}} for n in (2, 3)]}},
+    ],
+)
+def test_keys_that_disagree_are_both_answered(said: dict[str, Any]) -> None:
+    assert_nothing_is_lost(sheet_of("lightning", {**said, "seed_everything": 1}), {**said, "seed_everything": 1})
+
+
+def test_a_key_cannot_leave_the_comment(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        'base_model: x/y\nmicro_batch_size: 1\n"odd\\ntask: image\\u001b[31m": 5\nplugins: "a\\u2028seed: 5"\n'
+    )
+    found = import_file(path)
+    text = (tmp_path / "a.bottega.yaml").read_text()
+    assert "\x1b" not in text + format_report(found)
+    recipe = check_recipe([str(tmp_path / "a.bottega.yaml")]).recipe
+    assert (recipe.task, recipe.seed) == ("language", 42)
+
+
+BAD = [
+    ("a.yaml", "", [], "is empty"),
+    ("a.json", "", [], "is empty"),
+    ("a.json", "{}", [], "is empty"),
+    ("a.yaml", "- 1\n- 2\n", [], "a configuration is a block of keys"),
+    ("a.json", "[1]", [], "a configuration is a block of keys"),
+    ("a.yaml", "a: [1\n", [], "not YAML"),
+    ("a.json", "{'a': 1}", [], "not JSON"),
+    ("a.json", '{"a": 1, "a": 2}', [], "given twice"),
+    ("a.json", "[" * 100_000, [], "nested deeper"),
+    ("a.json", '{"a":' * 40 + "1" + "}" * 40, [], "nested deeper"),
+    ("a.yaml", "base_model: !!python/name:os.system x\n", [], "tags such as"),
+    ("a.yaml", "base_model: x\nbase_model: y\n", [], "given twice"),
+    ("a.yaml", "task: language\nmodel: {size: nano}\n", [], "this is a recipe already"),
+    ("a.yaml", "extends: language\nlearning_rate: 1\n", [], "this is a recipe already"),
+    ("a.yaml", "model: {size: nano}\ndata: {limit: 5}\n", [], "this is a recipe already"),
+    ("a.yaml", "task: image\n", ["--from", "axolotl"], "this is a recipe already"),
+    ("a.yaml", "compute_environment: LOCAL_MACHINE\n", [], "Accelerate"),
+    ("a.yaml", "colour: blue\n", [], "say so with --from"),
+    ("a.yaml", "colour: blue\n", ["--from", "trainer"], "is --from right?"),
+    ("a.yaml", "base_model: x\nadapter: lora\nmodel_name_or_path: y\nstage: sft\n", [], "say which it is with --from"),
+    ("a.yaml", "base_model: x\nadapter: lora\n", ["--from", "nemo"], "invalid choice"),
+    ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "x.txt"], "ends in .yaml"),
+    ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "no/where.yaml"], "no such folder"),
+    ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "a.yaml"], "exists and is not overwritten"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "options", "message"), BAD)
+def test_bad_input_is_one_line(
+    name: str, text: str, options: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text, encoding="utf-8")
+    assert cli.main(["import", name, *options]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert Path(name).read_text(encoding="utf-8") == text
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    for name in ("none.yaml", "none.json"):
+        with pytest.raises(UsageError, match="no such file"):
+            import_file(tmp_path / name)
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "verbs" / "import.md").read_text(encoding="utf-8")
+    said = page.partition('write_text("""\\\n')[2].partition('"""')[0]
+    Path("letters.yml").write_text(said, encoding="utf-8")
+    assert cli.main(["import", "letters.yml"]) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in page
+
+
+def test_the_verb(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("axolotl.yml").write_text(AXOLOTL, encoding="utf-8")
+    assert cli.main(["import", "axolotl.yml"]) == 0
+    table = capsys.readouterr().out
+    assert "axolotl.yml, a configuration of Axolotl, is now axolotl.bottega.yaml" in table
+    assert "training.gradient_accumulation_steps" in table
+    assert cli.main(["import", "axolotl.yml"]) == 2
+    assert cli.main(["import", "axolotl.yml", "--out", "b.yaml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["from"] == "axolotl"
+    rows = {row["our_key"]: row["our_value"] for row in found["mapped"]}
+    assert rows["training.learning_rate"] == 2e-4
+    assert {"their_key", "their_value", "why", "reason"} == set(found["unmapped"][0])
+    assert check_recipe(["b.yaml"]).task_candidates == ("language",)
+    assert cli.main(["plan", "b.yaml", "--json"]) == 2  # as train would: of the folder and the sharding at once
+    told = capsys.readouterr().err
+    assert "corpus does not exist" in told
+    assert "distributed.strategy: fsdp" in told
+
+
+def test_credentials_of_addresses_are_not_taken_over(tmp_path: Path) -> None:
+    text = (
+        "base_model: gpt2\ndatasets: [{path: 'https://user:canary@far.example/a.jsonl?sig=canary', type: completion}]\n"
+    )
+    (tmp_path / "theirs.yaml").write_text(text)
+    result = import_file(tmp_path / "theirs.yaml", kind="axolotl")
+    recipe = (tmp_path / "theirs.bottega.yaml").read_text()
+    assert "https://far.example/a.jsonl" in recipe
+    assert "credentials of addresses are left out" in recipe
+    assert "canary" not in recipe + json.dumps(result)

@@ -1,0 +1,191 @@
+"""What codes promise: every number has a vector and comes back from it, and the encoder can learn through both kinds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from bottega.core.errors import UsageError
+from bottega.models.autoencoder.codes import CodeAutoencoder, Codebook, FiniteScalarQuantizer
+from bottega.models.autoencoder.config import AutoencoderShape, CodesShape
+
+KINDS: dict[str, dict[str, Any]] = {"levels": {"levels": (8, 5, 5, 5)}, "codebook": {"codebook_size": 64}}
+GRIDS = {1: (24,), 2: (16, 24), 3: (5, 8, 12)}
+
+
+def small_shape(kind: str = "levels", **changes: Any) -> CodesShape:
+    inner = AutoencoderShape(
+        **{"channels": 3, "latent_channels": 4, "widths": (16, 32), "layers_per_block": 1, "norm_groups": 8, **changes}
+    )
+    return CodesShape(autoencoder=inner, **KINDS[kind])
+
+
+def small_model(kind: str = "levels", **changes: Any) -> CodeAutoencoder:
+    model = CodeAutoencoder(small_shape(kind, **changes))
+    model.initialise(0)
+    return model.eval()
+
+
+def some(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("levels", [(8, 5, 5, 5), (2, 3), (4,), (7, 2, 6), (255, 254)])
+def test_every_code_is_a_vector_and_comes_back(levels: tuple[int, ...]) -> None:
+    scalars = FiniteScalarQuantizer(levels)
+    codes = torch.arange(math.prod(levels))
+    vectors = scalars.vectors(codes)
+    assert len(vectors.unique(dim=0)) == len(codes)
+    assert vectors.min() >= -1
+    assert vectors.max() <= 1
+    assert torch.equal(scalars.codes_of(vectors), codes)
+
+
+@pytest.mark.parametrize("levels", [(8, 5, 5, 5), (2, 3), (255, 254)])
+def test_every_level_is_reached_and_none_beyond(levels: tuple[int, ...]) -> None:
+    scalars = FiniteScalarQuantizer(levels)
+    line = torch.linspace(-12, 12, 20_001)
+    for channel, level in enumerate(levels):
+        z = torch.zeros(len(line), len(levels))
+        z[:, channel] = line
+        vectors, codes, _, _ = scalars(z)
+        assert len(vectors[:, channel].unique()) == level
+        assert (vectors[:, channel].diff() >= 0).all()
+        assert torch.equal(scalars.codes_of(vectors), codes)
+    vectors, codes, _, _ = scalars(torch.tensor([math.inf, -math.inf, 1e4, -1e4])[:, None].expand(4, len(levels)))
+    assert codes.tolist() == [math.prod(levels) - 1, 0] * 2
+    assert (scalars(torch.zeros(1, len(levels)))[0] == 0).all()
+
+
+def test_levels_change_where_the_paper_has_it() -> None:
+    """With 8 levels, bound(z) = 3.5035 tanh(z + s) - 0.5 with tanh(s) = 0.5 / 3.5035, and it is rounded."""
+    half, scalars = 3.5035, FiniteScalarQuantizer((8,))
+    for level in range(-3, 4):
+        change = math.atanh((level - 0.5 + 0.5) / half) - math.atanh(0.5 / half)
+        around = torch.tensor([[change - 1e-3], [change + 1e-3]])
+        assert (4 * scalars(around)[0]).flatten().tolist() == [level - 1, level]
+
+
+def test_a_code_is_read_in_mixed_radix() -> None:
+    """(8, 5, 5, 5) by hand: the first level is the lowest digit."""
+    assert FiniteScalarQuantizer((8, 5, 5, 5)).vectors(torch.tensor(7 + 8 * (4 + 5 * (0 + 5 * 2)))).tolist() == [
+        0.75,
+        1,
+        -1,
+        0,
+    ]
+
+
+def test_codebook_vectors_come_back_as_their_codes() -> None:
+    book = Codebook(64, 8)
+    codes = torch.arange(64)
+    assert torch.equal(book.codes_of(book.vectors(codes)), codes)
+    # The direction decides, not the length.
+    assert torch.equal(book(3 * book.vectors(codes)[None])[1][0], codes)
+    torch.testing.assert_close(book.vectors(codes).square().mean(-1), torch.ones(64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@torch.no_grad()
+def test_codes_say_all_that_the_decoder_knows(kind: str, dims: Any) -> None:
+    model, grid = small_model(kind, dims=dims), GRIDS[dims]
+    x = some(2, *grid, 3)
+    codes = model.encode(x)
+    assert codes.shape == (2, *model.shape_of(grid))
+    assert codes.dtype == torch.int64
+    assert codes.min() >= 0
+    assert codes.max() < model.num_codes == (1000 if kind == "levels" else 64)
+    assert len(codes.unique()) > 8
+    found, same, _, _ = model(x)
+    assert torch.equal(same, codes)
+    torch.testing.assert_close(model.decode(codes), found, atol=1e-6, rtol=1e-5)
+    assert found.shape == x.shape
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_the_reconstruction_reaches_the_encoder_and_changes_no_state(kind: str) -> None:
+    model = small_model(kind).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model(some(2, 16, 16, 3))[0].square().sum().backward()
+    for name, parameter in model.encoder.named_parameters():
+        # A gain before another norm has the gradient 0 only where nothing arrives at all.
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_codebook_and_encoder_are_drawn_to_each_other_by_their_own_terms() -> None:
+    book, z = Codebook(16, 4), some(2, 5, 4).requires_grad_()
+    _, codes, codebook, commitment = book(z)
+    torch.testing.assert_close(codebook, commitment)
+    assert codebook.shape == (2,)
+    (into_book,) = torch.autograd.grad(codebook.sum(), book.embedding.weight, retain_graph=True)
+    assert (into_book.abs().sum(1) > 0).nonzero()[:, 0].tolist() == codes.unique().tolist()
+    assert torch.autograd.grad(codebook.sum(), z, retain_graph=True, allow_unused=True) == (None,)
+    assert torch.autograd.grad(commitment.sum(), book.embedding.weight, retain_graph=True, allow_unused=True) == (None,)
+    (into_z,) = torch.autograd.grad(commitment.sum(), z)
+    closer = book((z - 0.1 * into_z).detach())[3]
+    assert (closer < commitment).all()
+
+
+@torch.no_grad()
+def test_the_published_model_gives_our_codes_and_numbers() -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    ours = small_model("codebook")
+    theirs = diffusers.VQModel(**ours.diffusers_config(sample_size=16)).eval()
+    theirs.load_state_dict(ours.diffusers_state(), strict=True)
+    x = some(2, 16, 16, 3)
+    latents = theirs.encode(x.movedim(-1, 1)).latents
+    codes = theirs.quantize(latents)[2][2]
+    assert torch.equal(codes, ours.encode(x).flatten())
+    torch.testing.assert_close(ours(x)[0].movedim(-1, 1), theirs.decode(latents).sample, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UsageError, match="train with a codebook"):
+        small_model("levels").diffusers_config()
+
+
+@torch.no_grad()
+def test_half_precision_around_it_does_not_confuse_neighbours() -> None:
+    book, z = Codebook(512, 8), some(2, 100, 8)
+    expected = book(z)[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        vectors, codes, _, _ = book(z)
+    assert torch.equal(codes, expected)
+    assert vectors.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_causal_codes_do_not_know_the_future() -> None:
+    model = small_model(dims=3, causal_time=True, temporal_downsample=2)
+    x = some(1, 5, 8, 8, 3)
+    other = x.clone()
+    other[:, 3:] = some(1, 2, 8, 8, 3, seed=1)
+    before, after = model.encode(x), model.encode(other)
+    assert torch.equal(before[:, :2], after[:, :2])
+    assert not torch.equal(before[:, 2], after[:, 2])
+
+
+def test_sides_that_cannot_be_halved_are_named() -> None:
+    with pytest.raises(UsageError, match="width 15"):
+        small_model().encode(some(1, 16, 15, 3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "give either levels"),
+        ({"levels": (8, 5, 5, 5), "codebook_size": 64}, "give either levels"),
+        ({"levels": (8, 1, 5, 5)}, "between 2 and 255"),
+        ({"levels": ()}, "between 2 and 255"),
+        ({"levels": (8, 8)}, "set latent_channels to 2"),
+    ],
+)
+def test_impossible_codes_are_refused(fields: dict[str, Any], message: str) -> None:
+    inner = AutoencoderShape(channels=3, latent_channels=4, widths=(16, 32))
+    with pytest.raises(ValidationError, match=message):
+        CodesShape(autoencoder=inner, **fields)

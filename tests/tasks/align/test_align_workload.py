@@ -1,0 +1,238 @@
+"""Pictures and captions from a folder to a CLIP that others open, and that a generator reads with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import bottega
+from bottega.cli import main
+from bottega.core.errors import CheckpointError, DataError, UsageError
+from bottega.models.clip.torch import load_clip
+from bottega.tasks.align.clip_folder import load_clip_tokens, resolve_clip_folder
+
+transformers = pytest.importorskip("transformers")
+
+COLOURS = {"red": (220, 30, 30), "blue": (30, 30, 220), "green": (30, 180, 30)}
+SHAPES = ("bar", "pole")
+
+SMALL: dict[str, Any] = {
+    "task": "align",
+    "name": "small",
+    "model.hidden_size": 32,
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.patch_size": 4,
+    "model.text_hidden_size": 32,
+    "model.text_num_layers": 1,
+    "model.vocab_size": 600,
+    "model.max_tokens": 8,
+    "model.projection_size": 16,
+    "model.negatives": 5,
+    "model.hard_negatives": 0.4,
+    "data.workers": 0,
+    "data.validation.split": 0.2,
+    "training.max_steps": 120,
+    "training.batch_size": 16,
+    "training.learning_rate": 1e-2,
+    "training.optimizer.name": "muon",
+    "training.scheduler.warmup_steps": 10,
+    "samples.count": 4,
+    "samples.every": None,
+    "evaluation.every": None,
+    "checkpoint.every": None,
+    "logging.tensorboard": False,
+    "logging.resources": False,
+}
+
+
+def train(output: Path, data: Path, **changes: Any) -> Path:
+    values = {**SMALL, "output_dir": str(output), "data.train.path": str(data), **changes}
+    return Path(bottega.train({}, values).path)
+
+
+def drawn(colour: str, shape: str, draw: np.random.Generator) -> np.ndarray:
+    pixels = draw.integers(200, 256, (8, 8, 3)).astype(np.uint8)
+    start = int(draw.integers(1, 5))
+    place = (slice(start, start + 3), slice(None)) if shape == "bar" else (slice(None), slice(start, start + 3))
+    pixels[place] = COLOURS[colour]
+    return pixels
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """96 of 8 x 8 pixels: a bar or a pole in one of three colours, and what it is."""
+    folder, draw = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    rows = []
+    for number in range(96):
+        colour, shape = list(COLOURS)[number % 3], SHAPES[number % 2]
+        Image.fromarray(drawn(colour, shape, draw)).save(folder / f"{number:02d}.png")
+        rows.append(json.dumps({"file_name": f"{number:02d}.png", "text": f"a {colour} {shape}"}))
+    (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = train(tmp_path_factory.mktemp("run"), pictures)
+    bottega.load(path).export()
+    return path
+
+
+def test_it_learns_what_the_captions_say(run: Path) -> None:
+    metrics = bottega.load(run).evaluate()
+    assert metrics.keys() == {"loss", "accuracy", "caption_recall"}
+    assert metrics["accuracy"] > 0.9
+    assert metrics["caption_recall"] > 0.9
+
+
+def test_new_pictures_are_told_by_the_exported_folder_alone(run: Path) -> None:
+    folder = resolve_clip_folder(run)
+    clip, tokens = load_clip(folder), load_clip_tokens(folder)
+    draw = np.random.default_rng(1)
+    said = [(colour, shape) for colour in COLOURS for shape in SHAPES]
+    seen = np.stack([drawn(*one, draw) for one in said])
+    ids = torch.from_numpy(tokens.encode([f"a {colour} {shape}" for colour, shape in said])["input_ids"])
+    with torch.no_grad():
+        best = (clip.images(torch.from_numpy(seen / 127.5 - 1)) @ clip.texts(ids).T).argmax(1)
+    assert (best.numpy() == np.arange(6)).mean() > 0.8
+
+
+def test_transformers_opens_all_of_the_export(run: Path) -> None:
+    final = run / "final"
+    theirs = transformers.CLIPModel.from_pretrained(final).eval()
+    words = transformers.AutoTokenizer.from_pretrained(final)
+    assert type(words).__name__.startswith("CLIPTokenizer")
+    assert words.model_max_length == 8
+    told = words(["a red bar", "a very green pole indeed, is it not"], padding="max_length", truncation=True)
+    ours = load_clip_tokens(final).encode(["a red bar", "a very green pole indeed, is it not"])
+    np.testing.assert_array_equal(ours["input_ids"], told.input_ids)
+    text = transformers.CLIPTextModel.from_pretrained(final).eval()
+    config = text.config
+    assert (config.eos_token_id, config.pad_token_id) == (words.eos_token_id, words.pad_token_id)
+    ids = torch.tensor(told.input_ids)
+    with torch.no_grad():
+        pooled = theirs.get_text_features(input_ids=ids).pooler_output
+        found = load_clip(final).texts(ids)
+    torch.testing.assert_close(found, torch.nn.functional.normalize(pooled, dim=-1), atol=1e-6, rtol=0)
+
+
+def test_a_generator_reads_with_it(run: Path, pictures: Path, tmp_path: Path) -> None:
+    """As `bottega train image model.text.from=RUN`: its tower, its tokens, its length."""
+    values: dict[str, Any] = {
+        "task": "image",
+        "name": "drawn",
+        "output_dir": str(tmp_path),
+        "data.train.path": str(pictures),
+        "data.workers": 0,
+        "model.condition": "text",
+        "model.text.from": str(run),
+        "model.hidden_size": 16,
+        "model.num_layers": 1,
+        "model.num_heads": 2,
+        "model.patch_size": 4,
+        "training.max_steps": 2,
+        "training.batch_size": 8,
+        "samples.every": None,
+        "evaluation.every": None,
+        "logging.tensorboard": False,
+        "logging.resources": False,
+    }
+    saved = bottega.load(bottega.train({}, values).path)
+    text = saved.workload.text  # type: ignore[attr-defined]
+    assert (text.facts.max_tokens, text.facts.is_masked) == (8, False)
+    aligned = bottega.load(run).workload.tokens.encode(["a red bar", ""])  # type: ignore[attr-defined]
+    read = text.tokens.encode(["a red bar", ""])
+    np.testing.assert_array_equal(read["input_ids"], aligned["input_ids"])
+    assert saved.generate("a red bar", count=1, steps=2).shape == (1, 8, 8, 3)
+
+
+def test_nothing_is_generated_and_that_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run)]) == 2
+    assert "a CLIP does not generate" in capsys.readouterr().err
+    assert main(["generate", str(run), "--prompt", "a bar"]) == 2
+    assert main(["evaluate", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["accuracy"] > 0.9
+
+
+def test_a_sheet_shows_pictures_with_what_fits_best(run: Path, tmp_path: Path) -> None:
+    saved = bottega.load(run)
+    with saved.engine.sampling() as models:
+        saved.workload.sample(models, tmp_path / "sheet", device="cpu")
+    assert len(list((tmp_path / "sheet").glob("*.png"))) == 5
+
+
+def test_other_data_are_measured_with_the_runs_own_tokens(run: Path, pictures: Path) -> None:
+    assert bottega.load(run).evaluate(pictures)["accuracy"] > 0.9
+
+
+def test_a_run_goes_on_with_its_own_processor_and_begins_from_another(
+    run: Path, pictures: Path, tmp_path: Path
+) -> None:
+    before = load_clip(run / "final")
+    begun = train(
+        tmp_path, pictures, **{"model.from": str(run), "training.max_steps": 1, "training.learning_rate": 1e-9}
+    )
+    after = bottega.load(begun).model
+    for (name, one), other in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0, msg=name)
+    copied = shutil.copytree(run, tmp_path / "copied", symlinks=True)
+    (copied / "processor" / "align.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        bottega.load(copied)
+
+
+def test_grey_pictures_are_seen_as_colour(pictures: Path, tmp_path: Path) -> None:
+    path = train(tmp_path, pictures, **{"data.channels": 1, "training.max_steps": 2})
+    assert bottega.load(path).workload.frame() == (8, 8, 1)
+
+
+def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="captions are found by their usual names"):
+        train(tmp_path, pictures, **{"data.condition_field": "mood"})
+    with pytest.raises(UsageError, match="scales pixels by itself"):
+        train(tmp_path, pictures, **{"data.normalise": "unit"})
+    with pytest.raises(UsageError, match="patches of 3 do not divide a side of 8"):
+        train(tmp_path, pictures, **{"model.patch_size": 3, "data.image_size": 8})
+    with pytest.raises(UsageError, match="3 does not divide the side of the pictures, 8"):
+        train(tmp_path, pictures, **{"model.patch_size": 3})
+    with pytest.raises(UsageError, match=r"32 is not a multiple of model\.num_heads 5"):
+        train(tmp_path, pictures, **{"model.num_heads": 5})
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for number in range(8):
+        Image.fromarray(np.full((8, 8), 10 * number, np.uint8)).save(plain / f"{number}.png")
+    with pytest.raises(DataError, match="there are no captions"):
+        train(tmp_path, plain)
+    (plain / "metadata.jsonl").write_text("".join(f'{{"file_name": "{n}.png", "text": "a"}}\n' for n in range(8)))
+    with pytest.raises(DataError, match="all captions are alike"):
+        train(tmp_path, plain)
+    rows = [json.dumps({"file_name": f"{n}.png", "text": f"number {n}"}) for n in range(7)]
+    (plain / "metadata.jsonl").write_text("\n".join(rows) + "\n")
+    with pytest.raises(DataError, match="has neither caption nor label, like 1 of"):
+        train(tmp_path, plain, **{"data.validation": None})
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    for number, name in enumerate(("one", "two")):
+        (wide / name).mkdir()
+        Image.fromarray(np.full((8, 16), 10 * number, np.uint8)).save(wide / name / "0.png")
+    with pytest.raises(DataError, match="pictures of 8 x 16, and a CLIP sees squares"):
+        train(tmp_path, wide, **{"data.validation": None})
+
+
+def test_folders_of_no_use_are_told(run: Path, tmp_path: Path) -> None:
+    empty = shutil.copytree(run, tmp_path / "empty", symlinks=True)
+    shutil.rmtree(empty / "final")
+    with pytest.raises(UsageError, match="was not exported"):
+        resolve_clip_folder(empty)
+    bare = shutil.copytree(run / "final", tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
+        load_clip_tokens(bare)
