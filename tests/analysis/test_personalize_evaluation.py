@@ -85,7 +85,7 @@ class People_(list[Record]):
     def record(self, index: int) -> Record:
         return self[index]
 
-    def picture(self, item: Item) -> np.ndarray:
+    def image(self, item: Item) -> np.ndarray:
         assert item.image is not None
         shape, colour, pattern = item.image.split("/")
         return picture(shape, colour, pattern)

@@ -648,7 +648,12 @@ def known(kind: str) -> set[str]:
         "trainer": (trainer.SKIPPED_KEYS,),
         "lightning": (lightning.SKIPPED_KEYS,),
     }[kind]
-    left = {key for table in tables for part in (table.nothing, table.later, table.idle) for key in part}
+    left = {
+        key
+        for table in tables
+        for part in (table.no_counterpart, table.not_built_yet, table.meaningless)
+        for key in part
+    }
     said = [parse_yaml(snippet, "s").value for name, snippet, _, _ in ROWS if name == kind]
     return (
         left

@@ -32,7 +32,7 @@ def test_a_name_says_which_way_is_better(metric: str, direction: str | None) -> 
     for key in ("evaluation", "training.early_stopping"):
         recipe: Any = load_recipe(["classify", {f"{key}.metric": metric}]).recipe
         block = recipe.evaluation if key == "evaluation" else recipe.training.early_stopping
-        assert block.maximise == (direction == "max")
+        assert block.is_maximised == (direction == "max")
         if direction is not None:
             wrong = {f"{key}.metric": metric, f"{key}.mode": "max" if direction == "min" else "min"}
             with pytest.raises(UsageError, match=rf"{key}.mode: \w+, and of {metric} \w+ is better; leave it out"):

@@ -199,7 +199,7 @@ def test_rates_and_counts_of_a_log_line(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"evaluation\.metric: 'f1' was not measured; there is loss"):
-        fit(tmp_path, Counter(), every=Cadences(evaluate=2), goal=BestMetric("f1")).run()
+        fit(tmp_path, Counter(), every=Cadences(evaluate=2), best_metric=BestMetric("f1")).run()
 
 
 def test_the_best_is_the_best_whichever_way_and_never_a_nan(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_the_best_is_the_best_whichever_way_and_never_a_nan(tmp_path: Path) -> N
     low = fit(tmp_path / "a", Counter(losses), every=Cadences(evaluate=1)).run()
     assert (low.best, low.best_step) == (0.2, 4)
     high = fit(
-        tmp_path / "b", Counter(losses), every=Cadences(evaluate=1), goal=BestMetric("loss", maximise=True)
+        tmp_path / "b", Counter(losses), every=Cadences(evaluate=1), best_metric=BestMetric("loss", maximise=True)
     ).run()
     assert (high.best, high.best_step) == (0.9, 3)
     assert checkpoint.read_link(tmp_path / "b", "best") == tmp_path / "b" / "step-00000003"

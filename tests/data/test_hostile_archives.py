@@ -235,7 +235,7 @@ def test_too_many_members(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sample_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tar, "MEMBER_BYTES", 1000)
+    monkeypatch.setattr(tar, "MAX_MEMBER_BYTES", 1000)
     big = member("x.png", bytes(1001)) + member("y.png", bytes(600)) + member("y.wav", bytes(600))
     for data in (GOOD + big + LAST, gzip.compress(GOOD + big + LAST)):
         _, bad, also, last = read(tar.FORMAT, "a.tar", data)
@@ -279,7 +279,7 @@ def test_records_that_say_they_are_huge(length: int, right: bool, packed: bool) 
 
 
 def test_records_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tfrecord, "MEMBER_BYTES", 1000)
+    monkeypatch.setattr(tfrecord, "MAX_MEMBER_BYTES", 1000)
     monkeypatch.setattr(tfrecord, "CHUNK", 500)
     first, bad = read(tfrecord.FORMAT, "a.tfrecord", record(0, b"") + record(2000, bytes(2000)) + record(0, b""))
     assert isinstance(first, Record)

@@ -305,7 +305,7 @@ def test_a_filmstrip_says_what_and_when(tmp_path: Path, monkeypatch: pytest.Monk
         assert len(images) == len(captions) == 2 * columns
         said.append(captions)
 
-    monkeypatch.setattr(video_write, "sheet", drawn)
+    monkeypatch.setattr(video_write, "write_contact_sheet", drawn)
     write_videos(pixels(2, 9, 8, 8, 1), 4, tmp_path / "a.png", captions=["cat", "dog"])
     write_videos(pixels(2, 2, 8, 8, 1), 4, tmp_path / "b.png")
     write_videos(pixels(2, 1, 8, 8, 1), 4, tmp_path / "c.png")

@@ -65,7 +65,7 @@ def test_every_record_is_prepared(
 ) -> None:
     ready = prepared(words, tmp_path, monkeypatch)
     assert {name: counts["rows"] for name, counts in ready.tables.items()} == rows
-    assert ready.meta["bad"] == 0
+    assert ready.metadata["bad"] == 0
 
 
 def test_the_text_is_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,9 @@ def test_rollback_gives_callbacks_their_memory_back(tmp_path: Path) -> None:
     stop.counter.best = -1.0
     trial.progress.notes = {"early_stop": {"best": -1.0, "waited": 0}}
     trial.progress.best = 1e9  # and none is worth a checkpoint of its own
-    trial.run(stop, Watch(), validation=lambda: iter_eval_batches(source(), 8), goal=BestMetric("error", maximise=True))
+    trial.run(
+        stop, Watch(), validation=lambda: iter_eval_batches(source(), 8), best_metric=BestMetric("error", maximise=True)
+    )
     back = step // 2 * 2
     assert seen == [(back, back)]
     assert stop.counter.waited == 6

@@ -92,7 +92,7 @@ def test_without_a_rule_the_seed_alone_decides_and_nothing_outside_is_drawn_from
 
 
 def test_names_mean_functions_classes_and_methods() -> None:
-    assert resolve_reference("bottega.models.build:resolve") is resolve_reference
+    assert resolve_reference("bottega.models.build:resolve_reference") is resolve_reference
     assert resolve_reference("torch.nn:Linear.forward") is nn.Linear.forward
     assert resolve_reference(ones) is ones
 

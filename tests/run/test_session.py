@@ -33,7 +33,7 @@ def test_a_callback_of_a_technique_is_told_of_every_checkpoint(
     def with_callback(*given: Any) -> Any:
         return replace(applied(*given), callbacks=(told,))
 
-    monkeypatch.setattr(session, "applied", with_callback)
+    monkeypatch.setattr(session, "build_training_plan", with_callback)
     run = small_run.train(tmp_path, text_file, name="x")
     assert [name for _, name in told.saved] == ["step-00000004", "step-00000008"]
     assert run.metrics["loss"] > 0

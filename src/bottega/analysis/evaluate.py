@@ -116,7 +116,7 @@ def _measured(
         return _over_people(saved, source, result, count=count, lpips=weights, is_own=is_own, out=out, quiet=quiet)
     if not _generates(saved) or count == 0:
         return result
-    return _beside_real(saved, result, chosen=chosen, count=count, inception=inception, quiet=quiet)
+    return _beside_real(saved, result, data=chosen, count=count, inception=inception, quiet=quiet)
 
 
 def _check_judged(saved: SavedRun, given: dict[str, Any]) -> None:

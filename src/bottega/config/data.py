@@ -134,9 +134,7 @@ class Stage(Section):
     steps: Duration = Field(description='how long: steps, "1 epoch" or "20%"; the last stage goes on to the end')
     batch_size: Positive | None = Field(None, description="of this stage; null is training.batch_size")
     learning_rate: Rate | None = Field(None, description="the schedule's peak in this stage; null is training's")
-    replay_fraction: Number = Field(
-        0.0, ge=0, lt=1, description="share of each batch from the examples of earlier stages"
-    )
+    replay: Number = Field(0.0, ge=0, lt=1, description="share of each batch from the examples of earlier stages")
 
     @model_validator(mode="before")
     @classmethod

@@ -115,7 +115,7 @@ def resolve_model_reference(
 ) -> ModelFolder:
     """The folder of the model that a recipe names: what a part of it has exported, or what `find` makes of the name."""
     if not name.startswith(PREFIX):
-        return find(name, key=key, holds=holds, **options)
+        return find(name, key=key, required_file=holds, **options)
     run = dependency_run(recipe, name.removeprefix(PREFIX), beside=beside)
     if not is_run(run) and not (run / FINAL / (holds or CONFIG)).is_file():
         raise untrained_error(recipe, key, name, run)

@@ -56,8 +56,8 @@ def collect_frozen_hashes(*, latents: Any, codes: Any, text: Any) -> dict[str, s
     """The hashes of what a generator works in, beside or after, under the names of `KEYS`; each may be None."""
     found = {
         "autoencoder": latents.content if latents is not None else None,
-        "tokenizer": codes.facts.content if codes is not None else None,
-        "text encoder": text.facts.content if text is not None else None,
+        "tokenizer": codes.metadata.content if codes is not None else None,
+        "text encoder": text.metadata.content if text is not None else None,
     }
     if found["text encoder"] is not None:
         found["caption tokenizer"] = text.tokens.fingerprint  # which may lie in another folder than the encoder

@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from source_files import relative_names, write_files
+from data_files import relative_names, write_files
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError, EnvironmentProblem, UsageError

@@ -61,7 +61,7 @@ def test_the_draws_fill_the_ranges_of_the_options() -> None:
 def test_an_option_leaves_what_the_others_draw() -> None:
     alone = sample_transform(ImageAugmentation(flip=True), seed=0, epoch=1, index=5)
     assert alone.is_flipped == sample_transform(ALL, seed=0, epoch=1, index=5).is_flipped
-    assert alone._replace(mirrored=False) == STILL._replace(top=alone.top, left=alone.left)
+    assert alone._replace(is_flipped=False) == STILL._replace(top=alone.top, left=alone.left)
 
 
 @pytest.mark.parametrize("options", [ImageAugmentation(), ImageAugmentation(enabled=False, crop=0.5, flip=True)])
@@ -72,9 +72,9 @@ def test_nothing_asked_for_changes_nothing(options: ImageAugmentation) -> None:
 
 def test_a_mirror_turns_left_to_right_and_twice_is_nothing() -> None:
     pixels = batch(3)
-    apply_transform(pixels, STILL._replace(mirrored=True))
+    apply_transform(pixels, STILL._replace(is_flipped=True))
     np.testing.assert_array_equal(pixels, batch(3)[:, :, ::-1])
-    apply_transform(pixels, STILL._replace(mirrored=True))
+    apply_transform(pixels, STILL._replace(is_flipped=True))
     np.testing.assert_array_equal(pixels, batch(3))
 
 

@@ -77,7 +77,7 @@ def test_a_place_is_a_function_of_its_position(length: int, grain: int, share: f
     positions = np.r_[np.arange(2 * order.epoch_length), far + np.arange(5)]
     index, epoch = order.indices(positions)
     some = np.random.default_rng(0).permutation(len(positions))[:7]
-    again = pickle.loads(pickle.dumps(order)).places(positions[some])
+    again = pickle.loads(pickle.dumps(order)).indices(positions[some])
     np.testing.assert_array_equal(again, (index[some], epoch[some]))
     shaped = order.indices(positions[: 2 * (len(positions) // 2)].reshape(2, -1))
     np.testing.assert_array_equal(shaped[0].ravel(), index[: shaped[0].size])

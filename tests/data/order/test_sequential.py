@@ -169,7 +169,7 @@ def test_sources_of_one_file_by_their_classes(tmp_path: Path) -> None:
     assert prepared.classes.names == ("0", "1", "2", "3")
     assert [set(prepared.labels(f"train.{i}")) for i in range(2)] == [{0, 1}, {2, 3}]
     assert prepared.notes() == []
-    counts = prepared.meta["by_source"]["validation"]
+    counts = prepared.metadata["by_source"]["validation"]
     assert sum(counts) == prepared.tables["validation"]["rows"] == 10
     labels = prepared.labels("validation")
     assert set(labels[: counts[0]]) <= {0, 1}
@@ -181,11 +181,11 @@ def test_held_out_data_of_its_own_is_told_apart_by_the_classes(tmp_path: Path) -
     other = jsonl(tmp_path / "held.jsonl", [{"text": f"word{i}", "label": i % 4} for i in range(8)])
     sources = [of(path, 0, 1), of(path, 2, 3)]
     prepared = classified(tmp_path, sources=sources, mixture="sequence", validation={"path": other})
-    assert prepared.meta["by_source"] == {"validation": [4, 4]}
+    assert prepared.metadata["by_source"] == {"validation": [4, 4]}
     # Without a sequence, what measures all sources has the classes of all.
     mixed = classified(tmp_path, sources=[of(path, 0), of(path, 1)], validation={"path": other})
     assert set(mixed.labels("validation")) == {0, 1}
-    assert "by_source" not in mixed.meta
+    assert "by_source" not in mixed.metadata
 
 
 def test_a_class_that_no_record_has_is_named(tmp_path: Path) -> None:

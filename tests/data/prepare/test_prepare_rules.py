@@ -221,7 +221,7 @@ def test_signatures_are_those_of_the_chosen_rows(chosen: list[list[bool]], seed:
         def __init__(self, folder: Path) -> None:
             self.folder = folder
 
-        def part(self, number: int) -> Path:
+        def job_folder(self, number: int) -> Path:
             return self.folder / str(number)
 
     rng = np.random.default_rng(seed)
@@ -238,7 +238,7 @@ def test_signatures_are_those_of_the_chosen_rows(chosen: list[list[bool]], seed:
 
 def test_near_duplicates_are_in_memory_once(tmp_path: Path) -> None:
     class Parts:
-        def part(self, number: int) -> Path:
+        def job_folder(self, number: int) -> Path:
             return tmp_path / str(number)
 
     scan: Any = Parts()

@@ -83,7 +83,7 @@ def test_all_twelve_are_there() -> None:
 def test_a_clip_cut_short_is_noticed(clip: Path, stated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its stated length; and, where there is none to go by, by what is decoded."""
     if not stated:
-        monkeypatch.setattr(decoding, "missing_bytes", lambda stream: 0)
+        monkeypatch.setattr(decoding, "count_missing_bytes", lambda stream: 0)
     data = clip.read_bytes()
     for share in (0.0, 0.01, 0.5, 0.9, *([0.98] if stated else [])):
         path = tmp_path / f"cut{clip.suffix}"

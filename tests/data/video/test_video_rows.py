@@ -169,7 +169,7 @@ def test_frames_are_in_memory_once(monkeypatch: pytest.MonkeyPatch, is_file: boo
     # Larger than what is kept, so that each kept frame is a picture of its own.
     large = film(length, size=(96, 96))
     monkeypatch.setattr(encoding, "BLOCK", 32 * 64 * 64 * 3)
-    monkeypatch.setattr(encoding, "frames", lambda data, **options: (8.0, iter(large)))
+    monkeypatch.setattr(encoding, "decode_frames", lambda data, **options: (8.0, iter(large)))
     tracemalloc.start()
     (row,) = VideoEncoder((64, 64), fps=8).rows(Record("a", "", {"video": b"a file" if is_file else large}))
     peak = tracemalloc.get_traced_memory()[1]

@@ -89,7 +89,7 @@ def test_a_column_of_words_is_left_out_and_said(run: Path, tmp_path: Path) -> No
     path = table(tmp_path / "city.csv", columns=["city", *NAMES, "rule", "label"], city=["Rome", ""] * 48)
     found = small_routing.train(tmp_path, **{"data.train.path": path, "training.max_steps": 1})
     assert "column 'city' holds no numbers and is left out" in (found.path / "log.txt").read_text()
-    assert bottega.load(found.path).workload.known.columns == tuple(NAMES)
+    assert bottega.load(found.path).workload.metadata.columns == tuple(NAMES)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_several_experts_room_and_dropout_train(tmp_path: Path) -> None:
 
 def test_a_text_model_of_state_spaces_shares_the_trunk(tmp_path: Path) -> None:
     workload = prepared(tmp_path, **{"model.trunk": "state_space", "model.num_layers": 2, "model.token_size": 3})
-    ssm = workload.known.shape.ssm
+    ssm = workload.metadata.shape.ssm
     assert ssm == SSMShape(hidden_size=16, head_size=32, norm_epsilon=1e-6)
     text = TransformerShape(
         num_layers=2, hidden_size=16, intermediate_size=0, vocab_size=32, context=64, mixers=("ssm", "ssm"), ssm=ssm

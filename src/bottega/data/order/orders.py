@@ -272,7 +272,7 @@ class CurriculumOrder(Order):
         index, epoch = np.empty_like(flat), np.empty_like(flat)
         for i in np.unique(stages):
             here = np.flatnonzero(stages == i)
-            place, own = self._orders[i].places(flat[here] - self.schedule.start_positions[i])
+            place, own = self._orders[i].indices(flat[here] - self.schedule.start_positions[i])
             # A mixture has what is new before what is old; the ranking has it after.
             new, old = self._parts(i)
             index[here] = self.ranking[np.where(place < new, place + old, place - new)]

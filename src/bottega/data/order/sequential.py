@@ -86,7 +86,7 @@ class Sequential(Order):
         index, epoch = np.empty_like(flat), np.empty_like(flat)
         for turn in np.unique(turns).tolist():
             here = np.flatnonzero(turns == turn)
-            place, own = self._orders[turn].places(flat[here] - self.starts[turn])
+            place, own = self._orders[turn].indices(flat[here] - self.starts[turn])
             is_new = place < self.sizes[turn]
             index[here] = place + self._offsets[turn]
             index[here[~is_new]] = self._remembered(turn, place[~is_new] - self.sizes[turn])

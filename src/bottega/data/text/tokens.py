@@ -93,7 +93,7 @@ class TokenWindows(TokenSource):
         with_bytes: bool = False,
     ) -> None:
         """`seed` is None for held-out text."""
-        super().__init__(folder, table, documents=with_document_ids, with_bytes=with_bytes)
+        super().__init__(folder, table, with_document_ids=with_document_ids, with_bytes=with_bytes)
         self.seed = seed
         total = len(self.table.values("tokens"))
         self.sequence_length = T = sequence_length if seed is not None else min(sequence_length, total - 1)
@@ -162,7 +162,7 @@ class TokenDocuments(TokenSource):
     """
 
     def __init__(self, folder: Path, table: str, *, sequence_length: int, with_bytes: bool = False) -> None:
-        super().__init__(folder, table, documents=False, with_bytes=with_bytes)
+        super().__init__(folder, table, with_document_ids=False, with_bytes=with_bytes)
         self.sequence_length = sequence_length
         if not len(self):
             raise DataError(f"no document of the {self.name} text has two tokens; add text")

@@ -145,7 +145,7 @@ class AlignWorkload(MediaWorkload):
 
     def served(self, rows: Any) -> Source:
         model = self.recipe.model
-        options: Any = {"count": model.negatives, "hard": model.hard_negatives, "seed": self.recipe.seed}
+        options: Any = {"count": model.negatives, "hard_fraction": model.hard_negatives, "seed": self.recipe.seed}
         return ContrastiveRows(rows, rows.table, self.tokens, **options)
 
     @property
