@@ -67,7 +67,7 @@ class Unpretrained(Personalize):
             unet.enable_gradient_checkpointing()
         models = {
             "model": build_soft_prompts(self.shape, 0),
-            "language_model": FrozenLanguageModel(language, takes_prefixes=True, checkpointing=self.checkpointing),
+            "language_model": FrozenLanguageModel(language, supports_prefixes=True, checkpointing=self.checkpointing),
             "image_model": FrozenImageModel(facts(self.sizes), denoiser=unet, encoders=[text], vae=vae),
         }
         return {name: ModelSpec.of(model) for name, model in models.items()}

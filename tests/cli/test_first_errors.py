@@ -61,10 +61,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["recall", "data.train.path=x"], "the data of recall is made up as it is needed; leave out path and kind"),
         (["recall", "data.num_pairs=16", "data.num_keys=9"], "num_pairs: 16 facts of 9 keys; raise num_keys to 16"),
         (["recall/lasting", "model.memory.episodic_slots=4"], "cannot hold 288 facts; raise it to 224"),
-        (["recall", "model.kind=hybrid", "model.attention_every=1"], "attention_every: 1, and no layer would have a"),
+        (["recall", "model.kind=hybrid", "model.attention_every=1"], "attention_every: 1, but then no layer has a"),
         (
             ["recall", "model.kind=hybrid", "model.attention_every=3"],
-            "attention_every: 3, and no layer of 2 would have",
+            "attention_every: 3, but then none of 2 layers has",
         ),
         (["multitask", "data.weights=foo"], "expected one of fixed, uncertainty, pcgrad, dynamic, got 'foo'"),
         (["routing", "data.online.replay=1.5"], "data.online.replay: must be less than 1, got 1.5"),

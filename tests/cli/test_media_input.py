@@ -368,7 +368,7 @@ def test_labels_that_some_or_all_lack(train: Any, tmp_path: Path) -> None:
         ("audio", {"data.fft_size": 10**8}, ["data.fft_size", "at most 65536"]),
         ("audio", {"data.num_mels": 500}, ["num_mels=500 is too many for fft_size=256"]),
         ("audio", {"data.sample_rate": 10}, ["data.sample_rate", "at least 1000"]),
-        ("audio", {"data.seconds": 1100}, ["model.patch_size", "275,004 patches", "262,144 is the most"]),
+        ("audio", {"data.seconds": 1100}, ["model.patch_size", "275,004 patches", "limit of 262,144"]),
         ("audio", {"model.patch_size": 3}, ["model.patch_size", "3 do not divide a side of 8"]),
         ("audio", {"model.vocoder": "/nowhere"}, ["model.vocoder", "no config.json in /nowhere"]),
         ("video", {"data.image_size": 0}, ["data.image_size", "greater than 0"]),

@@ -250,5 +250,5 @@ def test_what_is_no_clip_is_named(hub: Path, tmp_path: Path) -> None:
         read_clip_shape(tmp_path / "nowhere")
     folder = changed(hub, tmp_path)
     (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
-    with pytest.raises(CheckpointError, match="no three numbers"):
+    with pytest.raises(CheckpointError, match="must be three numbers"):
         read_clip_shape(folder)

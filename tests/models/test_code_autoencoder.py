@@ -39,11 +39,11 @@ def some(*shape: int, seed: int = 0) -> Tensor:
 def test_every_code_is_a_vector_and_comes_back(levels: tuple[int, ...]) -> None:
     scalars = FiniteScalarQuantizer(levels)
     codes = torch.arange(math.prod(levels))
-    vectors = scalars.vectors(codes)
+    vectors = scalars.embed_codes(codes)
     assert len(vectors.unique(dim=0)) == len(codes)
     assert vectors.min() >= -1
     assert vectors.max() <= 1
-    assert torch.equal(scalars.codes_of(vectors), codes)
+    assert torch.equal(scalars.nearest_codes(vectors), codes)
 
 
 @pytest.mark.parametrize("levels", [(8, 5, 5, 5), (2, 3), (255, 254)])
@@ -56,7 +56,7 @@ def test_every_level_is_reached_and_none_beyond(levels: tuple[int, ...]) -> None
         vectors, codes, _, _ = scalars(z)
         assert len(vectors[:, channel].unique()) == level
         assert (vectors[:, channel].diff() >= 0).all()
-        assert torch.equal(scalars.codes_of(vectors), codes)
+        assert torch.equal(scalars.nearest_codes(vectors), codes)
     vectors, codes, _, _ = scalars(torch.tensor([math.inf, -math.inf, 1e4, -1e4])[:, None].expand(4, len(levels)))
     assert codes.tolist() == [math.prod(levels) - 1, 0] * 2
     assert (scalars(torch.zeros(1, len(levels)))[0] == 0).all()
@@ -73,7 +73,7 @@ def test_levels_change_where_the_paper_has_it() -> None:
 
 def test_a_code_is_read_in_mixed_radix() -> None:
     """(8, 5, 5, 5) by hand: the first level is the lowest digit."""
-    assert FiniteScalarQuantizer((8, 5, 5, 5)).vectors(torch.tensor(7 + 8 * (4 + 5 * (0 + 5 * 2)))).tolist() == [
+    assert FiniteScalarQuantizer((8, 5, 5, 5)).embed_codes(torch.tensor(7 + 8 * (4 + 5 * (0 + 5 * 2)))).tolist() == [
         0.75,
         1,
         -1,
@@ -84,10 +84,10 @@ def test_a_code_is_read_in_mixed_radix() -> None:
 def test_codebook_vectors_come_back_as_their_codes() -> None:
     book = Codebook(64, 8)
     codes = torch.arange(64)
-    assert torch.equal(book.codes_of(book.vectors(codes)), codes)
+    assert torch.equal(book.nearest_codes(book.embed_codes(codes)), codes)
     # The direction decides, not the length.
-    assert torch.equal(book(3 * book.vectors(codes)[None])[1][0], codes)
-    torch.testing.assert_close(book.vectors(codes).square().mean(-1), torch.ones(64))
+    assert torch.equal(book(3 * book.embed_codes(codes)[None])[1][0], codes)
+    torch.testing.assert_close(book.embed_codes(codes).square().mean(-1), torch.ones(64))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -106,7 +106,7 @@ def test_impossible_shapes_name_the_remedy() -> None:
     for change, message in (
         ({"experts": experts, "experts_every": 5}, "experts_every 5: none of the 4 layers has experts; try 4"),
         ({"experts": experts.model_copy(update={"hidden_size": 16})}, "experts.hidden_size 16: the model has 32"),
-        ({"mixers": ("attention",)}, "mixers 1: there are num_layers 4"),
+        ({"mixers": ("attention",)}, "mixers 1: there must be num_layers 4"),
         ({"mixers": ("ssm",) * 4}, "ssm: its dimensions are given where a layer has it"),
         ({"num_heads": 0}, "num_heads 0: a layer with attention needs at least one"),
     ):
@@ -153,7 +153,7 @@ def test_the_loss_is_the_sum_over_the_targets_that_count(name: str) -> None:
     for one in routed:
         assert one.tokens == 2 * T - 4
         assert one.load.sum() == (2 * T - 4) * model.shape.experts.top_k
-    logits, again = model(tokens, counted=targets != -100)
+    logits, again = model(tokens, token_mask=targets != -100)
     torch.testing.assert_close(logits, model(tokens))
     torch.testing.assert_close(again[0].balance, routed[0].balance)
 

@@ -154,7 +154,7 @@ def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="moe_intermediate_size is missing"):
         read_decoder_shape(tmp_path)
     config.write_text(json.dumps(said | {"num_experts_per_tok": 9}))
-    with pytest.raises(CheckpointError, match="describes no model"):
+    with pytest.raises(CheckpointError, match="does not describe a valid model"):
         read_decoder_shape(tmp_path)
     config.write_text(json.dumps(said))
     tensors = load_file(weights)

@@ -59,7 +59,7 @@ def test_experts_who_are_not_asked_say_nothing(
 ) -> None:
     layer = Experts(ExpertsShape(hidden_size=D, expert_size=4, num_experts=4, top_k=2, **options))
     x = torch.zeros(form, requires_grad=True)
-    out, routing = layer(x, counted=torch.zeros(form[:-1]) if is_counted else None)
+    out, routing = layer(x, token_mask=torch.zeros(form[:-1]) if is_counted else None)
     assert out.shape == form
     assert routing.chosen.shape == (*form[:-1], 2)
     sums = (routing.balance, routing.z, routing.dropped, routing.entropy, routing.tokens, *routing.load)

@@ -108,7 +108,7 @@ def test_the_two_forms_agree(k: int) -> None:
         out = dispatch.dispatch_sorted(rows, chosen, gates, small, run=run)
         return [out, *torch.autograd.grad(out.float().square().sum(), [rows, *small])]
 
-    for got, wanted in zip(short(dispatch.run_grouped), short(dispatch.looped), strict=True):
+    for got, wanted in zip(short(dispatch.run_grouped), short(dispatch.run_loop), strict=True):
         assert float((got - wanted).detach().abs().max()) < 0.02 * float(wanted.detach().abs().max())
 
 
@@ -177,7 +177,7 @@ def test_padding_takes_no_room_and_enters_no_sum() -> None:
     padded = torch.cat((torch.full((2, 4, D), 5.0), x, inputs(2, 7, seed=5)), dim=1)
     counted = torch.zeros(2, 19)
     counted[:, 4:12] = 1
-    (out, routing), (wide, other) = model(x), model(padded, counted=counted)
+    (out, routing), (wide, other) = model(x), model(padded, token_mask=counted)
     torch.testing.assert_close(wide[:, 4:12], out)
     for name in ("balance", "z", "load", "dropped", "entropy", "tokens"):
         torch.testing.assert_close(getattr(other, name), getattr(routing, name))
@@ -459,10 +459,10 @@ def test_it_compiles_as_a_whole_or_leaves_the_graph_and_never_runs_what_nobody_c
     """With the kernel for a GPU nothing waits for the host. Without it, all experts for all tokens would be one graph too."""
     model, x = layer(top_k=2, capacity_factor=1.0, balance="bias", num_shared=1), inputs(2, 8)
     if forced:
-        monkeypatch.setattr(dispatch, "grouped_product_fits", lambda x, weight: True)
+        monkeypatch.setattr(dispatch, "can_use_grouped_mm", lambda x, weight: True)
     multiplied: list[int] = []
-    looped = dispatch.looped
-    monkeypatch.setattr(dispatch, "looped", lambda x, *rest: multiplied.append(len(x)) or looped(x, *rest))
+    looped = dispatch.run_loop
+    monkeypatch.setattr(dispatch, "run_loop", lambda x, *rest: multiplied.append(len(x)) or looped(x, *rest))
     assert model.experts.can_capture_graph(x) is forced
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=forced, dynamic=False, backend="aot_eager")
@@ -482,16 +482,16 @@ def test_it_compiles_as_a_whole_or_leaves_the_graph_and_never_runs_what_nobody_c
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"top_k": 5}, "top_k 5 is more than num_experts 4: a token asks each expert once; lower top_k to 4"),
+        ({"top_k": 5}, "top_k 5 is more than num_experts 4; lower top_k to 4"),
         (
             {"capacity": 2, "capacity_factor": 1.25},
-            "capacity 2 and capacity_factor 1.25 both set an expert's room; keep one",
+            "capacity 2 and capacity_factor 1.25 both set an expert's capacity; keep one",
         ),
-        ({"shared_size": 3}, "shared_size 3 has no shared expert to be of; set num_shared"),
-        ({"spiking": SpikingShape()}, "spiking is set and router is 'linear'; set router to 'spiking'"),
-        ({"capacity": 0}, "capacity 0 is no room; give at least 1, or leave it out and nothing is dropped"),
-        ({"capacity": -2}, "capacity -2 is no room"),
-        ({"capacity_factor": 0.0}, "capacity_factor 0 is no room; give more than 0, or leave it out"),
+        ({"shared_size": 3}, "shared_size 3 has no effect without shared experts; set num_shared"),
+        ({"spiking": SpikingShape()}, "spiking is set but router is 'linear'; set router to 'spiking'"),
+        ({"capacity": 0}, "capacity 0 must be at least 1; remove it to drop no tokens"),
+        ({"capacity": -2}, "capacity -2 must be at least 1"),
+        ({"capacity_factor": 0.0}, "capacity_factor 0 must be more than 0; remove it"),
         ({"capacity_factor": math.inf}, "capacity_factor"),
         ({"num_experts": 0}, "num_experts 0 is too few; give at least 1"),
         ({"hidden_size": -8}, "hidden_size -8 is too few; give at least 1"),

@@ -58,12 +58,11 @@ def models(folders: dict[str, Path]) -> dict[str, FrozenImageModel]:
 
 @pytest.fixture(scope="module")
 def pipelines(folders: dict[str, Path]) -> dict[str, Any]:
-    """By diffusers' own door."""
+    """Pipelines loaded by diffusers itself."""
     import diffusers
-    import transformers
 
     found = {}
-    with quiet_logging(transformers), quiet_logging(diffusers):
+    with quiet_logging("diffusers"):
         for name, folder in folders.items():
             absent = {"text_encoder_3": None, "tokenizer_3": None} if name == "flow_without_t5" else {}
             found[name] = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True, **absent)
@@ -238,7 +237,7 @@ def test_the_autoencoder_goes_to_scaled_latents_and_back(
     latents = model.encode(pixels, noise)
     torch.testing.assert_close(latents.movedim(-1, 1), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(model.encode(pixels), model.encode(pixels, torch.zeros_like(noise)))
-    monkeypatch.setattr("bottega.models.frozen.image.AT_ONCE", 2 * SIDE * SIDE)
+    monkeypatch.setattr("bottega.models.frozen.image.MAX_PIXELS_PER_CHUNK", 2 * SIDE * SIDE)
     torch.testing.assert_close(model.encode(pixels, noise), latents)
     assert model.decode(latents).shape == pixels.shape
 
@@ -308,7 +307,7 @@ def test_facts_are_those_of_the_configurations(models: dict[str, FrozenImageMode
     flow = found["flow"]
     assert (flow.scale, flow.latent_shift, flow.downsample, flow.latent_channels) == (1.5, 0.06, 8, 4)
     flow.check_side(64)
-    with pytest.raises(UsageError, match="is more than the 64"):
+    with pytest.raises(UsageError, match="is more than 64, the largest"):
         flow.check_side(72)
     with pytest.raises(UsageError, match="is not a multiple of 8"):
         found["sd"].check_side(20)
@@ -339,7 +338,7 @@ def changed(folder: Path, part: str, **values: Any) -> Path:
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "width": ("sd", "unet/config.json", {"cross_attention_dim": 768}, "width 768 .*text_encoder beside it gives 16;"),
     "widths": ("sdxl", "unet/config.json", {"cross_attention_dim": 16}, "width 16 .*text_encoder_2 beside it gives 40;"),
-    "sizes": ("sdxl", "unet/config.json", {"addition_time_embed_dim": 9}, "takes 68 numbers .* gives 20 with 6"),
+    "sizes": ("sdxl", "unet/config.json", {"addition_time_embed_dim": 9}, "takes 68 numbers .* gives 20 and the image size 6 x"),
     "joint width": ("flow", "transformer/config.json", {"joint_attention_dim": 64}, "width 64 .* gives 48;"),
     "pooled": ("flow", "transformer/config.json", {"pooled_projection_dim": 20}, "width 20 .* gives 32;"),
     "lengths": ("sdxl", "tokenizer_2/tokenizer_config.json", {"model_max_length": 8}, "read 16 and 8 tokens"),
@@ -356,7 +355,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "zero snr": ("sd", "scheduler/scheduler_config.json", {"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr"),
     "dynamic": ("flow", "scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting"),
     "no flow": ("flow", "scheduler/scheduler_config.json", {"_class_name": "DDIMScheduler", "beta_schedule": "linear",
-                "beta_start": 1e-4, "beta_end": 0.02}, "predicts a flow"),
+                "beta_start": 1e-4, "beta_end": 0.02}, "needs a flow-matching scheduler"),
     "custom pipeline": ("sd", "model_index.json", {"_class_name": ["mine", "Mine"]}, "code of its own"),
     "custom part": ("sd", "model_index.json", {"unet": ["mine", "Mine"]}, "takes unet from 'mine'"),
     "remote code": ("sd", "text_encoder/config.json", {"auto_map": {"AutoModel": "mine.Mine"}}, "has auto_map"),
@@ -366,10 +365,10 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "no text": ("sd", "model_index.json", {"text_encoder": [None, None]}, "has no text encoder for unet"),
     "no class": ("sd", "model_index.json", {"unet": "UNet2DConditionModel"}, "names no library and class for unet"),
     "three words": ("sd", "model_index.json", {"vae": ["diffusers", "AutoencoderKL", "x"]}, "no library and class for vae"),
-    "words of betas": ("sd", "scheduler/scheduler_config.json", {"trained_betas": ["a"]}, "holds what no pipeline has"),
-    "no shift": ("flow", "scheduler/scheduler_config.json", {"shift": None}, "holds what no pipeline has"),
-    "no scale": ("sd", "vae/config.json", {"scaling_factor": None}, "holds what no pipeline has"),
-    "blocks": ("sd", "vae/config.json", {"block_out_channels": 4}, "holds what no pipeline has"),
+    "words of betas": ("sd", "scheduler/scheduler_config.json", {"trained_betas": ["a"]}, "has an invalid value"),
+    "no shift": ("flow", "scheduler/scheduler_config.json", {"shift": None}, "has an invalid value"),
+    "no scale": ("sd", "vae/config.json", {"scaling_factor": None}, "has an invalid value"),
+    "blocks": ("sd", "vae/config.json", {"block_out_channels": 4}, "has an invalid value"),
     "text": ("sd", "text_encoder/config.json", {"hidden_size": "wide"}, "hidden_size must be a number"),
     "unpooled": ("sdxl", "model_index.json", {"text_encoder_2": ["transformers", "CLIPTextModel"]}, "needs a CLIPText"),
 }  # fmt: skip
@@ -546,8 +545,8 @@ def test_a_gated_or_absent_model_is_said_in_a_line(monkeypatch: pytest.MonkeyPat
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     for kind, line in (
-        (GatedRepoError, "agree to its terms"),
-        (RepositoryNotFoundError, "the hub shows no such model"),
+        (GatedRepoError, "accept its terms"),
+        (RepositoryNotFoundError, "the hub has no such model"),
     ):
 
         def refuse(name: str, kind: Any = kind, **options: Any) -> str:

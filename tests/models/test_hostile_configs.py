@@ -128,7 +128,7 @@ def test_any_value_in_any_place_gives_a_model_or_a_refusal(
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
             "quantized, which is not supp",
         ),
-        ({"quantization_config": {"quant_method": "x"}}, "give the folder of the original weights"),
+        ({"quantization_config": {"quant_method": "x"}}, "use the folder of the original weights"),
     ],
 )
 def test_what_cannot_be_built_is_named(

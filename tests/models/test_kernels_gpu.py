@@ -46,7 +46,7 @@ def test_one_product_for_all_experts_and_one_after_the_other(k: int) -> None:
         for i, size in enumerate(((inner, width), (inner, width), (width, inner)))
     ]
     found = []
-    for run in (dispatch.run_grouped, dispatch.looped):
+    for run in (dispatch.run_grouped, dispatch.run_loop):
         x = normal(tokens, width, seed=7, dtype=torch.bfloat16).requires_grad_()
         leaves = [stack.clone().requires_grad_() for stack in stacks]
         weights = normal(tokens, k, seed=8, dtype=torch.bfloat16)

@@ -71,7 +71,7 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_of_a_run_its_export_is_taken(tmp_path: Path) -> None:
     run = folder(tmp_path / "run", "recipe.yaml")
     with pytest.raises(
-        UsageError, match=rf"^model\.from: {run} is a run that was not exported; say bottega export {run} "
+        UsageError, match=rf"^model\.from: {run} is a run that was not exported; run bottega export {run} "
     ):
         resolve_model(run, key=KEY)
     assert resolve_model(run, key=KEY, required_file=None) == ModelFolder(run / "final", "unknown", "run")

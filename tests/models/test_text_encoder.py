@@ -112,7 +112,7 @@ def test_pickles_and_models_that_do_not_read_are_refused(clip: Path, tmp_path: P
     with pytest.raises(CheckpointError, match="pickles are never opened"):
         load_text_encoder(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "vit", "hidden_size": 16}))
-    with pytest.raises(UsageError, match="no text encoder"):
+    with pytest.raises(UsageError, match="not a text encoder"):
         read_text_encoder_metadata(folder)
     (folder / "config.json").unlink()
     with pytest.raises(UsageError, match=r"no config\.json"):

@@ -76,7 +76,7 @@ def test_impossible_shapes_name_the_remedy() -> None:
         small_shape(num_heads=6, num_kv_heads=4)
     with pytest.raises(ValidationError, match="head_size 7 is odd"):
         small_shape(head_size=7)
-    with pytest.raises(UsageError, match=r"'vers' is no size.*did you mean 'verse'"):
+    with pytest.raises(UsageError, match=r"'vers' is not a size.*did you mean 'verse'"):
         shape_for_size("vers", vocab_size=V)
 
 

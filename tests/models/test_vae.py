@@ -132,7 +132,7 @@ def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"diffusion_pytorch_model\.bin is a pickle"):
         load_autoencoder(tmp_path)
     (tmp_path / "diffusion_pytorch_model.bin").unlink()
-    with pytest.raises(CheckpointError, match="give the folder of a saved"):
+    with pytest.raises(CheckpointError, match="use the folder of a saved"):
         load_autoencoder(tmp_path)
 
 
@@ -145,8 +145,8 @@ def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
         ({"use_post_quant_conv": False}, "use_post_quant_conv"),
         ({"latents_mean": [0.0] * 4}, "latents_mean"),
         ({"norm_num_groups": 5}, "norm_num_groups 5 does not divide"),
-        ({"latent_channels": -1}, "is no config of an autoencoder"),
-        ({"block_out_channels": None}, "is no config of an autoencoder"),
+        ({"latent_channels": -1}, "is not the config of an autoencoder"),
+        ({"block_out_channels": None}, "is not the config of an autoencoder"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -266,7 +266,7 @@ def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) ->
 
 
 def test_names_people_mistype() -> None:
-    with pytest.raises(UsageError, match="6 is no power of two"):
+    with pytest.raises(UsageError, match="6 is not a power of two"):
         stage_widths(64, 6)
     with pytest.raises(UsageError, match="only images have"):
         small_model(dims=1).diffusers_config()

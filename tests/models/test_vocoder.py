@@ -111,20 +111,20 @@ def test_what_does_not_fit_is_named_on_both_sides(folder: Path) -> None:
     vocoder = load_vocoder(folder)
     vocoder.check_spectrogram(sample_rate=RATE, num_mels=BANDS, hop_size=HOP)
     with pytest.raises(
-        UsageError, match=r"data\.sample_rate is 22050 and it has 8000; data\.hop_size is 128 and it has 64"
+        UsageError, match=r"data\.sample_rate is 22050, the vocoder has 8000; data\.hop_size is 128, the vocoder has 64"
     ):
         vocoder.check_spectrogram(sample_rate=22_050, num_mels=BANDS, hop_size=128)
-    with pytest.raises(UsageError, match=r"data\.num_mels is 80 and it has 8; set .*data\.num_mels=8"):
+    with pytest.raises(UsageError, match=r"data\.num_mels is 80, the vocoder has 8; set .*data\.num_mels=8"):
         vocoder.check_spectrogram(sample_rate=RATE, num_mels=80, hop_size=HOP)
 
 
 def test_folders_that_are_no_vocoder(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"model\.vocoder: there is no config\.json in .*nowhere"):
+    with pytest.raises(UsageError, match=r"model\.vocoder: no config\.json in .*nowhere"):
         load_vocoder(tmp_path / "nowhere")
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "architectures": ["UnivNetModel"]}))
-    with pytest.raises(UsageError, match="holds UnivNetModel; what can be used is a SpeechT5HifiGan"):
+    with pytest.raises(UsageError, match="holds UnivNetModel; only SpeechT5HifiGan is supported"):
         load_vocoder(other)
     (other / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):
@@ -140,7 +140,7 @@ def test_pickles_are_refused_and_a_missing_weight_is_never_drawn(folder: Path, t
     with pytest.raises(CheckpointError, match=r"lacks conv_post\.weight"):
         load_vocoder(own)
     weights.write_bytes(b"\0" * 100)
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         load_vocoder(own)
     weights.rename(own / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickles are never opened"):
@@ -176,5 +176,5 @@ def test_a_run_is_heard_through_it_and_keeps_it(folder: Path, tmp_path: Path) ->
 
 def test_a_run_of_another_form_is_refused_before_it_begins(folder: Path, tmp_path: Path) -> None:
     options = {**small_media.audio(tmp_path), "model.vocoder": str(folder), "data.hop_size": 32}
-    with pytest.raises(UsageError, match=r"data\.hop_size is 32 and it has 64"):
+    with pytest.raises(UsageError, match=r"data\.hop_size is 32, the vocoder has 64"):
         bottega.train("audio", options)

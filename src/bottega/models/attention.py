@@ -1,6 +1,6 @@
-"""Attention with rotary positions, and what one call of a decoder says about where its tokens stand.
+"""Multi-head attention with rotary positions, and the positions and masks of one forward.
 
-B batch   T tokens   S keys a query may see   D hidden size   H query heads   K key-value heads   h head size
+B batch   T tokens   S keys   D hidden size   H query heads   K key-value heads   h head size
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from bottega.models.decoder.config import TransformerShape
 
 Mask = Tensor | BlockMask | None
-"""True where a query may look; None is plain causal attention, which has the fastest kernels."""
+"""True where a query may attend; None is plain causal attention, which has the fastest kernels."""
 
 
 @dataclass(frozen=True)
 class SequenceContext:
-    """Where the tokens of one call stand: the rotation of each, what each may look at, and what was read before.
+    """Positions, masks and cache range of the tokens of one forward.
 
-    `start` is the position of the first token: an integer for all rows, or a tensor [B] when rows have read unequally.
+    `start` is the position of the first token: an integer for all rows, or a tensor (B) where rows have unequal lengths.
+    `stop` is the end of the cache range.
     """
 
     cos: Tensor
@@ -35,15 +36,15 @@ class SequenceContext:
     start: int | Tensor = 0
     stop: int = 0
     documents: Tensor | None = None
-    """For layers that have no mask: ids [B, T] between which nothing passes."""
+    """Document ids (B, T) for state-space layers, which have no mask: no information passes between documents."""
     lengths: Tensor | None = None
-    """And how many tokens of each row [B] are real, where rows were filled up on the right."""
-    counted: Tensor | None = None
-    """True [B, T] for tokens that count in what experts report."""
+    """Number of tokens of each row (B) without padding on the right, for state-space layers."""
+    token_mask: Tensor | None = None
+    """True (B, T) for tokens that enter the statistics of experts."""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32 whatever the precision around it."""
+    """Root mean square norm, computed in float32 whatever the precision around it."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class RMSNorm(nn.Module):
 
 
 def compute_rotary_tables(shape: TransformerShape, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, [context, h], the two halves of a head turning together."""
+    """Return cos and sin of the rotary angles of every position, each (context, h), for the half-split layout."""
     exponents = torch.arange(0, shape.head_size, 2, device=device, dtype=torch.float32) / shape.head_size
     positions = torch.arange(shape.context, device=device, dtype=torch.float32)
     angles = positions[:, None] * (1.0 / shape.rope_theta**exponents)[None, :]
@@ -64,6 +65,7 @@ def compute_rotary_tables(shape: TransformerShape, device: torch.device | None =
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of channels of x (..., T, h) by the angles of their positions."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -79,7 +81,7 @@ def _compiled_block_mask() -> Callable[..., BlockMask]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, causal: bool, dropout: float) -> Tensor:
-    """q [B, H, T, h] over k, v [B, K, S, h]."""
+    """Attention of q (B, H, T, h) over k, v (B, K, S, h)."""
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         # Uncompiled, FlexAttention would materialise the scores; inside a compiled block it is already fused.
@@ -91,7 +93,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, causal: bool, dropout
 
 
 def build_document_mask(documents: Tensor, *, flex: bool) -> Mask:
-    """Causal, and only within the same document."""
+    """Return a causal mask within documents, from document ids (B, T)."""
     length = documents.shape[1]
     if not flex:
         order = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
@@ -104,6 +106,8 @@ def build_document_mask(documents: Tensor, *, flex: bool) -> Mask:
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with rotary positions and optional QK-norm."""
+
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
@@ -118,7 +122,7 @@ class Attention(nn.Module):
         self.head_size = shape.head_size
         self.dropout = shape.dropout
 
-    def forward(self, x: Tensor, window: SequenceContext, past: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, sequence: SequenceContext, cache: tuple[Tensor, Tensor] | None) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_size)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -126,21 +130,26 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # The angles are float32, so the rotation is too; half precision would blur positions that are far apart.
-        q, k = apply_rotary(q, window.cos, window.sin).to(v.dtype), apply_rotary(k, window.cos, window.sin).to(v.dtype)
-        if past is not None:
-            k, v = _remember(past, k, v, window)
+        q, k = (
+            apply_rotary(q, sequence.cos, sequence.sin).to(v.dtype),
+            apply_rotary(k, sequence.cos, sequence.sin).to(v.dtype),
+        )
+        if cache is not None:
+            k, v = _update_cache(cache, k, v, sequence)
         dropout = self.dropout if self.training else 0.0
-        mixed = attend(q, k, v, mask=window.mask, causal=window.causal, dropout=dropout)
+        mixed = attend(q, k, v, mask=sequence.mask, causal=sequence.causal, dropout=dropout)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-def _remember(past: tuple[Tensor, Tensor], k: Tensor, v: Tensor, window: SequenceContext) -> tuple[Tensor, Tensor]:
-    """Write the new keys and values behind the old; give back all that were read so far."""
-    for store, new in zip(past, (k, v), strict=True):
-        if isinstance(window.start, int):
-            store[:, :, window.start : window.stop] = new
+def _update_cache(
+    cache: tuple[Tensor, Tensor], k: Tensor, v: Tensor, sequence: SequenceContext
+) -> tuple[Tensor, Tensor]:
+    """Write new keys and values to the cache in place; return all keys and values so far."""
+    for store, new in zip(cache, (k, v), strict=True):
+        if isinstance(sequence.start, int):
+            store[:, :, sequence.start : sequence.stop] = new
         else:
             rows = torch.arange(len(new), device=new.device)[:, None]
-            places = window.start[:, None] + torch.arange(new.shape[2], device=new.device)
-            store[rows, :, places] = new.transpose(1, 2).to(store.dtype)
-    return past[0][:, :, : window.stop].to(v.dtype), past[1][:, :, : window.stop].to(v.dtype)
+            positions = sequence.start[:, None] + torch.arange(new.shape[2], device=new.device)
+            store[rows, :, positions] = new.transpose(1, 2).to(store.dtype)
+    return cache[0][:, :, : sequence.stop].to(v.dtype), cache[1][:, :, : sequence.stop].to(v.dtype)

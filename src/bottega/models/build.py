@@ -1,4 +1,4 @@
-"""Models from their specs, as torch modules: with initial values or those of a folder, or without memory at all."""
+"""Builds torch modules from model specs: with initial or pretrained values, or on the meta device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bottega.core.task import Task
 
 
 def build_models(task: Task, seed: int) -> dict[str, Any]:
-    """The models of a task by name, on the host. Initial values are f(seed, parameter name)."""
+    """Return the models of a task by name, on the CPU. Initial values depend on the seed and parameter names only."""
     specs = task.specs()
     models = {name: build_model(spec, seed) for name, spec in specs.items()}
     for name, spec in specs.items():
@@ -26,7 +26,7 @@ def build_models(task: Task, seed: int) -> dict[str, Any]:
 
 
 def build_model(spec: ModelSpec, seed: int) -> Any:
-    """One model before its changes."""
+    """Return one model before the changes of its spec."""
     config, options = spec.config, dict(spec.options)
     if spec.parts:
         config = {name: _build_part(part, seed) for name, part in spec.parts.items()}
@@ -40,7 +40,7 @@ def build_model(spec: ModelSpec, seed: int) -> Any:
             model = architecture(config, **options)
         model.to_empty(device="cpu")
     else:
-        # Values that nobody's rule sets are the framework's own draws, and the same on every rank and in every start.
+        # Values that no rule sets are torch's own draws; seeded, so that every rank and every start has the same.
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             model = architecture(config, **options)
@@ -59,8 +59,10 @@ def _build_part(spec: ModelSpec, seed: int) -> Any:
 
 
 def build_meta_model(task: Task, seed: int) -> nn.Module | None:
-    """The trained model with names and shapes, without memory and without a look at the folder its values come from; None
-    where it can only be built from that."""
+    """Return the trained model of a task on the meta device, without reading pretrained weights.
+
+    None where the model can only be built from its folder.
+    """
     spec = replace(task.specs()["model"], pretrained=None)
     try:
         with torch.device("meta"), MetaDeviceMode():
@@ -73,18 +75,18 @@ def build_meta_model(task: Task, seed: int) -> nn.Module | None:
 
 
 def build_meta_models(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
-    """The models of a task with shapes and without memory; None where one can only be built from its files."""
+    """Return the models of a task on the meta device; None where one can only be built from its files."""
     try:
         with torch.device("meta"), MetaDeviceMode():
             return build_models(task, seed)
     except UsageError:
         raise
-    except Exception:  # transformers and diffusers refuse to read weights into a model without memory, each in its way
+    except Exception:  # transformers and diffusers cannot load weights on the meta device, and raise different classes
         return None
 
 
 class MetaDeviceMode(TorchFunctionMode):
-    """Everything that torch creates lies on the meta device, whatever device the caller names."""
+    """Create every tensor on the meta device, whatever device the caller names."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

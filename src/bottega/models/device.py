@@ -1,4 +1,4 @@
-"""Which device torch computes on."""
+"""Chooses the device torch computes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KINDS = ("cpu", "cuda", "mps")
 
 
 def choose_device(name: str) -> torch.device:
-    """Never a silent CPU: a GPU that was asked for and is absent is an error."""
+    """Return the device of a recipe's `device`; a GPU that is requested but absent is an error, never a silent CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name.partition(":")[0] == "gpu":
@@ -20,14 +20,14 @@ def choose_device(name: str) -> torch.device:
     if kind not in KINDS:
         raise UsageError(f"device: {name!r} is not a device; use one of auto, {', '.join(KINDS)}")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentProblem("device: cuda was asked for, and torch sees no GPU; use device=cpu or device=auto")
+        raise EnvironmentProblem("device: cuda is requested, but torch finds no GPU; use device=cpu or device=auto")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise EnvironmentProblem("device: mps was asked for, and it is not available; use device=cpu or device=auto")
+        raise EnvironmentProblem("device: mps is requested, but not available; use device=cpu or device=auto")
     if kind == "cuda":
         index = World.from_environment().local_rank if ":" not in name else int(name.partition(":")[2])
         if index >= torch.cuda.device_count():
             raise EnvironmentProblem(
-                f"device: cuda:{index} was asked for, and there are {torch.cuda.device_count()} GPUs"
+                f"device: cuda:{index} is requested, but there are only {torch.cuda.device_count()} GPUs"
             )
         torch.cuda.set_device(index)
         return torch.device("cuda", index)

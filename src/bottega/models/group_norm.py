@@ -1,4 +1,4 @@
-"""torch's group norm, with a way around where it crashes."""
+"""torch's group norm with a workaround for a crash on CPUs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from torch import Tensor, nn
 
 
 class GroupNorm(nn.GroupNorm):
-    """Where its input learns nothing, as behind frozen layers, and lies with its channels last, torch's backward on a CPU
-    ends the process (2.13: it writes a gradient that nobody made room for). Channels first, it does not."""
+    """Group norm that makes inputs without gradient contiguous.
+
+    For channels-last inputs that need no gradient, as behind frozen layers, torch's CPU backward crashes the process (2.13:
+    it writes a gradient that was not allocated). Channels-first inputs are safe.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not x.requires_grad:

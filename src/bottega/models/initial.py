@@ -1,4 +1,4 @@
-"""Initial weights as a function of the seed and the parameter's name, drawn in numpy so that every engine agrees."""
+"""Initial weights as a function of seed and parameter name, drawn in numpy so that every engine agrees."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RESIDUAL_OUTPUTS = ("o_proj", "down_proj", "out_proj")
 def initial_value(
     name: str, shape: tuple[int, ...], seed: int, *, std: float = 0.02, residual_layers: int
 ) -> np.ndarray:
-    """One parameter: ones for a norm, zeros for a bias, else normal with `std`; of stacked experts, with 1 / sqrt(fan-in).
+    """Return one parameter: ones for a norm, zeros for a bias, else normal with `std`; stacked experts by fan-in.
 
-    What writes into the residual stream is scaled by 1 / sqrt(2 L), so that 2 L additions keep its variance (GPT-2).
+    Layers that write into the residual stream are scaled by 1 / sqrt(2 L), so that 2 L additions keep its variance (GPT-2).
     """
     owner, _, kind = name.rpartition(".")
     if kind == "bias":
@@ -38,21 +38,23 @@ def initial_value(
 
 
 def initialise(module: nn.Module, seed: int, *, std: float = 0.02, residual_layers: int) -> None:
-    """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value, unless
-    its layer knows better: one that offers `initial_value(kind, name, seed)` is asked."""
-    knowing = {path: layer for path, layer in module.named_modules() if hasattr(layer, "initial_value")}
+    """Set every parameter by its name and shape and the seed, on any device.
+
+    A layer with a method `initial_value(kind, name, seed)` decides its own values.
+    """
+    own_rules = {path: layer for path, layer in module.named_modules() if hasattr(layer, "initial_value")}
 
     def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
         owner, _, kind = name.rpartition(".")
-        if owner in knowing:
-            return knowing[owner].initial_value(kind, name, seed)
+        if owner in own_rules:
+            return own_rules[owner].initial_value(kind, name, seed)
         return initial_value(name, shape, seed, std=std, residual_layers=residual_layers)
 
     fill_parameters(module, value)
 
 
 def fill_parameters(module: nn.Module, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
-    """Every parameter as a function of its name and shape; one without memory stays so."""
+    """Set every parameter to `value(name, shape)`; parameters on the meta device are skipped."""
     import torch
 
     def set_one(name: str, parameter: torch.nn.Parameter) -> None:
@@ -61,7 +63,7 @@ def fill_parameters(module: nn.Module, value: Callable[[str, tuple[int, ...]], n
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(value(name, tuple(parameter.shape))))
 
-    # numpy lets go of the interpreter while it draws, so threads across parameters use all cores.
+    # numpy releases the interpreter lock while it draws, so threads across parameters use all cores.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for done in [pool.submit(set_one, name, parameter) for name, parameter in module.named_parameters()]:
-            done.result()
+        for future in [pool.submit(set_one, name, parameter) for name, parameter in module.named_parameters()]:
+            future.result()

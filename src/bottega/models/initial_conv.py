@@ -1,4 +1,4 @@
-"""Initial weights of convolutional models as a function of the seed and the parameter's name, drawn in numpy."""
+"""Initial weights of convolutional models as a function of seed and parameter name, drawn in numpy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ RESIDUAL_OUTPUTS = ("conv2", "to_out.0")
 
 
 def initial_convolution(name: str, shape: tuple[int, ...], seed: int, *, residual_layers: int) -> np.ndarray:
-    """One parameter: ones for a norm, zeros for a bias, else normal with variance 1 / fan-in.
+    """Return one parameter: ones for a norm, zeros for a bias, else normal with variance 1 / fan-in.
 
-    Fan-in rather than one deviation for all: a 1 x 1 kernel over 4 channels and a 3 x 3 x 3 kernel over 512 sum over
-    numbers that differ by 3,000. What writes into the residual stream is scaled so that its additions keep the variance.
+    Fan-in rather than one deviation for all: the fan-in of a 1 x 1 kernel over 4 channels and of a 3 x 3 x 3 kernel over 512
+    differ by a factor of 3,000. Layers that write into the residual stream are scaled so that its variance is kept.
     """
     owner, _, kind = name.rpartition(".")
     if kind == "bias":
@@ -31,5 +31,5 @@ def initial_convolution(name: str, shape: tuple[int, ...], seed: int, *, residua
 
 
 def initialise_convolutional(module: nn.Module, seed: int, *, residual_layers: int) -> None:
-    """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
+    """Set every parameter by its name and shape and the seed, on any device."""
     fill_parameters(module, lambda name, shape: initial_convolution(name, shape, seed, residual_layers=residual_layers))

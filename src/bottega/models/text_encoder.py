@@ -1,4 +1,4 @@
-"""Who reads captions: a small transformer of our own that learns with the generator, or a pretrained one that does not.
+"""Text encoders for captions: a small transformer trained with the generator, or a frozen pretrained one.
 
 B batch   L text tokens   W width of a text token
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, UsageError
+from bottega.core.errors import UsageError
 from bottega.models.dit.torch import Attention, layer_norm
 from bottega.models.folders.resolve import require_config
-from bottega.models.folders.transformers_loader import load_encoder
-from bottega.models.folders.untrusted import attribute_errors_to, load_transformers_config
+from bottega.models.folders.transformers_loader import load_pretrained
+from bottega.models.folders.untrusted import attribute_errors_to, load_transformers_config, require_safetensors
 from bottega.models.generator.config import ConditionShape
 
 HEAD_SIZE = 32
@@ -23,7 +24,7 @@ CLIP_TYPES = ("clip", "clip_text_model")
 
 
 class TextBlock(nn.Module):
-    """Norms have no weights of their own: a linear layer follows each, and can do all that they could."""
+    """A pre-norm transformer block. Its norms have no affine weights: the linear layer after each can represent them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -32,13 +33,13 @@ class TextBlock(nn.Module):
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, looks: Tensor | None) -> Tensor:
-        x = x + self.attn(layer_norm(x), mask=looks)
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        x = x + self.attn(layer_norm(x), mask=attention_mask)
         return x + self.down(F.gelu(self.up(layer_norm(x)), approximate="tanh"))
 
 
 class TextEncoder(nn.Module):
-    """Tokens [B, L] to what is meant by each [B, L, W], of unit variance; every token sees the whole caption."""
+    """Bidirectional encoder from tokens (B, L) to hidden states (B, L, W) of unit variance."""
 
     def __init__(self, shape: ConditionShape) -> None:
         super().__init__()
@@ -48,31 +49,32 @@ class TextEncoder(nn.Module):
         self.blocks = nn.ModuleList(TextBlock(shape.text_size) for _ in range(shape.text_layers))
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask` [B, L] is true where there is text; at least once in each row. What is not text comes out as 0."""
+        """Encode `ids` (B, L). `mask` (B, L) is true for text, at least once in each row; padding is encoded as 0."""
         x = self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]]
-        looks = mask[:, None, None, :] if mask is not None else None
+        attention_mask = mask[:, None, None, :] if mask is not None else None
         for block in self.blocks:
-            x = block(x, looks)
+            x = block(x, attention_mask)
         x = layer_norm(x)
         return x if mask is None else x * mask[..., None]
 
 
 class TextEncoderMetadata(NamedTuple):
-    """What must be known of a pretrained text encoder before it is loaded."""
+    """Dimensions of a pretrained text encoder, read from its configuration without loading weights."""
 
     width: int
     vocab_size: int
     positions: int | None
-    """The most tokens it can read; None where there is no such number."""
+    """Maximum number of tokens; None where there is no limit."""
     is_clip: bool
 
 
 def read_text_encoder_metadata(folder: Path) -> TextEncoderMetadata:
+    """Return the dimensions of the text encoder in a local folder."""
     config = _config(folder)
     text = getattr(config, "text_config", config)
     width, vocab_size = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
     if not isinstance(width, int) or not isinstance(vocab_size, int):
-        raise UsageError(f"model.text.from: {folder} holds a {config.model_type}, which is no text encoder")
+        raise UsageError(f"model.text.from: {folder} holds a {config.model_type}, which is not a text encoder")
     positions = getattr(text, "max_position_embeddings", None)
     return TextEncoderMetadata(
         width, vocab_size, positions if isinstance(positions, int) else None, config.model_type in CLIP_TYPES
@@ -80,23 +82,22 @@ def read_text_encoder_metadata(folder: Path) -> TextEncoderMetadata:
 
 
 def load_text_encoder(folder: Path) -> Any:
-    """A transformers encoder from a local folder, in float32, to be called and never trained.
+    """Return a frozen text encoder of transformers from a local folder, in float32.
 
-    Only safetensors are read and no code of the folder's own; a weight that is not there is an error, because
-    transformers would draw it at random.
+    Missing weights are an error.
     """
     config = _config(folder)
     import transformers
 
     kind: Any = transformers.AutoModel
     if config.model_type in CLIP_TYPES:
-        kind = transformers.CLIPTextModel  # the half of a CLIP that reads
+        kind = transformers.CLIPTextModel  # the text half of a CLIP
     elif type(config) in transformers.AutoModelForTextEncoding._model_mapping:
         kind = transformers.AutoModelForTextEncoding
     with attribute_errors_to(folder, key="model.text.from"):
-        model, seen = load_encoder(kind, folder)
-    if seen["missing_keys"]:
-        raise CheckpointError(f"{folder}: lacks {sorted(seen['missing_keys'])[0]}; it is no complete text encoder")
+        require_safetensors(folder)
+        errors = (OSError, ValueError, RuntimeError)
+        model = load_pretrained(kind, folder, what="a text encoder", errors=errors, dtype=torch.float32)
     return model.eval().requires_grad_(False)
 
 

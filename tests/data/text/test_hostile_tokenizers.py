@@ -52,11 +52,14 @@ def saved(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
 
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "nested repeats": (lambda f: f.update(pre_tokenizer=split("(a+)+$")), r"pattern '\(a\+\)\+\$' can take for ever"),
-    "two ways": (lambda f: f.update(pre_tokenizer=split(r"(?:\w|[a-z])*!$")), "can take for ever"),
+    "nested repeats": (
+        lambda f: f.update(pre_tokenizer=split("(a+)+$")),
+        r"pattern '\(a\+\)\+\$' can take exponential time",
+    ),
+    "two ways": (lambda f: f.update(pre_tokenizer=split(r"(?:\w|[a-z])*!$")), "can take exponential time"),
     "pattern of a normalizer": (
         lambda f: f.update(normalizer={"type": "Replace", "pattern": {"Regex": "(x+x+)+y"}, "content": ""}),
-        "can take for ever",
+        "can take exponential time",
     ),
     "id of the vocabulary": (lambda f: f["model"]["vocab"].update(zzz=2**31), f"'zzz' has the id {2**31}"),
     "id of an added token": (lambda f: f["added_tokens"][0].update(id=MAX_ID), f"below {MAX_ID:,}"),
@@ -72,7 +75,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         lambda f: f.update(
             post_processor={"type": "TemplateProcessing", "single": [{}] * 1000, "pair": [], "special_tokens": {}}
         ),
-        "more than 64 tokens around a text",
+        "adds more than 64 tokens",
     ),
     "no object": (lambda f: f.update(model=[1, 2]), "is not a tokenizer"),
 }

@@ -132,7 +132,7 @@ def test_build_can_start_from_a_folder(tmp_path: Path) -> None:
     started = build_models(Reconstruction(key="image", shape=SHAPE, pretrained=str(tmp_path)), 0)["model"].state_dict()
     assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in started.items())
     wider = AutoencoderShape(**{**FIELDS, "latent_channels": 8}, norm_groups=8)
-    with pytest.raises(UsageError, match="has latent_channels 4, the recipe asks for 8"):
+    with pytest.raises(UsageError, match="has latent_channels 4, but the recipe has 8"):
         build_models(Reconstruction(key="image", shape=wider, pretrained=str(tmp_path)), 0)
 
 

@@ -424,7 +424,7 @@ def test_a_run_is_exported_reopened_and_started_from(tmp_path: Path) -> None:
         return Path(bottega.train("image", {**SMALL, "output_dir": str(tmp_path), "name": name, **changes}).path)
 
     first = train("first")
-    with pytest.raises(UsageError, match="was not exported; say bottega export"):
+    with pytest.raises(UsageError, match="was not exported; run bottega export"):
         train("second", **{"model.from": str(first)})
     saved = bottega.load(first)
     folder = saved.export()

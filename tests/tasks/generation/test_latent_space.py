@@ -292,7 +292,7 @@ def test_autoencoders_of_other_media_and_runs_without_export(run: Any, tmp_path:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "recipe.yaml").touch()
-    with pytest.raises(UsageError, match="a run that was not exported; say bottega export"):
+    with pytest.raises(UsageError, match="a run that was not exported; run bottega export"):
         train(tmp_path, **{**IN_LATENTS, "model.vae": str(bare)})
     with pytest.raises(UsageError, match="is an autoencoder of images, and the task is audio"):
         bottega.train({"task": "audio"}, {**small_media.audio(tmp_path), **IN_LATENTS, "model.vae": str(vae_of(run))})

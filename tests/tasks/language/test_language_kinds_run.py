@@ -88,11 +88,11 @@ def test_what_is_said_of_weights_must_be_true_of_them(run: Any, text: Path, tmp_
     if run.path.name == "moe":
         with pytest.raises(UsageError, match=r"model\.balance: loss was asked for, and model\.from has bias"):
             small_run.train(tmp_path, text, **dims, **{"model.from": str(run.path), "model.balance": "loss"})
-        with pytest.raises(UsageError, match=r"model\.balance_weight: 0\.1, and balance: bias has no balancing loss"):
+        with pytest.raises(UsageError, match=r"model\.balance_weight: 0\.1, but balance: bias has no balancing loss"):
             small_run.train(tmp_path, text, **dims, **{"model.from": str(run.path), "model.balance_weight": 0.1})
 
 
-WHY = {"moe": "a bias decides which experts are asked (balance: bias)", "hybrid": "it has state spaces and attention"}
+WHY = {"moe": "its experts are chosen with a bias (balance: bias)", "hybrid": "it has state spaces and attention"}
 
 
 def test_export_says_what_no_class_of_transformers_computes(
@@ -145,23 +145,23 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(text: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"num_experts": 4}, "model.num_experts: 4, and kind transformer has no experts; say model.kind: moe"),
-        ({"kind": "ssm", "expert_size": 4}, "model.expert_size: 4, and kind ssm has no experts; say model.num_experts"),
-        ({"kind": "moe", "state_size": 4}, "model.state_size: 4, and kind moe has no state space"),
-        ({"kind": "ssm", "num_heads": 4}, "model.num_heads: 4, and kind ssm has no attention; set it to null"),
-        ({"kind": "ssm", "intermediate_size": 4}, "model.intermediate_size: 4, and kind ssm has no feed-forward"),
-        ({"kind": "moe", "attention_every": 2}, "model.attention_every: 2, and kind moe does not alternate"),
+        ({"num_experts": 4}, "model.num_experts: 4, but kind transformer has no experts; set model.kind: moe"),
+        ({"kind": "ssm", "expert_size": 4}, "model.expert_size: 4, but kind ssm has no experts; set model.num_experts"),
+        ({"kind": "moe", "state_size": 4}, "model.state_size: 4, but kind moe has no state space"),
+        ({"kind": "ssm", "num_heads": 4}, "model.num_heads: 4, but kind ssm has no attention; set it to null"),
+        ({"kind": "ssm", "intermediate_size": 4}, "model.intermediate_size: 4, but kind ssm has no MLP"),
+        ({"kind": "moe", "attention_every": 2}, "model.attention_every: 2, but kind moe does not alternate"),
         (
             {"kind": "hybrid", "attention_every": 5},
-            "model.attention_every: 5, and no layer of 4 would have attention; say 4 at most, or say kind: ssm",
+            "model.attention_every: 5, but then none of 4 layers has attention; use 4 at most, or use kind: ssm",
         ),
         (
             {"kind": "hybrid", "attention_every": 1},
-            "model.attention_every: 1, and no layer would have a state space; say 2 or more, or kind: transformer",
+            "model.attention_every: 1, but then no layer has a state space; use 2 or more, or kind: transformer",
         ),
         (
             {"kind": "moe", "balance": "bias", "balance_weight": 0.1},
-            "model.balance_weight: 0.1, and balance: bias has no balancing loss; leave it out, or say model.balance",
+            "model.balance_weight: 0.1, but balance: bias has no balancing loss; remove the key, or set model.balance",
         ),
         ({"kind": "moe", "balance": "none", "balance_weight": 0.0}, "model.balance_weight: 0.0, and balance: none has"),
         (

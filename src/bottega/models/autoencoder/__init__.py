@@ -1,1 +1,1 @@
-"""Autoencoders, continuous (VAE) and discrete (codes), and their layout in diffusers."""
+"""Autoencoders, continuous (VAE) and discrete (VQ and FSQ), and their layout in diffusers."""

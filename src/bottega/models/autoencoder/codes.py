@@ -1,6 +1,6 @@
-"""An autoencoder whose latents are whole numbers: a quantiser between the encoder and the decoder of models/resnet.py.
+"""Autoencoder with discrete latents: vector (VQ) or finite scalar (FSQ) quantization between encoder and decoder.
 
-B batch   C channels, last outside this file   Z numbers behind a code   K codes   grid: L, or H W, or T H W
+B batch   C channels, last outside this file   Z channels of a quantized vector   K codes   grid: L, or H W, or T H W
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from bottega.models.autoencoder.vae import count_residual_layers
 from bottega.models.initial_conv import initialise_convolutional
 
 MARGIN = 1e-3
-"""How far beyond the last level a bounded number may reach, so that no finite input is needed to reach it."""
+"""How far the bounded range exceeds the outermost levels, so that finite inputs reach them."""
 
 
 class FiniteScalarQuantizer(nn.Module):
-    """Finite scalar quantisation (Mentzer et al., 2023): each channel is rounded to one of its levels.
+    """Finite scalar quantization (Mentzer et al., 2023): each channel is rounded to one of its levels.
 
-    Nothing is learned and nothing can die: K is the product of the levels, and a code is its digits in mixed radix. The
-    levels are Python numbers, channel by channel: a tensor of them would have to travel to the device at every call.
+    It has no parameters, so codes cannot collapse. K is the product of the levels; a code is a number in mixed radix.
+    Levels are Python numbers, because a tensor would be copied to the device at every call.
     """
 
     def __init__(self, levels: tuple[int, ...]) -> None:
@@ -37,24 +37,24 @@ class FiniteScalarQuantizer(nn.Module):
         self.basis = tuple(math.prod(levels[:i]) for i in range(len(levels)))
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """z [B, *grid, Z] to vectors with z's gradient, codes [B, *grid], and the losses [B] of a codebook: zeros."""
+        """Quantize z (B, *grid, Z): vectors with straight-through gradient, codes (B, *grid), and zero losses (B) twice."""
         scaled = torch.stack(
-            [_bounded(channel, level) / (level // 2) for channel, level in self._channels(z.float())], dim=-1
+            [_bound(channel, level) / (level // 2) for channel, level in self._channels(z.float())], dim=-1
         )
-        codes = self.codes_of(scaled)
-        none = z.new_zeros(len(z), dtype=torch.float32)
-        return _straight_through(scaled, self.vectors(codes)), codes, none, none
+        codes = self.nearest_codes(scaled)
+        zeros = z.new_zeros(len(z), dtype=torch.float32)
+        return _straight_through(scaled, self.embed_codes(codes)), codes, zeros, zeros
 
-    def vectors(self, codes: Tensor) -> Tensor:
-        """[...] to [..., Z] in -1 to 1."""
+    def embed_codes(self, codes: Tensor) -> Tensor:
+        """Map codes (...) to vectors (..., Z) in -1..1."""
         digits = [codes // place % level for place, level in zip(self.basis, self.levels, strict=True)]
         return torch.stack(
             [(digit - level // 2).float() / (level // 2) for digit, level in zip(digits, self.levels, strict=True)],
             dim=-1,
         )
 
-    def codes_of(self, vectors: Tensor) -> Tensor:
-        """The code of the nearest point of the lattice, [..., Z] to [...]."""
+    def nearest_codes(self, vectors: Tensor) -> Tensor:
+        """Map vectors (..., Z) to the codes (...) of the nearest lattice points."""
         digits = [
             ((channel * (level // 2)).round().long() + level // 2).clamp(0, level - 1)
             for channel, level in self._channels(vectors)
@@ -65,19 +65,18 @@ class FiniteScalarQuantizer(nn.Module):
         return list(zip(z.unbind(-1), self.levels, strict=True))
 
 
-def _bounded(z: Tensor, level: int) -> Tensor:
-    """Into the range that rounds to exactly `level` whole numbers; 0 stays 0, where an even count lies off-centre."""
+def _bound(z: Tensor, level: int) -> Tensor:
+    """Squash z to the range that rounds to exactly `level` integers; 0 stays 0, with an even count off-centre."""
     half = (level - 1) * (1 + MARGIN) / 2
     offset = 0.0 if level % 2 else 0.5
     return torch.tanh(z + math.atanh(offset / half)) * half - offset
 
 
 class Codebook(nn.Module):
-    """Vector quantisation (van den Oord et al., 2017) on a sphere (Yu et al., 2022): the code is the vector of the
-    nearest direction.
+    """Vector quantization (van den Oord et al., 2017) with cosine similarity (Yu et al., 2022).
 
-    Both sides are scaled to the length sqrt(Z), so that a code cannot die by being too short or too long. The codebook
-    follows by gradient rather than by a running mean: a forward that changed state would depend on the split of a batch.
+    Latents and codebook vectors are scaled to length sqrt(Z), so that no code dies by its length. The codebook is trained by
+    gradient, not by a running mean: a forward that changed state would depend on how a batch is split.
     """
 
     def __init__(self, num_codes: int, size: int) -> None:
@@ -85,39 +84,42 @@ class Codebook(nn.Module):
         self.embedding = nn.Embedding(num_codes, size)
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """z [B, *grid, Z] to vectors with z's gradient, codes [B, *grid], codebook loss [B] and commitment loss [B]."""
-        z = _on_sphere(z.float())
-        codes = self.codes_of(z)
-        vectors = self.vectors(codes)
+        """Quantize z (B, *grid, Z): vectors with straight-through gradient, codes (B, *grid), codebook and commitment
+        loss (B)."""
+        z = _normalize(z.float())
+        codes = self.nearest_codes(z)
+        vectors = self.embed_codes(codes)
         codebook = (vectors - z.detach()).square().flatten(1).mean(1)
         commitment = (vectors.detach() - z).square().flatten(1).mean(1)
         return _straight_through(z, vectors), codes, codebook, commitment
 
-    def vectors(self, codes: Tensor) -> Tensor:
-        return F.embedding(codes, self.table())
+    def embed_codes(self, codes: Tensor) -> Tensor:
+        """Map codes (...) to vectors (..., Z) of length sqrt(Z)."""
+        return F.embedding(codes, self.normalized_table())
 
     @torch.no_grad()
-    def codes_of(self, vectors: Tensor) -> Tensor:
-        # In half precision neighbours would be confused: 8 bits cannot tell directions apart that differ by 1/256.
+    def nearest_codes(self, vectors: Tensor) -> Tensor:
+        """Map vectors (..., Z) to the codes (...) of largest cosine similarity."""
+        # bfloat16 has 8 bits of precision and would confuse directions that differ by 1/256.
         with torch.autocast(vectors.device.type, enabled=False):
-            return (vectors.float() @ self.table().T).argmax(-1)
+            return (vectors.float() @ self.normalized_table().T).argmax(-1)
 
-    def table(self) -> Tensor:
-        """[K, Z]: what decoding looks up."""
-        return _on_sphere(self.embedding.weight.float())
+    def normalized_table(self) -> Tensor:
+        """Return the codebook (K, Z) with vectors of length sqrt(Z), as decoding uses it."""
+        return _normalize(self.embedding.weight.float())
 
 
-def _on_sphere(x: Tensor) -> Tensor:
+def _normalize(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1) * math.sqrt(x.shape[-1])
 
 
 def _straight_through(z: Tensor, vectors: Tensor) -> Tensor:
-    """The value of `vectors` to the last bit, since z - z is 0, and the gradient of z."""
+    """Return the exact value of `vectors` (z - z is 0) with the gradient of z."""
     return vectors.detach() + (z - z.detach())
 
 
 class CodeAutoencoder(nn.Module):
-    """Over images with a codebook, the names are those of diffusers' VQModel."""
+    """Encoder, quantizer and decoder; over images with a codebook, parameter names are those of diffusers' VQModel."""
 
     def __init__(self, shape: CodesShape) -> None:
         super().__init__()
@@ -140,26 +142,28 @@ class CodeAutoencoder(nn.Module):
         return self.shape.num_codes
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, *grid, C]: the reconstruction, codes [B, *latent grid], codebook loss [B] and commitment loss [B]."""
-        vectors, codes, codebook, commitment = self.quantize(self._latents(x))
-        return self._decoded(vectors), codes, codebook, commitment
+        """Return the reconstruction of x (B, *grid, C), codes (B, *latent grid), codebook and commitment loss (B)."""
+        vectors, codes, codebook, commitment = self.quantize(self._encode_latents(x))
+        return self._decode_latents(vectors), codes, codebook, commitment
 
     def encode(self, x: Tensor) -> Tensor:
-        """[B, *grid, C] to int64 [B, *latent grid], each from 0 to K - 1."""
-        return self.quantize(self._latents(x))[1]
+        """Encode x (B, *grid, C) to codes, int64 (B, *latent grid) in 0..K - 1."""
+        return self.quantize(self._encode_latents(x))[1]
 
     def decode(self, codes: Tensor) -> Tensor:
-        """[B, *latent grid] to [B, *grid, C]."""
-        return self._decoded(self.quantize.vectors(codes))
+        """Decode codes (B, *latent grid) to data (B, *grid, C)."""
+        return self._decode_latents(self.quantize.embed_codes(codes))
 
     def shape_of(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """The grid of codes of data with these sides."""
+        """Return the sides of the code grid for data with sides `grid`."""
         return self.shape.autoencoder.latent_grid(grid)
 
     def diffusers_config(self, *, sample_size: int = 256) -> dict[str, Any]:
-        """The arguments of a VQModel that `diffusers_state` fits."""
+        """Return the configuration of the VQModel that `diffusers_state` fits."""
         if self.shape.levels is not None:
-            raise UsageError("diffusers has no finite scalar quantisation; train with a codebook to export it there")
+            raise UsageError(
+                "diffusers has no finite scalar quantization; train with a codebook to export to diffusers"
+            )
         config = diffusers_config(self.shape.autoencoder, sample_size=sample_size)
         absent = ("shift_factor", "use_quant_conv", "use_post_quant_conv")
         return {
@@ -169,16 +173,16 @@ class CodeAutoencoder(nn.Module):
         }
 
     def diffusers_state(self) -> dict[str, Tensor]:
-        """Our weights with the codebook as it is looked up: among vectors of one length, VQModel's nearest is ours."""
+        """Return the state dict with normalized codebook vectors, among which VQModel's nearest vector equals ours."""
         assert isinstance(self.quantize, Codebook)
-        return {**self.state_dict(), "quantize.embedding.weight": self.quantize.table().detach()}
+        return {**self.state_dict(), "quantize.embedding.weight": self.quantize.normalized_table().detach()}
 
-    def _latents(self, x: Tensor) -> Tensor:
+    def _encode_latents(self, x: Tensor) -> Tensor:
         self.shape.autoencoder.latent_grid(x.shape[1:-1])
         hidden = self.encoder(to_channels_first(x), checkpointed=self._checkpointed)
         return self.quant_conv(hidden).movedim(1, -1)
 
-    def _decoded(self, vectors: Tensor) -> Tensor:
+    def _decode_latents(self, vectors: Tensor) -> Tensor:
         z = self.post_quant_conv(to_channels_first(vectors))
         return self.decoder(z, checkpointed=self._checkpointed).movedim(1, -1)
 

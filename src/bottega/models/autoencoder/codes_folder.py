@@ -1,4 +1,4 @@
-"""The folder of a tokenizer: config.json says all that decides the model and what it reads, model.safetensors is the rest."""
+"""Reads and writes exported code autoencoders (tokenizers of images and audio): config.json and model.safetensors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MODEL_TYPE = "bottega-codes"
 WEIGHTS = "model.safetensors"
 
 
-def write_codes(model: CodeAutoencoder, folder: Path, **said: Any) -> None:
-    """`said` is what else its users must know, such as how pixels become the values that it reads."""
+def write_codes(model: CodeAutoencoder, folder: Path, **settings: Any) -> None:
+    """Write a model with `settings` for its users, such as how pixels are scaled."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": MODEL_TYPE, "shape": model.shape.model_dump(mode="json"), **said}
+    config = {"model_type": MODEL_TYPE, "shape": model.shape.model_dump(mode="json"), **settings}
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
     save_file(to_cpu(model.state_dict()), folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def read_codes_config(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
-    """Its shape, and what else was said."""
+    """Return the shape of an exported model and the settings that `write_codes` was given."""
     config = read_config(folder)
     if config.pop("model_type", None) != MODEL_TYPE:
-        raise UsageError(f"{folder}: is no exported tokenizer of images or sound; train one with task image_tokens")
+        raise UsageError(f"{folder}: is not an exported tokenizer of images or audio; train one with task image_tokens")
     try:
         return CodesShape.model_validate(config.pop("shape", None)), config
     except ValidationError as error:
@@ -40,7 +40,7 @@ def read_codes_config(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
 
 
 def load_codes(folder: Path | str) -> CodeAutoencoder:
-    """The model of a folder that `write_codes` wrote, in float32 on the host."""
+    """Return the model of a folder that `write_codes` wrote, in float32 on the CPU."""
     with torch.device("meta"):
         model = CodeAutoencoder(read_codes_config(Path(folder))[0])
     model.to_empty(device="cpu")

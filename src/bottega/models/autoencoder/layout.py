@@ -1,4 +1,4 @@
-"""Folders of autoencoders: config.json and safetensors in the layout of diffusers; no remote code, no pickle."""
+"""Reads and writes folders of autoencoders in the layout of diffusers: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.pipeline.component import CONFIG, read_component, read_config, write_component
 
 OURS = "BottegaAutoencoder"
-"""The class named in the config of sound and video, for which diffusers has no equal one."""
+"""The class name in the config of audio and video autoencoders, which diffusers has no equal class for."""
 
 DEFAULTS: dict[str, Any] = {
     "in_channels": 3,
@@ -34,13 +34,13 @@ DEFAULTS: dict[str, Any] = {
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
 }
-"""What AutoencoderKL takes for a key that a config leaves out; older files have few of them."""
+"""AutoencoderKL's defaults for missing keys; older files have few keys. Copied, so that diffusers need not be imported."""
 
 
 def diffusers_config(shape: AutoencoderShape, *, sample_size: int) -> dict[str, Any]:
-    """The arguments of an AutoencoderKL with this shape."""
+    """Return the arguments of an AutoencoderKL with this shape."""
     if shape.dims != 2:
-        raise UsageError(f"an autoencoder over {shape.dims} axes has no form in diffusers; only images have")
+        raise UsageError(f"diffusers has no autoencoder over {shape.dims} axes; only that of images can be exported")
     stages = len(shape.widths)
     return {
         "in_channels": shape.channels,
@@ -64,7 +64,7 @@ def diffusers_config(shape: AutoencoderShape, *, sample_size: int) -> dict[str, 
 def export_autoencoder(
     state: Mapping[str, Tensor], shape: AutoencoderShape, folder: Path | str, *, sample_size: int = 256
 ) -> Path:
-    """Write config.json and the weights; those of images open with AutoencoderKL.from_pretrained."""
+    """Write config.json and weights; AutoencoderKL.from_pretrained opens those of images."""
     folder = Path(folder)
     config: dict[str, Any] = {"_class_name": OURS, **shape.model_dump(mode="json")}
     if shape.dims == 2:
@@ -74,7 +74,7 @@ def export_autoencoder(
 
 
 def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
-    """The shape of a folder's model, refused unless our model computes it exactly."""
+    """Return the shape of a folder's autoencoder; refuse one that our model does not compute exactly."""
     path = Path(folder) / CONFIG
     config = read_config(Path(folder))
     kind = config.get("_class_name", "AutoencoderKL")
@@ -86,7 +86,7 @@ def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
         return _from_diffusers({**DEFAULTS, **config}, path)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(f"{path}: is no config of an autoencoder ({first})") from error
+        raise CheckpointError(f"{path}: is not the config of an autoencoder ({first})") from error
 
 
 def _from_diffusers(config: Mapping[str, Any], path: Path) -> AutoencoderShape:
@@ -104,13 +104,14 @@ def _from_diffusers(config: Mapping[str, Any], path: Path) -> AutoencoderShape:
     )
     if shape.groups != config["norm_num_groups"]:
         raise CheckpointError(
-            f"{path}: norm_num_groups {config['norm_num_groups']} does not divide every one of {list(shape.widths)}"
+            f"{path}: norm_num_groups {config['norm_num_groups']} does not divide all of block_out_channels "
+            f"{list(shape.widths)}"
         )
     return shape
 
 
 def _check_exact(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse what would load without a complaint and compute something else."""
+    """Refuse options that would load without an error and compute something else."""
     down, up = config["down_block_types"], config["up_block_types"]
     problems = {
         f"out_channels {config['out_channels']}": config["out_channels"] != config["in_channels"],
@@ -122,26 +123,24 @@ def _check_exact(config: Mapping[str, Any], path: Path) -> None:
     }
     for problem, present in problems.items():
         if present:
-            raise UsageError(
-                f"{path}: {problem} is not supported; supported is AutoencoderKL as Stable Diffusion has it"
-            )
+            raise UsageError(f"{path}: {problem} is not supported; use an AutoencoderKL as in Stable Diffusion")
 
 
-def read_autoencoder_tensors(folder: Path | str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a folder under the names and in the shapes of `wanted`, all of them and no others."""
-    found = read_component(Path(folder))
-    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+def read_autoencoder_tensors(folder: Path | str, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a folder; their names and shapes must be exactly those of `expected`."""
+    tensors = read_component(Path(folder))
+    missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unexpected:
         name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")
         raise CheckpointError(
             f"{folder}: {what} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
-            "it does not belong to the config.json beside it"
+            "the weights do not match config.json"
         )
-    for name, tensor in wanted.items():
-        # Some early files keep the attention's matrices as 1 x 1 convolutions.
-        is_matrix = tensor.dim() == 2 and found[name].shape == (*tensor.shape, 1, 1)
-        if found[name].shape != tensor.shape and not is_matrix:
+    for name, tensor in expected.items():
+        # Some early files store the attention's matrices as 1 x 1 convolutions.
+        is_matrix = tensor.dim() == 2 and tensors[name].shape == (*tensor.shape, 1, 1)
+        if tensors[name].shape != tensor.shape and not is_matrix:
             raise CheckpointError(
-                f"{folder}: {name} has shape {list(found[name].shape)}, its config.json needs {list(tensor.shape)}"
+                f"{folder}: {name} has shape {list(tensors[name].shape)}, its config.json needs {list(tensor.shape)}"
             )
-    return {name: found[name].reshape(tensor.shape) for name, tensor in wanted.items()}
+    return {name: tensors[name].reshape(tensor.shape) for name, tensor in expected.items()}

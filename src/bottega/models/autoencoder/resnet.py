@@ -1,6 +1,6 @@
-"""Convolutional encoder and decoder over one, two or three axes, whose parameters carry the names of diffusers.
+"""Convolutional encoder and decoder over one, two or three axes, with the parameter names of diffusers.
 
-B batch   C channels, second in this file as convolutions want them   grid: L, or H W, or T H W with T frames
+B batch   C channels, first in this file (B, C, *grid)   grid: L, or H W, or T H W with T frames
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 def to_channels_first(x: Tensor) -> Tensor:
-    """[B, *grid, C] to [B, C, *grid], written out.
+    """Copy (B, *grid, C) to (B, C, *grid).
 
-    A mere view would make every convolution work on channels-last memory, where kernels of one place or one input
-    channel get gradients with strides that replicas warn about. A clone, because a single channel counts as contiguous
-    whatever its strides are.
+    A view would make convolutions work on channels-last memory, where 1 x 1 kernels and single input channels get gradients
+    with strides that DistributedDataParallel warns about. A clone, because torch counts a single channel as contiguous
+    whatever its strides.
     """
     return x.movedim(-1, 1).clone(memory_format=torch.contiguous_format)
 
 
 class CausalConv3d(nn.Conv3d):
-    """Filled up on the past side alone, so that a frame sees itself and what came before."""
+    """Convolution padded on the past side of time only, so that a frame depends on itself and earlier ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.pad(x, (0, 0, 0, 0, self.kernel_size[0] - 1, 0)))
@@ -41,7 +41,7 @@ class CausalConv3d(nn.Conv3d):
 def convolution(
     shape: AutoencoderShape, inputs: int, outputs: int, *, kernel: int = 3, strides: Sequence[int] | None = None
 ) -> nn.Module:
-    """Keeps every side that it does not stride over; those the caller has filled up at the end."""
+    """Return a convolution that keeps every side with stride 1; strided sides are padded by the caller."""
     strides = tuple(strides or (1,) * shape.dims)
     padding = [kernel // 2 if stride == 1 else 0 for stride in strides]
     kind: Any = CONVOLUTIONS[shape.dims]
@@ -51,7 +51,7 @@ def convolution(
 
 
 class Norm(GroupNorm):
-    """Over the whole grid; frame by frame in causal time, where the mean of a clip would tell of its end."""
+    """Group norm over the grid; in causal time over each frame, because statistics of a clip would leak its future."""
 
     def __init__(self, shape: AutoencoderShape, width: int) -> None:
         super().__init__(shape.groups, width, eps=EPSILON)
@@ -62,16 +62,17 @@ class Norm(GroupNorm):
 
 
 def flatten_frames(x: Tensor) -> Tensor:
-    """[B, C, T, H, W] to [B T, C, H, W]."""
+    """Reshape (B, C, T, H, W) to (B T, C, H, W)."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def unflatten_frames(x: Tensor, batch: int) -> Tensor:
+    """Reshape (B T, C, H, W) to (B, C, T, H, W)."""
     return x.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 class ResnetBlock(nn.Module):
-    """The unit of gradient checkpointing."""
+    """Two convolutions with a residual connection; the unit of gradient checkpointing."""
 
     def __init__(self, shape: AutoencoderShape, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class ResnetBlock(nn.Module):
 
 
 class GridAttention(nn.Module):
-    """One head over all places of the grid; of a video, over those of each frame, which keeps it affordable and causal."""
+    """Single-head attention over all positions of the grid; for video within each frame, which is cheaper and causal."""
 
     def __init__(self, shape: AutoencoderShape, width: int) -> None:
         super().__init__()
@@ -105,12 +106,14 @@ class GridAttention(nn.Module):
 
 
 class Downsampler(nn.Module):
+    """Strided convolution."""
+
     def __init__(self, shape: AutoencoderShape, width: int, strides: tuple[int, ...]) -> None:
         super().__init__()
         self.conv = convolution(shape, width, width, strides=strides)
-        # One more row at the far end alone, as the published models have it; padding counts from the last axis.
-        past = (shape.causal_time, *(False,) * (shape.dims - 1))
-        ends = [int(stride == 2 and not causal) for stride, causal in zip(strides, past, strict=True)]
+        # Padding at the end of each side only, as in the published models; F.pad counts from the last axis.
+        is_causal = (shape.causal_time, *(False,) * (shape.dims - 1))
+        ends = [int(stride == 2 and not causal) for stride, causal in zip(strides, is_causal, strict=True)]
         self.padding = [side for end in reversed(ends) for side in (0, end)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,6 +121,8 @@ class Downsampler(nn.Module):
 
 
 class Upsampler(nn.Module):
+    """Nearest-neighbour upsampling and a convolution."""
+
     def __init__(self, shape: AutoencoderShape, width: int, strides: tuple[int, ...]) -> None:
         super().__init__()
         self.conv = convolution(shape, width, width)
@@ -126,11 +131,13 @@ class Upsampler(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.interpolate(x, scale_factor=self.scale, mode="nearest")
-        # The first latent stands for one frame, each later one for two.
+        # The first latent is one frame, each later one two.
         return self.conv(x[:, :, 1:] if self.first_once else x)
 
 
 class DownStage(nn.Module):
+    """Residual blocks of one encoder stage, followed by a downsampler in all but the last."""
+
     def __init__(self, shape: AutoencoderShape, inputs: int, stage: int) -> None:
         super().__init__()
         width = shape.widths[stage]
@@ -144,7 +151,7 @@ class DownStage(nn.Module):
 
 
 class UpStage(nn.Module):
-    """As wide as the encoder's stage of that number, with one layer more; grows to the size of the stage before."""
+    """Residual blocks of one decoder stage, one more than in the encoder's, followed by an upsampler in all but stage 0."""
 
     def __init__(self, shape: AutoencoderShape, inputs: int, stage: int) -> None:
         super().__init__()
@@ -159,6 +166,8 @@ class UpStage(nn.Module):
 
 
 class MidStage(nn.Module):
+    """Two residual blocks at the lowest resolution, with optional attention between them."""
+
     def __init__(self, shape: AutoencoderShape) -> None:
         super().__init__()
         width = shape.widths[-1]
@@ -170,6 +179,8 @@ class MidStage(nn.Module):
 
 
 class Encoder(nn.Module):
+    """Downsampling stages from data (B, C, *grid) to `outputs` channels at the latent resolution."""
+
     def __init__(self, shape: AutoencoderShape, outputs: int) -> None:
         super().__init__()
         widths = shape.widths
@@ -182,11 +193,13 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor, *, checkpointed: bool = False) -> Tensor:
         x = self.conv_in(x)
         for stage in (*self.down_blocks, self.mid_block):
-            x = _through(stage, x, checkpointed=checkpointed)
+            x = _run_stage(stage, x, checkpointed=checkpointed)
         return self.conv_out(F.silu(self.conv_norm_out(x)))
 
 
 class Decoder(nn.Module):
+    """Upsampling stages from latents to data (B, C, *grid)."""
+
     def __init__(self, shape: AutoencoderShape) -> None:
         super().__init__()
         widths = shape.widths
@@ -202,11 +215,11 @@ class Decoder(nn.Module):
     def forward(self, z: Tensor, *, checkpointed: bool = False) -> Tensor:
         z = self.conv_in(z)
         for stage in (self.mid_block, *self.up_blocks):
-            z = _through(stage, z, checkpointed=checkpointed)
+            z = _run_stage(stage, z, checkpointed=checkpointed)
         return self.conv_out(F.silu(self.conv_norm_out(z)))
 
 
-def _through(stage: nn.Module, x: Tensor, *, checkpointed: bool) -> Tensor:
+def _run_stage(stage: nn.Module, x: Tensor, *, checkpointed: bool) -> Tensor:
     assert isinstance(stage, DownStage | MidStage | UpStage)
     for block in stage.blocks():
         if checkpointed and torch.is_grad_enabled():

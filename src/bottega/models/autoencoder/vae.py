@@ -1,6 +1,6 @@
-"""A variational autoencoder with KL regularisation; over images it is diffusers' AutoencoderKL, name for name.
+"""Variational autoencoder with KL regularisation; over images equal to diffusers' AutoencoderKL, parameter names included.
 
-B batch   C channels, last outside this file and second inside   Z latent channels   grid: L, or H W, or T H W
+B batch   C channels, last outside this file and first inside   Z latent channels   grid: L, or H W, or T H W
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from bottega.models.autoencoder.resnet import Decoder, Encoder, convolution, to_
 from bottega.models.initial_conv import initialise_convolutional
 
 LOG_VARIANCES = (-30.0, 20.0)
-"""As the published models have it: outside, exp would leave float32's useful range."""
+"""Bounds of the published models: outside of them exp leaves float32's useful range."""
 
 
 class Autoencoder(nn.Module):
-    """Build it on the meta device for a large size; `to_empty` and `initialise` make it real."""
+    """Encoder to a Gaussian posterior and decoder. Build large ones on the meta device, then `to_empty` and `initialise`."""
 
     def __init__(self, shape: AutoencoderShape) -> None:
         super().__init__()
@@ -36,36 +36,37 @@ class Autoencoder(nn.Module):
         self.checkpoint_blocks = False
 
     def initialise(self, seed: int) -> None:
+        """Set every parameter to its initial value."""
         initialise_convolutional(self, seed, residual_layers=count_residual_layers(self.shape))
 
     def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, *grid, C] and standard normal noise [B, *latent grid, Z]: the reconstruction, mean and log variance."""
+        """Return reconstruction, mean and log variance of x (B, *grid, C), with standard normal noise (B, *latent grid, Z)."""
         mean, log_variance = self.encode(x)
         return self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, *grid, C] to the mean and the log variance of its latents, each float32 [B, *latent grid, Z]."""
+        """Return mean and log variance of the posterior of x (B, *grid, C), each float32 (B, *latent grid, Z)."""
         self.shape.latent_grid(x.shape[1:-1])
         moments = self.encoder(to_channels_first(x), checkpointed=self._checkpointed)
         if self.shape.quant_conv:
             moments = self.quant_conv(moments)
-        # float32 whatever the precision around it: bfloat16 would round a mean of 1 by as much as its deviation.
+        # float32 always: bfloat16 would round a mean of 1 by as much as the posterior's standard deviation.
         mean, log_variance = moments.movedim(1, -1).float().chunk(2, dim=-1)
         return mean, log_variance.clamp(*LOG_VARIANCES)
 
     def decode(self, z: Tensor) -> Tensor:
-        """Latents [B, *latent grid, Z] to data [B, *grid, C]."""
+        """Decode latents (B, *latent grid, Z) to data (B, *grid, C)."""
         z = to_channels_first(z)
         if self.shape.quant_conv:
             z = self.post_quant_conv(z)
         return self.decoder(z, checkpointed=self._checkpointed).movedim(1, -1)
 
     def shape_of(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """[*latent grid, Z] of data with these sides."""
+        """Return the latent shape (*latent grid, Z) for data with sides `grid`."""
         return self.shape.latent_shape(grid)
 
     def diffusers_config(self, *, sample_size: int = 256) -> dict[str, Any]:
-        """The arguments of an AutoencoderKL that our state dict fits; `sample_size` is the side it was trained on."""
+        """Return the arguments of the AutoencoderKL that our state dict fits; `sample_size` is the training image side."""
         return diffusers_config(self.shape, sample_size=sample_size)
 
     @property
@@ -74,12 +75,12 @@ class Autoencoder(nn.Module):
 
 
 def count_residual_layers(shape: AutoencoderShape) -> int:
-    """How often the decoder, the longer half, adds to its stream."""
+    """Return the number of residual additions in the decoder, the deeper half."""
     return len(shape.widths) * (shape.layers_per_block + 1) + 2 + int(shape.mid_attention)
 
 
 def load_autoencoder(folder: Path | str) -> Autoencoder:
-    """The model of a folder that we or AutoencoderKL.save_pretrained wrote, in float32 on the host."""
+    """Return the model of a folder that we or AutoencoderKL.save_pretrained wrote, in float32 on the CPU."""
     with torch.device("meta"):
         model = Autoencoder(read_autoencoder_shape(folder))
     model.to_empty(device="cpu")
@@ -88,18 +89,18 @@ def load_autoencoder(folder: Path | str) -> Autoencoder:
 
 
 def start_autoencoder(shape: AutoencoderShape, *, folder: str | None) -> Autoencoder:
-    """The model of a folder to train on, which must be the one that is asked for; without a folder, one of its form."""
+    """Return the model of a folder, whose dimensions must be `shape`; without a folder, a new model."""
     if folder is None:
         return Autoencoder(shape)
     model = load_autoencoder(folder)
-    asked, found = _architecture(shape), _architecture(model.shape)
-    for name, value in asked.items():
-        if value != found[name]:
-            raise UsageError(f"model.from: {folder} has {name} {found[name]}, the recipe asks for {value}")
+    expected, loaded = _architecture(shape), _architecture(model.shape)
+    for name, value in expected.items():
+        if value != loaded[name]:
+            raise UsageError(f"model.from: {folder} has {name} {loaded[name]}, but the recipe has {value}")
     return model
 
 
 def _architecture(shape: AutoencoderShape) -> dict[str, Any]:
-    """What two models must have in common; the factors are advice for those who use the latents."""
+    """Return the dimensions that decide tensors; scale and shift of latents do not."""
     fields = shape.model_dump(exclude={"norm_groups", "scaling_factor", "shift_factor"})
     return {**fields, "groups": shape.groups}

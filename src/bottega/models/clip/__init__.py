@@ -1,1 +1,1 @@
-"""CLIP: an image encoder and a text encoder that share one space."""
+"""CLIP: an image encoder and a text encoder with a shared embedding space."""

@@ -1,4 +1,4 @@
-"""What decides the tensors of a CLIP."""
+"""Dimensions and image preprocessing of a CLIP; no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ClipShape(BaseModel):
-    """All that decides the tensors of a CLIP and what it is shown: transformers' configuration, and how pixels are scaled."""
+    """transformers' configuration of a CLIP or SigLIP, and how pixels are scaled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -17,22 +17,24 @@ class ClipShape(BaseModel):
     """The configuration as JSON."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Of values from 0 to 1. With a half for both, the network sees the -1 to 1 that it is handed."""
+    """Mean and standard deviation of pixels in 0..1; 0.5 for both leaves pixels in -1..1 as they are."""
     keeps_aspect: bool = True
-    """Whether a picture of other sides is cut to the middle, rather than distorted."""
+    """Whether an image of another aspect ratio is center-cropped rather than distorted."""
 
     @property
     def config_dict(self) -> dict[str, Any]:
+        """The parsed configuration."""
         values: dict[str, Any] = json.loads(self.config)
         return values
 
     @property
     def image_size(self) -> int:
+        """Side in pixels of the network's input."""
         return int(self.config_dict["vision_config"].get("image_size", 224))
 
     @property
     def max_tokens(self) -> int:
-        """How many tokens can be read."""
+        """Maximum number of text tokens."""
         text = self.config_dict["text_config"]
-        usual = 77 if self.config_dict.get("model_type") == "clip" else 64
-        return int(text.get("max_position_embeddings", usual))
+        default = 77 if self.config_dict.get("model_type") == "clip" else 64
+        return int(text.get("max_position_embeddings", default))

@@ -1,19 +1,19 @@
-"""The dimensions of the convolutional classifier, and how its stages shrink a sample; no torch."""
+"""Dimensions of the convolutional classifier, and the strides of its stages; no torch."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-SMALLEST_HALVED = 8
-"""A side shorter than this stays as it is: of 4 positions a window of 3 sees nearly all already."""
-SMALLEST_HALVED_FIRST = 32
-"""A side of at least this is halved before the first stage, which would else cost more than all others together."""
-WIDEST = 4
-"""The last stage is at most so many times as wide as the first."""
+MIN_STRIDED_SIDE = 8
+"""Shorter sides are not strided: a window of 3 covers nearly all of 4 positions already."""
+MIN_STEM_STRIDED_SIDE = 32
+"""Sides from this length are strided in the stem; the first stage would otherwise cost more than all others together."""
+MAX_WIDTH_FACTOR = 4
+"""Ratio of the widest stage to the first."""
 
 
 class ConvNetShape(BaseModel):
-    """All that decides the tensors of the model. Two equal shapes have interchangeable checkpoints."""
+    """Dimensions of the model. Two equal shapes have interchangeable checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,27 +28,28 @@ class ConvNetShape(BaseModel):
     @property
     def stem(self) -> tuple[int, ...]:
         """The strides of the first convolution."""
-        return tuple(2 if side >= SMALLEST_HALVED_FIRST else 1 for side in self.grid)
+        return tuple(2 if side >= MIN_STEM_STRIDED_SIDE else 1 for side in self.grid)
 
     @property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The strides at the beginning of each stage; there are as many as it takes to make every side short."""
-        sides = _halved(self.grid, self.stem)
-        found: list[tuple[int, ...]] = [(1,) * len(sides)]
-        while max(sides) >= SMALLEST_HALVED:
-            found.append(tuple(2 if side >= SMALLEST_HALVED else 1 for side in sides))
-            sides = _halved(sides, found[-1])
-        return tuple(found)
+        """The strides at the beginning of each stage; there are stages until every side is short."""
+        sides = _strided(self.grid, self.stem)
+        strides: list[tuple[int, ...]] = [(1,) * len(sides)]
+        while max(sides) >= MIN_STRIDED_SIDE:
+            strides.append(tuple(2 if side >= MIN_STRIDED_SIDE else 1 for side in sides))
+            sides = _strided(sides, strides[-1])
+        return tuple(strides)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Channels of each stage."""
-        return tuple(self.hidden_size * min(WIDEST, 2**stage) for stage in range(len(self.stages)))
+        return tuple(self.hidden_size * min(MAX_WIDTH_FACTOR, 2**stage) for stage in range(len(self.stages)))
 
     @property
     def num_features(self) -> int:
+        """Width of the last stage."""
         return self.widths[-1]
 
 
-def _halved(sides: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+def _strided(sides: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-side // stride) for side, stride in zip(sides, strides, strict=True))

@@ -1,4 +1,4 @@
-"""The dimensions of a decoder: attention or state space in each layer, one feed-forward or experts; and what they cost; no torch."""
+"""Dimensions of a decoder, with attention or a state space, an MLP or experts in each layer, and their costs; no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bottega.similar_names import find_similar_names
 
 Mixer = Literal["attention", "ssm"]
 MLP_RATIO = 3
-"""The inside of a block's perceptron in widths, where nobody says: three matrices of it weigh about what two of four times
-the width do. Tasks that share a trunk have the same."""
+"""Default ratio of a gated MLP's inner width to the hidden size: its three matrices have about as many weights as the two
+of a plain MLP at a ratio of 4. Tasks that share layers have the same ratio."""
 
 
 class TransformerShape(BaseModel):
-    """All that decides the tensors of the model. Two equal shapes have interchangeable checkpoints."""
+    """Dimensions of the model. Two equal shapes have interchangeable checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,9 +27,9 @@ class TransformerShape(BaseModel):
     num_heads: int = Field(default=0, ge=0)
     num_kv_heads: int = Field(default=0, ge=0)
     head_size: int = Field(default=0, ge=0)
-    """Of attention; 0 where no layer has it."""
+    """Size of an attention head; 0 where no layer has attention."""
     intermediate_size: int = Field(ge=0)
-    """Inside the feed-forward of a layer without experts; 0 leaves it out."""
+    """Inner width of the MLP of a layer without experts; 0 is no MLP."""
     vocab_size: int = Field(gt=1)
     context: int = Field(gt=0)
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -38,11 +38,11 @@ class TransformerShape(BaseModel):
     rope_theta: float = Field(default=10000.0, gt=0.0)
     norm_epsilon: float = Field(default=1e-6, gt=0.0)
     mixers: tuple[Mixer, ...] | None = None
-    """What each layer reads the other tokens with; None is attention in all of them."""
+    """The sequence mixer of each layer; None is attention in all of them."""
     ssm: SSMShape | None = None
     experts: ExpertsShape | None = None
     experts_every: int = Field(default=1, gt=0)
-    """Every so many layers the feed-forward is one of experts; the last of so many."""
+    """Every n-th layer has experts in place of the MLP: the last of each n."""
 
     @model_validator(mode="after")
     def _heads_agree(self) -> TransformerShape:
@@ -50,7 +50,7 @@ class TransformerShape(BaseModel):
             return self
         for name in ("num_heads", "num_kv_heads", "head_size"):
             if not getattr(self, name):
-                raise ValueError(f"{name} 0: a layer with attention needs at least one")
+                raise ValueError(f"{name} 0: a layer with attention needs at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
@@ -58,16 +58,18 @@ class TransformerShape(BaseModel):
             )
         if self.head_size % 2:
             raise ValueError(
-                f"head_size {self.head_size} is odd: rotary positions turn pairs of channels; try head_size {self.head_size + 1}"
+                f"head_size {self.head_size} is odd: rotary positions rotate pairs of channels; try head_size {self.head_size + 1}"
             )
         return self
 
     @model_validator(mode="after")
     def _parts_agree(self) -> TransformerShape:
         if self.mixers is not None and len(self.mixers) != self.num_layers:
-            raise ValueError(f"mixers {len(self.mixers)}: there are num_layers {self.num_layers}; name one for each")
+            raise ValueError(
+                f"mixers {len(self.mixers)}: there must be num_layers {self.num_layers}, one for each layer"
+            )
         if (self.ssm is not None) != self.has_ssm:
-            raise ValueError("ssm: its dimensions are given where a layer has it, and nowhere else")
+            raise ValueError("ssm: its dimensions must be given exactly where a layer has a state space")
         for name, part in (("ssm", self.ssm), ("experts", self.experts)):
             if part is not None and part.hidden_size != self.hidden_size:
                 raise ValueError(f"{name}.hidden_size {part.hidden_size}: the model has {self.hidden_size}")
@@ -78,29 +80,34 @@ class TransformerShape(BaseModel):
         return self
 
     def mixer(self, layer: int) -> Mixer:
+        """Return the sequence mixer of a layer."""
         return "attention" if self.mixers is None else self.mixers[layer]
 
     def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
         return self.experts is not None and (layer + 1) % self.experts_every == 0
 
     @property
     def has_attention(self) -> bool:
+        """Whether any layer has attention."""
         return self.mixers is None or "attention" in self.mixers
 
     @property
     def has_ssm(self) -> bool:
+        """Whether any layer has a state space."""
         return self.mixers is not None and "ssm" in self.mixers
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
         return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
 
     def num_parameters(self) -> int:
-        """The exact number of parameters; a tied embedding counts once."""
+        """Return the exact number of parameters; a tied embedding counts once."""
         return self._count(self.experts.num_parameters() if self.experts is not None else 0)
 
     def num_active_parameters(self) -> int:
-        """Those that take part in one token: of the experts the chosen ones alone."""
+        """Return the number of parameters used for one token: of the experts only the chosen ones."""
         return self._count(self.experts.num_active_parameters() if self.experts is not None else 0)
 
     def _count(self, experts: int) -> int:
@@ -109,10 +116,10 @@ class TransformerShape(BaseModel):
         return embeddings + sum(layers) + self.hidden_size
 
     def _mixer_size(self, layer: int) -> int:
-        """With the norm before it."""
+        """Return the parameters of a layer's mixer with the norm before it."""
         width, queries, keys = self.hidden_size, self.num_heads * self.head_size, self.num_kv_heads * self.head_size
         if self.mixer(layer) == "ssm":
-            assert self.ssm is not None, "the validator asks for it"
+            assert self.ssm is not None, "checked by the validator"
             return self.ssm.num_parameters() + width
         return 2 * width * queries + 2 * width * keys + (2 * self.head_size if self.qk_norm else 0) + width
 
@@ -122,9 +129,9 @@ class TransformerShape(BaseModel):
         return 3 * self.hidden_size * self.intermediate_size + self.hidden_size if self.intermediate_size else 0
 
     def flops_per_token(self, length: int | None = None) -> int:
-        """Forward and backward: 6 per weight that is multiplied, and 12 H h T for a layer's attention (PaLM, appendix B).
+        """Return the FLOPs of forward and backward: 6 per weight, and 12 H h T per attention layer (PaLM, appendix B).
 
-        An embedding that is only looked up multiplies nothing, so it counts only where it is also the head.
+        An embedding lookup multiplies nothing, so an embedding counts only where it is also the head.
         """
         looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
         scanned = sum(self.mixer(layer) == "ssm" for layer in range(self.num_layers))
@@ -133,9 +140,9 @@ class TransformerShape(BaseModel):
         return 6 * (self.num_active_parameters() - looked_up) + attention + scans
 
 
-def nearest_kv_heads(num_heads: int, wanted: int) -> int:
-    """Return the number of key-value heads nearest to `wanted` that divides the query heads."""
-    return min((d for d in range(1, num_heads + 1) if num_heads % d == 0), key=lambda d: abs(d - wanted))
+def nearest_kv_heads(num_heads: int, preferred: int) -> int:
+    """Return the number of key-value heads nearest to `preferred` that divides the query heads."""
+    return min((d for d in range(1, num_heads + 1) if num_heads % d == 0), key=lambda d: abs(d - preferred))
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -186,13 +193,13 @@ DOCUMENTED_PARAMETERS: dict[str, tuple[int, float]] = {
     "stanza": (50304, 1.3e9),
     "epic": (50304, 13e9),
 }
-"""Size -> (vocabulary, parameters that the documentation promises at that vocabulary, within 2 %)."""
+"""Size -> (vocabulary, documented number of parameters at that vocabulary, exact within 2 %)."""
 
 
 def shape_for_size(size: str, *, vocab_size: int, **changes: Any) -> TransformerShape:
-    """A named size with a vocabulary; any field may be changed."""
+    """Return the shape of a named size with a vocabulary; `changes` override fields."""
     if size not in SIZES:
         near = find_similar_names(size, SIZES)
         hint = f"did you mean {near[0]!r}?" if near else "known sizes: " + ", ".join(SIZES)
-        raise UsageError(f"model.size: {size!r} is no size of the language model; {hint}")
+        raise UsageError(f"model.size: {size!r} is not a size of the language model; {hint}")
     return TransformerShape(**{**SIZES[size], "vocab_size": vocab_size, **changes})

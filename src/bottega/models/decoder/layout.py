@@ -1,4 +1,4 @@
-"""How others keep a decoder that ours computes exactly: the names of its tensors, and the config.json that describes it."""
+"""Tensor names and config.json of decoders in transformers that our decoder computes exactly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bottega.models.experts.config import ExpertsShape
 from bottega.models.ssm.config import SSMShape
 
 OWN_MODEL_TYPE = "bottega-decoder"
-"""The model_type of what no class of transformers computes; its names are ours."""
+"""The model_type of decoders that no class of transformers computes; tensors have our names."""
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -25,15 +25,15 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
 }
-"""model_type -> class: those our model computes exactly. Qwen2 has biases in its attention, which ours has not."""
+"""model_type -> class, for those our model computes exactly. Qwen2 is not among them: its attention has biases."""
 ROUTER_STATE = re.compile(r".*\.mlp\.router\.(load|bias|absent)")
-"""What routers know besides weights. Only ours do; which experts are left out is a matter of the step, and never kept."""
+"""Buffers of our routers. `absent` (the experts dropped in a step) is never saved."""
 
 _EXPERTS = {
     "qwen3_moe": ("mlp", {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}),
     "mixtral": ("block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
 }
-_MIXTRAL = "without qk_norm experts must stand in each layer, and a token ask two or more"
+_MIXTRAL = "without qk_norm it needs experts in every layer and two or more per token"
 _MAMBA = (
     (r"model\.embed_tokens\.", "backbone.embeddings."),
     (r"model\.norm\.", "backbone.norm_f."),
@@ -44,10 +44,10 @@ _MAMBA = (
 
 
 def select_layout(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
-    """The model_type whose class computes what this model does, or our own."""
+    """Return the model_type of the transformers class that computes this model exactly, or our own."""
     experts = shape.experts
     if shape.has_ssm:
-        assert shape.ssm is not None, "the shape asks for it"
+        assert shape.ssm is not None, "checked by the shape"
         is_plain = not shape.has_attention and experts is None and not shape.intermediate_size
         return "mamba2" if is_plain and shape.ssm.norm_epsilon == shape.norm_epsilon else OWN_MODEL_TYPE
     if experts is None:
@@ -69,65 +69,61 @@ def select_layout(shape: TransformerShape, state: Mapping[str, Tensor]) -> str:
 
 
 def explain_own_layout(shape: TransformerShape) -> str:
-    """What no class of transformers has, of a model that `layout_for` gives our own layout."""
+    """Return why no class of transformers computes a model for which `select_layout` returns our own layout."""
     experts = shape.experts
     if shape.has_ssm:
         if shape.has_attention:
             return "it has state spaces and attention"
         if experts is not None or shape.intermediate_size:
-            return f"its state spaces stand beside {'experts' if experts is not None else 'a feed-forward'}"
+            return f"its layers have state spaces and {'experts' if experts is not None else 'an MLP'}"
         return "its state spaces have another norm_epsilon than the rest"
-    assert experts is not None, "transformers has a class for every model of attention without experts"
-    found = {
+    assert experts is not None, "transformers has a class for every attention model without experts"
+    reasons = {
         f"its gates are {experts.gate}": experts.gate != "softmax",
         f"its router is {experts.router}": experts.router != "linear",
         f"its experts are {experts.activation}": experts.activation != "swiglu",
         "it has shared experts": experts.num_shared > 0,
-        "a bias decides which experts are asked (balance: bias)": experts.balance == "bias",
+        "its experts are chosen with a bias (balance: bias)": experts.balance == "bias",
     }
-    return next((why for why, holds in found.items() if holds), _MIXTRAL)
+    return next((reason for reason, holds in reasons.items() if holds), _MIXTRAL)
 
 
 def rename_tensors(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """Views of our tensors under the names of a layout: to be written from, or to be filled. Of stacked experts each has a
-    name of its own there."""
-    found: dict[str, Tensor] = {}
+    """Return views of our tensors under the names of a layout, to write or to fill; stacked experts are split."""
+    views: dict[str, Tensor] = {}
     for name, tensor in state.items():
         is_state = ROUTER_STATE.fullmatch(name) is not None
         if is_state and (model_type != OWN_MODEL_TYPE or name.endswith(".absent")):
             continue
         if model_type == "mamba2":
-            found[_renamed(name, _MAMBA)] = tensor
+            views[_apply_rules(name, _MAMBA)] = tensor
         elif model_type in _EXPERTS and ".mlp." in name:
-            found |= _of_experts(name, tensor, model_type)
+            views |= _split_experts(name, tensor, model_type)
         else:
-            found[name] = tensor
-    return found
+            views[name] = tensor
+    return views
 
 
-def _renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+def _apply_rules(name: str, rules: tuple[tuple[str, str], ...]) -> str:
     for pattern, new in rules:
         if re.match(pattern, name):
             return re.sub(f"^{pattern}", new, name)
     return name
 
 
-def _of_experts(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]:
-    place, matrices = _EXPERTS[model_type]
+def _split_experts(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]:
+    module, matrices = _EXPERTS[model_type]
     layer, _, inner = name.partition(".mlp.")
     part, _, matrix = inner.partition(".")
     if part == "router":
-        return {f"{layer}.{place}.gate.weight": tensor}
-    if part != "experts":  # a layer without experts among those that have them
+        return {f"{layer}.{module}.gate.weight": tensor}
+    if part != "experts":  # the MLP of a layer without experts
         return {name: tensor}
-    return {f"{layer}.{place}.experts.{n}.{matrices[matrix]}.weight": one for n, one in enumerate(tensor)}
-
-
-# What a config.json says
+    return {f"{layer}.{module}.experts.{n}.{matrices[matrix]}.weight": weight for n, weight in enumerate(tensor)}
 
 
 def build_config(shape: TransformerShape, model_type: str) -> dict[str, Any]:
-    """All of it that describes the model."""
+    """Return the content of config.json that describes the model."""
     if model_type == OWN_MODEL_TYPE:
         return {"model_type": OWN_MODEL_TYPE, "shape": shape.model_dump(mode="json")}
     config: dict[str, Any] = {
@@ -149,7 +145,7 @@ def build_config(shape: TransformerShape, model_type: str) -> dict[str, Any]:
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_size,
         "rms_norm_eps": shape.norm_epsilon,
-        # Before version 5 transformers read the first form, since then the second.
+        # transformers reads rope_theta before version 5, and rope_parameters since.
         "rope_theta": shape.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "attention_bias": False,
@@ -174,7 +170,7 @@ def build_config(shape: TransformerShape, model_type: str) -> dict[str, Any]:
 
 def _mamba_config(shape: TransformerShape) -> dict[str, Any]:
     ssm = shape.ssm
-    assert ssm is not None, "the layout asks for it"
+    assert ssm is not None, "checked by select_layout"
     return {
         "state_size": ssm.state_size,
         "num_heads": ssm.num_heads,
@@ -193,7 +189,7 @@ def _mamba_config(shape: TransformerShape) -> dict[str, Any]:
 
 
 def shape_from_config(config: Mapping[str, Any], path: Path) -> TransformerShape:
-    """The shape that a config.json at `path` describes, refused unless our model computes it exactly."""
+    """Return the shape of a config.json read from `path`; refuse one that our model does not compute exactly."""
     model_type = config.get("model_type")
     try:
         if model_type == OWN_MODEL_TYPE:
@@ -203,27 +199,29 @@ def shape_from_config(config: Mapping[str, Any], path: Path) -> TransformerShape
             raise UsageError(
                 f"{path}: architecture {kind} is not supported; supported: {', '.join(ARCHITECTURES.values())}"
             )
-        return _of_mamba(config, path) if model_type == "mamba2" else _of_attention(config, path)
+        return _mamba_shape(config, path) if model_type == "mamba2" else _attention_shape(config, path)
     except KeyError as error:
-        raise CheckpointError(f"{path}: the key {error.args[0]} is missing; it is no complete model config") from None
+        raise CheckpointError(
+            f"{path}: the key {error.args[0]} is missing; it is not a complete model config"
+        ) from None
     except (ValueError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(f"{path}: describes no model ({first})") from None
+        raise CheckpointError(f"{path}: does not describe a valid model ({first})") from None
 
 
-def _of_attention(config: Mapping[str, Any], path: Path) -> TransformerShape:
+def _attention_shape(config: Mapping[str, Any], path: Path) -> TransformerShape:
     _refuse(_attention_problems(config), path, "bias-free SiLU models with plain RoPE")
     model_type = config["model_type"]
     layers = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     missing = [key for key in (*layers, "vocab_size", "max_position_embeddings") if key not in config]
     if missing:
-        raise CheckpointError(f"{path}: the keys {', '.join(missing)} are missing; it is no complete model config")
+        raise CheckpointError(f"{path}: the keys {', '.join(missing)} are missing; it is not a complete model config")
     heads = config["num_attention_heads"]
-    # Where a key was left out, what the class of that model_type takes in its place.
+    # Defaults of missing keys are those of the transformers class.
     head_size = config.get("head_dim") or (128 if model_type == "qwen3" else config["hidden_size"] // heads)
     theta = 1e6 if model_type == "mixtral" else 10000.0
-    experts = _experts_of(config) if model_type in _EXPERTS else None
-    # Mixtral has no layer without experts; ours are called as wide as those that a token asks together.
+    experts = _experts_shape(config) if model_type in _EXPERTS else None
+    # Mixtral has experts in every layer; our intermediate_size is then the width of the experts of one token together.
     inner = config["intermediate_size"] * (experts.top_k if experts is not None and model_type == "mixtral" else 1)
     return TransformerShape(
         num_layers=config["num_hidden_layers"],
@@ -244,7 +242,7 @@ def _of_attention(config: Mapping[str, Any], path: Path) -> TransformerShape:
     )
 
 
-def _experts_of(config: Mapping[str, Any]) -> ExpertsShape:
+def _experts_shape(config: Mapping[str, Any]) -> ExpertsShape:
     is_mixtral = config["model_type"] == "mixtral"
     number = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     return ExpertsShape(
@@ -256,7 +254,7 @@ def _experts_of(config: Mapping[str, Any]) -> ExpertsShape:
     )
 
 
-def _of_mamba(config: Mapping[str, Any], path: Path) -> TransformerShape:
+def _mamba_shape(config: Mapping[str, Any], path: Path) -> TransformerShape:
     limit = config.get("time_step_limit") or (0.0, float("inf"))
     highest = (
         float("inf") if isinstance(limit[1], dict) else float(limit[1])
@@ -276,7 +274,7 @@ def _of_mamba(config: Mapping[str, Any], path: Path) -> TransformerShape:
         hidden_size=width,
         intermediate_size=0,
         vocab_size=config["vocab_size"],
-        # It has no last position; this is how much is read at once where a recipe does not say.
+        # Mamba has no maximum length; this is the default training context.
         context=config.get("max_position_embeddings", 2048),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         norm_epsilon=epsilon,
@@ -301,7 +299,7 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _attention_problems(config: Mapping[str, Any]) -> dict[str, bool]:
-    """What would load without a complaint and compute something else."""
+    """Return options that would load without an error and compute something else, and whether each is set."""
     rope_type = _rope(config).get("rope_type") or _rope(config).get("type") or "default"
     window, always = config.get("sliding_window"), config["model_type"] in ("mistral", "mixtral")
     slides = config.get("use_sliding_window", always) and window is not None
@@ -318,4 +316,4 @@ def _attention_problems(config: Mapping[str, Any]) -> dict[str, bool]:
 def _refuse(problems: Mapping[str, bool], path: Path, supported: str) -> None:
     for problem, present in problems.items():
         if present:
-            raise UsageError(f"{path}: {problem} is not supported; supported are {supported}")
+            raise UsageError(f"{path}: {problem} is not supported; use {supported}")

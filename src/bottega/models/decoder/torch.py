@@ -1,5 +1,6 @@
-"""A decoder whose parameters carry the names of transformers' Qwen3 (or Llama without QK-norm); a layer may have a state
-space in place of attention, and experts in place of its feed-forward.
+"""Decoder-only language model with the parameter names of transformers' Qwen3 (or Llama without QK-norm).
+
+A layer may have a state space in place of attention, and experts in place of its MLP.
 
 B batch   T tokens   D hidden size   K key-value heads   h head size   V vocabulary   L layers with experts   E experts
 """
@@ -24,16 +25,15 @@ from bottega.models.losses.token_loss import IGNORE_INDEX
 from bottega.models.ssm.torch import SSMState, StateSpace
 
 LayerCache = tuple[Tensor, Tensor] | SSMState
-"""What one layer keeps of the tokens it has read."""
+"""Keys and values of one layer, or the state of a state space."""
 BlockOutput = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Routing]
 LayerRoutings = tuple[Routing, ...]
-"""How the tokens of one forward went through each layer of experts."""
+"""Routing of one forward, for each layer with experts."""
 
 
 @dataclass(frozen=True)
 class DecoderCache:
-    """What was already read, for each layer, written in place: keys and values [B, K, length, h], or the fixed-size state of
-    a state space."""
+    """Cache of all layers for generation, updated in place: keys and values (B, K, length, h) or states of fixed size."""
 
     layers: tuple[LayerCache, ...]
 
@@ -47,35 +47,36 @@ class DecoderCache:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> DecoderCache:
+        """Return an empty cache for `length` tokens (default: the context)."""
         size = (batch, shape.num_kv_heads, length or shape.context, shape.head_size)
 
-        def past(layer: int) -> LayerCache:
+        def cache(layer: int) -> LayerCache:
             if shape.mixer(layer) == "ssm":
-                assert shape.ssm is not None, "the shape asks for it"
+                assert shape.ssm is not None, "checked by the shape"
                 return SSMState.empty(shape.ssm, batch, device=device, dtype=dtype)
             return torch.zeros(size, device=device, dtype=dtype), torch.zeros(size, device=device, dtype=dtype)
 
-        return cls(tuple(past(layer) for layer in range(shape.num_layers)))
+        return cls(tuple(cache(layer) for layer in range(shape.num_layers)))
 
     def reset(self) -> None:
-        """Begin again. Keys and values are overwritten before they are seen, and a state is not."""
-        for past in self.layers:
-            if isinstance(past, SSMState):
-                for tensor in past:
+        """Zero the states of state spaces; keys and values need no reset, as they are overwritten before they are used."""
+        for cache in self.layers:
+            if isinstance(cache, SSMState):
+                for tensor in cache:
                     tensor.zero_()
 
     def update_rows(self, part: DecoderCache, rows: Sequence[int], *, length: int) -> None:
-        """What some rows have read anew, `length` tokens from position 0."""
-        for past, new in zip(self.layers, part.layers, strict=True):
-            for mine, theirs in zip(past, new, strict=True):
-                if isinstance(past, SSMState):
-                    mine[rows] = theirs
+        """Copy `part`, the cache of `length` tokens from position 0, into some rows."""
+        for cache, new in zip(self.layers, part.layers, strict=True):
+            for target, source in zip(cache, new, strict=True):
+                if isinstance(cache, SSMState):
+                    target[rows] = source
                 else:
-                    mine[rows, :, :length] = theirs
+                    target[rows, :, :length] = source
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer, 2020)."""
+    """SwiGLU feed-forward (Shazeer, 2020)."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
@@ -86,8 +87,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         if torch.compiler.is_compiling():
-            # The product is the largest activation of a block, and cheap to make again where its factors are at hand:
-            # 3 GiB less at 64 x 1,024 tokens. The compiler drops the second matrix product, which nobody needs.
+            # The product is the largest activation of a block and cheap to recompute from its factors: 3 GiB less at
+            # 64 x 1,024 tokens. The compiler removes the unused second matrix product.
             return checkpoint(self._mix, gate, up, use_reentrant=False)
         return self._mix(gate, up)
 
@@ -96,19 +97,19 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """The unit of compilation, of gradient checkpointing and of sharding."""
+    """A decoder layer; the unit of compilation, gradient checkpointing and sharding."""
 
     def __init__(self, shape: TransformerShape, layer: int = 0) -> None:
         super().__init__()
         self.has_ssm = shape.mixer(layer) == "ssm"
         if self.has_ssm:
-            assert shape.ssm is not None, "the shape asks for it"
+            assert shape.ssm is not None, "checked by the shape"
             self.mixer = StateSpace(shape.ssm)
         else:
             self.self_attn = Attention(shape)
         self.mlp: nn.Module | None = None
         if shape.has_experts(layer):
-            assert shape.experts is not None, "or it had none"
+            assert shape.experts is not None, "checked by has_experts"
             self.mlp = Experts(shape.experts)
         elif shape.intermediate_size:
             self.mlp = MLP(shape)
@@ -118,36 +119,40 @@ class Block(nn.Module):
         self.dropout = shape.dropout
         self.compiled: Callable[..., Any] | None = None
 
-    def forward(self, x: Tensor, added: Tensor, window: SequenceContext, past: LayerCache | None = None) -> Any:
-        # Dispatched here rather than by the caller, so that the hooks of sharding run outside the compiled region.
-        if self.compiled is not None and self.training and past is None and self._fits_a_graph(x):
-            return self.compiled(self, x, added, window)
-        return self.compute(x, added, window, past)
+    def forward(self, x: Tensor, residual: Tensor, sequence: SequenceContext, cache: LayerCache | None = None) -> Any:
+        # Dispatched here rather than by the caller, so that FSDP's hooks run outside the compiled region.
+        if self.compiled is not None and self.training and cache is None and self._can_capture_graph(x):
+            return self.compiled(self, x, residual, sequence)
+        return self.compute(x, residual, sequence, cache)
 
-    def compute(self, x: Tensor, added: Tensor, window: SequenceContext, past: LayerCache | None = None) -> BlockOutput:
-        """The stream and what is still to be added to it: the next block adds it, where the sum and the norm that
-        follows are one kernel. With the sum at the end of a block it would be a pass over memory of its own.
-        With experts, also how the tokens went through them."""
-        x = x + added
-        mixed = self._drop(self._mix(self.input_layernorm(x), window, past))
+    def compute(
+        self, x: Tensor, residual: Tensor, sequence: SequenceContext, cache: LayerCache | None = None
+    ) -> BlockOutput:
+        """Return the residual stream, the output still to be residual to it, and with experts their routing.
+
+        The next block adds the output (`residual`), where addition and norm fuse into one kernel; at the end of a block the
+        addition would be a separate pass over memory.
+        """
+        x = x + residual
+        mixed = self._drop(self._mix(self.input_layernorm(x), sequence, cache))
         if self.mlp is None:
             return x, mixed
         x = x + mixed
         if isinstance(self.mlp, Experts):
-            inner, routing = self.mlp(self.post_attention_layernorm(x), counted=window.counted)
+            inner, routing = self.mlp(self.post_attention_layernorm(x), token_mask=sequence.token_mask)
             return x, self._drop(inner), routing
         return x, self._drop(self.mlp(self.post_attention_layernorm(x)))
 
-    def _fits_a_graph(self, x: Tensor) -> bool:
+    def _can_capture_graph(self, x: Tensor) -> bool:
         return not isinstance(self.mlp, Experts) or self.mlp.experts.can_capture_graph(x)
 
-    def _mix(self, x: Tensor, window: SequenceContext, past: LayerCache | None) -> Tensor:
+    def _mix(self, x: Tensor, sequence: SequenceContext, cache: LayerCache | None) -> Tensor:
         if not self.has_ssm:
-            return self.self_attn(x, window, past)
-        assert past is None or isinstance(past, SSMState)
-        mixed, state = self.mixer(x, state=past, lengths=window.lengths, documents=window.documents)
-        if past is not None:
-            for old, new in zip(past, state, strict=True):
+            return self.self_attn(x, sequence, cache)
+        assert cache is None or isinstance(cache, SSMState)
+        mixed, state = self.mixer(x, state=cache, lengths=sequence.lengths, documents=sequence.documents)
+        if cache is not None:
+            for old, new in zip(cache, state, strict=True):
                 old.copy_(new)
         return mixed
 
@@ -156,7 +161,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks and the last norm: the part of the names that starts with `model.`."""
+    """Embedding, blocks and final norm: the parameters whose names start with `model.`."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
@@ -166,7 +171,7 @@ class Trunk(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Build it on the meta device for a large size; `to_empty` and `bottega.models.initial.initialise` make it real."""
+    """The language model. Build large ones on the meta device, then `to_empty` and `initialise_decoder`."""
 
     cos: Tensor
     sin: Tensor
@@ -188,21 +193,24 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         cache: DecoderCache | None = None,
         position: int | Sequence[int] = 0,
-        counted: Tensor | None = None,
+        token_mask: Tensor | None = None,
     ) -> Any:
-        """With targets [B, T], the sum of the negative log likelihood over those that are not -100; else logits.
+        """Return logits (B, T, V); with targets (B, T), the summed negative log likelihood of those that are not -100.
 
-        A model with experts also gives a `Routed`, where there are targets or `counted` [B, T] tells the tokens that count.
+        A model with experts also returns `LayerRoutings`, where there are targets or `token_mask` (B, T) selects the tokens
+        of its statistics.
         """
-        if counted is None and targets is not None and self.shape.experts is not None:
-            counted = targets != IGNORE_INDEX
-        window = self._window(tokens, documents=documents, cache=cache, position=position, counted=counted)
-        hidden, routed = self._through(tokens, window, cache)
+        if token_mask is None and targets is not None and self.shape.experts is not None:
+            token_mask = targets != IGNORE_INDEX
+        sequence = self._sequence_context(
+            tokens, documents=documents, cache=cache, position=position, token_mask=token_mask
+        )
+        hidden, routings = self._run_blocks(tokens, sequence, cache)
         if targets is None:
-            answer = self.logits(hidden)
+            output = self.logits(hidden)
         else:
-            answer = linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten())
-        return answer if counted is None or not routed else (answer, routed)
+            output = linear_cross_entropy(hidden.flatten(0, 1), self.head_weight, targets.flatten())
+        return output if token_mask is None or not routings else (output, routings)
 
     def hidden(
         self,
@@ -213,48 +221,54 @@ class Transformer(nn.Module):
         position: int | Sequence[int] = 0,
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """[B, T, D] after the last norm. `position` is where the first token stands: one for all rows, or one each.
-        `lengths` tells how many tokens of each row are real, where short ones were filled up on the right: what a cache
-        keeps of a row is then that of its last real token."""
-        window = self._window(tokens, documents=documents, cache=cache, position=position, lengths=lengths)
-        return self._through(tokens, window, cache)[0]
+        """Return hidden states (B, T, D) after the final norm.
 
-    def _through(
-        self, tokens: Tensor, window: SequenceContext, cache: DecoderCache | None
+        `position` is that of the first token, one for all rows or one each. `lengths` are the tokens of each row without
+        padding on the right; the cache then holds the state after each row's last token.
+        """
+        sequence = self._sequence_context(tokens, documents=documents, cache=cache, position=position, lengths=lengths)
+        return self._run_blocks(tokens, sequence, cache)[0]
+
+    def _run_blocks(
+        self, tokens: Tensor, sequence: SequenceContext, cache: DecoderCache | None
     ) -> tuple[Tensor, LayerRoutings]:
         x = self.model.embed_tokens(tokens)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) is torch.bfloat16:
-            # A bfloat16 residual stream halves the traffic between blocks; float16 could overflow there, so it stays.
+            # A bfloat16 residual stream halves the memory traffic between blocks; float16 could overflow.
             x = x.bfloat16()
         if self.shape.dropout:
             x = F.dropout(x, self.shape.dropout, self.training)
-        added = 0 * x  # as large as the others and with a gradient, so that one compiled block serves the first one too
+        residual = (
+            0 * x
+        )  # has the shape and gradient of later ones, so that the first block uses the same compiled graph
         routings: list[Routing] = []
         for i, block in enumerate(self.model.layers):
             if self.checkpoint_blocks and self.training and cache is None:
-                found = checkpoint(block, x, added, window, use_reentrant=False, preserve_rng_state=True)
+                output = checkpoint(block, x, residual, sequence, use_reentrant=False, preserve_rng_state=True)
             else:
-                found = block(x, added, window, cache.layers[i] if cache is not None else None)
-            x, added = found[:2]
-            routings += found[2:]
-        return self.model.norm(x + added), tuple(routings)
+                output = block(x, residual, sequence, cache.layers[i] if cache is not None else None)
+            x, residual = output[:2]
+            routings += output[2:]
+        return self.model.norm(x + residual), tuple(routings)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (..., V) of hidden states (..., D)."""
         return F.linear(hidden, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:
+        """Weight (V, D) of the head; with tied embeddings that of the embedding."""
         return self.model.embed_tokens.weight if self.shape.tie_embeddings else self.lm_head.weight
 
     def compile_blocks(self) -> None:
-        """Compile the training forward of the blocks, once for each kind: nothing else tells one layer from another."""
+        """Compile the training forward of the blocks; layers of the same kind share one graph."""
         compiled = torch.compile(Block.compute, fullgraph=True, dynamic=False)
         for block in self.model.layers:
             assert isinstance(block, Block)
             block.compiled = compiled
 
     def reset_buffers(self) -> None:
-        """The rotary tables again, on the device where the weights now are. They are in no state dict."""
+        """Recompute the rotary tables on the device of the weights; they are in no state dict."""
         cos, sin = compute_rotary_tables(self.shape, self.model.norm.weight.device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -265,7 +279,7 @@ class Transformer(nn.Module):
         self.reset_buffers()
         return self
 
-    def _window(
+    def _sequence_context(
         self,
         tokens: Tensor,
         *,
@@ -273,39 +287,39 @@ class Transformer(nn.Module):
         cache: DecoderCache | None,
         position: int | Sequence[int],
         lengths: Sequence[int] | None = None,
-        counted: Tensor | None = None,
+        token_mask: Tensor | None = None,
     ) -> SequenceContext:
         assert documents is None or cache is None, "documents are for training, a cache is for generation"
-        # What no layer asks for is left out, so that plain transformers are compiled as if it did not exist.
-        read: dict[str, Any] = {"counted": counted if self.shape.experts is not None else None}
+        # Fields that no layer uses stay None, so that plain transformers compile to the same graph.
+        fields: dict[str, Any] = {"token_mask": token_mask if self.shape.experts is not None else None}
         if self.shape.has_ssm:
-            read["documents"] = documents
-            read["lengths"] = torch.tensor(lengths, device=tokens.device) if lengths is not None else None
+            fields["documents"] = documents
+            fields["lengths"] = torch.tensor(lengths, device=tokens.device) if lengths is not None else None
         if not self.shape.has_attention:
-            return SequenceContext(self.cos, self.sin, **read)  # a state knows no position, and so no last one
+            return SequenceContext(self.cos, self.sin, **fields)  # state spaces have no positions and no maximum length
         length, device = tokens.shape[1], tokens.device
         starts = [position] if isinstance(position, int) else list(position)
         start, stop = starts[0], max(starts) + length
         assert stop <= self.shape.context, f"{stop} tokens exceed the context of {self.shape.context}"
         if len(set(starts)) > 1:
             first = torch.tensor(starts, device=device)
-            places = first[:, None] + torch.arange(length, device=device)
-            mask = torch.arange(stop, device=device) <= places[:, None, :, None]
+            positions = first[:, None] + torch.arange(length, device=device)
+            mask = torch.arange(stop, device=device) <= positions[:, None, :, None]
             return SequenceContext(
-                self.cos[places][:, None], self.sin[places][:, None], mask, start=first, stop=stop, **read
+                self.cos[positions][:, None], self.sin[positions][:, None], mask, start=first, stop=stop, **fields
             )
         cos, sin = self.cos[start:stop], self.sin[start:stop]
         if documents is not None:
-            # FlexAttention skips the blocks between documents, but knows no dropout.
+            # FlexAttention skips the blocks between documents, but has no dropout.
             flex = device.type == "cuda" and not (self.training and self.shape.dropout)
-            return SequenceContext(cos, sin, build_document_mask(documents, flex=flex), stop=stop, **read)
+            return SequenceContext(cos, sin, build_document_mask(documents, flex=flex), stop=stop, **fields)
         if start and length > 1:
             mask = torch.ones(length, stop, dtype=torch.bool, device=device).tril(diagonal=start)
-            return SequenceContext(cos, sin, mask, start=start, stop=stop, **read)
-        return SequenceContext(cos, sin, causal=length > 1, start=start, stop=stop, **read)
+            return SequenceContext(cos, sin, mask, start=start, stop=stop, **fields)
+        return SequenceContext(cos, sin, causal=length > 1, start=start, stop=stop, **fields)
 
 
 def initialise_decoder(model: Transformer, seed: int, *, residual_layers: int) -> None:
-    """Set every parameter by its name, and which experts sit out at first."""
+    """Set every parameter by its name, and draw the experts that are dropped in the first step."""
     initialise(model, seed, residual_layers=residual_layers)
     drop_initial_experts(model, seed)

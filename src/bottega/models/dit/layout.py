@@ -1,4 +1,4 @@
-"""A generator of classes as diffusers' DiTTransformer2DModel: its configuration, and its tensors there and back.
+"""Converts class-conditional diffusion transformers to and from diffusers' DiTTransformer2DModel.
 
 D hidden size   K classes   p side of a patch   C channels
 """
@@ -16,7 +16,7 @@ from bottega.models.generator.config import DiTShape, GeneratorShape
 
 CLASS = "DiTTransformer2DModel"
 NULL_CLASS = 1000
-"""DiTPipeline asks for this row where it wants no class, however many classes there are."""
+"""The class index that DiTPipeline uses for no class, whatever the number of classes."""
 
 _OUTER = {
     "pos_embed.proj.bias": "backbone.embed.bias",
@@ -43,7 +43,7 @@ _PATCHES = "pos_embed.proj.weight"
 
 
 def is_diffusers_compatible(shape: GeneratorShape) -> bool:
-    """Whether DiTTransformer2DModel computes the same: square pictures in square patches, asked for by class."""
+    """Return whether DiTTransformer2DModel computes the same: square images and patches, conditioned on classes."""
     backbone = shape.backbone
     return (
         isinstance(backbone, DiTShape)
@@ -56,6 +56,7 @@ def is_diffusers_compatible(shape: GeneratorShape) -> bool:
 
 
 def diffusers_config(shape: DiTShape) -> dict[str, Any]:
+    """Return the configuration of a DiTTransformer2DModel with this shape."""
     return {
         "_class_name": CLASS,
         "num_attention_heads": shape.num_heads,
@@ -76,28 +77,31 @@ def diffusers_config(shape: DiTShape) -> dict[str, Any]:
 
 
 def to_diffusers(state: Mapping[str, Tensor], shape: DiTShape) -> dict[str, Tensor]:
-    """Every block of theirs has the embedding of time and class again; rows for no class follow after ours."""
+    """Return our tensors under diffusers' names.
+
+    diffusers repeats the time and class embedding in every block; its table is padded with our row for no class.
+    """
     table = state["condition.embedding.weight"]
     table = torch.cat((table, table[-1:].expand(NULL_CLASS + 1 - len(table), -1)))
     side, channels = shape.patch[0], shape.channels
-    found = {theirs: state[ours] for theirs, ours in _OUTER.items()}
+    tensors = {theirs: state[ours] for theirs, ours in _OUTER.items()}
     patches = state["backbone.embed.weight"].view(-1, side, side, channels)
-    found[_PATCHES] = patches.permute(0, 3, 1, 2)
+    tensors[_PATCHES] = patches.permute(0, 3, 1, 2)
     for i in range(shape.num_layers):
         block = f"transformer_blocks.{i}"
-        found[f"{block}.{_TABLE}"] = table
+        tensors[f"{block}.{_TABLE}"] = table
         for kind in ("weight", "bias"):
-            found |= {f"{block}.{theirs}.{kind}": state[f"{ours}.{kind}"] for theirs, ours in _TIME.items()}
-            found |= {
+            tensors |= {f"{block}.{theirs}.{kind}": state[f"{ours}.{kind}"] for theirs, ours in _TIME.items()}
+            tensors |= {
                 f"{block}.{theirs}.{kind}": state[f"backbone.blocks.{i}.{ours}.{kind}"]
                 for theirs, ours in _BLOCK.items()
             }
-    # A copy for each name: a file of safetensors refuses tensors that share memory.
-    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+    # A copy for each name: safetensors refuses tensors that share memory.
+    return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
 
 def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse. What is there and has no place here keeps its name, so that a comparison finds it."""
+    """Return diffusers' tensors under our names; unknown ones keep their name, so that a comparison reports them."""
     names = dict(_OUTER)
     for name in state:
         if not name.startswith("transformer_blocks."):
@@ -108,20 +112,20 @@ def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             names[name] = f"backbone.blocks.{number}.{_BLOCK[stem]}.{kind}"
         elif stem in _TIME and number == "0":
             names[name] = f"{_TIME[stem]}.{kind}"
-    found = {names.get(name, name): tensor for name, tensor in state.items()}
-    # The embedding again, in the blocks after the first.
-    found = {name: tensor for name, tensor in found.items() if ".norm1.emb." not in name}
+    tensors = {names.get(name, name): tensor for name, tensor in state.items()}
+    # The repeated embeddings of the blocks after the first.
+    tensors = {name: tensor for name, tensor in tensors.items() if ".norm1.emb." not in name}
     first = state.get(f"transformer_blocks.0.{_TABLE}")
     if first is not None:
-        found["condition.embedding.weight"] = _trimmed(first)
-    patches = found.pop(_PATCHES, None)
+        tensors["condition.embedding.weight"] = _trim_padding(first)
+    patches = tensors.pop(_PATCHES, None)
     if patches is not None:
-        found["backbone.embed.weight"] = patches.permute(0, 2, 3, 1).flatten(1).contiguous()
-    return found
+        tensors["backbone.embed.weight"] = patches.permute(0, 2, 3, 1).flatten(1).contiguous()
+    return tensors
 
 
-def _trimmed(table: Tensor) -> Tensor:
-    """[K + 1, D]: the classes, and the last row once."""
+def _trim_padding(table: Tensor) -> Tensor:
+    """Return the rows of the classes and the last row once, (K + 1, D)."""
     is_other = (table != table[-1]).any(1).nonzero()
     size = int(is_other[-1]) + 1 if len(is_other) else 0
     return torch.cat((table[:size], table[-1:]))

@@ -1,4 +1,4 @@
-"""A sample as a row of patches, and exactly back.
+"""Splits samples into patches and joins them again.
 
 B batch   g... sides of the grid   p... sides of a patch   n... patches in each direction   C channels
 """
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def patchify(x: Tensor, patch: tuple[int, ...]) -> Tensor:
-    """[B, g..., C] to [B, N, P C]: N = the product of n..., P = the product of p..., both in row order.
+    """Reshape (B, g..., C) to (B, N, P C), with N the product of n... and P the product of p..., both in row order.
 
-    The transpose is the point: a reshape alone would cut rows of pixels and call them squares.
+    A transpose is needed: a reshape alone would cut rows of pixels, not squares.
     """
     axes = len(patch)
     grid = x.shape[1:-1]
@@ -25,7 +25,7 @@ def patchify(x: Tensor, patch: tuple[int, ...]) -> Tensor:
 
 
 def unpatchify(tokens: Tensor, patch: tuple[int, ...], grid: tuple[int, ...]) -> Tensor:
-    """[B, N, P C] to [B, g..., C]: the inverse."""
+    """Reshape (B, N, P C) to (B, g..., C), the inverse of `patchify`."""
     axes = len(patch)
     counts = [side // part for side, part in zip(grid, patch, strict=True)]
     cut = tokens.reshape(tokens.shape[0], *counts, *patch, -1)

@@ -1,7 +1,7 @@
-"""A diffusion transformer (Peebles and Xie, 2023) over patches in one, two or three directions.
+"""Diffusion transformer (DiT, Peebles and Xie, 2023) over patches in one, two or three dimensions.
 
-Adaptive normalisation carries time and condition into every block and begins as the identity; text is looked at by
-cross-attention. With square pictures and classes its tensors are those of diffusers' DiTTransformer2DModel.
+Time and class enter every block by adaptive layer norm, zero-initialised; text by cross-attention. For square images and
+classes the tensors are those of diffusers' DiTTransformer2DModel.
 
 B batch   N patches   D hidden size   H heads   L text tokens   C channels
 """
@@ -23,32 +23,36 @@ from bottega.models.dit.patches import patchify, unpatchify
 from bottega.models.generator.config import DiTShape
 
 FREQUENCIES = 256
-"""Numbers that stand for a time before it is embedded."""
+"""Width of the sinusoidal time embedding."""
 EPSILON = 1e-6
 
 
 def sinusoidal_positions(counts: tuple[int, ...], width: int) -> Tensor:
-    """Sines and cosines of each patch's place, [N, width], an equal part of the width for each direction; what three
-    directions cannot share equally stays 0."""
+    """Return sinusoidal position embeddings (N, width), with an equal part of the width for each dimension.
+
+    Channels that three dimensions cannot share equally are 0.
+    """
     part = 2 * (width // (2 * len(counts)))
     rates = 1.0 / 10000 ** (torch.arange(part // 2, dtype=torch.float64) / (part / 2))
-    places = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in counts), indexing="ij")
-    # The last direction comes first, as in the published weights.
-    angles = [place.reshape(-1, 1) * rates for place in reversed(places)]
+    positions = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in counts), indexing="ij")
+    # The last dimension comes first, as in the published weights.
+    angles = [position.reshape(-1, 1) * rates for position in reversed(positions)]
     parts = [torch.cat((angle.sin(), angle.cos()), dim=1) for angle in angles]
     return F.pad(torch.cat(parts, dim=1), (0, width - part * len(counts))).float()
 
 
 def time_frequencies(time: Tensor) -> Tensor:
-    """Times of 0 to 1,000, [B], as [B, 256] numbers."""
+    """Return sinusoidal embeddings (B, 256) of times (B) in 0..1,000."""
     half = FREQUENCIES // 2
-    # In diffusers' order of operations: at time 999 one rounding more is 1e-4 of an angle.
+    # diffusers' order of operations: at time 999 another rounding changes an angle by 1e-4.
     exponent = -math.log(10000.0) * torch.arange(half, device=time.device, dtype=torch.float32) / (half - 1)
     angles = time.float()[:, None] * exponent.exp()
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 class TimeEmbedding(nn.Module):
+    """MLP over the sinusoidal embedding of the time."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear_1 = nn.Linear(FREQUENCIES, width)
@@ -59,6 +63,8 @@ class TimeEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
+    """Self-attention, or cross-attention to a `context` of that width."""
+
     def __init__(self, width: int, heads: int, context: int | None = None) -> None:
         super().__init__()
         self.heads = heads
@@ -68,16 +74,20 @@ class Attention(nn.Module):
         self.to_out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        seen = x if context is None else context
+        source = x if context is None else context
         q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (self.to_q(x), self.to_k(seen), self.to_v(seen))
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for y in (self.to_q(x), self.to_k(source), self.to_v(source))
         )
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.to_out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """The unit of gradient checkpointing. `along` says over which patches attention looks."""
+    """A DiT block with adaLN-Zero; the unit of gradient checkpointing.
+
+    `along` is the extent of self-attention: all patches, those of one frame ("space"), or one position over time ("time").
+    """
 
     def __init__(self, shape: DiTShape, *, along: str) -> None:
         super().__init__()
@@ -91,12 +101,12 @@ class Block(nn.Module):
         self.dropout = shape.dropout
 
     def forward(self, x: Tensor, c: Tensor, context: Tensor | None, mask: Tensor | None) -> Tensor:
-        changes = self.modulation(c)[:, None].chunk(6, dim=-1)
-        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = changes
-        x = x + gate_attn * self._drop(self._attend(_modulated(x, shift_attn, scale_attn)))
+        modulation = self.modulation(c)[:, None].chunk(6, dim=-1)
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = modulation
+        x = x + gate_attn * self._drop(self._attend(_modulate(x, shift_attn, scale_attn)))
         if self.cross is not None:
             x = x + self.cross(layer_norm(x), context, mask)
-        h = F.gelu(self.up(_modulated(x, shift_mlp, scale_mlp)), approximate="tanh")
+        h = F.gelu(self.up(_modulate(x, shift_mlp, scale_mlp)), approximate="tanh")
         return x + gate_mlp * self._drop(self.down(h))
 
     def _attend(self, x: Tensor) -> Tensor:
@@ -106,8 +116,8 @@ class Block(nn.Module):
         grid = x.view(batch, self.frames, -1, width)
         if self.along == "space":
             return self.attn(grid.flatten(0, 1)).view_as(x)
-        turned = grid.transpose(1, 2)
-        mixed = self.attn(turned.flatten(0, 1)).view_as(turned)
+        by_position = grid.transpose(1, 2)
+        mixed = self.attn(by_position.flatten(0, 1)).view_as(by_position)
         return mixed.transpose(1, 2).reshape_as(x)
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -115,7 +125,7 @@ class Block(nn.Module):
 
 
 class DiT(nn.Module):
-    """From a noisy sample, its time and its condition to the objective's target, of the sample's own shape."""
+    """Maps a noisy sample, its time and its condition to the objective's prediction, of the sample's shape."""
 
     place: Tensor
 
@@ -126,8 +136,8 @@ class DiT(nn.Module):
         values = math.prod(shape.patch) * shape.channels
         self.embed = nn.Linear(values, width)
         self.time = TimeEmbedding(width)
-        turns = ("space", "time") if shape.attention == "factorised" else ("all",)
-        self.blocks = nn.ModuleList(Block(shape, along=turns[i % len(turns)]) for i in range(shape.num_layers))
+        extents = ("space", "time") if shape.attention == "factorised" else ("all",)
+        self.blocks = nn.ModuleList(Block(shape, along=extents[i % len(extents)]) for i in range(shape.num_layers))
         self.modulation_out = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, values)
         self.checkpoint_blocks = False
@@ -143,7 +153,10 @@ class DiT(nn.Module):
         context: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """x [B, g..., C], time [B] from 0 to 1,000, vector [B, D], context [B, L, W] with mask [B, L] of what is text."""
+        """Return the prediction for x (B, g..., C) at time (B) in 0..1,000.
+
+        `vector` (B, D) is the class or vector condition, `context` (B, L, W) the text with `mask` (B, L) true for tokens.
+        """
         if self.compiled is not None and self.training:
             return self.compiled(self, x, time, vector, context, mask)
         return self.compute(x, time, vector, context, mask)
@@ -151,31 +164,33 @@ class DiT(nn.Module):
     def compute(
         self, x: Tensor, time: Tensor, vector: Tensor | None, context: Tensor | None, mask: Tensor | None
     ) -> Tensor:
+        """Compute the forward; `compile_whole` compiles this function."""
         shape = self.shape
         c = self.time(time)
         c = F.silu(c if vector is None else c + vector)
         h = self.embed(patchify(x, shape.patch)) + self.place
         if torch.is_autocast_enabled(h.device.type) and torch.get_autocast_dtype(h.device.type) is torch.bfloat16:
             h = h.bfloat16()  # halves the traffic between blocks; the norms inside them stay float32
-        looks = mask[:, None, None, :] if mask is not None else None
+        attention_mask = mask[:, None, None, :] if mask is not None else None
         for block in self.blocks:
             if self.checkpoint_blocks and self.training:
-                h = checkpoint(block, h, c, context, looks, use_reentrant=False, preserve_rng_state=True)
+                h = checkpoint(block, h, c, context, attention_mask, use_reentrant=False, preserve_rng_state=True)
             else:
-                h = block(h, c, context, looks)
+                h = block(h, c, context, attention_mask)
         shift, scale = self.modulation_out(c)[:, None].chunk(2, dim=-1)
-        return unpatchify(self.out(_modulated(h, shift, scale)), shape.patch, shape.grid)
+        return unpatchify(self.out(_modulate(h, shift, scale)), shape.patch, shape.grid)
 
     def compile_whole(self, *, graphs: bool) -> None:
-        """All of it as one graph; with `graphs` its kernels are also recorded once and replayed.
+        """Compile the model as one graph; with `graphs` as CUDA graphs, too.
 
-        At B/4, 32 x 32 and 256 images the GPU is done with a step in 25 ms. One graph for each block kept the host busy
-        for 47 ms, one for all for 36; replayed, the host is idle.
+        At B/4, 32 x 32 and 256 images the GPU needs 25 ms for a step. The host needed 47 ms with one graph per block and
+        36 ms with one for all; with CUDA graphs it is idle.
         """
         mode = "reduce-overhead" if graphs and not self.shape.dropout else None
         self.compiled = torch.compile(DiT.compute, dynamic=False, mode=mode)
 
     def reset_buffers(self) -> None:
+        """Recompute the position embeddings on the device of the weights."""
         device = self.out.weight.device
         place = sinusoidal_positions(self.shape.tokens, self.shape.hidden_size).to(device)
         self.register_buffer("place", place, persistent=False)
@@ -187,11 +202,11 @@ class DiT(nn.Module):
 
 
 ZERO_INITIALISED = (".modulation.weight", "modulation_out.weight", ".cross.to_out.weight", "out.weight")
-"""What begins at nothing: each block is the identity, and the first prediction is 0."""
+"""Parameters that start at 0, so that each block is the identity and the first prediction is 0."""
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Glorot's uniform for matrices, a small normal for embeddings, zeros for biases and for what must begin silent."""
+    """Return the initial value of one parameter: Glorot uniform for matrices, small normal for embeddings, else zeros."""
     if name.endswith(".bias") or (name.endswith(ZERO_INITIALISED) and not name.endswith("attn.to_out.weight")):
         return np.zeros(shape, np.float32)
     draw = numpy_generator(seed, name)
@@ -202,9 +217,9 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def layer_norm(x: Tensor) -> Tensor:
-    """In float32 whatever the precision around it, and without weights of its own: what follows has them."""
+    """Layer norm in float32 whatever the precision around it, without affine weights: the next layer can represent them."""
     return F.layer_norm(x.float(), x.shape[-1:], eps=EPSILON).to(x.dtype)
 
 
-def _modulated(x: Tensor, shift: Any, scale: Any) -> Tensor:
+def _modulate(x: Tensor, shift: Any, scale: Any) -> Tensor:
     return layer_norm(x) * (1 + scale) + shift

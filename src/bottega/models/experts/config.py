@@ -1,4 +1,4 @@
-"""The dimensions of a layer of experts, how tokens find theirs, and what it costs; no torch."""
+"""Dimensions, routing and cost of a mixture-of-experts layer; no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from bottega.models.spiking.config import SpikingShape
 
 SPIKING_UNITS_PER_EXPERT = 8
-"""Units of a spiking router that speak for one expert."""
+"""Units of a spiking router that vote for one expert."""
 
 
 class ExpertsShape(BaseModel):
-    """All that decides the tensors of the layer and the way through it. Two equal shapes have interchangeable checkpoints."""
+    """Dimensions and routing of the layer. Two equal shapes have interchangeable checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,25 +25,25 @@ class ExpertsShape(BaseModel):
     activation: Literal["swiglu", "gelu"] = "swiglu"
     gate: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool | None = None
-    """Whether the gates of the chosen experts sum to 1. None: where there are several; the gate of a single one would be 1,
-    and no gradient would reach the router."""
+    """Whether the gates of the chosen experts are normalised to sum to 1. None: only with several; the gate of a single one
+    would always be 1, and no gradient would reach the router."""
     num_shared: int = 0
-    """Experts that see everything."""
+    """Number of experts that process every token."""
     shared_size: int | None = None
-    """Width of a shared expert; None is that of the others."""
+    """Width of a shared expert; None is expert_size."""
     capacity_factor: float | None = Field(None, allow_inf_nan=False)
-    """Room of an expert in a group while training, in shares of an even split."""
+    """Capacity of an expert in training, relative to an even split of a group's choices."""
     capacity: int | None = None
-    """The same in choices. Neither: nothing is ever dropped."""
+    """Capacity as a number of choices. With neither, no token is dropped."""
     expert_dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the experts that are left out of a step; `top_k` of them always stay."""
+    """Fraction of the experts that are dropped in a step; at least `top_k` always remain."""
     balance: Literal["loss", "bias", "none"] = "loss"
     bias_rate: float = Field(1e-3, gt=0, allow_inf_nan=False)
     load_decay: float = Field(0.9, ge=0, lt=1)
-    """The share of the running load that stays from one step to the next."""
+    """Decay of the running load per step."""
     router: Literal["linear", "spiking"] = "linear"
     spiking: SpikingShape | None = None
-    """The units of a spiking router; None takes the usual ones."""
+    """The units of a spiking router; None is the default."""
 
     @model_validator(mode="after")
     def _has_sizes(self) -> ExpertsShape:
@@ -51,65 +51,68 @@ class ExpertsShape(BaseModel):
             value, least = getattr(self, name), 0 if name == "num_shared" else 1
             if value is not None and value < least:
                 raise ValueError(f"{name} {value} is too few; give at least {least}")
-        for name, wanted in (("capacity", "at least 1"), ("capacity_factor", "more than 0")):
+        for name, valid in (("capacity", "at least 1"), ("capacity_factor", "more than 0")):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ValueError(f"{name} {value:g} is no room; give {wanted}, or leave it out and nothing is dropped")
+                raise ValueError(f"{name} {value:g} must be {valid}; remove it to drop no tokens")
         return self
 
     @model_validator(mode="after")
     def _can_route(self) -> ExpertsShape:
         if self.top_k > self.num_experts:
             raise ValueError(
-                f"top_k {self.top_k} is more than num_experts {self.num_experts}: a token asks each expert once; "
+                f"top_k {self.top_k} is more than num_experts {self.num_experts}; "
                 f"lower top_k to {self.num_experts} or raise num_experts"
             )
         if self.capacity is not None and self.capacity_factor is not None:
             raise ValueError(
-                f"capacity {self.capacity} and capacity_factor {self.capacity_factor:g} both set an expert's room; "
+                f"capacity {self.capacity} and capacity_factor {self.capacity_factor:g} both set an expert's capacity; "
                 "keep one of them"
             )
         if self.shared_size is not None and not self.num_shared:
             raise ValueError(
-                f"shared_size {self.shared_size} has no shared expert to be of; set num_shared, or leave it out"
+                f"shared_size {self.shared_size} has no effect without shared experts; set num_shared, or remove it"
             )
         if self.spiking is not None and self.router != "spiking":
-            raise ValueError(f"spiking is set and router is {self.router!r}; set router to 'spiking', or leave it out")
+            raise ValueError(
+                f"spiking is set but router is {self.router!r}; set router to 'spiking', or remove spiking"
+            )
         return self
 
     @property
     def renormalises(self) -> bool:
+        """Whether the gates of the chosen experts are normalised to sum to 1."""
         return self.top_k > 1 if self.renormalise is None else self.renormalise
 
     @property
     def shared_width(self) -> int:
-        """Of all shared experts together: side by side they are one."""
+        """Width of all shared experts together, which are computed as one MLP."""
         return self.num_shared * (self.shared_size or self.expert_size)
 
     @property
     def has_capacity_limit(self) -> bool:
-        """Whether an expert can be full."""
+        """Whether experts have a limited capacity in training."""
         return self.capacity is not None or self.capacity_factor is not None
 
     @property
     def spiking_units(self) -> SpikingShape | None:
-        """Of the router, if it spikes."""
+        """The units of a spiking router; None for a linear one."""
         return (self.spiking or SpikingShape()) if self.router == "spiking" else None
 
     def capacity_for(self, tokens: int) -> int:
-        """How many choices of a group of so many tokens an expert takes."""
+        """Return the number of choices that an expert takes from a group of `tokens`."""
         if self.capacity is not None:
             return self.capacity
         assert self.capacity_factor is not None
-        # 1.1 * 10 is 11.000000000000002: what is a whole number but for rounding is that number.
+        # 1.1 * 10 is 11.000000000000002, whose ceiling must be 11.
         return math.ceil(self.capacity_factor * self.top_k * tokens / self.num_experts - 1e-6)
 
     def num_parameters(self) -> int:
-        """The exact number of parameters."""
+        """Return the exact number of parameters."""
         return self._router() + self.num_experts * self._expert(self.expert_size) + self._expert(self.shared_width)
 
     def num_active_parameters(self) -> int:
-        """Those that one token meets."""
+        """Return the number of parameters used for one token."""
         return self._router() + self.top_k * self._expert(self.expert_size) + self._expert(self.shared_width)
 
     def _expert(self, size: int) -> int:

@@ -1,10 +1,11 @@
-"""A layer of experts of which each token asks a few, and what is needed so that all of them are asked.
+"""Mixture-of-experts layer with top-k routing and load balancing.
 
-B batch   T tokens   N all tokens   D hidden size   E experts   k choices of a token   G groups that share the room
+B batch   T tokens   N all tokens   D hidden size   E experts   k choices of a token   G groups that share capacity
 
-A forward reads the running load and never changes it: `stats` says what was seen, and `renewed` is the pure update that
-follows each step. So no token's answer or loss depends on which others are in its micro-batch, with one exception: limited
-room for single samples [N, D] is shared by those of the forward. For tokens [B, T, D] it is each row's own.
+A forward reads the running load and never changes it: `routing_stats` returns the loads of a batch, and
+`update_router_state` is the pure update after each step. So no token's output or loss depends on the others in its
+micro-batch, with one exception: limited capacity is shared by all samples (N, D) of a forward; for tokens (B, T, D) each row
+has its own.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ from bottega.models.spiking.units import SpikingGate
 
 
 class Routing(NamedTuple):
-    """What one forward did: sums over the tokens that count, so they add up over micro-batches."""
+    """Routing decisions and statistics of one forward; the statistics are sums over tokens, additive over micro-batches."""
 
     balance: Tensor
-    """Sum over tokens of E * sum over experts of load * probability: 1 a token when either is even. Has a gradient."""
+    """Sum over tokens of E * sum over experts of load * probability: 1 per token when either is uniform. Differentiable."""
     z: Tensor
-    """Sum of logsumexp(logits)^2 (ST-MoE, Zoph et al., 2022). Has a gradient."""
+    """Sum of logsumexp(logits)^2 (router z-loss of ST-MoE, Zoph et al., 2022). Differentiable."""
     load: Tensor
-    """[E]: how often each expert was chosen, full or not."""
+    """(E): number of choices of each expert, dropped ones included."""
     dropped: Tensor
-    """Choices for which an expert had no room."""
+    """Number of choices dropped for lack of capacity."""
     entropy: Tensor
     """Sum of the entropies of the tokens' gates, in nats."""
     tokens: Tensor
-    """How many counted."""
+    """Number of tokens in the sums."""
     chosen: Tensor
-    """[..., k]."""
+    """(..., k): indices of the chosen experts."""
     gates: Tensor
-    """[..., E]: probabilities of the experts."""
+    """(..., E): probabilities of the experts."""
     logits: Tensor
-    """[..., E], in float32."""
+    """(..., E), in float32."""
     rates: Tensor | None = None
-    """[..., units]: how often the units of a spiking router fired."""
+    """(..., units): firing rates of a spiking router's units."""
 
 
 class Router(nn.Module):
-    """The logits of the experts, and what keeps their load even; a layer of its own, so that several models can share it."""
+    """Linear router with its load-balancing buffers; a module of its own, so that several models can share it."""
 
     load: Tensor
     bias: Tensor
@@ -67,12 +68,12 @@ class Router(nn.Module):
         self.register_buffer("absent", torch.zeros(shape.num_experts) if shape.expert_dropout else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., E] of x [..., D]."""
+        """Return logits (..., E) of x (..., D)."""
         assert self.weight is not None
         return F.linear(x, self.weight.to(x.dtype))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        # `to_empty` leaves buffers undefined, and bfloat16 would swallow steps of 0.001 from 0.5 on.
+        # `to_empty` leaves buffers undefined, and bfloat16 would round away steps of 0.001 from 0.5 on.
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, old in before.items():
@@ -87,7 +88,7 @@ class Router(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The experts that see everything, side by side as one."""
+    """The shared experts, computed as one MLP."""
 
     def __init__(self, hidden_size: int, size: int, *, activation: str) -> None:
         super().__init__()
@@ -101,6 +102,8 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
+    """A mixture-of-experts layer."""
+
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
         self.shape = shape
@@ -114,44 +117,47 @@ class Experts(nn.Module):
         self.shared = FeedForward(width, shape.shared_width, activation=activation) if shape.num_shared else None
 
     def forward(
-        self, x: Tensor, *, logits: Tensor | None = None, counted: Tensor | None = None
+        self, x: Tensor, *, logits: Tensor | None = None, token_mask: Tensor | None = None
     ) -> tuple[Tensor, Routing]:
-        """Tokens [B, T, D] or samples [N, D], and how they were routed.
+        """Return the output for tokens (B, T, D) or samples (N, D), and their routing.
 
-        `logits` [..., E] take the place of the router's. `counted` [...] tells tokens from padding, which takes no room and
-        enters no sum.
+        `logits` (..., E) replace the router's. `token_mask` (...) is false for padding, which takes no capacity and enters
+        no statistic.
         """
-        assert x.dim() > 1, "experts want samples [N, D] or tokens [B, T, D]"
-        before = x.shape[:-1]
+        assert x.dim() > 1, "experts take samples (N, D) or tokens (B, T, D)"
         with torch.autocast(x.device.type, enabled=False):
-            logits, rates = self._logits(x, logits, counted)
-            counts = torch.ones(before, dtype=torch.bool, device=x.device) if counted is None else counted > 0
+            logits, rates = self._logits(x, logits, token_mask)
+            valid = (
+                torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if token_mask is None else token_mask > 0
+            )
             scores, gates, chosen = self._choose(logits)
             weights = scores.gather(-1, chosen)
             if self.shape.renormalises:
                 weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
-            every = torch.arange(self.shape.num_experts, device=x.device)
-            asked = (chosen[..., None] == every) & counts[..., None, None]
-            full = self._full(asked, counted) if self.training and self.shape.has_capacity_limit else None
-            if full is not None:
-                weights = weights.masked_fill(full, 0.0)
-            routing = self._routing(logits, gates, chosen, counts=counts, asked=asked, full=full, rates=rates)
+            expert_ids = torch.arange(self.shape.num_experts, device=x.device)
+            choices = (chosen[..., None] == expert_ids) & valid[..., None, None]
+            dropped = (
+                self._over_capacity(choices, token_mask) if self.training and self.shape.has_capacity_limit else None
+            )
+            if dropped is not None:
+                weights = weights.masked_fill(dropped, 0.0)
+            routing = self._routing(logits, gates, chosen, valid=valid, choices=choices, dropped=dropped, rates=rates)
         k = self.shape.top_k
         out = self.experts(x.flatten(0, -2), chosen.view(-1, k), weights.reshape(-1, k)).view(x.shape)
         return out if self.shared is None else out + self.shared(x), routing
 
-    def _logits(self, x: Tensor, logits: Tensor | None, counted: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """In float32 at least: two experts that are nearly even would else be told apart by rounding."""
+    def _logits(self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return router logits and firing rates; in float32 at least, or rounding would decide between close experts."""
         if logits is not None:
             return logits if logits.dtype is torch.float64 else logits.float(), None
         x = x if x.dtype is torch.float64 else x.float()
         if self.gate is None:
             return self.router(x), None
-        found: tuple[Tensor, Tensor] = self.gate(x, counted)
-        return found
+        output: tuple[Tensor, Tensor] = self.gate(x, token_mask)
+        return output
 
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores [..., E] to weigh by, the same as probabilities, and the choices [..., k]."""
+        """Return scores (..., E) that weigh the experts, probabilities (..., E), and choices (..., k)."""
         shape = self.shape
         absent = self.router.absent if self.training else None
         if absent is not None:
@@ -166,26 +172,28 @@ class Experts(nn.Module):
             rank = rank + self.router.bias
             if absent is not None:
                 rank = rank.masked_fill(absent > 0, -torch.inf)
-        # `topk` promises no order of equals, which votes of spiking units often are: the lower number comes first.
+        # Not `topk`, whose order of ties is undefined, and votes of spiking units often tie: the lower index comes first.
         ranked = rank.sort(dim=-1, descending=True, stable=True).indices
         return scores, gates, ranked[..., : shape.top_k]
 
-    def _full(self, asked: Tensor, counted: Tensor | None) -> Tensor:
-        """[..., k]: the choices for which there is no room. Earlier tokens come first, with all their choices, so that no
-        token's answer depends on a later one."""
+    def _over_capacity(self, choices: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return a mask (..., k) of choices over capacity.
+
+        Earlier tokens come first, with all their choices, so that no token's output depends on a later one.
+        """
         shape = self.shape
-        # A row is a group; samples without rows are one.
-        groups = asked.flatten(1, -2) if asked.dim() > 3 else asked.flatten(0, 1)[None]
-        before = groups.cumsum(1, dtype=torch.int32)
-        if counted is None or shape.capacity is not None:
-            room: int | Tensor = shape.capacity_for(groups.shape[1] // shape.top_k)
+        # Each row is a group; samples without rows are one group.
+        groups = choices.flatten(1, -2) if choices.dim() > 3 else choices.flatten(0, 1)[None]
+        counts = groups.cumsum(1, dtype=torch.int32)
+        if token_mask is None or shape.capacity is not None:
+            capacity: int | Tensor = shape.capacity_for(groups.shape[1] // shape.top_k)
         else:
             assert shape.capacity_factor is not None
-            # Of the tokens that count, or else padding to the longest row of a micro-batch would make room.
+            # Of real tokens only, or padding to the longest row of a micro-batch would add capacity.
             tokens = groups.sum((1, 2)).double() / shape.top_k
             even = shape.capacity_factor * shape.top_k * tokens / shape.num_experts
-            room = (even - 1e-6).ceil().int()[:, None, None]
-        return ((before > room) & groups).any(-1).view(asked.shape[:-1])
+            capacity = (even - 1e-6).ceil().int()[:, None, None]
+        return ((counts > capacity) & groups).any(-1).view(choices.shape[:-1])
 
     def _routing(
         self,
@@ -193,22 +201,22 @@ class Experts(nn.Module):
         gates: Tensor,
         chosen: Tensor,
         *,
-        counts: Tensor,
-        asked: Tensor,
-        full: Tensor | None,
+        valid: Tensor,
+        choices: Tensor,
+        dropped: Tensor | None,
         rates: Tensor | None,
     ) -> Routing:
-        def total(each: Tensor) -> Tensor:
-            return torch.where(counts, each, 0.0).sum()
+        def total(per_token: Tensor) -> Tensor:
+            return torch.where(valid, per_token, 0.0).sum()
 
-        number = counts.sum().float()
+        num_tokens = valid.sum().float()
         return Routing(
             balance=total(self.shape.num_experts * (gates * self.router.load).sum(-1)),
             z=total(logits.logsumexp(-1) ** 2),
-            load=asked.flatten(0, -2).sum(0).float(),
-            dropped=torch.zeros_like(number) if full is None else full.sum().float(),
+            load=choices.flatten(0, -2).sum(0).float(),
+            dropped=torch.zeros_like(num_tokens) if dropped is None else dropped.sum().float(),
             entropy=total(torch.special.entr(gates.detach()).sum(-1)),
-            tokens=number,
+            tokens=num_tokens,
             chosen=chosen,
             gates=gates,
             logits=logits,
@@ -217,7 +225,7 @@ class Experts(nn.Module):
 
 
 def routing_stats(routing: Routing, name: str) -> dict[str, Tensor]:
-    """What a task adds to `Loss.stats`; `name` is where the model has the layer."""
+    """Return the load of a forward for `Loss.stats`; `name` is the module path of the layer."""
     return {f"{name}.load": routing.load}
 
 
@@ -229,57 +237,58 @@ def update_router_state(
     shape: ExpertsShape,
     rng: Noise | None = None,
 ) -> dict[str, Tensor]:
-    """New values of the buffers of the router `{name}.router`, from what a whole step saw; for `Task.update`.
+    """Return the new buffers of `{name}.router` from the statistics of a whole step, for the task's state update.
 
-    The bias follows Wang et al., 2024: whoever was asked less than the mean is a little easier to choose next time. `rng` is
-    needed where experts are left out, since who it is next is a function of seed and step.
+    The bias follows Wang et al., 2024: experts with less than the mean load become easier to choose. `rng` is needed with
+    expert_dropout, because the experts dropped in the next step are drawn from seed and step.
     """
     load, bias = tensors[f"{name}.router.load"], tensors[f"{name}.router.bias"]
-    asked = batch_stats[f"{name}.load"].to(load)
-    there = torch.ones_like(load)
+    counts = batch_stats[f"{name}.load"].to(load)
+    present = torch.ones_like(load)
     if shape.expert_dropout:
-        there = there - tensors[f"{name}.router.absent"]
-    # Who was left out was not asked, and that says nothing: it keeps its share, and the others divide the rest.
-    total = asked.sum()
-    share = asked / total.clamp_min(1) * (load * there).sum()
-    mixed = load * shape.load_decay + share * (1 - shape.load_decay)
-    new = {f"{name}.router.load": torch.where((there > 0) & (total > 0), mixed, load)}
+        present = present - tensors[f"{name}.router.absent"]
+    # Dropped experts keep their fraction of the load; the others divide the rest.
+    total = counts.sum()
+    fraction = counts / total.clamp_min(1) * (load * present).sum()
+    mixed = load * shape.load_decay + fraction * (1 - shape.load_decay)
+    new = {f"{name}.router.load": torch.where((present > 0) & (total > 0), mixed, load)}
     if shape.balance == "bias":
-        below = torch.sign(total / there.sum() - asked)
-        new[f"{name}.router.bias"] = bias + shape.bias_rate * below * there
+        direction = torch.sign(total / present.sum() - counts)
+        new[f"{name}.router.bias"] = bias + shape.bias_rate * direction * present
     if shape.expert_dropout:
-        assert rng is not None, "experts are left out by seed and step; give `rng` to `renewed`"
-        new[f"{name}.router.absent"] = _absent(name, rng.seed, rng.step + 1, shape).to(load)
+        assert rng is not None, "expert dropout is drawn from seed and step; pass `rng`"
+        new[f"{name}.router.absent"] = _draw_absent(name, rng.seed, rng.step + 1, shape).to(load)
     return new
 
 
 @torch.no_grad()
 def drop_initial_experts(model: nn.Module, seed: int) -> None:
-    """The experts that the very first step does without; `renewed` says it of all later ones."""
+    """Draw the experts that are dropped in the first step; `update_router_state` draws those of later steps."""
     for name, layer in model.named_modules():
         if isinstance(layer, Experts) and layer.router.absent is not None:
-            layer.router.absent.copy_(_absent(name, seed, 0, layer.shape))
+            layer.router.absent.copy_(_draw_absent(name, seed, 0, layer.shape))
 
 
-def _absent(name: str, seed: int, step: int, shape: ExpertsShape) -> Tensor:
-    """1 for the experts that a step does without, the same on every rank and in every micro-batch."""
+def _draw_absent(name: str, seed: int, step: int, shape: ExpertsShape) -> Tensor:
+    """Return 1 for the experts that are dropped in a step, the same on every rank and in every micro-batch."""
     draw = numpy_generator(seed, "expert dropout", name, step).random(shape.num_experts)
-    most = sorted(draw)[: shape.num_experts - shape.top_k]
-    return torch.from_numpy(((draw < shape.expert_dropout) & (draw <= (most[-1] if most else -1))).astype("float32"))
+    droppable = sorted(draw)[: shape.num_experts - shape.top_k]
+    highest = droppable[-1] if droppable else -1
+    return torch.from_numpy(((draw < shape.expert_dropout) & (draw <= highest)).astype("float32"))
 
 
 def count_active_parameters(model: nn.Module) -> int:
-    """How many of a model's parameters take part in one token: of each stack of experts, as many as a token asks."""
+    """Return the number of a model's parameters used for one token: of each stack of experts, the top_k."""
     total = sum(p.numel() for p in model.parameters())
-    asked = {layer.experts: layer.shape for layer in model.modules() if isinstance(layer, Experts)}
+    stacks = {layer.experts: layer.shape for layer in model.modules() if isinstance(layer, Experts)}
     idle = [
         sum(p.numel() for p in stack.parameters()) // shape.num_experts * (shape.num_experts - shape.top_k)
-        for stack, shape in asked.items()
+        for stack, shape in stacks.items()
     ]
     return total - sum(idle)
 
 
 def load_entropy(load: Tensor) -> Tensor:
-    """The entropy of loads [..., E] as a share of the most there can be, as a mean over layers: 1 is even, 0 one for all."""
-    shares = load / load.sum(-1, keepdim=True).clamp_min(1)
-    return torch.special.entr(shares).sum(-1).mean() / math.log(max(2, load.shape[-1]))
+    """Return the normalized entropy of loads (..., E), averaged over layers: 1 is uniform, 0 a single expert for all."""
+    fractions = load / load.sum(-1, keepdim=True).clamp_min(1)
+    return torch.special.entr(fractions).sum(-1).mean() / math.log(max(2, load.shape[-1]))

@@ -1,1 +1,1 @@
-"""Folders and files of pretrained models: where they are found, what they may not hold, and how they are read."""
+"""Folders of pretrained models: resolving names to folders, safety checks, and loading."""

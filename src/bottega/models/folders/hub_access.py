@@ -1,7 +1,7 @@
-"""Whether the Hugging Face hub answers, asked once before anything is fetched from it.
+"""Checks once whether the Hugging Face hub is reachable, before anything is downloaded from it.
 
-Its library tries each file five times and waits longer each time: behind a proxy that says nothing, a name took more than
-six minutes to fail. Where the hub does not answer, what was fetched before is still read.
+huggingface_hub retries each file five times with growing delays: behind a proxy that never answers, one name took more than
+six minutes to fail. Where the hub is unreachable, its local cache is still used.
 """
 
 from __future__ import annotations
@@ -17,35 +17,38 @@ from typing import Any
 from bottega.config.credentials import strip_credentials_in_text
 
 ANSWER_SECONDS = 15.0
-"""How long the first answer may take, from looking up the name to the end of the headers."""
+"""Limit for the first response, from the DNS lookup to the end of the headers."""
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
 
 @contextmanager
 def offline_if_hub_unreachable() -> Iterator[str | None]:
-    """Within it the libraries use the hub, or only what they have here where it does not answer; yields why not."""
+    """Set the libraries to offline mode while the hub is unreachable; yield the reason, or None where it is reachable."""
     from huggingface_hub import constants
 
-    reason = None if constants.HF_HUB_OFFLINE else _silence(constants.ENDPOINT, _proxies())
+    reason = None if constants.HF_HUB_OFFLINE else _unreachable_reason(constants.ENDPOINT, _proxies())
     loaded: list[Any] = [constants]
     if "datasets" in sys.modules:
         loaded.append(sys.modules["datasets"].config)
-    before = [one.HF_HUB_OFFLINE for one in loaded]
+    before = [settings.HF_HUB_OFFLINE for settings in loaded]
     try:
-        for one in loaded:
-            one.HF_HUB_OFFLINE = one.HF_HUB_OFFLINE or reason is not None
+        for settings in loaded:
+            settings.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE or reason is not None
         yield reason
     finally:
-        for one, was in zip(loaded, before, strict=True):
-            one.HF_HUB_OFFLINE = was
+        for settings, was_offline in zip(loaded, before, strict=True):
+            settings.HF_HUB_OFFLINE = was_offline
 
 
 @cache
-def _silence(endpoint: str, proxies: tuple[str, ...]) -> str | None:
-    """Why the hub cannot be used; None where it answers, be it with an error. Asked once for each way to reach it."""
+def _unreachable_reason(endpoint: str, proxies: tuple[str, ...]) -> str | None:
+    """Return why the hub cannot be reached, or None where it responds, even with an error.
+
+    Cached: one request per endpoint and proxy setting.
+    """
     outcome: list[Any] = []
 
-    def ask() -> None:
+    def send_request() -> None:
         try:
             from huggingface_hub.utils import get_session
 
@@ -53,8 +56,8 @@ def _silence(endpoint: str, proxies: tuple[str, ...]) -> str | None:
         except Exception as error:
             outcome.append(error)
 
-    # The library's own limits are of single reads, which a byte now and then would prolong for ever.
-    thread = threading.Thread(target=ask, daemon=True)
+    # In a thread, because the library's timeout is per read: a server that sends a byte now and then never hits it.
+    thread = threading.Thread(target=send_request, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
     through = f" through {strip_credentials_in_text(proxies[0])}" if proxies else ""

@@ -1,4 +1,4 @@
-"""One JSON object from a file that somebody saved beside weights, refused where it cannot describe a model."""
+"""Reads JSON files that lie beside weights, and refuses those that cannot describe a model."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Any
 from bottega.core.errors import CheckpointError, UsageError
 
 MAX_BYTES = 64 << 20
-"""The index of a model of thousands of files has 2 MB."""
+"""The index of a model with thousands of weight files has 2 MB."""
 _NUMBER = re.compile(
     r"(num|n|max|min)_\w+|\w*_(size|dim|layers|heads|channels|positions|embeddings|eps|epsilon|theta|dropout|factor)"
     r"|(d_model|d_ff|d_kv|dim|depth|width|expand|dropout)"
 )
-"""Keys that every library takes for numbers."""
+"""Configuration keys whose values are numbers in every library."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file, checked for what no model can be built from."""
+    """Return the object in a JSON file; a config.json is also checked for values no model can be built from."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{path}: has {path.stat().st_size:,} bytes; {MAX_BYTES:,} is the most")
-        found = json.loads(path.read_bytes())
+            raise UsageError(f"{path}: has {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are read")
+        value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give the folder of a saved model") from error
     except RecursionError:
         raise UsageError(f"{path}: is nested too deeply; give the folder of a saved model") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__} where an object was expected")
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__} where an object was expected")
     if path.name == "config.json":
-        _check_config(found, path)
-    return found
+        _check_config(value, path)
+    return value
 
 
 def _check_config(config: dict[str, Any], path: Path) -> None:
-    """Refuse weights in a form of their own, and text where a number is meant, in the parts of a model too."""
+    """Refuse quantized weights and text in place of numbers, in nested configurations too."""
     if config.get("quantization_config") is not None:
         raise UsageError(
-            f"{path}: quantization_config says that the weights are quantized, which is not supported; give the folder "
-            "of the original weights"
+            f"{path}: quantization_config says that the weights are quantized, which is not supported; use the folder of "
+            "the original weights"
         )
     for key, value in config.items():
         if isinstance(value, str) and _NUMBER.fullmatch(key):

@@ -1,8 +1,7 @@
-"""From a name in a recipe to the folder of a model: a run, a folder here, or a name of the hub.
+"""Resolves the name of a model in a recipe to a folder: a run's export, a local folder, or a download from the hub.
 
-Everything that names a model or a part of one comes through `resolve_model`: `model.from`, autoencoders, tokenizers, text
-encoders, CLIP, frozen language models, pipelines, teachers; parts of a recipe (needs.NAME) through `resolve_named` of
-tasks/needs.py. Of a run the folder is what it has exported. Loads no framework.
+Every key that names a model goes through `resolve_model`: `model.from`, autoencoders, tokenizers, text encoders, CLIP,
+frozen language models, pipelines, teachers. Imports no framework.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from bottega.core.rundir import is_run
 from bottega.models.folders.hub_access import offline_if_hub_unreachable
 
 CONFIG, INDEX, FINAL = "config.json", "model_index.json", "final"
-"""Of one model, of a pipeline of diffusers; where a run's export lies."""
+"""Files that identify a model and a diffusers pipeline; the folder of a run's export."""
 PEFT, OWN_ADAPTER, ADAPTER = "adapter_config.json", "bottega.json", "adapter"
-"""Of an adapter of peft, of one of ours; where an export has it."""
+"""Files that identify an adapter of peft and one of ours; the folder of an export's adapter."""
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 Kind = Literal["run", "pipeline", "adapter", "model", "unknown"]
@@ -28,7 +27,7 @@ Origin = Literal["part", "run", "folder", "hub"]
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """Where a model lies, what its folder holds, and what the name was of."""
+    """A resolved model: its folder, what the folder holds, and where it came from."""
 
     path: Path
     kind: Kind
@@ -44,28 +43,29 @@ def resolve_model(
     local_only: bool = False,
     patterns: Sequence[str] = PATTERNS,
 ) -> ModelFolder:
-    """Return the folder that `name` means; `key` is the key of the recipe that has it, for messages.
+    """Return the folder that `name` refers to; `key` is the recipe key, for errors.
 
-    A run must have exported the file `holds` (None: any). A folder is taken as it is. Anything else is asked of the hub, for
-    the files that match `patterns`, unless it reads as a path, `is_local` is set, or `missing` says what else to tell.
+    A run must have exported `required_file` (None: any export). A local folder is returned as it is. Any other name is
+    downloaded from the hub, limited to files that match `patterns`, unless it looks like a path, `local_only` is set, or
+    `missing_message` gives the error for a missing folder.
     """
-    place = Path(name).expanduser()
-    if is_run(place):
-        return resolve_export(place, key=key, required_file=required_file, display_name=str(name))
-    if place.is_dir():
-        return ModelFolder(place, folder_kind(place), "folder")
+    path = Path(name).expanduser()
+    if is_run(path):
+        return resolve_export(path, key=key, required_file=required_file, display_name=str(name))
+    if path.is_dir():
+        return ModelFolder(path, folder_kind(path), "folder")
     if missing_message is not None:
-        raise UsageError(f"{key}: {place} {missing_message}")
+        raise UsageError(f"{key}: {path} {missing_message}")
     if local_only or is_local_path(str(name)):
         raise UsageError(f"{key}: {name} is not a folder here; correct the path, or put the folder there")
-    fetched = _download(str(name), key=key, patterns=patterns)
-    return ModelFolder(fetched, folder_kind(fetched), "hub")
+    snapshot = _download(str(name), key=key, patterns=patterns)
+    return ModelFolder(snapshot, folder_kind(snapshot), "hub")
 
 
 def resolve_export(
     run: Path, *, key: str, required_file: str | None = CONFIG, display_name: str | None = None, origin: Origin = "run"
 ) -> ModelFolder:
-    """What a run has exported; `shown` is the run as a person named it."""
+    """Return the export of a run; `display_name` is the run as the user named it."""
     final = run / FINAL
     if required_file is not None and not (final / required_file).is_file():
         raise not_exported_error(display_name or run, key=key)
@@ -73,7 +73,7 @@ def resolve_export(
 
 
 def folder_kind(folder: Path) -> Kind:
-    """Tell what a folder holds by the files in it. A pipeline of ours has a config.json too, and is a pipeline."""
+    """Return what a folder holds, by the files in it; a pipeline may have a config.json too, and is still a pipeline."""
     if is_run(folder):
         return "run"
     if (folder / INDEX).is_file():
@@ -86,35 +86,38 @@ def folder_kind(folder: Path) -> Kind:
 
 
 def find_own_adapter(folder: Path) -> Path | None:
-    """The adapter of ours in a folder: itself, or what an export has beside."""
-    return next((one for one in (folder, folder / ADAPTER) if (one / OWN_ADAPTER).is_file()), None)
+    """Return the folder of our adapter format: the folder itself or its `adapter/`; None where there is neither."""
+    return next((path for path in (folder, folder / ADAPTER) if (path / OWN_ADAPTER).is_file()), None)
 
 
 def find_component_folder(folder: Path, part: str) -> Path:
-    """The part of a pipeline, such as vae or text_encoder, where the folder has it; else the folder, which may be one."""
+    """Return the folder of a pipeline's component, such as vae; `folder` itself where it has none by that name."""
     return folder / part if (folder / part / CONFIG).is_file() else folder
 
 
 def require_config(folder: Path, *, key: str, what: str) -> None:
-    """Refuse a folder without the configuration of a model."""
+    """Refuse a folder without config.json."""
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{key}: {folder} has no {CONFIG}; give the folder of a saved {what}")
 
 
 def not_exported_error(run: str | Path, *, key: str) -> UsageError:
-    return UsageError(f"{key}: {run} is a run that was not exported; say bottega export {run} first")
+    """Return the error for a run without an export."""
+    return UsageError(f"{key}: {run} is a run that was not exported; run bottega export {run} first")
 
 
 def is_local_path(name: str) -> bool:
-    """Whether a name is a path and not owner/model: by how it begins, by more than one slash, or because the folder before
-    the slash is here. A path is never asked of the network: that would be told what our folders are called, and might have
-    something else under the name."""
+    """Return whether a name is a path rather than owner/model on the hub.
+
+    It is one by its first character, by more than one slash, or because the folder before the slash exists. Paths are never
+    looked up on the hub: that would reveal local folder names, and could find another model of the same name.
+    """
     begins = name.startswith((".", "/", "~", "runs/"))
     return begins or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
 def _download(name: str, *, key: str, patterns: Sequence[str]) -> Path:
-    """The snapshot of a hub name, without anything that could run code."""
+    """Download the files of a hub model that match `patterns`; none of them can run code."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
@@ -129,21 +132,20 @@ def _download(name: str, *, key: str, patterns: Sequence[str]) -> Path:
             f"{key}: {name} is not a folder here, and the hub needs a package; pip install 'bottega[hub]'"
         ) from error
     try:
-        with offline_if_hub_unreachable() as silence:
+        with offline_if_hub_unreachable() as unreachable:
             return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except HFValidationError as error:
         raise UsageError(f"{key}: {name!r} is neither a folder here nor a hub name such as Qwen/Qwen3-0.6B") from error
-    except GatedRepoError as error:  # a kind of the next one
+    except GatedRepoError as error:  # a subclass of RepositoryNotFoundError
         raise UsageError(
-            f"{key}: {name} is given only to those who agree to its terms; do so on its page on the hub and log in, or "
-            "name a folder that has it"
+            f"{key}: {name} is a gated model; accept its terms on its page on the hub and log in, or use a local folder"
         ) from error
     except RepositoryNotFoundError as error:
         raise UsageError(
-            f"{key}: {name} is not a folder here, and the hub shows no such model; correct it, or log in if it is private"
+            f"{key}: {name} is not a folder here, and the hub has no such model; correct it, or log in if it is private"
         ) from error
     except (LocalEntryNotFoundError, ConnectionError) as error:
-        why = silence or "the hub could not be reached"
+        why = unreachable or "the hub could not be reached"
         raise EnvironmentProblem(
             f"{key}: {name} is not a folder here, and {why}; correct the path, or check the network and try again"
         ) from error
@@ -155,7 +157,7 @@ def _download(name: str, *, key: str, patterns: Sequence[str]) -> Path:
 
 
 def resolve_tokenizer(name: str) -> Path:
-    """The tokenizer.json or the folder that `data.tokenizer.path` names; of the hub these files alone are fetched."""
+    """Return the tokenizer.json or folder that `data.tokenizer.path` names; from the hub only these files are downloaded."""
     path = Path(name).expanduser()
     if path.exists() or name.startswith((".", "/", "~")):
         return path
@@ -166,16 +168,16 @@ def resolve_tokenizer(name: str) -> Path:
         raise EnvironmentProblem(
             f"tokenizer {name!r} is not a folder here, and huggingface_hub is not installed"
         ) from error
-    with offline_if_hub_unreachable() as silence:
+    with offline_if_hub_unreachable() as unreachable:
         try:
             path = Path(hf_hub_download(name, "tokenizer.json"))
         except (OSError, ValueError) as error:
-            reason = silence or str(error).strip().split("\n")[0]
+            reason = unreachable or str(error).strip().split("\n")[0]
             raise EnvironmentProblem(
                 f"tokenizer {name!r} is neither a folder here nor can it be fetched from the hub: {reason}"
             ) from error
         try:
             hf_hub_download(name, "tokenizer_config.json")
         except (EntryNotFoundError, OSError):
-            pass  # optional: it only says which token ends a text
+            pass  # optional: only the end-of-text token is read from it
     return path.parent

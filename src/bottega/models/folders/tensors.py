@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file, and whether all of it can be read."""
+"""Reads and verifies safetensors files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bottega.core.errors import CheckpointError
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a safetensors file, by name."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     try:

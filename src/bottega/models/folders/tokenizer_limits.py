@@ -1,7 +1,7 @@
-"""What a tokenizer.json from anywhere may ask of this machine, checked in the file before the library reads it.
+"""Resource limits for a tokenizer.json from an untrusted source, checked before the tokenizers library reads it.
 
-The library takes the file at its word: it makes room for the highest id, lets normalizers multiply a text, and searches
-with whatever pattern is there. Too much of either ends the process without an exception.
+The library trusts the file: it allocates a table up to the highest id, lets normalizers multiply the length of a text, and
+runs any regular expression. An excess of these ends the process without an exception.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from bottega.core.errors import DataError
 
 MAX_BYTES = 256 << 20
 MAX_ID = 1 << 22
-"""Four times the largest vocabulary in use. (Of an id of 2^31 the library makes a table of 8 GB.)"""
+"""Four times the largest vocabulary in use. An id of 2^31 makes the library allocate 8 GB."""
 MAX_GROWTH = 64
-"""How many times longer normalizers may make a text."""
+"""Factor by which normalizers may lengthen a text."""
 MAX_STEPS = 64
-"""Of a normalizer or decoder."""
+"""Steps of a normalizer or decoder."""
 MAX_TEXT = 1 << 16
-"""Characters of a pattern, a token or a piece that is put in."""
+"""Characters of a pattern or token."""
 MAX_FRAME = 64
-"""Tokens that a post-processor may put around a text."""
+"""Special tokens that a post-processor may add around a text."""
 PROBE_SECONDS = 30.0
-# A repeated group is where a search may take exponentially long; without one it takes a power of the length.
+# Only a repeated group can make a search exponential in the length of the text; other patterns are polynomial.
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _ALPHABET = "aA0 \n_.-é中"
 
 
 def read_tokenizer(path: Path) -> str:
-    """Return the text of a tokenizer.json that keeps to the limits; raise DataError for any other."""
+    """Return the text of a tokenizer.json; raise DataError where it exceeds the limits."""
     if path.stat().st_size > MAX_BYTES:
-        raise DataError(f"{path} has {path.stat().st_size:,} bytes; a tokenizer.json has {MAX_BYTES:,} at most")
+        raise DataError(f"{path} has {path.stat().st_size:,} bytes; a tokenizer.json may have at most {MAX_BYTES:,}")
     try:
         text = path.read_text(encoding="utf-8")
         fields = json.loads(text)
@@ -55,14 +55,14 @@ def read_tokenizer(path: Path) -> str:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Check the tokenizer.json of a folder, where it has one, before a library opens it."""
+    """Check the tokenizer.json of a folder, if there is one, before a library opens it."""
     if (folder / "tokenizer.json").is_file():
         read_tokenizer(folder / "tokenizer.json")
 
 
 @contextmanager
 def convert_panics(what: str) -> Iterator[None]:
-    """Turn a panic of the library, which is no Exception, into a DataError."""
+    """Turn a Rust panic of the tokenizers library, which is not an Exception, into a DataError."""
     try:
         yield
     except BaseException as error:
@@ -88,17 +88,17 @@ def _check_ids(fields: dict[str, Any], path: Path) -> None:
                 f"{path}: the token {_short(name)} has the id {_short(number)}; ids are whole numbers below {MAX_ID:,}"
             )
         if len(name) > MAX_TEXT:
-            raise DataError(f"{path}: the token {_short(name)} has {len(name):,} characters; {MAX_TEXT:,} is the most")
+            raise DataError(f"{path}: the token {_short(name)} has {len(name):,} characters; the limit is {MAX_TEXT:,}")
 
 
 def _check_growth(fields: dict[str, Any], path: Path) -> None:
-    """Normalizers and decoders, in a row, multiply."""
+    """Refuse a sequence of normalizers or decoders whose growth factors multiply beyond the limit."""
     for part in ("normalizer", "decoder"):
         steps = list(_steps(fields.get(part)))
         first_table = next((at for at, step in enumerate(steps) if step.get("type") == "Precompiled"), None)
         growth = 1.0
         for at, step in enumerate(steps):
-            # One table of characters makes 18 of one at most; another after it would do the same to each of these.
+            # One character table makes at most 18 characters of one; a second would do the same to each of these.
             growth *= _growth(step) if at != first_table else max(1.0, _growth(step) / MAX_GROWTH)
             if growth > MAX_GROWTH or len(steps) > MAX_STEPS:
                 raise DataError(
@@ -108,8 +108,10 @@ def _check_growth(fields: dict[str, Any], path: Path) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times longer one step can make a text, again and again. (Unicode's forms do so once: repeated, they change
-    nothing.)"""
+    """Return the factor by which one step can lengthen a text each time it is applied.
+
+    Unicode normal forms count as 1: applied again they change nothing.
+    """
     if step.get("type") == "Precompiled":
         return float(max(1, _longest_entry(step.get("precompiled_charsmap"))))
     if step.get("type") != "Replace":
@@ -121,11 +123,11 @@ def _growth(step: dict[str, Any]) -> float:
 
 
 def _longest_entry(charsmap: Any) -> int:
-    """Bytes of the longest text that SentencePiece's table of characters puts in."""
+    """Return the bytes of the longest replacement in SentencePiece's character table."""
     try:
         table = base64.b64decode(charsmap, validate=True)
     except (ValueError, TypeError):
-        return 0  # the library says what is wrong with it
+        return 0  # the library reports what is wrong with it
     start = 4 + int.from_bytes(table[:4], "little")
     return max(map(len, table[start:].split(b"\0")))
 
@@ -135,16 +137,16 @@ def _check_frame(processor: Any, path: Path) -> None:
         for name in ("single", "pair"):
             template = step.get(name)
             special = step.get("special_tokens")
-            ids = [len(one.get("ids", ())) for one in special.values()] if isinstance(special, dict) else []
+            ids = [len(token.get("ids", ())) for token in special.values()] if isinstance(special, dict) else []
             length = len(template) if isinstance(template, list) else 0
             if length > MAX_FRAME or max(ids, default=0) > MAX_FRAME:
                 raise DataError(
-                    f"{path}: its post_processor puts more than {MAX_FRAME} tokens around a text; use another tokenizer"
+                    f"{path}: its post_processor adds more than {MAX_FRAME} tokens to a text; use another tokenizer"
                 )
 
 
 def _check_patterns(fields: dict[str, Any], path: Path) -> None:
-    """Search texts that are hard for repeated groups, in a process of its own: a search that takes too long ends it."""
+    """Try each pattern with repeated groups on difficult texts, in a subprocess that is ended at a time limit."""
     patterns = [
         pattern["Regex"]
         for part in ("normalizer", "pre_tokenizer", "decoder")
@@ -153,11 +155,11 @@ def _check_patterns(fields: dict[str, Any], path: Path) -> None:
     ]
     for pattern in patterns:
         if len(pattern) > MAX_TEXT:
-            raise DataError(f"{path}: a pattern has {len(pattern):,} characters; {MAX_TEXT:,} is the most")
-        if _REPEATED_GROUP.search(pattern) and not _ends(pattern):
+            raise DataError(f"{path}: a pattern has {len(pattern):,} characters; the limit is {MAX_TEXT:,}")
+        if _REPEATED_GROUP.search(pattern) and not _terminates(pattern):
             raise DataError(
-                f"{path}: to search for the pattern {_short(pattern)} can take for ever, because it repeats a group that "
-                "can match the same text in several ways; use another tokenizer"
+                f"{path}: searching for the pattern {_short(pattern)} can take exponential time, because it repeats a group "
+                "that can match the same text in several ways; use another tokenizer"
             )
 
 
@@ -171,10 +173,10 @@ for text in texts:
 """
 
 
-def _ends(pattern: str) -> bool:
-    """Whether the library gets through texts that make a bad pattern try every way to match."""
+def _terminates(pattern: str) -> bool:
+    """Return whether the library finishes searching texts that make a bad pattern backtrack over every way to match."""
     letters = dict.fromkeys([*re.sub(r"\\p\{.*?\}|\\.|[^\w\s]", "", pattern)[:40], *_ALPHABET])
-    # What the pattern names must be there, or the library does not even begin.
+    # The literals of the pattern must occur in the text, or the library skips the search.
     named = "".join(dict.fromkeys(re.sub(r"\\.", "", pattern)))[:60]
     texts = [letter * 60 + end for letter in letters for end in ("", "!", "b", "\0", f"{named}\0")]
     try:
@@ -186,18 +188,18 @@ def _ends(pattern: str) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    # A pattern that is none is an Exception there, and the library says so when it reads the file.
+    # An invalid pattern raises an Exception there, and again with a message when the library reads the file.
     return done.returncode >= 0 and b"PanicException" not in done.stderr
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer, decoder or post-processor, those of sequences in their order."""
+    """Yield the steps of a normalizer, pre-tokenizer, decoder or post-processor, those of sequences in order."""
     if isinstance(part, dict):
         yield part
         for name in ("normalizers", "pretokenizers", "decoders", "processors"):
             inner = part.get(name)
-            for one in inner if isinstance(inner, list) else ():
-                yield from _steps(one)
+            for step in inner if isinstance(inner, list) else ():
+                yield from _steps(step)
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""An encoder of transformers out of a local folder: safetensors only, no code of the folder's own, and without chatter."""
+"""`from_pretrained` of transformers and diffusers for local folders: no network, no pickle, no code of the folder."""
 
 from __future__ import annotations
 
@@ -7,49 +7,68 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bottega.core.errors import CheckpointError, first_line
-from bottega.models.folders.untrusted import require_safetensors
+from bottega.core.errors import CheckpointError, EnvironmentProblem, first_line
+from bottega.models.folders.untrusted import check_loading_info
 
 
-def load_encoder(kind: Any, folder: Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """The model in float32 by a class of transformers, and what transformers says of missing and mismatched weights."""
-    require_safetensors(folder)
-    import torch
-    import transformers
+def load_pretrained(kind: Any, folder: Path | str, *, what: str, **options: Any) -> Any:
+    """Return the model that `kind` (a class of transformers or diffusers) reads from a local folder.
 
+    `what` names the model in errors, with its article. A weight that is missing or has another shape is a CheckpointError,
+    because the libraries would initialise it at random.
+    """
+    model, info = load_with_info(kind, folder, what=what, ignore_mismatched_sizes=True, **options)
+    check_loading_info(folder, info)
+    return model
+
+
+def load_with_info(
+    kind: Any, folder: Path | str, *, what: str, errors: tuple[type[Exception], ...] = (Exception,), **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model and its loading info (missing and mismatched keys), without checking the latter.
+
+    Exceptions in `errors` become a CheckpointError; the libraries raise any class where a file is wrong.
+    """
+    library = kind.__module__.partition(".")[0]
+    if library == "transformers":
+        options["trust_remote_code"] = False  # diffusers has no such option: it never runs code of a folder
     try:
-        with quiet_logging(transformers):
+        with quiet_logging(library):
             return kind.from_pretrained(
-                folder,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                output_loading_info=True,
-                **options,
+                folder, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: cannot be loaded as a text encoder: {first_line(error)}") from error
+    except ImportError as error:
+        raise EnvironmentProblem(f"{folder}: cannot be loaded: {first_line(error)}") from error
+    except errors as error:
+        raise CheckpointError(f"{folder}: cannot be loaded as {what}: {first_line(error)}") from error
 
 
 @contextmanager
-def quiet_logging(transformers: Any) -> Iterator[None]:
-    """Without bars, and without a table of the weights that half a model has no use for."""
-    logging = transformers.utils.logging
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def quiet_logging(library: str = "transformers") -> Iterator[None]:
+    """Silence warnings and progress bars of transformers, and of diffusers where `library` names it."""
+    import transformers
+
+    loggers: list[Any] = [transformers.utils.logging]
+    if library == "diffusers":
+        import diffusers
+
+        loggers.append(diffusers.utils.logging)
+    before = [(logging, logging.get_verbosity(), logging.is_progress_bar_enabled()) for logging in loggers]
+    for logging in loggers:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()
+        for logging, level, has_bars in before:
+            logging.set_verbosity(level)
+            if has_bars:
+                logging.enable_progress_bar()
 
 
 @contextmanager
 def isolated_rng() -> Iterator[None]:
-    """transformers draws initial values from torch's global generator; they are all overwritten, so nobody notices."""
+    """Restore torch's global generator afterwards: transformers draws initial values from it, all of them overwritten."""
     import torch
 
     with torch.random.fork_rng(devices=[]):

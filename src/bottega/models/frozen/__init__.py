@@ -1,1 +1,1 @@
-"""Models that others have trained and that stay as they are: language models, image generators, captioners."""
+"""Frozen pretrained models: language models, image generators, captioners."""

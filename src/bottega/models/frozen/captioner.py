@@ -1,4 +1,4 @@
-"""What pictures show, in words: a captioning model of transformers from a local folder, without code of the folder's own."""
+"""Image captioning with a model of transformers from a local folder; no code of the folder is run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bottega.models.folders.untrusted import read_config_without_code, require_s
 
 KEY = "data.captions"
 KINDS = ("blip", "blip-2", "git", "vision-encoder-decoder")
-"""Those that caption without being asked a question. One that must be asked would caption the question too."""
+"""Model types that caption without a text prompt; the others would repeat the prompt in the caption."""
 MAX_TOKENS = 40
 
 
 def load_captioner(folder: Path) -> Callable[[Sequence[np.ndarray]], list[str]]:
-    """A function of pictures, uint8 [h, w, 3] of any size. The same picture always has the same caption: nothing is drawn."""
+    """Return a function from images, uint8 (height, width, 3) of any size, to captions. Decoding is greedy."""
     _check(folder)
     try:
         import transformers
@@ -32,36 +32,36 @@ def load_captioner(folder: Path) -> Callable[[Sequence[np.ndarray]], list[str]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        with quiet_logging(transformers):
+        with quiet_logging():
             model = transformers.AutoModelForImageTextToText.from_pretrained(
                 folder, use_safetensors=True, dtype=torch.float32, **options
             )
-            look = transformers.AutoImageProcessor.from_pretrained(folder, **options)
-            words: Any = transformers.AutoTokenizer.from_pretrained(folder, **options)
-    except Exception as error:  # libraries raise what happens where a file is wrong
+            image_processor = transformers.AutoImageProcessor.from_pretrained(folder, **options)
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, **options)
+    except Exception as error:  # libraries raise any class where a file is wrong
         raise CheckpointError(f"{KEY}: {folder} cannot be loaded as a captioning model: {first_line(error)}") from error
     model = model.eval().requires_grad_(False).to(device)
-    silence = words.eos_token_id if words.pad_token_id is None else words.pad_token_id
-    begins = getattr(model.config.get_text_config(), "bos_token_id", None)
-    first = silence if begins is None else begins
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    bos = getattr(model.config.get_text_config(), "bos_token_id", None)
+    first = padding if bos is None else bos
 
-    def describe(pictures: Sequence[np.ndarray]) -> list[str]:
+    def caption_images(images: Sequence[np.ndarray]) -> list[str]:
         from PIL import Image
 
-        images = [Image.fromarray(picture) for picture in pictures]
-        pixels = look(images=images, return_tensors="pt")["pixel_values"].to(device)
-        with torch.no_grad(), quiet_logging(transformers):
+        inputs = [Image.fromarray(image) for image in images]
+        pixels = image_processor(images=inputs, return_tensors="pt")["pixel_values"].to(device)
+        with torch.no_grad(), quiet_logging():
             ids = model.generate(pixel_values=pixels, max_new_tokens=MAX_TOKENS, do_sample=False, num_beams=1)
-        # BLIP begins with a token that its tokenizer does not count among the special ones.
-        ids = ids.masked_fill(ids == first, silence)
-        return [text.strip() for text in words.batch_decode(ids, skip_special_tokens=True)]
+        # BLIP starts with a token that its tokenizer does not list as special.
+        ids = ids.masked_fill(ids == first, padding)
+        return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
-    return describe
+    return caption_images
 
 
 def _check(folder: Path) -> None:
     kind = read_config_without_code(folder / "config.json", key=KEY).get("model_type")
     if kind not in KINDS:
-        raise UsageError(f"{KEY}: {folder} is of the kind {kind}; captions come from {', '.join(KINDS)}")
+        raise UsageError(f"{KEY}: {folder} holds a {kind}; supported captioning models are {', '.join(KINDS)}")
     require_safetensors(folder, key=KEY)
     check_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""What is frozen, in which precision, and what is trained between."""
+"""Precisions of frozen models, and the dimensions of trained soft prompts; no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ FrozenPrecision = Literal["auto", "fp32", "bf16", "fp16", "8bit", "4bit"]
 
 
 class SoftPromptShape(BaseModel):
-    """All that decides the tensors that are trained; everything else is frozen."""
+    """Dimensions of the trained tensors: image tokens, prefixes and the mapping to the image generator."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     hidden_size: int = Field(gt=0)
-    """Of the language model."""
+    """Hidden size of the language model."""
     num_layers: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     head_size: int = Field(gt=0)
@@ -24,11 +24,11 @@ class SoftPromptShape(BaseModel):
     num_image_tokens: int = Field(gt=0)
     num_prefix_tokens: int = Field(ge=0)
     projection: int | None = Field(None, gt=0)
-    """Width of the layers that prefixes come out of (P-tuning v2); None where they are parameters themselves."""
+    """Hidden width of the MLP that computes prefixes (P-tuning v2); None where prefixes are parameters themselves."""
 
     @property
     def num_parameters(self) -> int:
-        """How many there must be. LLaMA-7B, width 768 and two of each: 3,678,976."""
+        """Number of trained parameters. With LLaMA-7B, text width 768, two image and two prefix tokens: 3,678,976."""
         tokens = self.num_image_tokens * self.hidden_size
         mapping = (self.hidden_size + 1) * self.text_size
         each = self.num_layers * 2 * self.num_kv_heads * self.head_size

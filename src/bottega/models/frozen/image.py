@@ -1,9 +1,9 @@
-"""A frozen image generator of diffusers as four functions: read texts, predict, and go to latents and back.
+"""A frozen text-to-image pipeline of diffusers: encode text, denoise, encode images to latents and decode them.
 
-Its parts are the libraries' own classes. A gradient passes through the denoiser to its condition, and into no weight.
+The components are the libraries' own classes. Gradients flow through the denoiser to its text condition; no weight has one.
 
-B batch   h w sides of latents, c channels   H W sides of pictures   K tokens of an encoder   T tokens of a condition
-W width of a token   P width of a pooled text
+B batch   h w latent height and width, c latent channels   H W image height and width   K tokens of one text encoder
+T tokens of the condition   W width of a token   P width of the pooled text embedding
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bottega.core.errors import CheckpointError, EnvironmentProblem, first_line
-from bottega.models.folders.transformers_loader import quiet_logging
-from bottega.models.folders.untrusted import check_loading_info
+from bottega.core.errors import EnvironmentProblem
+from bottega.models.folders.transformers_loader import load_pretrained
 from bottega.models.frozen.config import FrozenPrecision
 from bottega.models.frozen.precision import build_quantization_config, default_device, frozen_dtype, is_worth_compiling
 from bottega.models.pipeline.metadata import T5_TOKENS, PipelineMetadata, read_pipeline_metadata
@@ -34,56 +33,65 @@ __all__ = [
     "tokenize",
 ]
 
-AT_ONCE = 1 << 22
-"""Pixels that the autoencoder sees in one piece: the widest layer over 64 pictures of 256 x 256 holds 2 GiB."""
+MAX_PIXELS_PER_CHUNK = 1 << 22
+"""Pixels that the autoencoder processes at once: its widest layer over 64 images of 256 x 256 takes 2 GiB."""
 
 
 class TextEmbeddings(NamedTuple):
+    """The text condition of the denoiser."""
+
     tokens: Tensor
-    """[B, T, W]"""
+    """(B, T, W)"""
     pooled: Tensor | None
-    """[B, P]"""
+    """(B, P)"""
 
 
 @final
 class FrozenImageModel(nn.Module):
-    """Made by `load_image_model`. Whatever precision training runs in, the frozen parts compute in their own."""
+    """Text encoders, denoiser and VAE of a pipeline, each in its own dtype whatever the precision of training.
 
-    def __init__(self, facts: PipelineMetadata, *, denoiser: Any, encoders: Sequence[Any], vae: Any) -> None:
+    Build it with `load_image_model`.
+    """
+
+    def __init__(self, metadata: PipelineMetadata, *, denoiser: Any, encoders: Sequence[Any], vae: Any) -> None:
         super().__init__()
-        self.metadata = facts
+        self.metadata = metadata
         self.denoiser: Any = denoiser
         self.encoders = nn.ModuleList(encoders)
         self.vae: Any = vae
         self.eval().requires_grad_(False)
-        self._fused: dict[str, Callable[..., Any]] = {}
+        self._compiled: dict[str, Callable[..., Any]] = {}
 
     def compile_parts(self, *, always: bool) -> None:
-        """The denoiser and the way to latents, each as one compiled function, in training alone: what is drawn comes in many
-        shapes, each of which would be compiled anew. `always`, or where it is large enough to be worth the wait."""
-        if self._fused or not (always or is_worth_compiling(self)):
+        """Compile the denoiser and the VAE encoder for training; with `always` even where the model is small.
+
+        Sampling stays uncompiled: it uses many shapes, each of which would be compiled anew.
+        """
+        if self._compiled or not (always or is_worth_compiling(self)):
             return
-        self._fused["encode"] = torch.compile(self._moments)
+        self._compiled["encode"] = torch.compile(self._moments)
         if not self.denoiser.is_gradient_checkpointing and not getattr(self.denoiser, "is_quantized", False):
-            self._fused["predict"] = torch.compile(self.denoiser.forward)
+            self._compiled["predict"] = torch.compile(self.denoiser.forward)
 
     @torch.no_grad()
     def encode_text(self, ids: Sequence[Tensor]) -> TextEmbeddings:
-        """Tokens [B, K] for each encoder, filled up to its length, as `tokenize` gives them."""
-        with _plain(ids[0]):
+        """Encode the token ids (B, K) of each text encoder, padded to its length as `tokenize` returns them."""
+        with _no_autocast(ids[0]):
             if self.metadata.kind == "sd":
                 return TextEmbeddings(self.encoders[0](ids[0])[0].float(), None)
-            # The one before last: what the last layer says is meant for the whole text rather than for a word.
-            clips = [one(row, output_hidden_states=True) for one, row in zip(self.encoders[:2], ids[:2], strict=True)]
-            tokens = torch.cat([found.hidden_states[-2].float() for found in clips], dim=-1)
+            # The penultimate layer, as these pipelines do: the last one is trained for the pooled text, not for tokens.
+            outputs = [
+                encoder(row, output_hidden_states=True) for encoder, row in zip(self.encoders[:2], ids[:2], strict=True)
+            ]
+            tokens = torch.cat([output.hidden_states[-2].float() for output in outputs], dim=-1)
             if self.metadata.kind == "sdxl":
-                return TextEmbeddings(tokens, clips[1].text_embeds.float())
-            pooled = torch.cat([found.text_embeds.float() for found in clips], dim=-1)
+                return TextEmbeddings(tokens, outputs[1].text_embeds.float())
+            pooled = torch.cat([output.text_embeds.float() for output in outputs], dim=-1)
             tokens = F.pad(tokens, (0, self.metadata.text_size - tokens.shape[-1]))
-            after = tokens.new_zeros(len(tokens), T5_TOKENS, self.metadata.text_size)
+            t5_tokens = tokens.new_zeros(len(tokens), T5_TOKENS, self.metadata.text_size)
             if len(self.encoders) == 3:
-                after = self.encoders[2](ids[2])[0].float()
-            return TextEmbeddings(torch.cat((tokens, after), dim=1), pooled)
+                t5_tokens = self.encoders[2](ids[2])[0].float()
+            return TextEmbeddings(torch.cat((tokens, t5_tokens), dim=1), pooled)
 
     def predict(
         self,
@@ -94,60 +102,69 @@ class FrozenImageModel(nn.Module):
         pooled: Tensor | None = None,
         image_size: int | tuple[int, int],
     ) -> Tensor:
-        """What the objective predicts at x [B, h, w, c] and time [B] from 0 to 1,000, given context [B, T, W] of any
-        length T. `image_size` is of the picture in pixels, (height, width) where they differ; SDXL is told it."""
-        assert (pooled is None) == (self.metadata.pooled_size is None), "a pooled text, where the model takes one"
+        """Return the denoiser's prediction, in the shape of the noisy latents `x` (B, h, w, c).
+
+        `time` (B) is in 0..1,000, `context` (B, T, W) may have any length T. `image_size` in pixels, (height, width) where
+        they differ, is a condition of SDXL.
+        """
+        assert (pooled is None) == (self.metadata.pooled_size is None), "give `pooled` exactly where the model takes it"
         dtype = self.denoiser.dtype
-        asked: dict[str, Any] = {"encoder_hidden_states": context.to(dtype)}
+        inputs: dict[str, Any] = {"encoder_hidden_states": context.to(dtype)}
         if self.metadata.kind == "flow":
             assert pooled is not None
-            asked["pooled_projections"] = pooled.to(dtype)
+            inputs["pooled_projections"] = pooled.to(dtype)
         elif self.metadata.kind == "sdxl":
             assert pooled is not None
             height, width = image_size if isinstance(image_size, tuple) else (image_size, image_size)
             sizes = torch.tensor([height, width, 0, 0, height, width], dtype=dtype, device=x.device)
-            asked["added_cond_kwargs"] = {"text_embeds": pooled.to(dtype), "time_ids": sizes.expand(len(x), -1)}
-        with _plain(x):
-            denoise = self._called("predict", self.denoiser)
-            (found,) = denoise(x.movedim(-1, 1).contiguous().to(dtype), timestep=time, **asked, return_dict=False)
-        return found.movedim(1, -1).to(x.dtype)
+            inputs["added_cond_kwargs"] = {"text_embeds": pooled.to(dtype), "time_ids": sizes.expand(len(x), -1)}
+        with _no_autocast(x):
+            denoise = self._compiled_or("predict", self.denoiser)
+            (prediction,) = denoise(x.movedim(-1, 1).contiguous().to(dtype), timestep=time, **inputs, return_dict=False)
+        return prediction.movedim(1, -1).to(x.dtype)
 
-    def _called(self, what: str, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-        return self._fused.get(what, otherwise) if torch.is_grad_enabled() else otherwise
+    def _compiled_or(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled function `name` in training, where there is one; else `function`."""
+        return self._compiled.get(name, function) if torch.is_grad_enabled() else function
 
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Pixels [B, H, W, 3] from -1 to 1 to one draw of their latents [B, h, w, c] by standard normal `noise` of that
-        shape; the middle of the draws without it."""
-        moments = self._called("encode", self._moments)
+        """Encode pixels (B, H, W, 3) in -1..1 to scaled latents (B, h, w, c).
+
+        With standard normal `noise` of that shape the latents are sampled; without, they are the posterior mean.
+        """
+        moments = self._compiled_or("encode", self._moments)
         with torch.no_grad():
-            return self._drawn(self._in_pieces(moments, pixels, places=pixels[0, ..., 0].numel()), noise)
+            return self._sample_latents(
+                self._in_chunks(moments, pixels, pixels_per_row=pixels[0, ..., 0].numel()), noise
+            )
 
     def _moments(self, pixels: Tensor) -> Tensor:
         return self.vae.encode(pixels.movedim(-1, 1).contiguous()).latent_dist.parameters.movedim(1, -1).float()
 
-    def _drawn(self, moments: Tensor, noise: Tensor | None) -> Tensor:
+    def _sample_latents(self, moments: Tensor, noise: Tensor | None) -> Tensor:
         mean, log_variance = moments.chunk(2, dim=-1)
-        drawn = mean
+        latents = mean
         if noise is not None:
             # diffusers' own bounds: outside of them the exponent of an untrained autoencoder overflows.
-            drawn = mean + (log_variance.clamp(-30, 20) / 2).exp() * noise
-        return (drawn - self.metadata.latent_shift) * self.metadata.scale
+            latents = mean + (log_variance.clamp(-30, 20) / 2).exp() * noise
+        return (latents - self.metadata.latent_shift) * self.metadata.scale
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Pixels around -1 to 1, [B, H, W, 3]."""
+        """Decode latents (B, h, w, c) to pixels (B, H, W, 3), about -1..1."""
 
-        def pictures(part: Tensor) -> Tensor:
-            return self.vae.decode(part.movedim(-1, 1).contiguous(), return_dict=False)[0].movedim(1, -1).float()
+        def decode_chunk(chunk: Tensor) -> Tensor:
+            return self.vae.decode(chunk.movedim(-1, 1).contiguous(), return_dict=False)[0].movedim(1, -1).float()
 
-        scaled = latents.float() / self.metadata.scale + self.metadata.latent_shift
-        return self._in_pieces(pictures, scaled, places=latents[0, ..., 0].numel() * self.metadata.downsample**2)
+        unscaled = latents.float() / self.metadata.scale + self.metadata.latent_shift
+        pixels_per_row = latents[0, ..., 0].numel() * self.metadata.downsample**2
+        return self._in_chunks(decode_chunk, unscaled, pixels_per_row=pixels_per_row)
 
-    def _in_pieces(self, compute: Callable[[Tensor], Tensor], x: Tensor, *, places: int) -> Tensor:
-        """As many rows at once as memory is likely to hold: a batch of small latents may be one of large pictures."""
-        size = max(1, AT_ONCE // places)
-        with _plain(x):
-            return torch.cat([compute(part.to(self.vae.dtype)) for part in x.split(size)])
+    def _in_chunks(self, compute: Callable[[Tensor], Tensor], x: Tensor, *, pixels_per_row: int) -> Tensor:
+        """Apply `compute` to a few rows at a time: a batch of small latents may be a batch of large images."""
+        size = max(1, MAX_PIXELS_PER_CHUNK // pixels_per_row)
+        with _no_autocast(x):
+            return torch.cat([compute(chunk.to(self.vae.dtype)) for chunk in x.split(size)])
 
 
 def load_image_model(
@@ -157,72 +174,64 @@ def load_image_model(
     checkpointing: bool = False,
     device: torch.device | str | None = None,
 ) -> FrozenImageModel:
-    """From a local pipeline's safetensors. With `checkpointing` the denoiser's activations are computed again on the way
-    back. `device` is where it will go, which decides what `auto` is; where nobody says, a GPU if there is one."""
-    facts = read_pipeline_metadata(folder)
+    """Load the components of a local diffusers pipeline.
+
+    `checkpointing` is gradient checkpointing of the denoiser. `device` is where the model will run, which decides the
+    precision `auto`; None is a GPU if there is one.
+    """
+    metadata = read_pipeline_metadata(folder)
     device = default_device() if device is None else torch.device(device)
     dtype = frozen_dtype(precision, device)
     diffusers, transformers = _libraries()
-    is_flow = facts.kind == "flow"
-    quantised = {"quantization_config": build_quantization_config(precision, library="diffusers", device=device)}
-    denoiser = _read(
-        getattr(diffusers, TRANSFORMER if is_flow else UNET), facts.denoiser, torch_dtype=dtype, **_given(quantised)
+    is_flow = metadata.kind == "flow"
+    quantized = _quantization_option(build_quantization_config(precision, library="diffusers", device=device))
+    denoiser = _load_component(
+        getattr(diffusers, TRANSFORMER if is_flow else UNET), metadata.denoiser, torch_dtype=dtype, **quantized
     )
-    # SDXL's overflows in fp16: its activations pass 65,504.
+    # Never fp16: activations of SDXL's VAE exceed 65,504.
     vae_dtype = torch.bfloat16 if dtype is torch.bfloat16 and device.type == "cuda" else torch.float32
-    vae = _read(getattr(diffusers, VAE), facts.vae, torch_dtype=vae_dtype)
-    encoders = [_encoder(transformers, facts, i, dtype, precision, device) for i in range(len(facts.encoders))]
+    vae = _load_component(getattr(diffusers, VAE), metadata.vae, torch_dtype=vae_dtype)
+    encoders = [
+        _load_text_encoder(transformers, metadata, i, dtype, precision, device) for i in range(len(metadata.encoders))
+    ]
     if checkpointing:
         denoiser.enable_gradient_checkpointing()
-    return FrozenImageModel(facts, denoiser=denoiser, encoders=encoders, vae=vae)
+    return FrozenImageModel(metadata, denoiser=denoiser, encoders=encoders, vae=vae)
 
 
-def _encoder(
+def _load_text_encoder(
     transformers: Any,
-    facts: PipelineMetadata,
-    number: int,
+    metadata: PipelineMetadata,
+    index: int,
     dtype: torch.dtype,
     precision: FrozenPrecision,
     device: torch.device,
 ) -> Any:
-    """CLIP's are small and stay as they are; a T5 is as large as the denoiser, and quantised with it."""
-    place = facts.encoders[number]
-    if number == 2:
-        quantised = {"quantization_config": build_quantization_config(precision, device=device)}
-        return _read(transformers.T5EncoderModel, place, dtype=dtype, **_given(quantised))
-    projects = facts.kind == "flow" or number == 1
-    kind = transformers.CLIPTextModelWithProjection if projects else transformers.CLIPTextModel
-    return _read(kind, place, dtype=dtype, attn_implementation="sdpa")
+    """Load one text encoder. Only a T5 is quantized: it is as large as the denoiser, while CLIPs are small."""
+    folder = metadata.encoders[index]
+    if index == 2:
+        quantized = _quantization_option(build_quantization_config(precision, device=device))
+        return _load_component(transformers.T5EncoderModel, folder, dtype=dtype, **quantized)
+    has_projection = metadata.kind == "flow" or index == 1
+    kind = transformers.CLIPTextModelWithProjection if has_projection else transformers.CLIPTextModel
+    return _load_component(kind, folder, dtype=dtype, attn_implementation="sdpa")
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+def _quantization_option(config: Any | None) -> dict[str, Any]:
+    return {} if config is None else {"quantization_config": config}
 
 
-def _read(kind: Any, folder: str, **options: Any) -> Any:
-    """By the library's own from_pretrained; a weight that is not there is an error, because it would be drawn at random."""
-    diffusers, transformers = _libraries()
-    try:
-        with quiet_logging(transformers), quiet_logging(diffusers):
-            model, seen = kind.from_pretrained(
-                folder,
-                local_files_only=True,
-                use_safetensors=True,
-                variant=weights_variant(Path(folder)),
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
-            )
-    except ImportError as error:
-        raise EnvironmentProblem(f"{folder}: cannot be loaded: {first_line(error)}") from error
-    except Exception as error:  # libraries raise what happens where a file is wrong
-        raise CheckpointError(f"{folder}: cannot be loaded as a {kind.__name__}: {first_line(error)}") from error
-    check_loading_info(folder, seen)
-    return model
+def _load_component(kind: Any, folder: str, **options: Any) -> Any:
+    """Load one component of a pipeline with its library's `from_pretrained`.
+
+    Component by component rather than with `DiffusionPipeline.from_pretrained`, which has no loading info: a missing weight
+    would be initialised at random.
+    """
+    return load_pretrained(kind, folder, what=f"a {kind.__name__}", variant=weights_variant(Path(folder)), **options)
 
 
-def _plain(x: Tensor) -> Any:
-    """Without the autocast of training: what a frozen part says must not depend on who asks."""
+def _no_autocast(x: Tensor) -> Any:
+    """Disable the autocast of training: a frozen model's output must not depend on the caller's precision."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -232,6 +241,6 @@ def _libraries() -> tuple[Any, Any]:
         import transformers
     except ImportError as error:
         raise EnvironmentProblem(
-            "model.diffusion: an image generator needs diffusers and transformers; pip install 'bottega[hub]'"
+            "model.diffusion: image generators need diffusers and transformers; pip install 'bottega[hub]'"
         ) from error
     return diffusers, transformers

@@ -1,6 +1,4 @@
-"""A language model that is only read: hidden states after a prompt, at learned tokens; or an answer in words.
-
-Any causal model of transformers out of a folder, by safetensors and code of transformers alone.
+"""A frozen causal language model of transformers: hidden states at learned tokens after a prompt, or generated answers.
 
 B batch   T prompt tokens   L image tokens   S prefix tokens   H hidden size
 """
@@ -16,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bottega.core.errors import CheckpointError, UsageError, first_line
+from bottega.core.errors import UsageError
 from bottega.models.folders.resolve import resolve_model
-from bottega.models.folders.transformers_loader import quiet_logging
+from bottega.models.folders.transformers_loader import load_pretrained
 from bottega.models.folders.untrusted import (
-    check_loading_info,
     load_transformers_config,
     read_config_without_code,
     require_safetensors,
@@ -35,7 +32,7 @@ KEY = "model.language_model"
 
 
 class LanguageModelMetadata(NamedTuple):
-    """What must be known of a language model before it is loaded."""
+    """Dimensions and abilities of a language model, read from its configuration without loading weights."""
 
     hidden_size: int
     num_layers: int
@@ -43,28 +40,30 @@ class LanguageModelMetadata(NamedTuple):
     head_size: int
     vocab_size: int
     max_positions: int | None
-    """The most tokens it can read; None where there is no such number."""
+    """Maximum number of tokens; None where there is no limit."""
     model_type: str
     supports_prefixes: bool
-    """Whether learned keys and values can be put before each layer's own."""
+    """Whether learned keys and values can be added before each layer's own."""
 
     def require_prefixes(self, count: int) -> None:
+        """Raise UsageError where `count` prefix tokens are requested of a model that does not support them."""
         if count and not self.supports_prefixes:
             raise UsageError(
-                f"model.num_prefix_tokens: a {self.model_type} has an attention of its own, where no prefix can be put; "
-                f"set it to 0, or take another {KEY}"
+                f"model.num_prefix_tokens: the attention of a {self.model_type} does not support prefixes; set it to 0, or "
+                f"use another {KEY}"
             )
 
 
 def read_language_model_metadata(folder: Path | str) -> LanguageModelMetadata:
+    """Return the metadata of the language model that `folder` (a folder, run or hub name) refers to."""
     folder = resolve_model(folder, key=KEY).path
     config = _config(folder)
     text = config.get_text_config(decoder=True)
     hidden, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
     vocab_size = getattr(text, "vocab_size", None)
     if not isinstance(hidden, int) or not isinstance(layers, int) or not isinstance(vocab_size, int):
-        raise UsageError(f"{KEY}: {folder} holds a {config.model_type}, which is no language model")
-    # A model without attention has no heads; it takes no prefixes either, so their shape matters to nobody.
+        raise UsageError(f"{KEY}: {folder} holds a {config.model_type}, which is not a language model")
+    # A model without attention has no heads; it takes no prefixes either, so their shape is never used.
     heads = getattr(text, "num_attention_heads", None) or 1
     positions = getattr(text, "max_position_embeddings", None)
     return LanguageModelMetadata(
@@ -75,7 +74,7 @@ def read_language_model_metadata(folder: Path | str) -> LanguageModelMetadata:
         vocab_size=vocab_size,
         max_positions=positions if isinstance(positions, int) else None,
         model_type=config.model_type,
-        supports_prefixes=_takes_prefixes(config),
+        supports_prefixes=_supports_prefixes(config),
     )
 
 
@@ -86,80 +85,88 @@ def load_language_model(
     checkpointing: bool,
     device: torch.device | str | None = None,
 ) -> FrozenLanguageModel:
-    """On the CPU, or where quantised weights must be; frozen. `device` is where it will run, which `auto` goes by."""
+    """Return the frozen model, on the CPU or where quantized weights must be.
+
+    `device` is where it will run, which decides the precision `auto`.
+    """
     folder = resolve_model(folder, key=KEY).path
     config = _config(folder)
     import transformers
 
-    takes_prefixes = _takes_prefixes(config)
+    supports_prefixes = _supports_prefixes(config)
     options: dict[str, Any] = {"dtype": frozen_dtype(precision, default_device() if device is None else device)}
-    if takes_prefixes:
+    if supports_prefixes:
         options["attn_implementation"] = register_prefix_attention()
-    quantised = build_quantization_config(precision, device=device)
-    if quantised is not None:
-        options["quantization_config"] = quantised
-    model = _read(transformers, folder, options)
+    quantization_config = build_quantization_config(precision, device=device)
+    if quantization_config is not None:
+        options["quantization_config"] = quantization_config
+    require_safetensors(folder, key=KEY)
+    model = load_pretrained(transformers.AutoModelForCausalLM, folder, what="a language model", **options)
     width, hidden = model.get_input_embeddings().embedding_dim, config.get_text_config(decoder=True).hidden_size
     if width != hidden:
         raise UsageError(
-            f"{KEY}: {folder} embeds tokens in {width} numbers and goes on in {hidden}; take another model"
+            f"{KEY}: {folder} has embeddings of width {width} and hidden states of width {hidden}, which is not supported; "
+            "use another model"
         )
-    return FrozenLanguageModel(model, takes_prefixes=takes_prefixes, checkpointing=checkpointing)
+    return FrozenLanguageModel(model, supports_prefixes=supports_prefixes, checkpointing=checkpointing)
 
 
 @final
 class FrozenLanguageModel(nn.Module):
-    """In eval mode, whoever asks: nothing in it learns or drops out."""
+    """A causal language model of transformers that stays in eval mode and has no trainable parameter."""
 
-    def __init__(self, model: Any, *, takes_prefixes: bool, checkpointing: bool) -> None:
+    def __init__(self, model: Any, *, supports_prefixes: bool, checkpointing: bool) -> None:
         super().__init__()
         import transformers
 
         self.model = model.eval().requires_grad_(False)
-        self.supports_prefixes = takes_prefixes
-        self.end_tokens = _ends(model)
-        """Tokens that end an answer."""
-        # What a folder says about sampling (temperatures, penalties) is not for answers that must come out the same.
+        self.supports_prefixes = supports_prefixes
+        self.end_tokens = _read_end_tokens(model)
+        """Token ids that end an answer."""
+        # The folder's sampling settings (temperature, penalties) are dropped: answers must be deterministic.
         model.generation_config = transformers.GenerationConfig(eos_token_id=list(self.end_tokens), pad_token_id=0)
-        self._computes_twice = self._is_compiled = self._is_proven = False
-        self._recomputes = checkpointing
+        self._is_recomputing = self._is_compiled = self._has_checked_prefixes = False
+        self._checkpointing = checkpointing
         self._forwards: dict[int, Callable[..., Any]] = {}
-        """Of each layer, as it came."""
+        """The original forward of each layer, by the layer's id."""
         if checkpointing:
-            self._arrange()
+            self._wrap_layers()
 
     def train(self, mode: bool = True) -> FrozenLanguageModel:
+        """Stay in eval mode, whatever `mode` is."""
         return super().train(False)
 
     @property
     def token_scale(self) -> float:
-        """Deviation of its embeddings, in two digits: what image tokens should begin with."""
+        """Standard deviation of its embeddings, rounded to two digits, for the initial values of image tokens."""
         return float(f"{self.model.get_input_embeddings().weight.float().std().item():.2g}")
 
     def states(self, ids: Tensor, mask: Tensor, soft: SoftPrompts) -> Tensor:
-        """The last hidden states [B, L, H] at image tokens that follow each prompt [B, T], wherever that has its padding.
+        """Return the last hidden states (B, L, H) at the image tokens that follow each prompt `ids` (B, T).
 
-        Every prompt may be of another length, and each row is what it would be by itself. Gradients reach `soft`.
+        Prompts may be padded on either side; each row is computed as it would be alone. Gradients reach `soft`.
         """
         mask = mask.bool()
         lengths = mask.sum(1)
-        longest = int(lengths.max())  # batches are filled up to the longest prompt of all
+        longest = int(lengths.max())  # batches are padded to the longest prompt of the data
         prefixes = soft.prefixes()
         assert not prefixes or self.supports_prefixes, (
             "it was asked before it was loaded (LanguageFacts.require_prefixes)"
         )
         if prefixes or not self.supports_prefixes:
             ids = ids.gather(1, mask.long().argsort(dim=1, descending=True, stable=True))[:, :longest]
-            hidden = self._at_once(ids, lengths, soft.image_tokens, prefixes)
+            hidden = self._encode_at_once(ids, lengths, soft.image_tokens, prefixes)
         else:
             order = mask.long().argsort(dim=1, stable=True)[:, -longest:]
-            hidden = self._after_prompt(ids.gather(1, order), mask.gather(1, order), soft.image_tokens)
+            hidden = self._encode_after_prompt(ids.gather(1, order), mask.gather(1, order), soft.image_tokens)
         return hidden.to(soft.image_tokens.dtype)
 
-    def _at_once(self, ids: Tensor, lengths: Tensor, tokens: Tensor, prefixes: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Image tokens stand right after each prompt, and padding comes last, where a causal model never looks.
+    def _encode_at_once(
+        self, ids: Tensor, lengths: Tensor, tokens: Tensor, prefixes: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Encode prompts and image tokens in one forward, with padding last, where a causal model does not attend.
 
-        Where layers see a window only, prefixes are always in it.
+        Layers with a sliding window always attend to the prefixes as well.
         """
         num_prefix = len(prefixes[0][0]) if prefixes else 0
         words = self.model.get_input_embeddings()(ids)
@@ -169,30 +176,33 @@ class FrozenLanguageModel(nn.Module):
         rows = torch.cat([words, room], 1).scatter(1, at, tokens.to(words.dtype).expand(batch, -1, -1))
         # Prefixes take the first positions, as in a cache of transformers, though learned keys are not rotated.
         positions = num_prefix + torch.arange(rows.shape[1], device=ids.device)[None]
-        if self._is_compiled and prefixes and not self._is_proven:
-            with torch.no_grad():  # as it is: a compiled layer could not tell whether it used its prefix
-                self._hidden(rows[:1, :1].detach(), positions[:, :1], prefixes)
-            self._is_proven = True
-        self._computes_twice = torch.is_grad_enabled()
+        if self._is_compiled and prefixes and not self._has_checked_prefixes:
+            with torch.no_grad():  # runs uncompiled: a compiled layer cannot report whether it used its prefix
+                self._hidden_states(rows[:1, :1].detach(), positions[:, :1], prefixes)
+            self._has_checked_prefixes = True
+        self._is_recomputing = torch.is_grad_enabled()
         try:
-            return self._hidden(rows, positions, prefixes).gather(1, at)
+            return self._hidden_states(rows, positions, prefixes).gather(1, at)
         finally:
-            self._computes_twice = False
+            self._is_recomputing = False
 
-    def _hidden(self, rows: Tensor, positions: Tensor, prefixes: list[tuple[Tensor, Tensor]]) -> Tensor:
-        given = Prefixes(prefixes)
-        added = {"prefixes": given} if prefixes else {}
-        found = self.model.base_model(inputs_embeds=rows, use_cache=False, **self._positions(positions), **added)
-        if len(given.used) != len(prefixes):
+    def _hidden_states(self, rows: Tensor, positions: Tensor, prefixes: list[tuple[Tensor, Tensor]]) -> Tensor:
+        by_layer = Prefixes(prefixes)
+        options = {"prefixes": by_layer} if prefixes else {}
+        output = self.model.base_model(inputs_embeds=rows, use_cache=False, **self._positions(positions), **options)
+        if len(by_layer.used) != len(prefixes):
             raise UsageError(
-                f"model.num_prefix_tokens: {len(given.used)} of the {len(prefixes)} layers of this "
-                f"{self.model.config.model_type} take a prefix; set it to 0, or take another {KEY}"
+                f"model.num_prefix_tokens: only {len(by_layer.used)} of the {len(prefixes)} layers of this "
+                f"{self.model.config.model_type} use a prefix; set it to 0, or use another {KEY}"
             )
-        return found.last_hidden_state
+        return output.last_hidden_state
 
-    def _after_prompt(self, ids: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
-        """Nothing that learns comes before the prompt's end, so only image tokens keep what a gradient needs. Prompts end
-        together, padding first, which is how transformers continues a batch."""
+    def _encode_after_prompt(self, ids: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
+        """Encode the prompts without gradients, then the image tokens with a cache.
+
+        Only image tokens are trained, so only they keep activations. Prompts are padded on the left, as transformers
+        requires to continue a batch.
+        """
         embed, base = self.model.get_input_embeddings(), self.model.base_model
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
@@ -208,7 +218,7 @@ class FrozenLanguageModel(nn.Module):
         ).last_hidden_state
 
     def _positions(self, positions: Tensor) -> dict[str, Tensor]:
-        """Models without the attention interface count by themselves, and some do not take positions."""
+        """Return position ids for models with the attention interface; the others count themselves, and some take none."""
         return {"position_ids": positions} if self.supports_prefixes else {}
 
     @torch.no_grad()
@@ -221,9 +231,9 @@ class FrozenLanguageModel(nn.Module):
         allowed: AllowedWords | None = None,
         ends: Iterable[int] = (),
     ) -> list[list[int]]:
-        """The likeliest next tokens after each prompt [B, T], one by one, without the one that ends the answer.
+        """Decode greedily after each prompt `ids` (B, T); return token ids without the end token.
 
-        `ends` are more tokens that end it, such as line breaks, though no answer begins with one.
+        `ends` are additional end tokens, such as line breaks, which may not be the first token of an answer.
         """
         mask = mask.long()
         order = mask.argsort(dim=1, stable=True)[:, -int(mask.sum(1).max()) :]
@@ -236,90 +246,93 @@ class FrozenLanguageModel(nn.Module):
         if allowed is not None:
             assert stops, "constrained answers need a token that ends them"
 
-            def following(_: int, row: Tensor) -> list[int]:
-                said, may_end = allowed.allowed_next(row[start:].tolist())
-                # An answer that has ended waits for the others, and nothing follows it.
-                return [*said, *stops] if may_end or not said else said
+            def next_tokens(_: int, row: Tensor) -> list[int]:
+                tokens, may_end = allowed.allowed_next(row[start:].tolist())
+                # A finished answer is padded until the others of its batch are finished.
+                return [*tokens, *stops] if may_end or not tokens else tokens
 
-            options["prefix_allowed_tokens_fn"] = following
+            options["prefix_allowed_tokens_fn"] = next_tokens
         elif ends:
             options["begin_suppress_tokens"] = ends
-        found = self.model.generate(input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, **options)
-        return [_until(row, stops) for row in found[:, start:].tolist()]
+        generated = self.model.generate(input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, **options)
+        return [_cut_at_end(row, stops) for row in generated[:, start:].tolist()]
 
     def compile_parts(self, *, always: bool) -> None:
-        """Layers as one compiled function, where prefixes learn and so gradients pass: what else is asked comes in many
-        shapes, each of which would be compiled anew. `always`, or where it is large enough to be worth the wait."""
+        """Compile the layers for forwards with trained prefixes; with `always` even where the model is small.
+
+        Other calls stay uncompiled: they have many shapes, each of which would be compiled anew.
+        """
         if self._is_compiled or getattr(self.model, "is_quantized", False) or not (always or is_worth_compiling(self)):
             return
         self._is_compiled = True
-        self._arrange()
+        self._wrap_layers()
 
-    def _arrange(self) -> None:
-        """How layers are called: compiled or as they are, and twice where activations are not kept.
+    def _wrap_layers(self) -> None:
+        """Replace the layers' forwards by compiled and by recomputing ones, as configured.
 
-        Not by transformers' own switch: that works in training mode only, which would let frozen models drop out.
+        Not with transformers' own gradient checkpointing: it needs training mode, which would enable dropout.
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        layers: list[Any] = [one for one in self.model.modules() if isinstance(one, GradientCheckpointingLayer)]
-        if not layers and self._recomputes:
+        layers: list[Any] = [layer for layer in self.model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if not layers and self._checkpointing:
             raise UsageError(
-                f"training.gradient_checkpointing: a {self.model.config.model_type} does not offer it; switch it off"
+                f"training.gradient_checkpointing: a {self.model.config.model_type} does not support it; set it to false"
             )
         for layer in layers:
             forward = self._forwards.setdefault(id(layer), layer.forward)
-            forward = self._compiled(layer, forward) if self._is_compiled else forward
-            layer.forward = self._recomputed(forward) if self._recomputes else forward
+            forward = self._compile_layer(layer, forward) if self._is_compiled else forward
+            layer.forward = self._recompute_layer(forward) if self._checkpointing else forward
 
-    def _compiled(self, layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        numbers = {one.layer_idx for one in layer.modules() if isinstance(getattr(one, "layer_idx", None), int)}
-        if len(numbers) != 1:
+    def _compile_layer(self, layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        modules = layer.modules()
+        indices = {module.layer_idx for module in modules if isinstance(getattr(module, "layer_idx", None), int)}
+        if len(indices) != 1:
             return forward
-        # For any length at once: prompts differ, and what a batch gives must not depend on which came first.
-        (number,), fused = numbers, torch.compile(forward, dynamic=True)
+        # Dynamic shapes: prompts differ in length, and a batch's result must not depend on which length came first.
+        (index,), compiled = indices, torch.compile(forward, dynamic=True)
 
         @wraps(forward)
-        def faster(*inputs: Any, prefixes: Prefixes | None = None, **options: Any) -> Any:
+        def compiled_forward(*inputs: Any, prefixes: Prefixes | None = None, **options: Any) -> Any:
             if prefixes is None:
                 return forward(*inputs, **options)
             if not torch.is_grad_enabled():
                 return forward(*inputs, prefixes=prefixes, **options)
-            prefixes.used.add(number)
-            return fused(*inputs, prefix=prefixes.by_layer[number], **options)
+            prefixes.used.add(index)
+            return compiled(*inputs, prefix=prefixes.by_layer[index], **options)
 
-        return faster
+        return compiled_forward
 
-    def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Keep only what enters the layer, and compute it again when its gradient is asked for."""
+    def _recompute_layer(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that keeps only the layer's input and recomputes the layer in the backward pass."""
 
         @wraps(forward)
-        def twice(*inputs: Any, **options: Any) -> Any:
-            if not self._computes_twice:  # with a cache, which a second time would fill twice
+        def checkpointed_forward(*inputs: Any, **options: Any) -> Any:
+            if not self._is_recomputing:  # with a cache, which recomputation would fill twice
                 return forward(*inputs, **options)
-            # Nothing is drawn in a frozen layer, so there is no state of a generator to bring back.
+            # A frozen layer draws no random numbers, so there is no generator state to restore.
             return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
-        return twice
+        return checkpointed_forward
 
 
-def _until(row: list[int], ends: list[int]) -> list[int]:
+def _cut_at_end(row: list[int], ends: list[int]) -> list[int]:
     return row[: next((at for at, token in enumerate(row) if token in ends), len(row))]
 
 
-def _ends(model: Any) -> tuple[int, ...]:
-    """What its folder says of generation, or else its configuration: one token or several."""
+def _read_end_tokens(model: Any) -> tuple[int, ...]:
+    """Return the end tokens of the model's generation config, or else of its configuration."""
     text = model.config.get_text_config(decoder=True)
-    said = getattr(model.generation_config, "eos_token_id", None)
-    said = getattr(text, "eos_token_id", None) if said is None else said
-    named = said if isinstance(said, list | tuple) else [said]
-    return tuple(token for token in named if token is not None and token < text.vocab_size)
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    eos = getattr(text, "eos_token_id", None) if eos is None else eos
+    tokens = eos if isinstance(eos, list | tuple) else [eos]
+    return tuple(token for token in tokens if token is not None and token < text.vocab_size)
 
 
 def _config(folder: Path) -> Any:
     path = folder / "config.json"
     if not path.is_file():
-        raise UsageError(f"{KEY}: {folder} has no config.json; give the folder of a saved language model")
+        raise UsageError(f"{KEY}: {folder} has no config.json; use the folder of a saved language model")
     for file in (path, folder / "tokenizer_config.json"):
         if file.is_file():
             read_config_without_code(file, key=KEY)
@@ -328,32 +341,12 @@ def _config(folder: Path) -> Any:
 
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UsageError(
-            f"{KEY}: {folder} holds a {config.model_type}, which says nothing; give a causal language model"
+            f"{KEY}: {folder} holds a {config.model_type}, which does not generate text; use a causal language model"
         )
     return config
 
 
-def _takes_prefixes(config: Any) -> bool:
+def _supports_prefixes(config: Any) -> bool:
     import transformers
 
     return model_supports_prefixes(transformers.AutoModelForCausalLM._model_mapping[type(config)], config)
-
-
-def _read(transformers: Any, folder: Path, options: dict[str, Any]) -> Any:
-    """A weight that is not there is an error, because transformers would draw it at random."""
-    require_safetensors(folder, key=KEY)
-    try:
-        with quiet_logging(transformers):
-            model, seen = transformers.AutoModelForCausalLM.from_pretrained(
-                folder,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
-            )
-    except Exception as error:  # OSError, ValueError, RuntimeError, and SafetensorError of the library that reads
-        raise CheckpointError(f"{folder}: cannot be loaded as a language model: {first_line(error)}") from error
-    check_loading_info(folder, seen)
-    return model

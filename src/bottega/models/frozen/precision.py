@@ -1,4 +1,4 @@
-"""In how many bits frozen models are kept: nothing learns in them, so fewer than training needs are enough."""
+"""Dtypes and quantization of frozen models, which need fewer bits than trained ones."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTISED = ("8bit", "4bit")
 KEY = "model.frozen_precision"
 LARGE = 10**8
-"""Parameters of a frozen model below which it runs as it is: on a GPU a small one is done before it would be compiled."""
+"""Number of parameters from which compiling a frozen model pays off; smaller ones finish before they are compiled."""
 
 
 def default_device() -> torch.device:
-    """Where frozen models go if nobody says: a GPU where there is one."""
+    """Return the device of frozen models where none is given: a GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def is_worth_compiling(model: torch.nn.Module) -> bool:
-    """Whether compiling it is worth the minutes that it takes, where nobody says."""
+    """Return whether a model is large enough for compilation, which takes minutes, to pay off."""
     return sum(parameter.numel() for parameter in model.parameters()) >= LARGE
 
 
 def frozen_dtype(precision: FrozenPrecision, device: torch.device | str) -> torch.dtype:
-    """What frozen weights are kept and computed in; of quantised ones, what is between and around them."""
+    """Return the dtype of frozen weights and activations; of quantized models, that of everything not quantized."""
     if precision in DTYPES:
         return DTYPES[precision]
-    # Processors compute bf16 more slowly than float32, unless they are of the few that have units for it.
+    # Most CPUs compute bf16 more slowly than float32.
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
@@ -43,20 +43,22 @@ def build_quantization_config(
     library: Literal["transformers", "diffusers"] = "transformers",
     device: torch.device | str | None = None,
 ) -> Any | None:
-    """That library's configuration of bitsandbytes, for `from_pretrained(quantization_config=)`; None where nothing is
-    quantised. The two libraries each have a class of their own, under one name."""
+    """Return the bitsandbytes configuration for `from_pretrained(quantization_config=)`; None without quantization.
+
+    transformers and diffusers each have a class of that name, and take only their own.
+    """
     if precision not in QUANTISED:
         return None
     if find_spec("bitsandbytes") is None:
-        raise EnvironmentProblem(f"{KEY}: {precision} needs bitsandbytes; pip install bitsandbytes, or say bf16")
+        raise EnvironmentProblem(f"{KEY}: {precision} needs bitsandbytes; pip install bitsandbytes, or use bf16")
     device = default_device() if device is None else torch.device(device)
     if library == "diffusers" and device.type != "cuda":
-        raise EnvironmentProblem(f"{KEY}: {precision} needs a GPU for image generators; say auto, or train on one")
+        raise EnvironmentProblem(f"{KEY}: {precision} needs a GPU for image generators; use auto, or train on a GPU")
     options: Any = import_module(library).BitsAndBytesConfig
     if precision == "8bit":
-        # It says at every call that its kernels compute in fp16; around them bf16 is wanted, where no gradient underflows.
+        # It warns at every call that its kernels compute in fp16; the rest stays bf16, in which gradients do not underflow.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return options(load_in_8bit=True)
     dtype = frozen_dtype(precision, device)
-    # NormalFloat (Dettmers et al., 2023): its levels lie where weights do, and training goes through it unharmed.
+    # NormalFloat (Dettmers et al., 2023): its levels follow the distribution of weights; gradients pass through unharmed.
     return options(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)

@@ -1,9 +1,9 @@
-"""Learned keys and values before each layer's own, inside any model of transformers that looks its attention up by name.
+"""Prefix tuning: learned keys and values before each layer's own, for models of transformers with pluggable attention.
 
-Not through a cache of past keys, as prefix tuning is usually done: gradient checkpointing drops the cache, and the prefix
-with it. Here they travel as an argument of the forward, so that a layer that is computed again finds them again.
+Prefix tuning usually goes through the key-value cache, which gradient checkpointing drops. Here prefixes are an argument of
+the forward, so that a recomputed layer has them again.
 
-B batch   G heads of keys   S prefix tokens   Q queries   K keys
+B batch   G key-value heads   S prefix tokens   Q queries   K keys
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from bottega.core.errors import UsageError
 
 NAME = "bottega_prefix"
 HALF, WIDEST = (torch.bfloat16, torch.float16), 256
-"""What flash attention takes. The kernel that torch falls back to cannot be compiled in training (torch 2.11)."""
+"""Dtypes and head size that flash attention supports. torch's fallback kernel cannot be compiled in training (2.11)."""
 flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
 _has_flash = False
-"""Found out once, because a compiled layer cannot ask."""
+"""Set once at registration, because a compiled layer cannot query the device."""
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Of all layers, for one forward."""
+    """The prefixes of all layers, for one forward."""
 
     by_layer: Sequence[tuple[Tensor, Tensor]]
-    """Keys and values [S, G * head size]. Learned ones carry no position of their own."""
+    """Keys and values (S, G * head size) of each layer, without rotary positions."""
     used: set[int] = field(default_factory=set)
-    """The layers that put theirs in. A model that loses the argument on its way would answer without a word."""
+    """Indices of layers that applied theirs, to detect models that silently drop the argument on the way."""
 
 
 def register_prefix_attention() -> str:
-    """Make the attention known to transformers; its name is what a model is loaded with."""
+    """Register the attention with transformers and return its name, for `attn_implementation`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     global _has_flash
     _has_flash = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
     AttentionInterface.register(NAME, prefix_attention_forward)
-    # Without a maker of masks under the same name transformers would make none, and padding would be read.
+    # Without a mask function under the same name transformers would make no mask, and padding would be attended to.
     AttentionMaskInterface.register(NAME, sdpa_mask)
     return NAME
 
 
 def model_supports_prefixes(kind: Any, config: Any) -> bool:
-    """Whether this class of model looks its attention up by name, and could use torch's own."""
+    """Return whether this model class has pluggable attention and supports torch's scaled dot-product attention."""
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
-        return False  # torch's has no such cap, and versions of transformers left it out without a word
+        return False  # torch's attention has no such cap, and some versions of transformers silently left it out
     return bool(getattr(kind, "_supports_attention_backend", False) and getattr(kind, "_supports_sdpa", False))
 
 
@@ -66,54 +66,59 @@ def prefix_attention_forward(
     prefix: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """torch's scaled dot-product attention as transformers calls it, over the prefix and the layer's own keys. `prefix` is
-    this layer's alone: layers that share one compiled function may not ask for their number."""
+    """Scaled dot-product attention with the signature of transformers, over the prefix and the layer's own keys.
+
+    `prefix` is this layer's alone, for layers that share one compiled function and cannot look up their index.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if prefixes is not None:
         prefix = prefixes.by_layer[module.layer_idx]
         prefixes.used.add(module.layer_idx)
     if prefix is not None:
-        added = [_as_heads(one, key) for one in prefix]
-        is_fast = attention_mask is None and _has_flash and _fits(key)
-        if not is_fast:
-            attention_mask = _seeing_all(added[0].shape[2], query, key, attention_mask)
-        key, value = torch.cat([added[0], key], 2), torch.cat([added[1], value], 2)
-        if is_fast:
+        prefix_key, prefix_value = [_split_heads(tensor, key) for tensor in prefix]
+        use_flash = attention_mask is None and _has_flash and _fits(key)
+        if not use_flash:
+            attention_mask = _extend_mask(prefix_key.shape[2], query, key, attention_mask)
+        key, value = torch.cat([prefix_key, key], 2), torch.cat([prefix_value, value], 2)
+        if use_flash:
             return causal_flash_attention(query, key, value, scale=options.get("scaling")), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _fits(key: Tensor) -> bool:
+    """Return whether flash attention supports these keys."""
     return key.is_cuda and key.dtype in HALF and key.shape[-1] <= WIDEST and key.shape[-1] % 8 == 0
 
 
 def causal_flash_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-    """The last query sees all keys, the one before it all but one: a prefix is seen by everybody. Said so, and not as a mask,
-    a GPU takes its fastest kernel. Gives [B, Q, heads, head size], as transformers wants it."""
+    """Flash attention with a causal mask aligned to the last key, so that every query attends to the whole prefix.
+
+    Without an explicit mask a GPU can use its fastest kernel. Returns (B, Q, heads, head size), as transformers expects.
+    """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
-        key, value = (one.repeat_interleave(groups, 1) for one in (key, value))
-    # The operation itself, which counts from the last key: torch's name for that mask (CausalBias) cannot be compiled.
-    found = flash(query, key, value, 0.0, True, scale=scale)[0]
-    return found.transpose(1, 2).contiguous()
+        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    # The operator itself, whose mask is aligned to the last key: torch's CausalBias for that cannot be compiled.
+    output = flash(query, key, value, 0.0, True, scale=scale)[0]
+    return output.transpose(1, 2).contiguous()
 
 
-def _as_heads(one: Tensor, like: Tensor) -> Tensor:
-    """[S, G * head size] as keys or values [B, G, S, head size]."""
+def _split_heads(prefix: Tensor, like: Tensor) -> Tensor:
+    """Reshape a prefix (S, G * head size) to (B, G, S, head size)."""
     batch, heads, _, size = like.shape
-    if one.shape[-1] != heads * size:
+    if prefix.shape[-1] != heads * size:
         raise UsageError(
-            f"model.num_prefix_tokens: layers of this language model have keys or values of {heads} x {size}, and prefixes "
-            f"are {one.shape[-1]} wide; set it to 0"
+            f"model.num_prefix_tokens: layers of this language model have keys or values of {heads} x {size}, but prefixes "
+            f"are {prefix.shape[-1]} wide; set it to 0"
         )
-    return one.to(like.dtype).view(-1, heads, size).transpose(0, 1).expand(batch, -1, -1, -1)
+    return prefix.to(like.dtype).view(-1, heads, size).transpose(0, 1).expand(batch, -1, -1, -1)
 
 
-def _seeing_all(num_prefix: int, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """The layer's own mask, whatever it is (causal, or a window of it), with a prefix that every query sees."""
+def _extend_mask(num_prefix: int, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the layer's mask (causal or windowed) with a prefix that every query attends to."""
     if mask is None:  # transformers leaves a plain causal mask to the kernel
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device)
         mask = mask.tril(key.shape[2] - query.shape[2])[None, None]
-    seen = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
-    return torch.cat([seen(*mask.shape[:-1], num_prefix), mask], -1)
+    visible = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
+    return torch.cat([visible(*mask.shape[:-1], num_prefix), mask], -1)

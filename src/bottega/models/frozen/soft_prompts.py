@@ -1,4 +1,4 @@
-"""All that learns when images are personalised: tokens that ask for an image, a prefix for each layer, and a mapping.
+"""Trained parameters of personalised image generation: image tokens, prefixes of each layer, and a mapping.
 
 B batch   L image tokens   S prefix tokens   N layers   H hidden size   P width of the projection   W width of a text token
 """
@@ -18,18 +18,18 @@ from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.initial import fill_parameters
 
 TOKEN_SCALE = 0.02
-"""Deviation of LLaMA's embeddings, and of nearly all others' at their start."""
+"""Standard deviation of LLaMA's embeddings, and of nearly all language models at initialisation."""
 PREFIX_SCALE = 0.02
-"""Small beside real keys and values, which are of about 1: the language model begins as it was, only with a place in each
-layer that says nothing yet. At 1, as nn.Embedding would begin, it is disturbed before anything is learnt."""
+"""Small beside real keys and values, which are about 1, so that the language model starts almost unchanged. At 1, the
+default of nn.Embedding, it is disturbed before anything is learned."""
 
 
 @final
 class SoftPrompts(nn.Module):
-    """The last hidden states at the image tokens [B, L, H] to tokens for the image generator [B, L, W]."""
+    """Maps last hidden states at the image tokens (B, L, H) to text tokens of the image generator (B, L, W)."""
 
     checkpoint_blocks = False
-    """The engine asks the model that it trains; what is computed twice are the layers of the frozen ones."""
+    """The engine sets it on the trained model; the layers that are recomputed are those of the frozen ones."""
 
     def __init__(self, shape: SoftPromptShape) -> None:
         super().__init__()
@@ -45,12 +45,14 @@ class SoftPrompts(nn.Module):
         self.mapping = nn.Linear(shape.hidden_size, shape.text_size)
 
     def forward(self, read: Callable[[SoftPrompts], Tensor]) -> Tensor:
-        """`read` gives the hidden states [B, L, H] of a language model with these prompts in it. It is called from here,
-        and not before: who wraps this module to join gradients over ranks must see all of it used in one forward."""
+        """Return the mapping of `read(self)`, the hidden states (B, L, H) of a language model with these prompts.
+
+        `read` is called inside the forward because DistributedDataParallel must see all parameters used in one forward.
+        """
         return self.mapping(read(self))
 
     def prefixes(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values [S, kv heads * head size] of each layer; none at all where S is 0."""
+        """Return keys and values (S, kv heads * head size) of each layer; an empty list where S is 0."""
         shape = self.shape
         if not shape.num_prefix_tokens:
             return []
@@ -62,11 +64,11 @@ class SoftPrompts(nn.Module):
         return [(keys, values) for keys, values in both]
 
     def compile_blocks(self) -> None:
-        """Nothing here is worth it: one small product. What takes the time is frozen and called by its own name."""
+        """Do nothing: the only computation here is one small matrix product; the frozen models compile themselves."""
 
 
 def build_soft_prompts(shape: SoftPromptShape, seed: int, *, token_scale: float = TOKEN_SCALE) -> SoftPrompts:
-    """With memory, and initial weights that only the seed and each one's name decide."""
+    """Return soft prompts with initial weights that depend only on the seed and on each parameter's name."""
     module = SoftPrompts(shape)
     initialise_soft_prompts(module, seed, token_scale=token_scale)
     return module
@@ -75,15 +77,13 @@ def build_soft_prompts(shape: SoftPromptShape, seed: int, *, token_scale: float 
 def initialise_soft_prompts(module: SoftPrompts, seed: int, *, token_scale: float = TOKEN_SCALE) -> None:
     """Set every parameter.
 
-    `token_scale` is the deviation of the language model's embeddings, among which image tokens stand. Text tokens of
-    the generator are of about 1, since CLIP ends in a LayerNorm, and so are the hidden states, which come out of a norm
-    too; a mapping of deviation 1 / sqrt(H) keeps it.
+    `token_scale` is the standard deviation of the language model's embeddings, which image tokens share a sequence with.
+    Hidden states come out of a norm, with a deviation of about 1, as have the generator's text tokens; a mapping with
+    deviation 1 / sqrt(H) keeps it.
     """
     shape = module.shape
-    counted = sum(parameter.numel() for parameter in module.parameters())
-    assert counted == shape.num_parameters, (
-        f"{counted:,} parameters are trained, {shape.num_parameters:,} were declared"
-    )
+    count = sum(parameter.numel() for parameter in module.parameters())
+    assert count == shape.num_parameters, f"{count:,} parameters are trained, {shape.num_parameters:,} were declared"
     scales = {
         "image_tokens": token_scale,
         "prefix": PREFIX_SCALE,

@@ -1,4 +1,4 @@
-"""The exact shape of a generator, which decides its tensors; no torch."""
+"""Dimensions of generators: backbone and condition; no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from bottega.models.decoder.config import TransformerShape
 
 MAX_TOKENS = 1 << 18
-"""Patches of one sample: a minute of large video has about as many. More is a slip, and would compute for days."""
+"""Maximum number of patches of one sample, about a minute of large video; more is a mistake and would take days."""
 Condition = Literal["none", "class", "vector", "text"]
 
 
 class DiTShape(BaseModel):
-    """All that decides the tensors of a diffusion transformer."""
+    """Dimensions of a diffusion transformer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,7 +27,7 @@ class DiTShape(BaseModel):
     num_layers: int = Field(gt=0)
     num_heads: int = Field(gt=0)
     context_size: int | None = None
-    """Width of the text tokens it looks at; None where there are none."""
+    """Width of the text tokens; None without text."""
     attention: Literal["full", "factorised"] = "full"
     dropout: float = Field(0.0, ge=0, lt=1)
 
@@ -45,8 +45,8 @@ class DiTShape(BaseModel):
             )
         if math.prod(self.tokens) > MAX_TOKENS:
             raise ValueError(
-                f"patch_size: a sample of {_sides(self.grid)} is {math.prod(self.tokens):,} patches, and {MAX_TOKENS:,} "
-                "is the most; make the sample smaller, or the patches larger"
+                f"patch_size: a sample of {_sides(self.grid)} has {math.prod(self.tokens):,} patches, more than the limit of "
+                f"{MAX_TOKENS:,}; make the sample smaller, or the patches larger"
             )
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size: {self.hidden_size} is not a multiple of num_heads {self.num_heads}")
@@ -54,12 +54,12 @@ class DiTShape(BaseModel):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Patches in each direction."""
+        """Number of patches in each dimension."""
         return tuple(side // part for side, part in zip(self.grid, self.patch, strict=True))
 
 
 class UNetShape(BaseModel):
-    """All that decides the tensors of diffusers' UNet, as we build it from scratch."""
+    """Dimensions of diffusers' UNet, built from scratch or by a folder's configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,50 +71,51 @@ class UNetShape(BaseModel):
     stages: int = Field(gt=0)
     context_size: int | None = None
     has_vector: bool = False
-    """Whether a condition of one vector is added to the time."""
+    """Whether a condition vector is added to the time embedding."""
     config: str | None = None
-    """The JSON of a folder's own configuration, in place of the above."""
+    """The JSON of a folder's configuration, in place of the sizes above."""
 
 
 class CodesBackbone(BaseModel):
-    """A language model over the codes of samples with these sides; its vocabulary is the codes, the classes, and one
-    token for none of them."""
+    """A language model over the codes of samples; its vocabulary is the codes, the classes, and one token for no class."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     grid: tuple[int, ...]
     channels: int = Field(gt=0)
     codes: tuple[int, ...]
-    """Sides of the grid of codes."""
+    """Sides of the code grid."""
     num_codes: int = Field(gt=1)
     transformer: TransformerShape
 
     @property
     def length(self) -> int:
-        """Codes of a sample."""
+        """Number of codes of a sample."""
         return math.prod(self.codes)
 
 
 class ConditionShape(BaseModel):
-    """What a sample may be asked for, and how wide the answer is."""
+    """Kind and width of a generator's condition."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Condition
     size: int = 0
-    """Classes, or the width of the vector."""
+    """Number of classes, or the width of the vector."""
     shared: tuple[tuple[int, ...], ...] = ()
-    """Class -> rows of a second table, one for each of its attributes; empty where classes have nothing in common."""
+    """For each class, the rows of a shared embedding table, one per attribute; empty without shared attributes."""
     hidden_size: int = 0
-    """Width of what the backbone is handed."""
+    """Width of the condition vector of the backbone."""
     vocab_size: int | None = None
-    """Text: of our own encoder; None is one from a folder."""
+    """Vocabulary of our own text encoder; None for one from a folder."""
     text_size: int = 0
     text_layers: int = 0
     max_tokens: int = 0
 
 
 class GeneratorShape(BaseModel):
+    """Dimensions of a generator with a diffusion backbone."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backbone: DiTShape | UNetShape
@@ -122,12 +123,12 @@ class GeneratorShape(BaseModel):
 
     @property
     def sample(self) -> tuple[int, ...]:
-        """Sides and channels of what is generated."""
+        """Sides and channels of generated samples."""
         return (*self.backbone.grid, self.backbone.channels)
 
 
 class CodeGeneratorShape(BaseModel):
-    """A language model over codes, and what it may be asked for."""
+    """Dimensions of a language model over codes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -136,7 +137,7 @@ class CodeGeneratorShape(BaseModel):
 
     @property
     def sample(self) -> tuple[int, ...]:
-        """Sides and channels of the data, which codes are decoded to."""
+        """Sides and channels of decoded samples."""
         return (*self.backbone.grid, self.backbone.channels)
 
 

@@ -1,4 +1,4 @@
-"""A backbone with what it is asked for: classes, vectors or text become the condition that every block sees.
+"""Generator: a diffusion backbone with its condition on classes, vectors or text.
 
 B batch   L text tokens   W width of a text token   D width of the condition
 """
@@ -20,21 +20,24 @@ from bottega.models.initial import fill_parameters
 from bottega.models.pipeline.component import read_class_name, read_component, read_safetensors
 
 WEIGHTS = "model.safetensors"
-"""In our own folder: what is not in the form of a diffusers part."""
-
-
+"""The file of an export with the tensors that are not in a diffusers component."""
 CLASS_EMBEDDING, SHARED_EMBEDDING = "condition.embedding.weight", "condition.shared.weight"
 
 
 class Generator(nn.Module):
-    """What a generative task trains. `drop` [B] marks samples whose condition is taken away, so that guidance can
-    compare with and without; for text that is the task's affair, because the empty text stands for none."""
+    """The model of a generative task.
+
+    `drop` (B) marks samples whose condition is removed, for classifier-free guidance; text conditions are dropped by the
+    task, which replaces them by the empty text.
+    """
 
     def __init__(self, shape: GeneratorShape) -> None:
         super().__init__()
         self.shape = shape
-        self.backbone: Any = DiT(shape.backbone) if isinstance(shape.backbone, DiTShape) else _unet(shape.backbone)
-        self.condition: Any = _conditioner(shape.condition)
+        self.backbone: Any = (
+            DiT(shape.backbone) if isinstance(shape.backbone, DiTShape) else _build_unet(shape.backbone)
+        )
+        self.condition: Any = _build_condition(shape.condition)
 
     def forward(
         self,
@@ -48,17 +51,20 @@ class Generator(nn.Module):
         mask: Tensor | None = None,
         drop: Tensor | None = None,
     ) -> Tensor:
-        """Text comes as `input_ids` [B, L] for our own encoder, or as another's `context` [B, L, W]; with `mask`."""
+        """Return the backbone's prediction.
+
+        Text is given as `input_ids` (B, L) for our own encoder or as `context` (B, L, W) of another, with `mask` (B, L).
+        """
         kind = self.shape.condition.kind
         if kind == "text":
             if input_ids is not None:
                 context = self.condition(input_ids, mask)
-            assert context is not None, "a model of text is asked without any"
+            assert context is not None, "a text-conditional model needs input_ids or context"
             return self.backbone(x, time, context=context, mask=mask)
         if kind == "none":
             return self.backbone(x, time)
-        asked = self.condition(label if kind == "class" else vector, drop)
-        return self.backbone(x, time, vector=asked)
+        condition = self.condition(label if kind == "class" else vector, drop)
+        return self.backbone(x, time, vector=condition)
 
     @property
     def checkpoint_blocks(self) -> bool:
@@ -69,14 +75,15 @@ class Generator(nn.Module):
         self.backbone.checkpoint_blocks = value
 
     def compile_whole(self, *, graphs: bool) -> None:
+        """Compile the backbone as one graph; with `graphs` as CUDA graphs where it supports them."""
         self.backbone.compile_whole(graphs=graphs)
 
 
 class ClassCondition(nn.Module):
-    """One row for each class, and a last one for none.
+    """Embedding of classes, with a last row for no class.
 
-    Classes that are named by attributes share a row for each of them besides: what a 3 looks like is learnt from all
-    films of a 3, whichever way it goes.
+    Classes with attributes also add an embedding shared by all classes with the same attribute: the look of a digit is
+    learned from all its videos, whatever its direction of motion.
     """
 
     rows: Tensor
@@ -88,9 +95,9 @@ class ClassCondition(nn.Module):
         self.shared: nn.Embedding | None = None
         if shape.shared:
             rows = torch.tensor(shape.shared)
-            nothing = int(rows.max()) + 1
-            rows = torch.cat((rows, torch.full((1, rows.shape[1]), nothing)))
-            self.shared = nn.Embedding(nothing + 1, shape.hidden_size)
+            null_row = int(rows.max()) + 1
+            rows = torch.cat((rows, torch.full((1, rows.shape[1]), null_row)))
+            self.shared = nn.Embedding(null_row + 1, shape.hidden_size)
             self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, label: Tensor, drop: Tensor | None) -> Tensor:
@@ -99,13 +106,13 @@ class ClassCondition(nn.Module):
         return own if self.shared is None else own + self.shared(self.rows[label]).sum(dim=-2)
 
     def folded(self) -> Tensor:
-        """One table that says the same, [classes + 1, width], for those who know of no other."""
-        everything = torch.arange(self.none + 1, device=self.embedding.weight.device)
-        return self(everything, None).detach()
+        """Return one equivalent table (classes + 1, width), with the shared embeddings added."""
+        classes = torch.arange(self.none + 1, device=self.embedding.weight.device)
+        return self(classes, None).detach()
 
 
 class VectorCondition(nn.Module):
-    """Continuous numbers through two layers; a learnt vector stands for none."""
+    """MLP over a vector of numbers; a learned vector stands for no condition."""
 
     def __init__(self, shape: ConditionShape) -> None:
         super().__init__()
@@ -114,12 +121,12 @@ class VectorCondition(nn.Module):
         self.none = nn.Parameter(torch.zeros(shape.hidden_size))
 
     def forward(self, vector: Tensor, drop: Tensor | None) -> Tensor:
-        asked = self.linear_2(nn.functional.silu(self.linear_1(vector)))
-        return asked if drop is None else torch.where(drop[:, None], self.none.to(asked.dtype), asked)
+        embedded = self.linear_2(nn.functional.silu(self.linear_1(vector)))
+        return embedded if drop is None else torch.where(drop[:, None], self.none.to(embedded.dtype), embedded)
 
 
 def build_generator(shape: GeneratorShape, seed: int, *, pretrained: str | None = None) -> Generator:
-    """With its initial weights, a function of the seed and of each parameter's name; or with those of a folder."""
+    """Return a generator with initial weights by seed and parameter name, or with those of a folder."""
     model = Generator(shape)
     initialise_generator(model, seed)
     if pretrained is not None:
@@ -128,8 +135,8 @@ def build_generator(shape: GeneratorShape, seed: int, *, pretrained: str | None 
 
 
 def initialise_generator(model: Generator, seed: int) -> None:
-    """Set every parameter. Only its own name and shape decide a value."""
-    backbone_value = initial_value if isinstance(model.shape.backbone, DiTShape) else _unet_value
+    """Set every parameter by its name and shape and the seed."""
+    backbone_value = initial_value if isinstance(model.shape.backbone, DiTShape) else _initial_unet_value
 
     def value(name: str, size: tuple[int, ...]) -> np.ndarray:
         return (backbone_value if name.startswith("backbone.") else initial_value)(name, size, seed)
@@ -138,51 +145,52 @@ def initialise_generator(model: Generator, seed: int) -> None:
 
 
 def load_generator(model: Generator, folder: Path | str, *, whole: bool = False) -> None:
-    """Weights of a run's export or of a diffusers folder. Unless `whole`, a backbone alone will do: its condition then
-    begins anew."""
-    found, own = read_generator(Path(folder)), model.state_dict()
-    if SHARED_EMBEDDING in own and SHARED_EMBEDDING not in found and CLASS_EMBEDDING in found:
-        found[SHARED_EMBEDDING] = torch.zeros_like(
-            own[SHARED_EMBEDDING]
-        )  # in a layout that has one table, it is folded into that
-    if not found:
-        raise UsageError(f"model.from: {folder} holds no weights; expected a run's export or a diffusers UNet folder")
-    is_new = not whole and not any(name.startswith("condition.") for name in found)
-    wanted = {name: t for name, t in own.items() if not (is_new and name.startswith("condition."))}
-    for name, tensor in wanted.items():
-        if name not in found:
-            other = next((theirs for theirs in found if theirs not in own), None)
-            holds = f", and holds {other} {list(found[other].shape)}" if other is not None else ""
+    """Load the weights of a run's export or of a diffusers folder.
+
+    Unless `whole`, a folder with only a backbone is accepted, and the condition keeps its initial values.
+    """
+    loaded, own = read_generator(Path(folder)), model.state_dict()
+    if SHARED_EMBEDDING in own and SHARED_EMBEDDING not in loaded and CLASS_EMBEDDING in loaded:
+        # A layout with one table has the shared embeddings added to it.
+        loaded[SHARED_EMBEDDING] = torch.zeros_like(own[SHARED_EMBEDDING])
+    if not loaded:
+        raise UsageError(f"model.from: {folder} holds no weights; use a run's export or a diffusers UNet folder")
+    is_new = not whole and not any(name.startswith("condition.") for name in loaded)
+    required = {name: t for name, t in own.items() if not (is_new and name.startswith("condition."))}
+    for name, tensor in required.items():
+        if name not in loaded:
+            other = next((theirs for theirs in loaded if theirs not in own), None)
+            holds = f", and holds {other} {list(loaded[other].shape)}" if other is not None else ""
             raise UsageError(f"model.from: {folder} lacks {name} {list(tensor.shape)} of the recipe's model{holds}")
-        if found[name].shape != tensor.shape:
+        if loaded[name].shape != tensor.shape:
             raise UsageError(
-                f"model.from: {folder} has {name} of shape {list(found[name].shape)}, "
+                f"model.from: {folder} has {name} of shape {list(loaded[name].shape)}, "
                 f"the recipe's model needs {list(tensor.shape)}"
             )
-    extra = next((name for name in found if name not in own), None)
+    extra = next((name for name in loaded if name not in own), None)
     if extra is not None:
         raise UsageError(
-            f"model.from: {folder} holds {extra} {list(found[extra].shape)}, which the recipe's model has not"
+            f"model.from: {folder} holds {extra} {list(loaded[extra].shape)}, which the recipe's model does not have"
         )
-    model.load_state_dict({**own, **found})
+    model.load_state_dict({**own, **loaded})
 
 
 def read_generator(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder under our names, whichever of its parts holds them."""
+    """Return the tensors of a folder under our names, whichever component holds them."""
     from bottega.models.unet import find_unet_folder
 
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     unet = find_unet_folder(folder)
     if unet is not None:
-        found |= {f"backbone.unet.{name}": tensor for name, tensor in read_component(unet).items()}
-    for place in (folder, folder / "transformer"):
-        if read_class_name(place) == layout.CLASS:
-            found |= layout.from_diffusers(read_component(place))
+        tensors |= {f"backbone.unet.{name}": tensor for name, tensor in read_component(unet).items()}
+    for path in (folder, folder / "transformer"):
+        if read_class_name(path) == layout.CLASS:
+            tensors |= layout.from_diffusers(read_component(path))
     file = folder / WEIGHTS
-    return found | read_safetensors(file) if file.is_file() else found
+    return tensors | read_safetensors(file) if file.is_file() else tensors
 
 
-def _conditioner(shape: ConditionShape) -> nn.Module | None:
+def _build_condition(shape: ConditionShape) -> nn.Module | None:
     if shape.kind == "class":
         return ClassCondition(shape)
     if shape.kind == "vector":
@@ -194,13 +202,13 @@ def _conditioner(shape: ConditionShape) -> nn.Module | None:
     return None
 
 
-def _unet(shape: UNetShape) -> nn.Module:
+def _build_unet(shape: UNetShape) -> nn.Module:
     from bottega.models.unet import UNet
 
     return UNet(shape)
 
 
-def _unet_value(name: str, size: tuple[int, ...], seed: int) -> np.ndarray:
+def _initial_unet_value(name: str, size: tuple[int, ...], seed: int) -> np.ndarray:
     from bottega.models import unet
 
     return unet.initial_value(name, size, seed)

@@ -1,1 +1,1 @@
-"""Losses that are fused with the layer before them."""
+"""Token losses, plain and fused with the output layer."""

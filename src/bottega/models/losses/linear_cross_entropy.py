@@ -1,10 +1,10 @@
-"""Head and cross-entropy in one: the logits exist a chunk of rows at a time, and the gradients are made with them.
+"""Cross-entropy over a vocabulary, fused with the output layer so that the logits are never materialised as a whole.
 
 N rows   D hidden size   V vocabulary
 
-At 64 x 1,024 tokens and a vocabulary of 50,304 the logits and their gradient would take 26 GB in float32. Here a chunk
-of logits is turned into softmax - onehot in place and multiplied out at once, so the backward pass only scales two
-finished products by the incoming gradient: the loss is a sum, hence linear in it.
+At 64 x 1,024 tokens and a vocabulary of 50,304 the logits and their gradient would take 26 GB in float32. Here each chunk
+of logits is turned into softmax - onehot in place and multiplied at once. The loss is a sum, so the backward pass only
+scales the finished gradients by the incoming one.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = {"cuda": 384 << 20, "cpu": 16 << 20}
-"""Size of one chunk of logits: enough rows for a full matrix product, on a CPU few enough to stay near the caches."""
+"""Size of one chunk of logits: enough rows for an efficient matrix product, on a CPU few enough for the caches."""
 
 
 @torch.compiler.disable
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, chunk_rows: int | None = None
 ) -> Tensor:
-    """The sum over rows of -log softmax(hidden @ weight.T)[target] as a float32 scalar; ignored targets add nothing.
+    """Return the sum over rows of -log softmax(hidden @ weight.T)[target] as a float32 scalar, without ignored targets.
 
-    hidden [N, D], weight [V, D], targets [N]. Never waits for the device. Under autocast the products are made in its
-    type, the softmax in float32, and the gradient of the weight is summed in float32.
+    hidden (N, D), weight (V, D), targets (N). Never synchronises with the device. Under autocast the products are computed
+    in its dtype, the softmax in float32, and the gradient of the weight is accumulated in float32.
     """
     kind = hidden.device.type
     dtype = hidden.dtype
@@ -37,17 +37,17 @@ def linear_cross_entropy(
     elif torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     rows = chunk_rows or _chunk_rows(len(hidden), weight.shape[0], itemsize=dtype.itemsize, kind=kind)
-    wanted = torch.is_grad_enabled()
-    needs = (wanted and hidden.requires_grad, wanted and weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, rows, dtype, needs)
+    has_grad = torch.is_grad_enabled()
+    needs_grad = (has_grad and hidden.requires_grad, has_grad and weight.requires_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, rows, dtype, needs_grad)
 
 
 def _chunk_rows(num_rows: int, vocab_size: int, *, itemsize: int, kind: str) -> int:
-    """Rows of a chunk: as many as the budget allows, the chunks about equal, in steps of 128 for the matrix units."""
+    """Return the rows of a chunk: chunks of about equal size within the budget, in multiples of 128 for tensor cores."""
     budget = CHUNK_BYTES["cpu" if kind == "cpu" else "cuda"]
-    most = max(1, budget // (vocab_size * itemsize))
-    even = -(-num_rows // max(1, -(-num_rows // most)))
-    return max(1, min(most, -(-even // 128) * 128))
+    limit = max(1, budget // (vocab_size * itemsize))
+    even = -(-num_rows // max(1, -(-num_rows // limit)))
+    return max(1, min(limit, -(-even // 128) * 128))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -60,21 +60,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         chunk_rows: int,
         dtype: torch.dtype,
-        needs: tuple[bool, bool],
+        needs_grad: tuple[bool, bool],
     ) -> Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype
         total = torch.promote_types(dtype, torch.float32)
         losses = torch.zeros(len(hidden), dtype=total, device=hidden.device)
-        # Autocast would cast the weight for every chunk again, and has no rule for products with a float32 result.
+        # Autocast would cast the weight again for every chunk, and has no rule for products with a float32 result.
         with torch.autocast(hidden.device.type, enabled=False):
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-            grad_hidden = torch.empty_like(hidden) if needs[0] else None
-            grad_weight = torch.zeros_like(weight, dtype=total) if needs[1] else None
+            grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+            grad_weight = torch.zeros_like(weight, dtype=total) if needs_grad[1] else None
             for first in range(0, len(hidden), chunk_rows):
                 part = slice(first, first + chunk_rows)
                 logits = torch.mm(hidden[part], weight.T)
                 _losses_and_gradient(
-                    logits, targets[part], losses[part], ignore_index=ignore_index, gradient=any(needs)
+                    logits, targets[part], losses[part], ignore_index=ignore_index, gradient=any(needs_grad)
                 )
                 if grad_hidden is not None:
                     torch.mm(logits, weight, out=grad_hidden[part])
@@ -84,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable  # the gradients are made in the forward: a second derivative would come out wrong, not missing
+    @once_differentiable  # gradients are computed in the forward, so a second derivative would be silently wrong
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scaled = (
             None if saved is None else saved.to(dtype) * grad.to(dtype)
@@ -104,20 +104,20 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, *, ignore_index: int, gradient: bool) -> None:
-    """Fill `losses` of these rows and, where a gradient is wanted, turn the logits into softmax - onehot in place."""
+    """Fill `losses` of these rows and, with `gradient`, turn the logits into softmax - onehot in place."""
     if logits.device.type == "cuda" and _has_triton():
         from bottega.models.losses.linear_cross_entropy_kernel import losses_and_gradient
 
         losses_and_gradient(logits, targets, losses, ignore_index=ignore_index, gradient=gradient)
         return
-    # torch's softmax kernels are several times faster than logsumexp and exp spelled out, which pay for every pass.
+    # torch's softmax kernels are several times faster than separate logsumexp and exp, which read memory in every pass.
     wide, columns = logits.to(losses.dtype), targets.long()
     losses.copy_(F.cross_entropy(wide, columns, ignore_index=ignore_index, reduction="none"))
     if gradient:
         ignored = columns == ignore_index
-        chances = wide.softmax(dim=1)
-        chances.scatter_add_(1, columns.masked_fill(ignored, 0)[:, None], wide.new_full((len(wide), 1), -1.0))
-        logits.copy_(chances.masked_fill_(ignored[:, None], 0.0))
+        probabilities = wide.softmax(dim=1)
+        probabilities.scatter_add_(1, columns.masked_fill(ignored, 0)[:, None], wide.new_full((len(wide), 1), -1.0))
+        logits.copy_(probabilities.masked_fill_(ignored[:, None], 0.0))
 
 
 @functools.cache

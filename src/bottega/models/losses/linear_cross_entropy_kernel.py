@@ -1,8 +1,8 @@
-"""The CUDA kernel of the linear cross-entropy: one program turns one row of logits into its loss and its gradient.
+"""Triton kernel of the linear cross-entropy: each program computes loss and gradient of one row of logits.
 
-Two passes over the row, the second mostly from the L2 cache: an online logsumexp, then softmax - onehot in place. One
-pass with the row in registers was tried and took twice as long: a program then fills a multiprocessor by itself, and
-nothing computes while it loads.
+Two passes over the row, the second mostly from the L2 cache: an online logsumexp, then softmax - onehot in place. A single
+pass with the row in registers took twice as long: one program then fills a multiprocessor, and nothing computes while it
+loads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK, WARPS = 8192, 16
 
 @triton.jit
 def _row(logits, targets, losses, stride, vocab, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    # Triton reads annotations as its own types, so the other arguments have none.
+    # Triton interprets annotations as its own types, so the other arguments have none.
     # 64-bit offsets: a chunk of 2 ** 16 rows of 2 ** 16 logits is beyond 32 bits.
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -49,7 +49,7 @@ def _row(logits, targets, losses, stride, vocab, ignore_index, GRADIENT: tl.cons
 
 
 def losses_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, *, ignore_index: int, gradient: bool) -> None:
-    """logits [N, V] with unit stride in V, of any float type; targets [N]; losses [N] float32."""
+    """Run the kernel on logits (N, V) with unit stride in V, of any float dtype, targets (N) and losses (N) in float32."""
     rows, vocab = logits.shape
     block = min(BLOCK, triton.next_power_of_2(vocab))
     _row[(rows,)](

@@ -1,1 +1,1 @@
-"""Folders of diffusers pipelines: their parts, schedules and tokens."""
+"""Folders of diffusers pipelines: components, noise schedules and tokenizers."""

@@ -1,7 +1,8 @@
-"""What must be known of a diffusers pipeline before it is loaded: its parts, their widths, and how it was trained.
+"""Metadata of a diffusers pipeline, read from its configurations without loading weights or importing diffusers.
 
-Three families are read: Stable Diffusion 1 and 2 (`sd`: a UNet and one CLIP), SDXL (a UNet, two CLIPs and the size of the
-picture), and Stable Diffusion 3 (`flow`: a transformer, two CLIPs and a T5 that may be absent).
+Three families are supported: Stable Diffusion 1 and 2 (`sd`: a UNet and one CLIP), SDXL (a UNet, two CLIPs and the image
+size as a condition), and Stable Diffusion 3 (`flow`: a transformer, two CLIPs and an optional T5). Components that do not
+fit each other are refused here by name; diffusers would load them and fail in the first step.
 """
 
 from __future__ import annotations
@@ -30,64 +31,64 @@ from bottega.models.pipeline.schedule import Objective, Schedule, is_flow_schedu
 __all__ = ["INDEX", "T5_TOKENS", "PipelineMetadata", "read_pipeline_metadata", "resolve_pipeline"]
 
 T5_TOKENS = 256
-"""So many diffusers asks a T5 for, or fills with zeros where there is none."""
-SIZE_NUMBERS = 6
-"""What SDXL is told of a picture: its size, where it was cut, and the size it is drawn in."""
+"""Length of the T5 sequence in diffusers' pipelines; zeros of that length stand for an absent T5."""
+NUM_SIZE_IDS = 6
+"""Numbers of SDXL's size condition: original size, crop position and target size, two each."""
 UNSUPPORTED = ("encoder_hid_dim_type", "num_class_embeds", "class_embed_type", "time_cond_proj_dim")
-"""What asks for more inputs than time, text and a pooled text."""
+"""Configuration keys of UNets with inputs other than time, text and a pooled text embedding."""
 UNBOUNDED = 1 << 24
-"""Tokenizers without a longest text say so with a number of this order."""
+"""A `model_max_length` of this order or more means that a tokenizer has no limit."""
 
 Kind = Literal["sd", "sdxl", "flow"]
 
 
 class PipelineMetadata(BaseModel):
-    """Plain values alone. `objective`, `schedule` and `shift` are those of the path between data and noise."""
+    """Dimensions, component folders and noise schedule of a pipeline. Field names are part of saved files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Kind
     folder: str
     denoiser: str
-    """Folder of the UNet or transformer; the next three are folders too."""
+    """Folder of the UNet or transformer; `encoders`, `tokenizers` and `vae` are folders too."""
     encoders: tuple[str, ...]
     tokenizers: tuple[str, ...]
     vae: str
     lengths: tuple[int, ...]
-    """How many tokens each encoder reads."""
+    """Number of tokens of each text encoder."""
     vocab_sizes: tuple[int, ...]
     num_tokens: int
-    """Of an encoded text, T."""
+    """Number of tokens of an encoded text, T."""
     text_size: int
-    """Width of each of them, W."""
+    """Width of an encoded token, W."""
     pooled_size: int | None
-    """Width of what is said of a text as a whole, beside its tokens; None where nothing is."""
+    """Width of the pooled text embedding; None where the model takes none."""
     objective: Objective
     schedule: Schedule
     shift: float
     scale: float
-    """Latents are (what the autoencoder says - latent_shift) * scale."""
+    """Latents are (the VAE's output - latent_shift) * scale."""
     latent_shift: float
     downsample: int
     latent_channels: int
     image_size: int
-    """Side in pixels that it was made for."""
+    """Side in pixels of the training images."""
     side_step: int
-    """Sides are multiples of so many pixels."""
+    """Image sides must be multiples of this number of pixels."""
     max_side: int | None
     zero_unconditional: bool
-    """Whether no text is zeros rather than the encoding of an empty one, where nothing is asked to be avoided."""
+    """Whether the unconditional text embedding without a negative prompt is zeros, not that of the empty text."""
 
     def check_side(self, side: int, *, key: str = "data.image_size") -> None:
-        """Refuse pictures that the model cannot draw."""
+        """Raise UsageError where the model cannot generate images of this side."""
         if side % self.side_step:
             raise UsageError(f"{key}: {side} is not a multiple of {self.side_step}, which {self.folder} needs")
         if self.max_side is not None and side > self.max_side:
-            raise UsageError(f"{key}: {side} is more than the {self.max_side} that {self.folder} can draw")
+            raise UsageError(f"{key}: {side} is more than {self.max_side}, the largest side of {self.folder}")
 
 
-class _Texts(NamedTuple):
-    """What the encoders of a pipeline give."""
+class _TextEncoders(NamedTuple):
+    """Dimensions of a pipeline's text encoders."""
 
     widths: tuple[int, ...]
     projections: tuple[int, ...]
@@ -96,60 +97,71 @@ class _Texts(NamedTuple):
 
 
 def read_pipeline_metadata(folder: Path | str) -> PipelineMetadata:
-    """Of a local folder, from its configurations alone; refused where parts do not fit each other or could run code."""
-    parts = read_pipeline_components(Path(folder))
+    """Return the metadata of a local pipeline; refuse components that do not fit each other or could run code."""
+    components = read_pipeline_components(Path(folder))
     try:
-        return _facts(parts)
-    except (TypeError, ValueError, AttributeError, LookupError) as error:  # words in place of numbers, and the like
+        return _read_metadata(components)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # text in place of numbers, and the like
         raise UsageError(
-            f"{KEY}: a configuration in {parts.folder} holds what no pipeline has ({first_line(error)}); save or download it "
-            "again"
+            f"{KEY}: a configuration in {components.folder} has an invalid value ({first_line(error)}); save or download the "
+            "pipeline again"
         ) from error
 
 
-def _facts(parts: PipelineComponents) -> PipelineMetadata:
-    config, texts, scheduler = read_config(parts.denoiser), _read_texts(parts), parts.folder / "scheduler"
-    path = read_schedule(scheduler / "scheduler_config.json")
-    vae = _read_vae(parts, config)
-    if parts.denoiser_class == TRANSFORMER:
+def _read_metadata(components: PipelineComponents) -> PipelineMetadata:
+    config, texts, scheduler = (
+        read_config(components.denoiser),
+        _read_text_encoders(components),
+        components.folder / "scheduler",
+    )
+    schedule = read_schedule(scheduler / "scheduler_config.json")
+    vae = _read_vae(components, config)
+    if components.denoiser_class == TRANSFORMER:
         if not is_flow_scheduler(scheduler / "scheduler_config.json"):
-            raise UsageError(f"{scheduler}: {TRANSFORMER} predicts a flow, and this scheduler is of {path.objective}")
-        own = _flow(parts, config, texts, vae["downsample"])
+            raise UsageError(
+                f"{scheduler}: {TRANSFORMER} needs a flow-matching scheduler, but this one predicts {schedule.objective}"
+            )
+        own = _flow(components, config, texts, vae["downsample"])
     else:
-        own = _unet(parts, config, texts, vae["downsample"])
+        own = _unet(components, config, texts, vae["downsample"])
     return PipelineMetadata(
-        folder=str(parts.folder),
-        denoiser=str(parts.denoiser),
-        encoders=tuple(map(str, parts.encoders)),
-        tokenizers=tuple(map(str, parts.tokenizers)),
-        vae=str(parts.vae),
+        folder=str(components.folder),
+        denoiser=str(components.denoiser),
+        encoders=tuple(map(str, components.encoders)),
+        tokenizers=tuple(map(str, components.tokenizers)),
+        vae=str(components.vae),
         vocab_sizes=texts.vocab_sizes,
-        **path._asdict(),
+        **schedule._asdict(),
         **vae,
         **own,
     )
 
 
-def _unet(parts: PipelineComponents, config: dict[str, Any], texts: _Texts, downsample: int) -> dict[str, Any]:
-    """Of Stable Diffusion 1, 2 and XL."""
-    is_xl, where = len(parts.encoders) == 2, parts.denoiser
-    given = next((key for key in UNSUPPORTED if config.get(key) is not None), None)
-    if given is not None:
-        raise UsageError(f"{KEY}: {where} has {given} {config[given]!r}, which is not supported")
-    added = config.get("addition_embed_type")
-    if added != ("text_time" if is_xl else None):
-        raise UsageError(f"{KEY}: {where} has addition_embed_type {added!r}, not supported with {len(parts.encoders)}")
-    taken = config.get("cross_attention_dim", 1280)
-    widths = set(taken) if isinstance(taken, list) else {taken}
+def _unet(
+    components: PipelineComponents, config: dict[str, Any], texts: _TextEncoders, downsample: int
+) -> dict[str, Any]:
+    """Return the fields specific to Stable Diffusion 1, 2 and XL."""
+    is_xl, unet = len(components.encoders) == 2, components.denoiser
+    unsupported = next((key for key in UNSUPPORTED if config.get(key) is not None), None)
+    if unsupported is not None:
+        raise UsageError(f"{KEY}: {unet} has {unsupported} {config[unsupported]!r}, which is not supported")
+    addition = config.get("addition_embed_type")
+    if addition != ("text_time" if is_xl else None):
+        raise UsageError(
+            f"{KEY}: {unet} has addition_embed_type {addition!r}, which is not supported with {len(components.encoders)} text "
+            "encoders"
+        )
+    cross_attention_dim = config.get("cross_attention_dim", 1280)
+    widths = set(cross_attention_dim) if isinstance(cross_attention_dim, list) else {cross_attention_dim}
     text_size = sum(texts.widths)
     if widths != {text_size}:
-        _misfit(f"{where} takes text of width {_listed(widths)} (cross_attention_dim)", parts, text_size)
+        _raise_mismatch(f"{unet} takes text of width {_listed(widths)} (cross_attention_dim)", components, text_size)
     pooled = texts.projections[-1] if is_xl else None
     if pooled is not None:
-        _check_sizes(where, config, pooled)
+        _check_size_condition(unet, config, pooled)
         if len(set(texts.lengths)) > 1:
             raise UsageError(
-                f"{KEY}: {parts.folder}: its encoders read {_listed(texts.lengths)} tokens, not as many each"
+                f"{KEY}: {components.folder}: its text encoders read {_listed(texts.lengths)} tokens; the lengths must be equal"
             )
     side = config.get("sample_size")
     return {
@@ -161,23 +173,34 @@ def _unet(parts: PipelineComponents, config: dict[str, Any], texts: _Texts, down
         "image_size": downsample * (side[0] if isinstance(side, list) else side or 64),
         "side_step": downsample,
         "max_side": None,
-        "zero_unconditional": is_xl and bool(parts.model_index.get("force_zeros_for_empty_prompt", True)),
+        "zero_unconditional": is_xl and bool(components.model_index.get("force_zeros_for_empty_prompt", True)),
     }
 
 
-def _flow(parts: PipelineComponents, config: dict[str, Any], texts: _Texts, downsample: int) -> dict[str, Any]:
-    """Of Stable Diffusion 3: both CLIPs side by side, filled up with zeros to the width of a T5, which comes after them."""
+def _flow(
+    components: PipelineComponents, config: dict[str, Any], texts: _TextEncoders, downsample: int
+) -> dict[str, Any]:
+    """Return the fields specific to Stable Diffusion 3.
+
+    The CLIPs' tokens are concatenated by width, padded with zeros to the width of the T5, whose tokens follow.
+    """
     width, pooled = config.get("joint_attention_dim", 4096), config.get("pooled_projection_dim", 2048)
-    has_t5, side_by_side = len(parts.encoders) == 3, sum(texts.widths[:2])
+    has_t5, clip_width = len(components.encoders) == 3, sum(texts.widths[:2])
     if has_t5 and texts.widths[2] != width:
-        _misfit(f"{parts.denoiser} takes text of width {width} (joint_attention_dim)", parts, texts.widths[2])
-    if side_by_side > width:
-        _misfit(f"{parts.denoiser} takes text of width {width} (joint_attention_dim)", parts, side_by_side)
+        _raise_mismatch(
+            f"{components.denoiser} takes text of width {width} (joint_attention_dim)", components, texts.widths[2]
+        )
+    if clip_width > width:
+        _raise_mismatch(
+            f"{components.denoiser} takes text of width {width} (joint_attention_dim)", components, clip_width
+        )
     if sum(texts.projections[:2]) != pooled:
-        said = f"{parts.denoiser} takes a pooled text of width {pooled} (pooled_projection_dim)"
-        _misfit(said, parts, sum(texts.projections[:2]))
+        expected = f"{components.denoiser} takes a pooled text of width {pooled} (pooled_projection_dim)"
+        _raise_mismatch(expected, components, sum(texts.projections[:2]))
     if texts.lengths[0] != texts.lengths[1]:
-        raise UsageError(f"{KEY}: {parts.folder}: its CLIPs read {_listed(texts.lengths[:2])} tokens, not as many each")
+        raise UsageError(
+            f"{KEY}: {components.folder}: its CLIPs read {_listed(texts.lengths[:2])} tokens; the lengths must be equal"
+        )
     patch = config.get("patch_size", 2)
     return {
         "kind": "flow",
@@ -192,29 +215,31 @@ def _flow(parts: PipelineComponents, config: dict[str, Any], texts: _Texts, down
     }
 
 
-def _check_sizes(where: Path, config: dict[str, Any], pooled: int) -> None:
-    """SDXL's pooled text and the numbers of a picture's size are embedded side by side."""
-    each, given = config.get("addition_time_embed_dim"), config.get("projection_class_embeddings_input_dim")
-    if each is None or given != pooled + SIZE_NUMBERS * each:
+def _check_size_condition(unet: Path, config: dict[str, Any], pooled: int) -> None:
+    """Check the width of SDXL's added condition: the pooled text and the embedded size numbers, concatenated."""
+    width, expected = config.get("addition_time_embed_dim"), config.get("projection_class_embeddings_input_dim")
+    if width is None or expected != pooled + NUM_SIZE_IDS * width:
         raise UsageError(
-            f"{KEY}: {where} takes {given} numbers beside the text (projection_class_embeddings_input_dim), and its second "
-            f"encoder gives {pooled} with {SIZE_NUMBERS} of size times {each}; they do not belong together"
+            f"{KEY}: {unet} takes {expected} numbers beside the text (projection_class_embeddings_input_dim), but its second "
+            f"encoder gives {pooled} and the image size {NUM_SIZE_IDS} x {width}; they do not belong together"
         )
 
 
-def _read_vae(parts: PipelineComponents, denoiser: dict[str, Any]) -> dict[str, Any]:
-    config = {**VAE_DEFAULTS, **read_config(parts.vae)}
+def _read_vae(components: PipelineComponents, denoiser: dict[str, Any]) -> dict[str, Any]:
+    config = {**VAE_DEFAULTS, **read_config(components.vae)}
     channels, shift = config["latent_channels"], config["shift_factor"] or 0.0
     if config["latents_mean"] is not None or config["latents_std"] is not None:
-        raise UsageError(f"{KEY}: {parts.vae} has latents_mean, which is not supported; give one with a scaling_factor")
-    if shift and parts.denoiser_class != TRANSFORMER:
-        raise UsageError(f"{KEY}: {parts.vae} has shift_factor {shift}, which pipelines with a UNet do not look at")
-    taken = denoiser.get("in_channels", 16 if parts.denoiser_class == TRANSFORMER else 4)
-    given = (taken, denoiser.get("out_channels") or taken)
-    if given != (channels, channels):
         raise UsageError(
-            f"{KEY}: {parts.denoiser} takes {given[0]} channels and gives {given[1]}, its autoencoder has {channels}; "
-            "give one that draws from text alone"
+            f"{KEY}: {components.vae} has latents_mean, which is not supported; use a VAE with a scaling_factor"
+        )
+    if shift and components.denoiser_class != TRANSFORMER:
+        raise UsageError(f"{KEY}: {components.vae} has shift_factor {shift}, which pipelines with a UNet ignore")
+    in_channels = denoiser.get("in_channels", 16 if components.denoiser_class == TRANSFORMER else 4)
+    out_channels = denoiser.get("out_channels") or in_channels
+    if (in_channels, out_channels) != (channels, channels):
+        raise UsageError(
+            f"{KEY}: {components.denoiser} takes {in_channels} channels and gives {out_channels}, its autoencoder has {channels}; "
+            "use a text-to-image pipeline"
         )
     downsample = 2 ** (len(config["block_out_channels"]) - 1)
     return {
@@ -225,25 +250,27 @@ def _read_vae(parts: PipelineComponents, denoiser: dict[str, Any]) -> dict[str, 
     }
 
 
-def _read_texts(parts: PipelineComponents) -> _Texts:
-    found = []
-    for encoder, words, kind in zip(parts.encoders, parts.tokenizers, parts.encoder_classes, strict=True):
+def _read_text_encoders(components: PipelineComponents) -> _TextEncoders:
+    rows = []
+    for encoder, tokenizer, kind in zip(
+        components.encoders, components.tokenizers, components.encoder_classes, strict=True
+    ):
         config = load_transformers_config(encoder, key=KEY, what="text encoder")
         if getattr(config, "use_attention_mask", None):
             raise UsageError(f"{KEY}: {encoder} has use_attention_mask, which is not supported")
-        most = T5_TOKENS if kind == T5 else config.max_position_embeddings
-        file = words / "tokenizer_config.json"
-        said = read_json_object(file).get("model_max_length") if file.is_file() else None
-        length = min(most, int(said)) if isinstance(said, int | float) and 0 < said < UNBOUNDED else most
+        limit = T5_TOKENS if kind == T5 else config.max_position_embeddings
+        file = tokenizer / "tokenizer_config.json"
+        length = read_json_object(file).get("model_max_length") if file.is_file() else None
+        length = min(limit, int(length)) if isinstance(length, int | float) and 0 < length < UNBOUNDED else limit
         projection = getattr(config, "projection_dim", 0) or 0
-        found.append((config.hidden_size, projection, length, config.vocab_size))
-    widths, projections, lengths, sizes = zip(*found, strict=True)
-    return _Texts(widths, projections, lengths, sizes)
+        rows.append((config.hidden_size, projection, length, config.vocab_size))
+    widths, projections, lengths, sizes = zip(*rows, strict=True)
+    return _TextEncoders(widths, projections, lengths, sizes)
 
 
-def _misfit(takes: str, parts: PipelineComponents, given: int) -> None:
-    names = " and ".join(place.name for place in parts.encoders)
-    raise UsageError(f"{KEY}: {takes}, and {names} beside it gives {given}; they do not belong together")
+def _raise_mismatch(expected: str, components: PipelineComponents, width: int) -> None:
+    names = " and ".join(path.name for path in components.encoders)
+    raise UsageError(f"{KEY}: {expected}, but {names} beside it gives {width}; they do not belong together")
 
 
 def _listed(numbers: Any) -> str:

@@ -1,4 +1,4 @@
-"""The folders that a diffusers pipeline is made of, found by its index; nothing in them is run, and no pickle opened."""
+"""Reads model_index.json of a diffusers pipeline and checks its component folders; runs no code and opens no pickle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUPPORTED = "supported: Stable Diffusion 1, 2, XL and 3"
 DENOISERS = ("unet", "transformer")
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 USED = (*DENOISERS, *ENCODERS, "tokenizer", "tokenizer_2", "tokenizer_3", "vae", "scheduler")
-"""The rest of an index, such as a safety checker, is not looked at."""
+"""Components that are read; others, such as a safety checker, are ignored."""
 CONFIGS = (CONFIG, "tokenizer_config.json", "scheduler_config.json")
 STEMS = ("diffusion_pytorch_model", "model")
 VARIANT = "fp16"
@@ -28,9 +28,11 @@ SHARD = "-?????-of-?????"
 
 
 class PipelineComponents(NamedTuple):
+    """The folders and classes of a pipeline's components."""
+
     folder: Path
     model_index: dict[str, Any]
-    """The index itself."""
+    """The content of model_index.json."""
     denoiser: Path
     denoiser_class: str
     encoders: tuple[Path, ...]
@@ -40,53 +42,58 @@ class PipelineComponents(NamedTuple):
 
 
 def resolve_pipeline(name: str, *, key: str = KEY, required_file: str = INDEX) -> ModelFolder:
-    """As `resolve_model`, for a pipeline. Of the hub, files of half precision are fetched only where there are no others."""
+    """Resolve a pipeline like `resolve_model`; from the hub, download half-precision files only where there are no others."""
     names = [*DENOISERS, *ENCODERS, "vae"]
     patterns = [*DESCRIPTIONS, *weight_patterns(names)]
-    found = resolve_model(name, key=key, required_file=required_file, patterns=patterns)
-    parts = [found.path / part for part in names]
-    bare = [part.name for part in parts if (part / CONFIG).is_file() and not _weights(part)]
-    if found.origin == "hub" and bare:
-        return resolve_model(name, key=key, patterns=[*DESCRIPTIONS, *weight_patterns(bare, variant=VARIANT)])
-    return found
+    pipeline = resolve_model(name, key=key, required_file=required_file, patterns=patterns)
+    folders = [pipeline.path / component for component in names]
+    incomplete = [path.name for path in folders if (path / CONFIG).is_file() and not _weight_files(path)]
+    if pipeline.origin == "hub" and incomplete:
+        return resolve_model(name, key=key, patterns=[*DESCRIPTIONS, *weight_patterns(incomplete, variant=VARIANT)])
+    return pipeline
 
 
-def weight_patterns(parts: list[str], *, variant: str = "") -> list[str]:
-    """Of weights whole or in pieces: many repositories hold each several times over, in other precisions and formats."""
+def weight_patterns(components: list[str], *, variant: str = "") -> list[str]:
+    """Return glob patterns of weight files, whole or sharded.
+
+    Exact patterns, because many repositories have each file several times, in other precisions and formats.
+    """
     ends = [f".{variant}", f".{variant}{SHARD}", f"{SHARD}.{variant}"] if variant else ["", SHARD]
-    return [f"{part}/{stem}{end}.safetensors" for part in parts for stem in STEMS for end in ends]
+    return [f"{component}/{stem}{end}.safetensors" for component in components for stem in STEMS for end in ends]
 
 
 def weights_variant(folder: Path) -> str | None:
-    """Which of the files in a part's folder to read: None are the usual ones."""
-    return None if _weights(folder) else VARIANT
+    """Return the `variant` of `from_pretrained` for a component's folder: None, or fp16 where there is nothing else."""
+    return None if _weight_files(folder) else VARIANT
 
 
 def read_pipeline_components(folder: Path) -> PipelineComponents:
-    """Refused where a part is missing, of another class, or would run code of the folder's own."""
+    """Return the components of a pipeline; refuse one that is missing, of another class, or would run code."""
     file = folder / INDEX
     if not file.is_file():
-        raise UsageError(f"{KEY}: {folder} has no {INDEX}; give the folder of a saved diffusers pipeline")
+        raise UsageError(f"{KEY}: {folder} has no {INDEX}; use the folder of a saved diffusers pipeline")
     index = read_json_object(file)
-    named = {name: _entry(index, name, file) for name in USED}
-    places = {name: folder / name for name, kind in named.items() if kind is not None}
+    classes = {name: _component_class(index, name, file) for name in USED}
+    folders = {name: folder / name for name, kind in classes.items() if kind is not None}
     if not isinstance(index.get("_class_name"), str):
-        raise UsageError(f"{KEY}: {file} is of a pipeline with code of its own, which is never run; {SUPPORTED}")
-    for place in places.values():
-        _check_no_code(place)
-    encoders = [name for name in ENCODERS if name in places]
-    denoiser = next((name for name in DENOISERS if name in places), None)
-    wanted = {"unet": (UNET,), "transformer": (TRANSFORMER,), "vae": (VAE,), ENCODERS[2]: (T5,)}
+        raise UsageError(f"{KEY}: {file} is a pipeline with code of its own, which is never run; {SUPPORTED}")
+    for path in folders.values():
+        _check_no_code(path)
+    encoders = [name for name in ENCODERS if name in folders]
+    denoiser = next((name for name in DENOISERS if name in folders), None)
+    supported = {"unet": (UNET,), "transformer": (TRANSFORMER,), "vae": (VAE,), ENCODERS[2]: (T5,)}
     counts: dict[str | None, tuple[int, ...]] = {"unet": (1, 2), "transformer": (2, 3)}
     for name in (denoiser, *encoders, "vae"):
-        if name is not None and named[name] not in wanted.get(name, CLIPS):
-            raise UsageError(f"{KEY}: {file} has a {named[name]} as {name}, which is not supported; {SUPPORTED}")
+        if name is not None and classes[name] not in supported.get(name, CLIPS):
+            raise UsageError(f"{KEY}: {file} has a {classes[name]} as {name}, which is not supported; {SUPPORTED}")
     if encoders != list(ENCODERS[: len(encoders)]) or len(encoders) not in counts.get(denoiser, ()):
-        said = " and ".join(encoders) or "no text encoder"
-        raise UsageError(f"{KEY}: {file} has {said} for {denoiser or 'no denoiser'}, not supported; {SUPPORTED}")
+        listed = " and ".join(encoders) or "no text encoder"
+        raise UsageError(
+            f"{KEY}: {file} has {listed} for {denoiser or 'no denoiser'}, which is not supported; {SUPPORTED}"
+        )
     assert denoiser is not None
     if denoiser == "transformer" or len(encoders) > 1:
-        _check_projects(named, encoders[1:2] if denoiser == "unet" else encoders[:2], file)
+        _check_projection(classes, encoders[1:2] if denoiser == "unet" else encoders[:2], file)
     tokenizers = [name.replace("text_encoder", "tokenizer") for name in encoders]
     missing = [name for name in (denoiser, *encoders, *tokenizers, "vae", "scheduler") if not (folder / name).is_dir()]
     if missing:
@@ -97,16 +104,17 @@ def read_pipeline_components(folder: Path) -> PipelineComponents:
         folder,
         index,
         folder / denoiser,
-        str(named[denoiser]),
+        str(classes[denoiser]),
         tuple(folder / name for name in encoders),
-        tuple(str(named[name]) for name in encoders),
+        tuple(str(classes[name]) for name in encoders),
         tuple(folder / name for name in tokenizers),
         folder / "vae",
     )
 
 
 def require_component_weights(folder: Path) -> None:
-    if _weights(folder) or _weights(folder, VARIANT):
+    """Refuse a component's folder without safetensors."""
+    if _weight_files(folder) or _weight_files(folder, VARIANT):
         return
     pickles = sorted(file.name for ending in PICKLES for file in folder.glob(f"*.{ending}"))
     if pickles:
@@ -117,21 +125,21 @@ def require_component_weights(folder: Path) -> None:
     raise UsageError(f"{KEY}: {folder} has no *.safetensors; save or download the pipeline again")
 
 
-def _weights(folder: Path, variant: str = "") -> list[Path]:
+def _weight_files(folder: Path, variant: str = "") -> list[Path]:
     patterns = weight_patterns([folder.name], variant=variant)
     return sorted(file for pattern in patterns for file in folder.parent.glob(pattern))
 
 
-def _entry(index: dict[str, Any], name: str, file: Path) -> str | None:
-    """The class of a part; None where the pipeline has no such part."""
-    said = index.get(name)
-    if said is None or said == [None, None]:
+def _component_class(index: dict[str, Any], name: str, file: Path) -> str | None:
+    """Return the class of a component; None where the pipeline does not have it."""
+    entry = index.get(name)
+    if entry is None or entry == [None, None]:
         return None
-    if not isinstance(said, list) or len(said) != 2:
+    if not isinstance(entry, list) or len(entry) != 2:
         raise UsageError(
-            f"{KEY}: {file} names no library and class for {name} ({said!r}); save or download the pipeline again"
+            f"{KEY}: {file} names no library and class for {name} ({entry!r}); save or download the pipeline again"
         )
-    library, kind = said
+    library, kind = entry
     if library not in LIBRARIES:
         raise UsageError(
             f"{KEY}: {file} takes {name} from {library!r}, code of its own, which is never run; {SUPPORTED}"
@@ -139,14 +147,14 @@ def _entry(index: dict[str, Any], name: str, file: Path) -> str | None:
     return str(kind)
 
 
-def _check_no_code(place: Path) -> None:
+def _check_no_code(folder: Path) -> None:
     for name in CONFIGS:
-        if (place / name).is_file():
-            read_config_without_code(place / name, key=KEY)
+        if (folder / name).is_file():
+            read_config_without_code(folder / name, key=KEY)
 
 
-def _check_projects(named: dict[str, str | None], encoders: list[str], file: Path) -> None:
-    """What says something of a text as a whole needs the class that does."""
+def _check_projection(classes: dict[str, str | None], encoders: list[str], file: Path) -> None:
+    """Refuse text encoders without the projection that a pooled text embedding needs."""
     for name in encoders:
-        if named[name] != CLIPS[1]:
-            raise UsageError(f"{KEY}: {file} has a {named[name]} as {name}, and needs a {CLIPS[1]}; {SUPPORTED}")
+        if classes[name] != CLIPS[1]:
+            raise UsageError(f"{KEY}: {file} has a {classes[name]} as {name}, but needs a {CLIPS[1]}; {SUPPORTED}")

@@ -1,7 +1,7 @@
-"""What a diffusers scheduler says about how a model was trained: its objective and its path between data and noise.
+"""Reads the training objective and noise schedule of a diffusers scheduler_config.json.
 
-How diffusers would sample (which steps, which solver) stands in the same file and is of no concern: our samplers follow the
-path.
+The sampling settings in the same file (timesteps, solver) are ignored: our samplers use the schedule alone. diffusers'
+scheduler classes would compute the same betas, but diffusers is optional and takes 3 s to import.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from bottega.models.folders.json_object import read_json_object
 
 NUM_TRAIN_TIMESTEPS = 1000
 MIN_SIGNAL_TO_NOISE = 0.068
-"""Of data to noise where a sampler of predicted noise begins; our exports end their betas there."""
+"""Ratio of data to noise at which sampling starts with predicted noise; the betas of our exports end there."""
 BETAS = {
     "linear": ("linear", 1e-4, 0.02),
     "scaled_linear": ("scaled_linear", 0.00085, 0.012),
     "squaredcos_cap_v2": ("cosine", None, None),
 }
-"""diffusers' schedules: ours, and the first and last number that it must have."""
+"""diffusers' beta_schedule: our name, and the beta_start and beta_end that are supported."""
 OBJECTIVES = {"epsilon": "noise", "v_prediction": "v"}
 
 Objective = Literal["noise", "v", "flow"]
@@ -31,16 +31,16 @@ Schedule = Literal["cosine", "linear", "scaled_linear"]
 
 
 class NoiseSchedule(NamedTuple):
-    """Each as the path of the same name has it."""
+    """The objective and schedule under our names."""
 
     objective: Objective
     schedule: Schedule
-    """Nothing looks at it where the objective is flow."""
+    """Not used where the objective is flow."""
     shift: float
 
 
 def read_schedule(file: Path) -> NoiseSchedule:
-    """Of a scheduler_config.json; refused where no path of ours is the same."""
+    """Return the schedule of a scheduler_config.json; refuse one that we do not compute exactly."""
     config = read_json_object(file)
     if _is_flow(config):
         return NoiseSchedule("flow", "cosine", _shift(config, file))
@@ -49,14 +49,14 @@ def read_schedule(file: Path) -> NoiseSchedule:
         raise UsageError(f"{file}: prediction_type {kind!r} is not supported; supported: {', '.join(OBJECTIVES)}")
     objective: Any = OBJECTIVES[kind]
     if config.get("rescale_betas_zero_snr"):
-        raise UsageError(f"{file}: rescale_betas_zero_snr is not supported; give a model that was trained without it")
+        raise UsageError(f"{file}: rescale_betas_zero_snr is not supported; use a model that was trained without it")
     if config.get("trained_betas") is not None:
-        return NoiseSchedule(objective, _named_by_betas(config["trained_betas"], kind, file), 1.0)
-    return NoiseSchedule(objective, _named(config, file), 1.0)
+        return NoiseSchedule(objective, _match_betas(config["trained_betas"], kind, file), 1.0)
+    return NoiseSchedule(objective, _match_schedule(config, file), 1.0)
 
 
 def is_flow_scheduler(file: Path) -> bool:
-    """Whether a scheduler_config.json is of a flow."""
+    """Return whether a scheduler_config.json is of a flow-matching scheduler."""
     return _is_flow(read_json_object(file))
 
 
@@ -74,36 +74,37 @@ def _shift(config: Mapping[str, Any], file: Path) -> float:
     return float(config.get("shift", 1.0))
 
 
-def _named(config: Mapping[str, Any], file: Path) -> Schedule:
+def _match_schedule(config: Mapping[str, Any], file: Path) -> Schedule:
     kind, steps = config.get("beta_schedule"), config.get("num_train_timesteps", NUM_TRAIN_TIMESTEPS)
     if kind not in BETAS:
         raise UsageError(f"{file}: beta_schedule {kind!r} is not supported; supported: {', '.join(BETAS)}")
     ours, first, last = BETAS[kind]
-    given = (config.get("beta_start"), config.get("beta_end"), steps)
-    wanted = (first, last, NUM_TRAIN_TIMESTEPS) if first is not None else (*given[:2], NUM_TRAIN_TIMESTEPS)
-    if given != wanted:
+    values = (config.get("beta_start"), config.get("beta_end"), steps)
+    supported = (first, last, NUM_TRAIN_TIMESTEPS) if first is not None else (*values[:2], NUM_TRAIN_TIMESTEPS)
+    if values != supported:
         raise UsageError(
-            f"{file}: {kind} from beta_start {given[0]} to beta_end {given[1]} in {given[2]} steps is not supported; "
-            f"supported: {wanted[0]} to {wanted[1]} in {wanted[2]}"
+            f"{file}: {kind} from beta_start {values[0]} to beta_end {values[1]} in {values[2]} steps is not supported; "
+            f"supported: {supported[0]} to {supported[1]} in {supported[2]}"
         )
     return ours  # type: ignore[return-value]
 
 
-def _named_by_betas(betas: Any, prediction_type: str, file: Path) -> Schedule:
-    """The schedule of betas that were written out, as our exports do where the end of one is never sampled from."""
-    found = np.asarray(betas, np.float64)
+def _match_betas(betas: Any, prediction_type: str, file: Path) -> Schedule:
+    """Return the schedule of explicit betas, which our exports write where the end of a schedule is never sampled."""
+    values = np.asarray(betas, np.float64)
     for name in BETAS:
         whole = _betas(BETAS[name][0])
-        for length in {NUM_TRAIN_TIMESTEPS, _sampled(whole) if prediction_type == "epsilon" else NUM_TRAIN_TIMESTEPS}:
-            if found.shape == (length,) and np.allclose(found, whole[:length], rtol=1e-5, atol=0):
+        sampled = _num_sampled_steps(whole) if prediction_type == "epsilon" else NUM_TRAIN_TIMESTEPS
+        for length in {NUM_TRAIN_TIMESTEPS, sampled}:
+            if values.shape == (length,) and np.allclose(values, whole[:length], rtol=1e-5, atol=0):
                 return BETAS[name][0]  # type: ignore[return-value]
     raise UsageError(
-        f"{file}: trained_betas of {found.size} steps are of no known schedule; supported: {', '.join(BETAS)}"
+        f"{file}: trained_betas of {values.size} steps match no supported schedule; supported: {', '.join(BETAS)}"
     )
 
 
 def _betas(schedule: str) -> np.ndarray:
-    """The formulas of the path's; a test holds them against each other."""
+    """Return the betas of our schedule; a test compares them with those of tasks/generation."""
     if schedule == "linear":
         return np.linspace(1e-4, 0.02, NUM_TRAIN_TIMESTEPS)
     if schedule == "scaled_linear":
@@ -112,7 +113,8 @@ def _betas(schedule: str) -> np.ndarray:
     return np.minimum(1 - bar[1:] / bar[:-1], 0.999)
 
 
-def _sampled(betas: np.ndarray) -> int:
-    """How many steps there are with enough of the data left to begin at."""
-    kept = np.cumprod(1 - betas)
-    return int(np.flatnonzero(np.sqrt(kept) >= MIN_SIGNAL_TO_NOISE * np.sqrt(1 - kept)).max()) + 1
+def _num_sampled_steps(betas: np.ndarray) -> int:
+    """Return the number of steps whose ratio of data to noise is high enough to start sampling at."""
+    alphas_cumprod = np.cumprod(1 - betas)
+    is_sampled = np.sqrt(alphas_cumprod) >= MIN_SIGNAL_TO_NOISE * np.sqrt(1 - alphas_cumprod)
+    return int(np.flatnonzero(is_sampled).max()) + 1

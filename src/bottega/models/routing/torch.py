@@ -182,7 +182,7 @@ class RoutingNet(nn.Module):
     def forward(self, x: Tensor, counted: Tensor | None = None) -> RoutingNetOutput:
         """`counted` [B] is false for what only fills up a batch; it takes no expert's room and counts in no sum."""
         features, spikes = self.model((x - self.mean) * self.scale)
-        answer, routing = self.experts(self.norm(features), counted=counted)
+        answer, routing = self.experts(self.norm(features), token_mask=counted)
         return RoutingNetOutput(self.head(self.out_norm(features + answer)), routing, spikes)
 
     @torch.no_grad()

@@ -72,7 +72,7 @@ class Language(Task):
             out = Loss(terms={"loss": (models["model"](inputs, targets, documents=documents), 1.0)}, metrics=metrics)
         else:
             counted = targets != IGNORE_INDEX
-            total, routed = models["model"](inputs, targets, documents=documents, counted=counted)
+            total, routed = models["model"](inputs, targets, documents=documents, token_mask=counted)
             out = self._with_experts(total, routed, metrics)
             metrics |= self._only_some(routed, counted, training=models["model"].training)
             if not models["model"].training:
