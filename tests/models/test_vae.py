@@ -268,7 +268,7 @@ def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) ->
 def test_names_people_mistype() -> None:
     with pytest.raises(UsageError, match="6 is not a power of two"):
         stage_widths(64, 6)
-    with pytest.raises(UsageError, match="only images have"):
+    with pytest.raises(UsageError, match="only that of images can be exported"):
         small_model(dims=1).diffusers_config()
 
 

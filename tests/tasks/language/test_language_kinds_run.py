@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(text: Path, tmp_path: Path) -
             {"kind": "moe", "balance": "bias", "balance_weight": 0.1},
             "model.balance_weight: 0.1, but balance: bias has no balancing loss; remove the key, or set model.balance",
         ),
-        ({"kind": "moe", "balance": "none", "balance_weight": 0.0}, "model.balance_weight: 0.0, and balance: none has"),
+        ({"kind": "moe", "balance": "none", "balance_weight": 0.0}, "model.balance_weight: 0.0, but balance: none has"),
         (
             {"kind": "moe", "num_experts": 2, "experts_per_token": 3},
             "model.experts_per_token: experts_per_token 3 is more",
