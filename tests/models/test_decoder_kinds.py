@@ -108,7 +108,7 @@ def test_impossible_shapes_name_the_remedy() -> None:
         ({"experts": experts.model_copy(update={"hidden_size": 16})}, "experts.hidden_size 16: the model has 32"),
         ({"mixers": ("attention",)}, "mixers 1: there must be num_layers 4"),
         ({"mixers": ("ssm",) * 4}, "ssm: its dimensions must be given exactly where a layer has"),
-        ({"num_heads": 0}, "num_heads 0: a layer with attention needs at least one"),
+        ({"num_heads": 0}, "num_heads 0: a layer with attention needs at least 1"),
     ):
         with pytest.raises(ValidationError, match=message):
             TransformerShape(**{**dense, **change})
