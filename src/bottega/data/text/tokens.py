@@ -27,9 +27,9 @@ SPLIT_NAMES = {"validation": "validation", "test": "test", "replay": "earlier"}
 class TokenSource(Source):
     """What windows and documents have in common: a table of tokens in a prepared folder."""
 
-    def __init__(self, folder: Path, table: str, *, documents: bool, with_bytes: bool) -> None:
+    def __init__(self, folder: Path, table: str, *, with_document_ids: bool, with_bytes: bool) -> None:
         self.folder, self.table_name = Path(folder), table
-        self.with_document_ids, self.with_bytes = documents, with_bytes
+        self.with_document_ids, self.with_bytes = with_document_ids, with_bytes
         self.table = Table(self.folder / table)
 
     @property
