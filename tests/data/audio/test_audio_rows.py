@@ -80,16 +80,16 @@ def test_a_sound_is_found_in_every_usual_form(tmp_path: Path) -> None:
 def test_what_holds_no_sound_says_why() -> None:
     sound = tone(0.1)
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"text": "hello"}, {}, "no sound among its fields"),
-        ({"audio": "a.wav"}, {}, "no sound among its fields"),
-        ({"audio": b"abc"}, {"field": "wav"}, "no field 'wav'; the record has audio"),
+        ({"text": "hello"}, {}, "no field contains audio"),
+        ({"audio": "a.wav"}, {}, "no field contains audio"),
+        ({"audio": b"abc"}, {"field": "wav"}, "has no field 'wav'; it has audio"),
         ({"audio": {"bytes": None, "path": "/etc/passwd"}}, {}, "neither bytes nor array"),
-        ({"audio": sound}, {}, "need their rate"),
-        ({"audio": sound, "sample_rate": 3}, {}, "need their rate"),
-        ({"audio": sound, "sample_rate": "fast"}, {}, "need their rate"),
-        ({"audio": np.array(["a"]), "sample_rate": RATE}, {}, "is no sound"),
-        ({"audio": [[0.1], [0.1, 0.2]], "sample_rate": RATE}, {}, "no array"),
-        ({"audio": np.zeros((2, 2, 2)), "sample_rate": RATE}, {}, "is no sound"),
+        ({"audio": sound}, {}, "needs its sample rate"),
+        ({"audio": sound, "sample_rate": 3}, {}, "needs its sample rate"),
+        ({"audio": sound, "sample_rate": "fast"}, {}, "needs its sample rate"),
+        ({"audio": np.array(["a"]), "sample_rate": RATE}, {}, "is not audio"),
+        ({"audio": [[0.1], [0.1, 0.2]], "sample_rate": RATE}, {}, "not an array"),
+        ({"audio": np.zeros((2, 2, 2)), "sample_rate": RATE}, {}, "is not audio"),
         ({"audio": np.array([0, np.inf]), "sample_rate": RATE}, {}, "sample 1 is not finite"),
         ({"audio": np.zeros(1), "sample_rate": 48000}, {"sample_rate": 8000}, "0 samples at 8000"),
         ({"audio": sound, "sample_rate": 1000}, {"sample_rate": 48000, "limit_samples": 10_000}, "38,400 samples"),
@@ -209,13 +209,13 @@ def test_a_fingerprint_changes_with_what_is_seen_and_with_nothing_else(tmp_path:
 def test_a_sample_is_described_for_people(tmp_path: Path) -> None:
     data = table(tmp_path, [tone(1.0)], ["a4"])
     text = AudioRows(data, sample_rate=RATE, seconds=0.5, labels=np.array([0])).describe(0, 0)
-    assert text == "sound 0 of 1: 0.wav, 1.00 s at 8000 Hz, heard from 0.25 to 0.75 s\nclass 0: a4\nwords 0"
+    assert text == "clip 0 of 1: 0.wav, 1.00 s at 8000 Hz, used from 0.25 to 0.75 s\nclass 0: a4\nwords 0"
 
 
 def test_wrong_data_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no sounds"):
+    with pytest.raises(DataError, match="the table has no rows"):
         AudioRows(table(tmp_path / "none", []), sample_rate=RATE)
-    with pytest.raises(DataError, match="1 sounds and 2 labels"):
+    with pytest.raises(DataError, match="1 rows and 2 labels"):
         AudioRows(table(tmp_path / "one", [tone(0.1)]), sample_rate=RATE, labels=np.array([0, 1]))
 
 

@@ -154,7 +154,7 @@ def test_a_processor_is_saved_whole_and_a_damaged_one_is_named(tmp_path: Path, p
     processor.save(tmp_path / "processor")
     assert MelProcessor.load(tmp_path / "processor") == processor
     (tmp_path / "processor" / "mel.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"mel\.json holds no mel codec"):
+    with pytest.raises(CheckpointError, match=r"mel\.json is not a valid mel processor"):
         MelProcessor.load(tmp_path / "processor")
     with pytest.raises(CheckpointError, match="cannot be read"):
         MelProcessor.load(tmp_path)

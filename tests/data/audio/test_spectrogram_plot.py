@@ -15,7 +15,7 @@ from bottega.data.audio.spectrogram_plot import (
     SCALE,
     TOP,
     WIDTH,
-    _colours,
+    _map_colours,
     choose_ticks,
     compute_decibels,
     plot_spectrogram,
@@ -71,8 +71,8 @@ def test_a_click_in_a_long_sound_is_seen() -> None:
     assert (level[:, :45] == -RANGE_DECIBELS).all()
 
 
-def test_colours_grow_lighter_all_the_way() -> None:
-    ramp = _colours(np.linspace(-RANGE_DECIBELS, 0, 256)[None])[0].astype(np.float64)
+def test_map_colours_grow_lighter_all_the_way() -> None:
+    ramp = _map_colours(np.linspace(-RANGE_DECIBELS, 0, 256)[None])[0].astype(np.float64)
     lightness = ramp @ [0.2126, 0.7152, 0.0722]
     assert (np.diff(lightness) >= 0).all()
     assert lightness[-1] - lightness[0] > 200

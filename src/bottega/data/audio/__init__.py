@@ -1,1 +1,1 @@
-"""Sound: from files to batches and back to files that can be heard and seen."""
+"""Audio: decoding, preprocessing, augmentation, spectrograms and output files."""

@@ -1,6 +1,7 @@
-"""Changed copies of a sound, each a function of (seed, epoch, index) and the name of the change alone.
+"""Waveform augmentation: noise, gain, and masks in time and frequency.
 
-Every change draws from its own generator, so that one more of them does not alter what the others do.
+Each augmentation is a function of (seed, epoch, index). It draws from a random generator of its own, so that adding one
+does not change the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ RandomKey = tuple[int, int, int]
 
 
 def augment_audio(audio: np.ndarray, options: AudioAugmentation, *, rate: int, random_key: RandomKey) -> np.ndarray:
-    """All changes of a recipe to one sound [samples]; the sound itself is left as it is."""
+    """Apply all augmentations of a recipe to a waveform `(samples,)`; the input is not modified."""
     if not options.enabled or not len(audio):
         return audio
     if options.noise:
@@ -32,19 +33,19 @@ def augment_audio(audio: np.ndarray, options: AudioAugmentation, *, rate: int, r
 
 
 def add_noise(audio: np.ndarray, relative_std: float, *, random_key: RandomKey) -> np.ndarray:
-    """White noise whose standard deviation is `share` of the sound's own."""
+    """Add white noise whose standard deviation is `relative_std` times that of the waveform."""
     noise = numpy_generator("audio noise", *random_key).standard_normal(len(audio), dtype=np.float32)
     return audio + noise * np.float32(relative_std * audio.std(dtype=np.float64))
 
 
 def change_gain(audio: np.ndarray, decibels: float, *, random_key: RandomKey) -> np.ndarray:
-    """Louder or quieter by up to so many decibels, all changes equally likely."""
+    """Change the gain by a number of decibels drawn uniformly from `-decibels` to `decibels`."""
     change = numpy_generator("audio gain", *random_key).uniform(-decibels, decibels)
     return audio * np.float32(10 ** (change / 20))
 
 
 def mask_time(audio: np.ndarray, max_fraction: float, *, random_key: RandomKey) -> np.ndarray:
-    """One stretch of up to `share` of the sound is silenced, anywhere; half of `share` on average."""
+    """Silence one random span of up to `max_fraction` of the waveform; half of that on average."""
     start, width = _span(numpy_generator("audio time mask", *random_key), len(audio), max_fraction)
     audio = audio.copy()
     audio[start : start + width] = 0
@@ -52,7 +53,7 @@ def mask_time(audio: np.ndarray, max_fraction: float, *, random_key: RandomKey) 
 
 
 def mask_frequency_band(audio: np.ndarray, max_fraction: float, *, rate: int, random_key: RandomKey) -> np.ndarray:
-    """One band of up to `share` of the mel scale is removed from the whole sound."""
+    """Remove one random frequency band of up to `max_fraction` of the mel scale."""
     random = numpy_generator("audio frequency mask", *random_key)
     top = float(hertz_to_mel(np.array(rate / 2)))
     width = top * max_fraction * random.random()
@@ -67,7 +68,10 @@ def mask_frequency_band(audio: np.ndarray, max_fraction: float, *, rate: int, ra
 def mask_spectrogram(
     frames: np.ndarray, *, time: float, frequency: float, random_key: RandomKey, value: float | None = None
 ) -> np.ndarray:
-    """SpecAugment (Park et al., 2019) on [T, M]: one stretch of time and one of bands set to `value`, or the mean."""
+    """Apply SpecAugment (Park et al., 2019) to `(frames, bands)`: mask one span of time and one of frequency.
+
+    Masked values become `value`, or the mean of the spectrogram if it is None.
+    """
     frames = frames.copy()
     fill = frames.mean() if value is None else value
     start, width = _span(numpy_generator("spectrogram time mask", *random_key), frames.shape[0], time)
@@ -78,15 +82,16 @@ def mask_spectrogram(
 
 
 def choose_crop_start(length: int, num_samples: int, *, crop: CropPosition, random_key: RandomKey) -> int:
-    """Where the part of a sound begins that is heard; 0 where it is not longer than wanted."""
-    over = length - num_samples
-    if over <= 0 or crop == "start":
+    """Return the first sample of a crop of `num_samples` from a waveform of `length`; 0 if it is not longer."""
+    excess = length - num_samples
+    if excess <= 0 or crop == "start":
         return 0
     if crop == "centre":
-        return over // 2
-    return int(numpy_generator("audio crop", *random_key).integers(0, over, endpoint=True))
+        return excess // 2
+    return int(numpy_generator("audio crop", *random_key).integers(0, excess, endpoint=True))
 
 
-def _span(random: np.random.Generator, length: int, share: float) -> tuple[int, int]:
-    width = int(random.integers(0, int(share * length), endpoint=True))
+def _span(random: np.random.Generator, length: int, max_fraction: float) -> tuple[int, int]:
+    """Return start and width of a random span."""
+    width = int(random.integers(0, int(max_fraction * length), endpoint=True))
     return int(random.integers(0, length - width, endpoint=True)), width

@@ -1,6 +1,6 @@
-"""Whether all of a sound file is there, told from its container, because decoders play what is left without a word.
+"""Detect truncated audio files by the lengths that their containers state, because decoders accept them silently.
 
-libsndfile takes what is left of a cut wav, aiff or au for all of it, and takes the last page of a cut ogg for its end.
+libsndfile reads a truncated wav, aiff or au as if it were complete, and takes the last page of a truncated ogg for its end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bottega.data.records.record import Unreadable
 
 Container = Literal["wav", "aiff", "caf", "w64", "au", "flac", "ogg", "mp3", "matroska", "mp4", "other"]
 
-# The first four bytes, and a word at a place that tells kinds apart.
+# The first four bytes, and a word at an offset that tells the formats apart.
 MAGIC: dict[Container, tuple[tuple[bytes, ...], int, bytes]] = {
     "wav": ((b"RIFF", b"RIFX", b"RF64"), 8, b"WAVE"),
     "aiff": ((b"FORM",), 8, b"AIF"),
@@ -27,13 +27,13 @@ MAGIC: dict[Container, tuple[tuple[bytes, ...], int, bytes]] = {
 
 
 class ChunkLayout(NamedTuple):
-    """How a container of chunks is laid out: each is a name, a length, and content."""
+    """How a container is divided into chunks, each of a name, a length and content."""
 
     start: int
     header_format: str
     audio_chunk: bytes
     align: int
-    """Chunks begin at multiples of this."""
+    """Chunks start at multiples of this."""
     length_includes_header: bool = False
 
 
@@ -45,7 +45,7 @@ CHUNK_LAYOUTS: dict[Container, ChunkLayout] = {
         40, "<16sq", b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a", 8, length_includes_header=True
     ),
 }
-# What a program that writes to a pipe puts for a length it does not know yet: ffmpeg, sox, and CAF by its standard.
+# Placeholder lengths of programs that write to a pipe: ffmpeg, sox, and the CAF standard.
 UNKNOWN_LENGTH = frozenset((0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, -1))
 KILOBITS = (
     (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
@@ -55,7 +55,7 @@ RATES = (44100, 48000, 32000)
 
 
 def detect_container(file: BinaryIO) -> Container:
-    """By the first bytes; suffixes lie."""
+    """Return the container format by the first bytes of the file; file name suffixes are not reliable."""
     file.seek(0)
     head = file.read(16)
     file.seek(0)
@@ -68,7 +68,7 @@ def detect_container(file: BinaryIO) -> Container:
 
 
 def check_complete(file: BinaryIO, kind: Container) -> None:
-    """Raises Unreadable where the container says that something is missing. FLAC frames carry their own checksums."""
+    """Raise `Unreadable` if the file is shorter than its container states. FLAC is left to its own checksums."""
     size = file.seek(0, io.SEEK_END)
     if kind in CHUNK_LAYOUTS:
         _check_chunks(file, size, CHUNK_LAYOUTS[kind])
@@ -86,7 +86,7 @@ def check_complete(file: BinaryIO, kind: Container) -> None:
 
 
 def mp3_states_length(file: BinaryIO) -> bool:
-    """Whether an mp3 says how long it is. Where it does not, the number of samples a decoder names is a guess."""
+    """Return whether an mp3 states its length; if not, the number of samples that a decoder reports is an estimate."""
     return _xing(file, _after_tag(file)) is not None
 
 
@@ -94,32 +94,32 @@ def _check_chunks(file: BinaryIO, size: int, layout: ChunkLayout) -> None:
     file.seek(0)
     magic = file.read(4)
     head = struct.Struct(layout.header_format.replace("<", ">") if magic == b"RIFX" else layout.header_format)
-    at, found, long_length = layout.start, False, None
+    at, has_audio, long_length = layout.start, False, None
     while at + head.size <= size:
         file.seek(at)
         name, length = head.unpack(file.read(head.size))
         length -= head.size if layout.length_includes_header else 0
-        if found and (not name[:4].isascii() or not name[:4].decode().isprintable() or at + length > size):
+        if has_audio and (not name[:4].isascii() or not name[:4].decode().isprintable() or at + length > size):
             break
         if name == b"ds64":
-            # The lengths of a wav over 4 GiB: the whole, then the sound, 8 bytes each.
+            # The lengths of a wav over 4 GiB: the whole file, then the audio data, 8 bytes each.
             lengths = file.read(16)
             long_length = struct.unpack("<QQ", lengths)[1] if len(lengths) == 16 else None
         if name == layout.audio_chunk:
-            found = True
+            has_audio = True
             if magic == b"RF64" and long_length is not None:
                 length = long_length
             elif length in UNKNOWN_LENGTH and not 0 <= length <= size:
                 return
         if length < 0 or at + head.size + length > size:
             raise Unreadable(
-                f"cut off: the header promises {length:,} bytes of {name[:4].decode('ascii', 'replace')!r}, "
+                f"cut off: the header states {length:,} bytes of {name[:4].decode('ascii', 'replace')!r}, "
                 f"the file has {size - at - head.size:,}"
             )
         at += head.size + length
         at += -at % layout.align
-    if not found:
-        raise Unreadable(f"no sound in it: there is no {layout.audio_chunk[:4].decode()!r} chunk")
+    if not has_audio:
+        raise Unreadable(f"contains no audio: there is no {layout.audio_chunk[:4].decode()!r} chunk")
     _check_rest(file, at, size)
 
 
@@ -127,24 +127,24 @@ def _check_au(file: BinaryIO, size: int) -> None:
     file.seek(4)
     start, length = struct.unpack(">II", file.read(8))
     if length != 0xFFFFFFFF and start + length > size:
-        raise Unreadable(f"cut off: the header promises {length:,} bytes, the file has {size - start:,}")
+        raise Unreadable(f"cut off: the header states {length:,} bytes, the file has {size - start:,}")
 
 
 def _check_rest(file: BinaryIO, at: int, size: int) -> None:
-    """Zeros and small tags are often appended; anything else is sound that the header keeps quiet about."""
+    """Raise `Unreadable` for data after the end that the header states, except zeros and small tags."""
     file.seek(at)
     if size - at > 128 and file.read(4096).strip(b"\0"):
-        raise Unreadable(f"the header ends at byte {at:,} and the file goes on to {size:,}; write its header again")
+        raise Unreadable(f"the header states an end at byte {at:,}, and the file has {size:,} bytes; rewrite the file")
 
 
 def _check_pages(file: BinaryIO, size: int) -> None:
-    """Ogg: the last page must be whole and, as the standard asks, marked as the last."""
+    """Ogg: the last page must be complete and carry the end-of-stream flag, as the standard requires."""
     at, flags = 0, 0
     while at + 27 <= size:
         file.seek(at)
         head = file.read(27)
         if head[:4] != b"OggS":
-            # Something appended, such as a tag, after the end of the stream; holes within are the decoder's to find.
+            # Data appended after the stream, such as a tag. Gaps within the stream are found by the decoder.
             break
         lacing = file.read(head[26])
         length = 27 + len(lacing) + sum(lacing)
@@ -156,19 +156,19 @@ def _check_pages(file: BinaryIO, size: int) -> None:
 
 
 def _check_segment(file: BinaryIO, size: int) -> None:
-    """Matroska and WebM: one element follows the header and is the whole file."""
+    """Matroska and WebM: one element follows the header and contains the rest of the file."""
     _, length, at = _element(file, 0)
     _, length, at = _element(file, at + length)
     if length >= 0 and at + length > size:
-        raise Unreadable(f"cut off: the header promises {length:,} bytes, the file has {size - at:,}")
+        raise Unreadable(f"cut off: the header states {length:,} bytes, the file has {size - at:,}")
 
 
 def _element(file: BinaryIO, at: int) -> tuple[int, int, int]:
-    """EBML: a name, a length (-1 where the writer did not know it), and where the content begins."""
+    """Return the id, length (-1 if unknown) and content offset of the EBML element at byte `at`."""
     file.seek(at)
     raw = file.read(12)
     if len(raw) < 12 or not raw[0] & 0xF0:
-        raise Unreadable(f"cut off or damaged: there is no element at byte {at:,}")
+        raise Unreadable(f"cut off or damaged: no EBML element at byte {at:,}")
     width = 9 - raw[0].bit_length()
     bits = raw[width].bit_length()
     if not bits:
@@ -180,7 +180,7 @@ def _element(file: BinaryIO, at: int) -> tuple[int, int, int]:
 
 
 def _check_boxes(file: BinaryIO, size: int) -> None:
-    """MP4, M4A and QuickTime: a length, a name and content, end to end; 1 is a longer length, 0 is to the end."""
+    """MP4, M4A, QuickTime: boxes of length, name, content; length 1 means a 64-bit length follows, 0 to the end."""
     at = 0
     while at + 16 <= size:
         file.seek(at)
@@ -189,18 +189,18 @@ def _check_boxes(file: BinaryIO, size: int) -> None:
         if length < 8:
             return
         if at + length > size:
-            shown = name.decode("ascii", "replace")
-            raise Unreadable(f"cut off: {shown!r} at byte {at:,} is {length:,} bytes long, the file ends at {size:,}")
+            box = name.decode("ascii", "replace")
+            raise Unreadable(f"cut off: {box!r} at byte {at:,} is {length:,} bytes long, the file ends at {size:,}")
         at += length
 
 
 def _check_frames(file: BinaryIO, size: int) -> None:
-    """Mp3: by the byte count of the Xing header where there is one, else by walking along the frames."""
+    """Mp3: compare with the byte count of the Xing header if there is one, else walk through the frames."""
     at = _after_tag(file)
-    promised = _xing(file, at)
-    if promised is not None:
-        if at + promised > size:
-            raise Unreadable(f"cut off: the header promises {promised:,} bytes, the file has {size - at:,}")
+    stated = _xing(file, at)
+    if stated is not None:
+        if at + stated > size:
+            raise Unreadable(f"cut off: the header states {stated:,} bytes, the file has {size - at:,}")
         return
     while at + 4 <= size:
         file.seek(at)
@@ -213,7 +213,7 @@ def _check_frames(file: BinaryIO, size: int) -> None:
 
 
 def _after_tag(file: BinaryIO) -> int:
-    """Where the first frame is: behind the ID3v2 tag, whose length has 7 bits a byte."""
+    """Return the offset of the first frame, after the ID3v2 tag, whose length is stored in 7 bits per byte."""
     file.seek(0)
     head = file.read(10)
     if head[:3] != b"ID3" or len(head) < 10:
@@ -223,25 +223,25 @@ def _after_tag(file: BinaryIO) -> int:
 
 
 def _xing(file: BinaryIO, at: int) -> int | None:
-    """The bytes of all frames, which LAME and others write into a first frame that has no sound."""
+    """Return the byte count of all frames that LAME and others store in a first, silent frame; None without one."""
     file.seek(at)
     frame = file.read(64)
-    # Behind the side information, whose size depends on version and channels.
+    # After the side information, whose size depends on version and channels.
     for offset in (13, 21, 36):
         if frame[offset : offset + 4] in (b"Xing", b"Info") and len(frame) >= offset + 16:
             flags, _, count = struct.unpack(">III", frame[offset + 4 : offset + 16])
-            # Bit 0: the number of frames is there; bit 1: that of bytes, which then comes second.
+            # Bit 0: the number of frames is present; bit 1: the number of bytes, which comes second.
             return count if flags & 3 == 3 else None
     return None
 
 
 def _mpeg_frame(head: bytes) -> int:
-    """The bytes of a frame of layer III with this header; 0 where it is none, or of a free bit rate."""
+    """Return the bytes of a layer III frame with this header; 0 for another header or a free bit rate."""
     if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
         return 0
     version, bits, rate = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3
     if version == 1 or bits in (0, 15) or rate == 3:
         return 0
-    first = version == 3
-    hertz = RATES[rate] // (1 if first else 2 if version == 2 else 4)
-    return (144 if first else 72) * KILOBITS[first][bits - 1] * 1000 // hertz + (head[2] >> 1 & 1)
+    is_version_1 = version == 3
+    hertz = RATES[rate] // (1 if is_version_1 else 2 if version == 2 else 4)
+    return (144 if is_version_1 else 72) * KILOBITS[is_version_1][bits - 1] * 1000 // hertz + (head[2] >> 1 & 1)

@@ -1,4 +1,4 @@
-"""From the bytes of a sound file to samples, whole or not at all, and from samples to a file."""
+"""Decode audio files to samples, and encode samples as wav or flac; a damaged file is an error, never half read."""
 
 from __future__ import annotations
 
@@ -13,46 +13,48 @@ from typing import Any, BinaryIO, NamedTuple, final
 import numpy as np
 
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.audio import container as complete
+from bottega.data.audio import container as containers
 from bottega.data.records.record import Unreadable
 
 LIMIT_SAMPLES = 1 << 28
-"""Of all channels together: 1 GiB in memory, 93 minutes of one channel at 48 kHz."""
+"""Over all channels: 1 GiB in memory, 93 minutes of one channel at 48 kHz."""
 VALID_SAMPLE_RATES = range(1000, 768_001)
-"""Outside lies no sound; and one second at 1 Hz would be resampled to 48,000 times its size."""
+"""Other rates are damage: one second at 1 Hz would be resampled to 48,000 times its size."""
 BLOCK = 1 << 20
-# What libsndfile says of a FLAC that was written to a pipe, and then cannot read.
+# libsndfile reports this for a FLAC that was written to a pipe, and then cannot read it.
 UNKNOWN_FRAMES = 1 << 62
-# PyAV would also follow play lists to other files and addresses; these demuxers read what they are given.
+# Other demuxers of PyAV follow playlists to further files and URLs; these read only the file itself.
 DEMUXERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,aac,flac,ogg,wav,aiff,caf,avi"
 
 
 class AudioHeader(NamedTuple):
+    """Sample rate, channels and length of an audio file, without decoding it."""
+
     sample_rate: int
     channels: int
     frames: int | None
-    """As the header claims; None where it does not say."""
+    """As stated by the header; None if it states no length."""
 
 
 def decode_audio(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> tuple[np.ndarray, int]:
-    """Samples, float32 [samples, channels], and how many of them are a second.
+    """Return the samples, float32 `(samples, channels)`, and the sample rate in hertz.
 
-    Unreadable where anything is damaged, missing, not finite or above the limit, which is looked at before decoding.
-    wav, aiff, au, caf, w64, flac, ogg and mp3 by libsndfile; m4a, aac, webm and the first sound of a video by PyAV.
+    Raise `Unreadable` if anything is damaged, missing, not finite or above the limit, which is checked before decoding.
+    libsndfile reads wav, aiff, au, caf, w64, flac, ogg and mp3; PyAV reads m4a, aac, webm and the audio track of a video.
     """
-    with _opened(data) as file:
-        kind = complete.detect_container(file)
-        complete.check_complete(file, kind)
-        exact = kind != "mp3" or complete.mp3_states_length(file)
-        with _quiet(kind):
-            opened = _soundfile(file, kind)
-            if opened is None:
-                samples, rate = _by_av(file, limit_samples)
+    with _open_file(data) as file:
+        kind = containers.detect_container(file)
+        containers.check_complete(file, kind)
+        has_exact_length = kind != "mp3" or containers.mp3_states_length(file)
+        with _silence_stderr(kind):
+            sound_file = _open_with_soundfile(file, kind)
+            if sound_file is None:
+                samples, rate = _decode_with_av(file, limit_samples)
             else:
-                with opened:
-                    samples, rate = _by_soundfile(opened, limit_samples, exact=exact)
+                with sound_file:
+                    samples, rate = _decode_with_soundfile(sound_file, limit_samples, has_exact_length=has_exact_length)
     if not len(samples):
-        raise Unreadable("a sound of no samples")
+        raise Unreadable("contains no samples")
     if not np.isfinite(samples).all():
         at = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
         raise Unreadable(f"sample {at:,} is not finite")
@@ -60,29 +62,29 @@ def decode_audio(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> t
 
 
 def read_audio_header(data: bytes | Path) -> AudioHeader:
-    """What a file says of itself, without decoding it."""
-    with _opened(data) as file:
-        kind = complete.detect_container(file)
-        with _quiet(kind):
-            opened = _soundfile(file, kind)
-        if opened is not None:
-            with opened:
-                return AudioHeader(opened.samplerate, opened.channels, opened.frames)
-        with _av_opened(file) as (container, stream):
-            seconds = _seconds(container, stream)
+    """Return what the header of a file states, without decoding it."""
+    with _open_file(data) as file:
+        kind = containers.detect_container(file)
+        with _silence_stderr(kind):
+            sound_file = _open_with_soundfile(file, kind)
+        if sound_file is not None:
+            with sound_file:
+                return AudioHeader(sound_file.samplerate, sound_file.channels, sound_file.frames)
+        with _open_with_av(file) as (container, stream):
+            seconds = _stated_seconds(container, stream)
             frames = None if seconds is None else round(seconds * stream.rate)
             return AudioHeader(stream.rate, stream.channels, frames)
 
 
 def to_mono(samples: np.ndarray) -> np.ndarray:
-    """[samples, channels] to [samples]: the mean of the channels."""
+    """Average the channels: `(samples, channels)` to `(samples,)`."""
     return samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1, dtype=np.float32)
 
 
 def encode_wav(samples: np.ndarray, rate: int) -> bytes:
-    """[samples] or [samples, channels] from -1 to 1 as 16 bit; what lies outside is cut off."""
+    """Encode `(samples,)` or `(samples, channels)` from -1 to 1 as 16-bit wav; values outside are clipped."""
     file = io.BytesIO()
-    pcm = _pcm(samples)
+    pcm = _to_pcm16(samples)
     with wave.open(file, "wb") as out:
         out.setnchannels(1 if pcm.ndim == 1 else pcm.shape[1])
         out.setsampwidth(2)
@@ -92,32 +94,32 @@ def encode_wav(samples: np.ndarray, rate: int) -> bytes:
 
 
 def encode_flac(samples: np.ndarray, rate: int) -> bytes:
-    """The same samples as `encode_wav`, in about half the bytes."""
+    """Encode the same 16-bit samples as `encode_wav` as flac, in about half the bytes."""
     file = io.BytesIO()
-    _library().write(file, _pcm(samples), rate, format="FLAC", subtype="PCM_16")
+    _import_soundfile().write(file, _to_pcm16(samples), rate, format="FLAC", subtype="PCM_16")
     return file.getvalue()
 
 
-def _pcm(samples: np.ndarray) -> np.ndarray:
-    # By 32,768, as decoders divide by it: 16-bit sound comes back as it was.
+def _to_pcm16(samples: np.ndarray) -> np.ndarray:
+    # Decoders divide by 32,768, so that 16-bit audio survives a round trip exactly.
     return np.clip(np.rint(samples * np.float32(32768)), -32768, 32767).astype(np.int16)
 
 
-def _library() -> Any:
+def _import_soundfile() -> Any:
     try:
         import soundfile
     except (ImportError, OSError) as error:
-        raise EnvironmentProblem(f"sound needs soundfile: pip install 'bottega[audio]' ({error})") from error
+        raise EnvironmentProblem(f"audio needs soundfile: pip install 'bottega[audio]' ({error})") from error
     return soundfile
 
 
 @contextmanager
-def _opened(data: bytes | Path) -> Iterator[BinaryIO]:
+def _open_file(data: bytes | Path) -> Iterator[BinaryIO]:
     try:
         file: BinaryIO = io.BytesIO(data) if isinstance(data, bytes) else data.open("rb")
         with file:
             if not file.read(1):
-                raise Unreadable("an empty file")
+                raise Unreadable("the file is empty")
             file.seek(0)
             yield file
     except OSError as error:
@@ -125,30 +127,30 @@ def _opened(data: bytes | Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _quiet(kind: complete.Container) -> Iterator[None]:
-    """libmpg123 writes what it thinks of a file to standard error, past Python, where our one line is expected."""
+def _silence_stderr(kind: containers.Container) -> Iterator[None]:
+    """Silence libmpg123, which writes warnings to standard error directly, not through Python."""
     if kind != "mp3":
         yield
         return
     try:
-        kept = os.dup(2)
-    except OSError:  # closed: then nothing can be written
+        stderr = os.dup(2)
+    except OSError:  # standard error is closed, so nothing can be written to it
         yield
         return
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 @final
-class _Steady:
-    """A file for libsndfile, which a damaged header sends to places before the beginning: it then stays where it is.
+class _SafeSeekFile:
+    """A file object for libsndfile that ignores seeks to invalid positions, which damaged headers cause.
 
-    An error raised here would be printed with its traceback and not reach us.
+    An error raised in the callback would be printed with its traceback and not reach the caller.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -162,55 +164,55 @@ class _Steady:
             return self._file.tell()
 
 
-def _soundfile(file: BinaryIO, kind: complete.Container) -> Any:
-    """The file opened by libsndfile, or None where PyAV is to try."""
+def _open_with_soundfile(file: BinaryIO, kind: containers.Container) -> Any:
+    """Open the file with libsndfile; return None if PyAV should try."""
     if kind in ("mp4", "matroska", "other"):
         return None
-    soundfile = _library()
+    soundfile = _import_soundfile()
     file.seek(0)
     try:
-        opened = soundfile.SoundFile(_Steady(file))
+        sound_file = soundfile.SoundFile(_SafeSeekFile(file))
     except soundfile.LibsndfileError as error:
         if kind in ("wav", "aiff", "caf", "ogg"):
-            # A container for any codec, and this one is not of libsndfile.
+            # The container may hold any codec; libsndfile does not have this one.
             file.seek(0)
             return None
-        raise Unreadable(f"not a {kind} that can be read: {_reason(error)}") from error
-    if opened.frames < UNKNOWN_FRAMES:
-        return opened
-    opened.close()
+        raise Unreadable(f"cannot be read as {kind}: {_reason(error)}") from error
+    if sound_file.frames < UNKNOWN_FRAMES:
+        return sound_file
+    sound_file.close()
     file.seek(0)
     return None
 
 
-def _by_soundfile(opened: Any, limit: int, *, exact: bool) -> tuple[np.ndarray, int]:
-    soundfile = _library()
-    claimed = opened.frames
-    _check_limits(opened.samplerate, opened.channels, claimed, limit)
+def _decode_with_soundfile(sound_file: Any, limit: int, *, has_exact_length: bool) -> tuple[np.ndarray, int]:
+    soundfile = _import_soundfile()
+    stated = sound_file.frames
+    _check_limits(sound_file.samplerate, sound_file.channels, stated, limit)
     blocks, total = [], 0
     try:
-        # In blocks, because a header that lies within the limit must not allocate what the file does not have.
-        while len(block := opened.read(BLOCK, dtype="float32", always_2d=True)):
+        # In blocks: a wrong length in the header must not allocate memory for samples that do not exist.
+        while len(block := sound_file.read(BLOCK, dtype="float32", always_2d=True)):
             blocks.append(block)
             total += len(block)
-            _check_limits(opened.samplerate, opened.channels, total, limit)
+            _check_limits(sound_file.samplerate, sound_file.channels, total, limit)
     except soundfile.LibsndfileError as error:
         raise Unreadable(f"damaged or cut off after {total:,} samples: {_reason(error)}") from error
-    if exact and total < claimed:
-        raise Unreadable(f"cut off: the header promises {claimed:,} samples, {total:,} could be decoded")
-    return _joined(blocks, opened.channels), opened.samplerate
+    if has_exact_length and total < stated:
+        raise Unreadable(f"cut off: the header states {stated:,} samples, {total:,} could be decoded")
+    return _concatenate(blocks, sound_file.channels), sound_file.samplerate
 
 
 def _check_limits(rate: int, channels: int, frames: int, limit: int) -> None:
     if rate not in VALID_SAMPLE_RATES:
         raise Unreadable(
-            f"a sample rate of {rate:,} Hz; it must lie between {VALID_SAMPLE_RATES.start:,} and {VALID_SAMPLE_RATES.stop - 1:,}"
+            f"the sample rate is {rate:,} Hz; it must be between {VALID_SAMPLE_RATES.start:,} and {VALID_SAMPLE_RATES.stop - 1:,}"
         )
     if frames * channels > limit:
-        raise Unreadable(f"too long: {frames:,} samples of {channels} channels, and the limit is {limit:,} in all")
+        raise Unreadable(f"too long: {frames:,} samples in {channels} channels; the limit is {limit:,} in total")
 
 
-def _joined(blocks: list[np.ndarray], channels: int) -> np.ndarray:
+def _concatenate(blocks: list[np.ndarray], channels: int) -> np.ndarray:
     if len(blocks) == 1:
         return blocks[0]
     return np.concatenate(blocks) if blocks else np.empty((0, channels), np.float32)
@@ -220,7 +222,7 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "error_string", error)).removeprefix("Error :").strip().rstrip(".")
 
 
-def _pyav() -> Any:
+def _import_av() -> Any:
     try:
         import av
     except ImportError as error:
@@ -229,23 +231,23 @@ def _pyav() -> Any:
 
 
 @contextmanager
-def _av_opened(file: BinaryIO) -> Iterator[tuple[Any, Any]]:
-    """The container and its first sound track."""
-    av = _pyav()
+def _open_with_av(file: BinaryIO) -> Iterator[tuple[Any, Any]]:
+    """Open a file with PyAV and yield the container and its first audio stream."""
+    av = _import_av()
     try:
         with av.open(file, options={"format_whitelist": DEMUXERS}, metadata_errors="replace") as container:
             if not container.streams.audio:
-                raise Unreadable("there is no sound in it")
+                raise Unreadable("contains no audio")
             if container.streams.audio[0].codec_context is None:
-                raise Unreadable("of a codec that is not known, or its header is damaged")
+                raise Unreadable("the audio codec is unknown, or the header is damaged")
             yield container, container.streams.audio[0]
     except (av.FFmpegError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise Unreadable(f"damaged, cut off or no sound file: {reason}") from error
+        raise Unreadable(f"damaged, cut off or not an audio file: {reason}") from error
 
 
-def _seconds(container: Any, stream: Any) -> float | None:
-    """As the container claims. Bare AAC has no header, so that what is named there is an estimate."""
+def _stated_seconds(container: Any, stream: Any) -> float | None:
+    """Return the duration that the container states; None for raw AAC, whose duration is an estimate."""
     if container.format.name == "aac":
         return None
     if stream.duration is not None:
@@ -253,11 +255,11 @@ def _seconds(container: Any, stream: Any) -> float | None:
     return None if container.duration is None else container.duration / 1e6
 
 
-def _by_av(file: BinaryIO, limit: int) -> tuple[np.ndarray, int]:
-    with _av_opened(file) as (container, stream):
-        seconds = _seconds(container, stream)
+def _decode_with_av(file: BinaryIO, limit: int) -> tuple[np.ndarray, int]:
+    with _open_with_av(file) as (container, stream):
+        seconds = _stated_seconds(container, stream)
         _check_limits(stream.rate, stream.channels, round((seconds or 0) * stream.rate), limit)
-        planar = _pyav().AudioResampler(format="fltp")
+        planar = _import_av().AudioResampler(format="fltp")
         blocks: list[np.ndarray] = []
         rate, total, end = stream.rate, 0, 0.0
         for packet in container.demux():
@@ -266,23 +268,25 @@ def _by_av(file: BinaryIO, limit: int) -> tuple[np.ndarray, int]:
             if packet.stream.index != stream.index:
                 continue
             for frame in packet.decode():
-                # HE-AAC has twice the rate that its container names.
+                # HE-AAC decodes to twice the rate that its container states.
                 rate = frame.sample_rate
                 blocks += [part.to_ndarray().T for part in planar.resample(frame)]
                 total += frame.samples
                 _check_limits(rate, stream.channels, total, limit)
-        samples = _joined(blocks, stream.channels)
+        samples = _concatenate(blocks, stream.channels)
         if container.format.name.startswith("mov") and stream.duration is not None and seconds is not None:
-            return _trimmed(samples, round(seconds * rate), rate), rate
-        # Only the longest track reaches the end of the others, so all of them are looked at.
+            return _trim_padding(samples, round(seconds * rate), rate), rate
+        # The container states the length of its longest stream, so the packets of all streams count.
         if seconds is not None and end < seconds - 0.25:
-            raise Unreadable(f"cut off: the header promises {seconds:.2f} s, the last packet ends at {end:.2f} s")
+            raise Unreadable(f"cut off: the header states {seconds:.2f} s, the last packet ends at {end:.2f} s")
         return samples, rate
 
 
-def _trimmed(samples: np.ndarray, wanted: int, rate: int) -> np.ndarray:
-    """Without what AAC adds at the end to fill its last frame; what it adds in front is left out by the decoder."""
-    # Writers round to their clock and to frames: up to two frames of 2,048 samples are no damage.
-    if len(samples) < wanted - 4096:
-        raise Unreadable(f"cut off: the header promises {wanted:,} samples at {rate} Hz, {len(samples):,} were decoded")
-    return samples[:wanted]
+def _trim_padding(samples: np.ndarray, num_samples: int, rate: int) -> np.ndarray:
+    """Remove the padding that AAC adds after the last sample; the decoder removes the padding before the first."""
+    # Writers round to their clock and to frames, so up to two frames of 2,048 samples may be missing.
+    if len(samples) < num_samples - 4096:
+        raise Unreadable(
+            f"cut off: the header states {num_samples:,} samples at {rate} Hz, {len(samples):,} were decoded"
+        )
+    return samples[:num_samples]

@@ -1,4 +1,4 @@
-"""From a record to one prepared sound: found, decoded, mixed to one channel, brought to one rate and level."""
+"""Encode a record as a row of audio: decode, mix to one channel, resample, and normalise the level."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ FULL_SCALE = {"u1": 128, "i2": 1 << 15, "i4": 1 << 31}
 
 
 class Waveform(NamedTuple):
+    """Samples of one channel with their sample rate."""
+
     samples: np.ndarray
-    """Float32 [samples]."""
+    """Float32 `(samples,)`."""
     rate: int
 
 
 @final
 @dataclass(frozen=True)
 class AudioEncoder(Encoder):
-    """One row for each record. No label is read out of a file's name: 7_jackson_32.wav may be of class 7 or jackson."""
+    """Encode each record as one row.
+
+    No label is guessed from a file name: 7_jackson_32.wav may be of class 7 or of class jackson.
+    """
 
     sample_rate: int
     normalise: Literal["none", "peak", "loudness"] = "none"
@@ -40,7 +45,7 @@ class AudioEncoder(Encoder):
     label_field: str | None = None
     condition_field: str | None = None
     has_condition: bool = False
-    """Whether rows have a numeric vector, from `condition_field` or the field `condition`."""
+    """Whether rows have a condition vector, from `condition_field` or the field `condition`."""
     limit_samples: int = files.LIMIT_SAMPLES
 
     @property
@@ -55,86 +60,88 @@ class AudioEncoder(Encoder):
         return {"sample_rate": self.sample_rate}
 
     def rows(self, record: Record) -> Iterator[dict[str, Any]]:
-        sound = self.load_waveform(record)
-        audio = normalise_level(self._resampled(sound), self.sample_rate, by=self.normalise)
+        waveform = self.load_waveform(record)
+        audio = normalise_level(self._resample(waveform), self.sample_rate, by=self.normalise)
         row = {"audio": audio, **read_annotations(record, label_field=self.label_field)}
         if self.has_condition:
             row["condition"] = read_condition(record, self.condition_field)
         yield row
 
     def load_waveform(self, record: Record) -> Waveform:
-        """As it is in the record, in one channel."""
-        value, rate = _content(record, self.field)
+        """Return the audio of a record at its own sample rate, mixed to one channel."""
+        value, rate = _read_content(record, self.field)
         if isinstance(value, bytes | Path):
             samples, rate = files.decode_audio(value, limit_samples=self.limit_samples)
             return Waveform(files.to_mono(samples), rate)
-        return Waveform(_samples(value), _rate(rate))
+        return Waveform(_to_samples(value), _check_rate(rate))
 
-    def _resampled(self, sound: Waveform) -> np.ndarray:
-        length = resampled_length(len(sound.samples), rate=sound.rate, to=self.sample_rate)
+    def _resample(self, waveform: Waveform) -> np.ndarray:
+        length = resampled_length(len(waveform.samples), rate=waveform.rate, to=self.sample_rate)
         if not 0 < length <= self.limit_samples:
             raise Unreadable(f"{length:,} samples at {self.sample_rate} Hz; there must be 1 to {self.limit_samples:,}")
-        return resample_audio(sound.samples, rate=sound.rate, to=self.sample_rate)
+        return resample_audio(waveform.samples, rate=waveform.rate, to=self.sample_rate)
 
 
 def read_sample_rate(record: Record, *, field: str | None = None) -> int:
-    """The sample rate a record has by itself, for a recipe that asks for none; nothing is decoded."""
-    value, rate = _content(record, field)
-    return files.read_audio_header(value).sample_rate if isinstance(value, bytes | Path) else _rate(rate)
+    """Return the sample rate of a record without decoding it, for recipes that set none."""
+    value, rate = _read_content(record, field)
+    return files.read_audio_header(value).sample_rate if isinstance(value, bytes | Path) else _check_rate(rate)
 
 
-def _found(record: Record, field: str | None) -> str:
-    """The name of the field with the sound."""
+def _find_field(record: Record, field: str | None) -> str:
+    """Return the name of the field that holds the audio."""
     if field is not None:
         if record.fields.get(field) is None:
-            raise Unreadable(f"no field {field!r}; the record has {', '.join(record.fields) or 'none'}")
+            raise Unreadable(f"has no field {field!r}; it has {', '.join(record.fields) or 'none'}")
         return field
     for name in AUDIO_FIELDS:
-        # A text is no sound: rows often have a column `file` or `audio` with a name beside the content.
+        # Not text: rows often have a column `file` or `audio` with a file name beside the content.
         if record.fields.get(name) is not None and not isinstance(record.fields[name], str):
             return name
     listed = ", ".join(record.fields) or "none"
-    raise Unreadable(f"no sound among its fields ({listed}); name the field of the source, such as field: audio")
+    raise Unreadable(f"no field contains audio ({listed}); set data.train.field to the one that does")
 
 
-def _content(record: Record, field: str | None) -> tuple[Any, Any]:
-    """The encoded sound or its array, and for an array the rate that the record names."""
+def _read_content(record: Record, field: str | None) -> tuple[Any, Any]:
+    """Return the encoded audio or its array, and the sample rate that the record states for an array."""
     fields: Mapping[str, Any] = record.fields
-    value = fields[_found(record, field)]
+    value = fields[_find_field(record, field)]
     if isinstance(value, Mapping):
-        # As Hugging Face data sets hold a sound. Its path is not followed: it could name any file of this machine.
+        # The audio column of a Hugging Face dataset. Its path is not followed: it could name any file of this machine.
         fields, value = value, value.get("bytes") if value.get("bytes") is not None else value.get("array")
         if value is None:
-            raise Unreadable(f"a sound with neither bytes nor array, only {', '.join(fields) or 'nothing'}")
+            raise Unreadable(f"the audio field has neither bytes nor array, only {', '.join(fields) or 'nothing'}")
     if isinstance(value, bytearray | memoryview):
         value = bytes(value)
     return value, next((fields[name] for name in SAMPLE_RATE_FIELDS if fields.get(name) is not None), None)
 
 
-def _samples(value: Any) -> np.ndarray:
-    """An array from -1 to 1, or of whole numbers at full scale, in one channel."""
+def _to_samples(value: Any) -> np.ndarray:
+    """Return float32 samples of one channel from floats in -1 to 1 or full-scale integers."""
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise Unreadable(f"no array of samples: {error}") from error
+        raise Unreadable(f"not an array of samples: {error}") from error
     kind = array.dtype.str[1:]
     if array.ndim not in (1, 2) or array.size == 0 or (array.dtype.kind != "f" and kind not in FULL_SCALE):
         raise Unreadable(
-            f"{array.dtype} {list(array.shape)} is no sound; expected floats from -1 to 1, int16, int32 or uint8, "
-            "[samples] or [samples, channels]"
+            f"an array {array.dtype} {array.shape} is not audio; expected floats from -1 to 1, int16, int32 or uint8, "
+            "of shape (samples,) or (samples, channels)"
         )
     if kind in FULL_SCALE:
         array = (array.astype(np.float64) - (128 if kind == "u1" else 0)) / FULL_SCALE[kind]
     if array.ndim == 2:
-        # [channels, samples] is as usual as the other way round, and there are always more samples.
+        # Both (channels, samples) and (samples, channels) are common; there are always more samples.
         array = array.mean(axis=int(np.argmin(array.shape)))
     if not np.isfinite(array).all():
         raise Unreadable(f"sample {int(np.flatnonzero(~np.isfinite(array))[0]):,} is not finite")
     return array.astype(np.float32)
 
 
-def _rate(value: Any) -> int:
+def _check_rate(value: Any) -> int:
     scalar = np.asarray(value).reshape(-1)
     if scalar.dtype.kind not in "iuf" or len(scalar) != 1 or float(scalar[0]) not in files.VALID_SAMPLE_RATES:
-        raise Unreadable(f"samples need their rate in a field such as sample_rate, in hertz; got {value!r}")
+        raise Unreadable(
+            f"an array of samples needs its sample rate in hertz in a field such as sample_rate; got {value!r}"
+        )
     return int(scalar[0])

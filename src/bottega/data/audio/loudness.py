@@ -1,4 +1,4 @@
-"""How loud a sound is to people (ITU-R BS.1770-4), and bringing sounds to one level."""
+"""Measure loudness by ITU-R BS.1770-4, and normalise audio to a peak or a loudness."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import numpy as np
 
 TARGET_PEAK = 0.95
 TARGET_LUFS = -23.0
-"""LUFS, of EBU R 128."""
+"""The target of EBU R 128."""
 ABSOLUTE_GATE = -70.0
 RELATIVE_GATE = -10.0
 BLOCK_SECONDS = 0.4
 OVERLAP = 4
-# The slowest pole of the weighting falls by e^-240 a second (38 Hz), so after 0.15 s its response is below 1e-14.
+# The slowest pole of the weighting decays by e^-240 a second (38 Hz), so after 0.15 s its response is below 1e-14.
 RESPONSE_SECONDS = 0.15
 CHUNK = 1 << 18
 
 
 def normalise_level(audio: np.ndarray, rate: int, *, by: Literal["none", "peak", "loudness"]) -> np.ndarray:
-    """[samples], scaled: its largest value 0.95, or its loudness -23 LUFS unless a value would then pass 0.95.
+    """Scale `(samples,)` to a peak of 0.95, or to -23 LUFS unless a value would then exceed 0.95.
 
-    Silence, which for loudness is all below -70 LUFS, stays as it is.
+    Silence (for loudness: everything below -70 LUFS) is returned unchanged.
     """
     if by == "none":
         return audio
@@ -36,10 +36,10 @@ def normalise_level(audio: np.ndarray, rate: int, *, by: Literal["none", "peak",
 
 
 def measure_loudness(audio: np.ndarray, rate: int) -> float:
-    """Integrated loudness in LUFS of [samples] or [samples, channels]; -inf where all of it is below -70.
+    """Return the integrated loudness in LUFS of `(samples,)` or `(samples, channels)`; -inf if all is below -70.
 
-    Channels count alike, as left, right and centre do. The standard knows no sound under 400 ms; such a one is taken
-    as a single block.
+    All channels have weight 1, as left, right and centre do. The standard does not define audio under 400 ms; it is
+    measured as a single block.
     """
     power = compute_block_powers(audio[:, None] if audio.ndim == 1 else audio, rate)
     loud = power[_lufs(power) > ABSOLUTE_GATE]
@@ -50,7 +50,7 @@ def measure_loudness(audio: np.ndarray, rate: int) -> float:
 
 
 def compute_block_powers(audio: np.ndarray, rate: int) -> np.ndarray:
-    """The weighted mean square, over all channels, of each 400 ms, begun every 100 ms."""
+    """Return the K-weighted mean square, summed over channels, of 400 ms blocks at a stride of 100 ms."""
     squares = (apply_k_weighting(audio, rate) ** 2).sum(1)
     hop = round(rate * BLOCK_SECONDS / OVERLAP)
     if len(squares) < hop * OVERLAP:
@@ -61,38 +61,38 @@ def compute_block_powers(audio: np.ndarray, rate: int) -> np.ndarray:
 
 
 def apply_k_weighting(audio: np.ndarray, rate: int) -> np.ndarray:
-    """[samples, channels] as the ear weights it, float64.
+    """Apply the K-weighting filters to `(samples, channels)`; returns float64.
 
-    The two recursive filters are applied at once as their transfer function at the frequencies of an FFT. That is
-    convolution with their response wrapped round at the FFT's length; with 0.15 s of room behind the sound, what wraps
-    is below 1e-14 of the sound, less than a recursion in float64 would lose by rounding.
+    Both recursive filters are applied at once, as their transfer function at the frequencies of an FFT. That is a circular
+    convolution with their impulse response; with 0.15 s of zero padding, what wraps around is below 1e-14 of the signal,
+    less than the rounding error of a recursion in float64.
     """
-    room = int(rate * RESPONSE_SECONDS) + 1
+    padding = int(rate * RESPONSE_SECONDS) + 1
     out = np.empty(audio.shape, np.float64)
     for start in range(0, len(audio), CHUNK):
-        # A chunk hears the room before it and nothing earlier, so that an hour needs no more memory than a minute.
-        first = max(0, start - room)
+        # In chunks, each with the samples before it that its response reaches: an hour needs no more memory than a minute.
+        first = max(0, start - padding)
         part = audio[first : start + CHUNK].astype(np.float64)
-        size = _smooth(len(part) + room)
+        size = _next_fast_size(len(part) + padding)
         spectrum = np.fft.rfft(part, size, axis=0) * k_weighting_response(np.fft.rfftfreq(size), rate)[:, None]
         out[start : start + CHUNK] = np.fft.irfft(spectrum, size, axis=0)[start - first : len(part)]
     return out
 
 
 def k_weighting_response(frequency: np.ndarray, rate: int) -> np.ndarray:
-    """The transfer function at `frequency`, in cycles a sample."""
+    """Return the transfer function of the K-weighting at `frequency`, in cycles per sample."""
     z = np.exp(-2j * np.pi * frequency)
     response = np.ones_like(z)
-    for above, below in k_weighting_filters(rate):
-        response *= (above[0] + z * (above[1] + z * above[2])) / (below[0] + z * (below[1] + z * below[2]))
+    for b, a in k_weighting_filters(rate):
+        response *= (b[0] + z * (b[1] + z * b[2])) / (a[0] + z * (a[1] + z * a[2]))
     return response
 
 
 def k_weighting_filters(rate: int) -> tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]:
-    """The high shelf (the head) and the high pass, each (b, a), for any rate.
+    """Return the coefficients (b, a) of the high shelf and of the high pass at any sample rate.
 
-    The standard prints coefficients for 48 kHz alone. These are the analogue filters that give them under the bilinear
-    transform: a shelf of 4 dB at 1,682 Hz and a pass at 38 Hz. A rate too low to hold the shelf goes without it.
+    The standard prints coefficients for 48 kHz only. These are the analogue filters that give them under the bilinear
+    transform: a shelf of 4 dB at 1,682 Hz and a high pass at 38 Hz. Rates too low for the shelf omit it.
     """
     k, q, gain = np.tan(np.pi * 1681.974450955533 / rate), 0.7071752369554196, 10 ** (3.999843853973347 / 20)
     middle = gain**0.4996667741545416
@@ -111,8 +111,8 @@ def _lufs(power: np.ndarray) -> np.ndarray:
     return -0.691 + 10 * np.log10(np.maximum(power, 1e-30))
 
 
-def _smooth(size: int) -> int:
-    """The next length of factors 2, 3 and 5, which an FFT likes."""
+def _next_fast_size(size: int) -> int:
+    """Return the next length with factors 2, 3 and 5 only, for which an FFT is fast."""
     while True:
         left = size
         for prime in (2, 3, 5):

@@ -1,4 +1,4 @@
-"""Rows of sound, for people."""
+"""Preview of prepared audio: durations, FLAC files and spectrograms."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from bottega.data.tables.shards import Table
 
 
 class AudioPreview(Preview):
+    """Describes, exports and plots rows of audio."""
+
     column, unit = "audio", "seconds"
 
     @property
     def rate(self) -> int:
+        """The sample rate of all rows."""
         return int(self.prepared.metadata["sample_rate"])
 
     @property

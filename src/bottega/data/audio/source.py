@@ -1,4 +1,4 @@
-"""Prepared sounds as samples of one length: cut or filled up, and changed while training."""
+"""Prepared audio as samples of one length: cropped or padded, and augmented for training."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LONGEST_BYTES = 1 << 30
 
 @final
 class AudioRows(Source):
-    """audio float32 [b, samples] and sample_rate, an int32 without axes.
+    """Samples with `audio`, float32 `(batch, samples)`, and `sample_rate`, an int32 scalar.
 
-    Besides, where given: label int32 [b]; condition [b, d] and label of `conditions`; lengths int32 [b], the samples of
-    a row before the silence that fills it up. The table is that of an AudioEncoder of this sample rate.
+    Optional fields: `label`, int32 `(batch,)`; `condition` `(batch, d)` and `label` of `conditions`; `lengths`, int32
+    `(batch,)`, the samples of a row without its padding. The table was written by an AudioEncoder of this sample rate.
     """
 
     def __init__(
@@ -41,22 +41,21 @@ class AudioRows(Source):
         augmentation: AudioAugmentation | None = None,
         with_lengths: bool = False,
     ) -> None:
-        """`content` is the hash of what the table was made from; None reads the table to make one.
+        """`content` is the hash of the files that the table was made from; None hashes the table.
 
-        What is not learned from is never changed, and a random part of it would be another one each time a recipe's
-        seed is: there the centre stands for it.
+        Without `train` nothing is augmented, and `random` crops become `centre`: evaluation must not depend on the seed.
         """
         if not len(table):
-            raise DataError(f"{table.folder}: there are no sounds in it")
+            raise DataError(f"{table.folder}: the table has no rows; check data.train.path")
         if labels is not None and len(labels) != len(table):
-            raise DataError(f"{table.folder}: {len(table)} sounds and {len(labels)} labels")
-        assert labels is None or conditions is None, "conditions bring labels of their own"
+            raise DataError(f"{table.folder}: {len(table)} rows and {len(labels)} labels")
+        assert labels is None or conditions is None, "conditions bring their own labels"
         self.table, self.sample_rate, self.content, self.seed = table, sample_rate, content, seed
         self.crop: CropPosition = "centre" if crop == "random" and not train else crop
         self.augmentation = augmentation if train and augmentation is not None and augmentation.enabled else None
         self.labels = None if labels is None else np.asarray(labels, dtype=np.int32)
         self.conditions, self.with_lengths = conditions, with_lengths
-        self.num_samples = self._longest() if seconds is None else max(1, round(seconds * sample_rate))
+        self.num_samples = self._find_longest() if seconds is None else max(1, round(seconds * sample_rate))
 
     def __len__(self) -> int:
         return len(self.table)
@@ -64,10 +63,10 @@ class AudioRows(Source):
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         audio = np.zeros((len(index), self.num_samples), np.float32)
         lengths = np.zeros(len(index), np.int32)
-        for place, (number, seen) in enumerate(zip(index.tolist(), epoch.tolist(), strict=True)):
-            sound = self._sound(number, seen)
-            lengths[place] = len(sound)
-            audio[place, : len(sound)] = sound
+        for row, (number, epoch_number) in enumerate(zip(index.tolist(), epoch.tolist(), strict=True)):
+            clip = self._load_clip(number, epoch_number)
+            lengths[row] = len(clip)
+            audio[row, : len(clip)] = clip
         rows = {"audio": audio, "sample_rate": np.array(self.sample_rate, np.int32)}
         if self.labels is not None:
             rows["label"] = self.labels[index]
@@ -79,22 +78,22 @@ class AudioRows(Source):
 
     @cached_property
     def fingerprint(self) -> str:
-        content = self.content or self._content()
+        content = self.content or self._hash_content()
         labels = None if self.labels is None else hashlib.sha256(self.labels.tobytes()).hexdigest()
         names = self.conditions.classes.names if self.conditions is not None and self.conditions.classes else None
-        asked = (labels, names, self.conditions.kind if self.conditions is not None else None, self.with_lengths)
-        changes = self.augmentation.model_dump_json() if self.augmentation is not None else None
-        seed = self.seed if changes or self.crop == "random" else None
-        parts = (content, len(self), self.sample_rate, self.num_samples, self.crop, asked, changes, seed)
+        fields = (labels, names, self.conditions.kind if self.conditions is not None else None, self.with_lengths)
+        augmentation = self.augmentation.model_dump_json() if self.augmentation is not None else None
+        seed = self.seed if augmentation or self.crop == "random" else None
+        parts = (content, len(self), self.sample_rate, self.num_samples, self.crop, fields, augmentation, seed)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
         length, rate = len(self.table.row("audio", index)), self.sample_rate
-        start = self._start(index, epoch)
+        start = self._crop_start(index, epoch)
         stop = min(length, start + self.num_samples)
-        heard = f"heard from {start / rate:.2f} to {stop / rate:.2f} s"
+        part = f"used from {start / rate:.2f} to {stop / rate:.2f} s"
         lines = [
-            f"sound {index} of {len(self)}: {self.table.row('key', index)}, {length / rate:.2f} s at {rate} Hz, {heard}"
+            f"clip {index} of {len(self)}: {self.table.row('key', index)}, {length / rate:.2f} s at {rate} Hz, {part}"
         ]
         if self.conditions is not None:
             lines += self.conditions.describe(index)
@@ -103,29 +102,29 @@ class AudioRows(Source):
         caption = self.table.row("caption", index)
         return "\n".join((*lines, *([caption] if caption else [])))
 
-    def _sound(self, number: int, epoch: int) -> np.ndarray:
-        start = self._start(number, epoch)
-        sound = self.table.row("audio", number)[start : start + self.num_samples]
+    def _load_clip(self, number: int, epoch: int) -> np.ndarray:
+        start = self._crop_start(number, epoch)
+        clip = self.table.row("audio", number)[start : start + self.num_samples]
         if self.augmentation is None:
-            return sound
-        return augment_audio(sound, self.augmentation, rate=self.sample_rate, random_key=(self.seed, epoch, number))
+            return clip
+        return augment_audio(clip, self.augmentation, rate=self.sample_rate, random_key=(self.seed, epoch, number))
 
-    def _start(self, number: int, epoch: int) -> int:
+    def _crop_start(self, number: int, epoch: int) -> int:
         ends = self.table.ends("audio")
         length = int(ends[number]) - (int(ends[number - 1]) if number else 0)
         return choose_crop_start(length, self.num_samples, crop=self.crop, random_key=(self.seed, epoch, number))
 
-    def _longest(self) -> int:
+    def _find_longest(self) -> int:
         lengths = self.table.lengths("audio")
         longest = int(lengths.max())
         if longest * 4 > LONGEST_BYTES:
             key = self.table.row("key", int(lengths.argmax()))
             raise UsageError(
-                f"{key} lasts {longest / self.sample_rate:.0f} s, and all would be as long; set data.seconds"
+                f"data.seconds: must be set, because all clips would get the length of {key}, {longest / self.sample_rate:.0f} s"
             )
         return longest
 
-    def _content(self) -> str:
+    def _hash_content(self) -> str:
         digest = hashlib.sha256()
         for name in ("audio", "key", "label"):
             for values in (self.table.values(name), self.table.ends(name)):
