@@ -80,7 +80,7 @@ def test_a_mirror_turns_left_to_right_and_twice_is_nothing() -> None:
 
 def test_a_crop_shows_the_part_it_says() -> None:
     right = np.broadcast_to((np.arange(100) * 2.55).astype(np.uint8)[:, None], (100, 100, 1))[None].copy()
-    apply_transform(right, STILL._replace(removed=0.5, left=1.0))
+    apply_transform(right, STILL._replace(crop_fraction=0.5, left=1.0))
     assert right.shape == (1, 100, 100, 1)
     # The right half, over the whole width.
     np.testing.assert_allclose(right[0, 50, [0, -1], 0] / 255, [0.5, 0.99], atol=0.02)

@@ -169,7 +169,7 @@ def test_a_bomb_is_refused_from_its_header(side: int) -> None:
     assert len(data) < 60_000
     tracemalloc.start()
     for read in (lambda: decode_image(data, channels=3), lambda: read_image_shape(data)):
-        with pytest.raises(Unreadable, match="more pixels"):
+        with pytest.raises(Unreadable, match=r"more than .* pixels"):
             read()
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
@@ -182,7 +182,7 @@ def test_the_limit_is_no_lower_than_it_says() -> None:
 
 @pytest.mark.parametrize("form", ["EPS", "PDF", "ICO"])
 def test_other_formats_are_not_even_tried(form: str) -> None:
-    with pytest.raises(Unreadable, match="no image of a known format"):
+    with pytest.raises(Unreadable, match="not an image of a known format"):
         decode_image(saved(Image.fromarray(photo()), form), channels=3)
 
 

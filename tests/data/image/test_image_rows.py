@@ -78,11 +78,11 @@ class TestFinding:
     @pytest.mark.parametrize(
         ("fields", "reason"),
         [
-            ({"text": "words"}, "no field with an image"),
+            ({"text": "words"}, "no field holds the image"),
             ({"a": b"1", "b": b"2"}, "several fields"),
-            ({"image": "cat.png"}, "is no image but str"),
-            ({"image": {"bytes": None, "path": "/etc/passwd"}}, "is no image but dict"),
-            ({"image": b"no image"}, "no image of a known format"),
+            ({"image": "cat.png"}, "is not an image but str"),
+            ({"image": {"bytes": None, "path": "/etc/passwd"}}, "is not an image but dict"),
+            ({"image": b"no image"}, "not an image of a known format"),
         ],
     )
     def test_a_record_without_one_is_unreadable(self, fields: dict[str, Any], reason: str) -> None:

@@ -1,1 +1,1 @@
-"""Images: from files to pixels, and from pixels to batches."""
+"""Images: decoding, resizing, augmentation, and output files."""

@@ -1,4 +1,4 @@
-"""Captions as a small picture can carry them: in letters that the font has, on two lines, without what all have in common."""
+"""Fit captions below thumbnails: printable characters, two lines, without the words that all have in common."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import takewhile
 
 Measure = Callable[[str], float]
 LINES = 2
-# Pillow's own font has the letters of ASCII and these signs, and draws a box for any other.
+# Pillow's default font has ASCII and these characters, and draws a box for any other.
 SIGNS = frozenset("©«»°±·‹›⁄")
 UNKNOWN = "?"
-# These have no simpler form in Unicode.
+# Characters that Unicode does not decompose.
 PLAIN = str.maketrans(
     {"ß": "ss", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "æ": "ae", "Æ": "AE", "œ": "oe", "Œ": "OE", "đ": "d", "ð": "d"}
     | {"þ": "th", "ı": "i", "–": "-", "—": "-", "„": '"', "‚": "'", "‘": "'", "’": "'", "“": '"', "”": '"', "×": "x"}
@@ -19,7 +19,7 @@ PLAIN = str.maketrans(
 
 
 def to_printable(text: str) -> str:
-    """In one line, with accents taken off, and without what the font cannot show; ? where that leaves nothing."""
+    """Return the text on one line, without accents and characters the font lacks; "?" if nothing is left."""
     text = " ".join(text.split())
     plain = unicodedata.normalize("NFKD", text.translate(PLAIN))
     shown = "".join(letter for letter in plain if letter in SIGNS or " " <= letter <= "~")
@@ -27,23 +27,25 @@ def to_printable(text: str) -> str:
 
 
 def fit_captions(texts: Sequence[str], width: float, measure: Measure) -> list[list[str]]:
-    """The lines of each caption, none wider than `width`. What all of them begin or end with is dropped where one would
-    be cut otherwise, because that is where they could be told apart."""
+    """Wrap each caption to at most two lines of `width`, as measured by `measure`.
+
+    If one would be truncated, the words that all captions begin or end with are dropped, because they tell nothing apart.
+    """
     plain = [to_printable(text) for text in texts]
-    if any(_broken(text, width, measure)[1] for text in plain):
-        plain = _differing(plain)
+    if any(_wrap(text, width, measure)[1] for text in plain):
+        plain = _drop_common_words(plain)
     fitting = []
     for text in plain:
-        lines, rest = _broken(text, width, measure)
-        fitting.append([*lines[:-1], _cut(f"{lines[-1]} {rest}", width, measure)] if rest else lines)
+        lines, rest = _wrap(text, width, measure)
+        fitting.append([*lines[:-1], _truncate(f"{lines[-1]} {rest}", width, measure)] if rest else lines)
     return fitting
 
 
-def _broken(text: str, width: float, measure: Measure) -> tuple[list[str], str]:
-    """Lines, broken between words where there are such, and what does not fit any more."""
+def _wrap(text: str, width: float, measure: Measure) -> tuple[list[str], str]:
+    """Return the lines of a text, broken between words if possible, and the rest that does not fit."""
     lines: list[str] = []
     while text and len(lines) < LINES:
-        end = _fitting(text, width, measure)
+        end = _count_fitting(text, width, measure)
         if end < len(text) and text[end] != " ":
             end = max(text.rfind(" ", 0, end), 0) or end
         lines.append(text[:end])
@@ -51,31 +53,31 @@ def _broken(text: str, width: float, measure: Measure) -> tuple[list[str], str]:
     return lines or [""], text
 
 
-def _fitting(text: str, width: float, measure: Measure) -> int:
-    """How many letters fit on a line; one at least."""
-    end = min(len(text), int(width))  # no letter is narrower than a pixel
+def _count_fitting(text: str, width: float, measure: Measure) -> int:
+    """Return how many characters fit on a line, at least 1."""
+    end = min(len(text), int(width))  # no character is narrower than a pixel
     while end > 1 and measure(text[:end]) > width:
         end -= 1
     return max(end, 1)
 
 
-def _cut(text: str, width: float, measure: Measure) -> str:
-    end = _fitting(text, width - measure("..."), measure)
+def _truncate(text: str, width: float, measure: Measure) -> str:
+    end = _count_fitting(text, width - measure("..."), measure)
     return f"{text[:end].rstrip()}..."
 
 
-def _differing(texts: list[str]) -> list[str]:
-    words = [text.split(" ") for text in texts]
+def _drop_common_words(texts: list[str]) -> list[str]:
+    captions = [text.split(" ") for text in texts]
     if len(set(texts)) < 2:
         return texts
-    # One word stays at least of the shortest.
-    spare = min(map(len, words)) - 1
-    first = min(_common(words), spare)
-    last = min(_common([one[::-1] for one in words]), spare - first)
+    # Keep at least one word of the shortest caption.
+    spare = min(map(len, captions)) - 1
+    first = min(_count_common_words(captions), spare)
+    last = min(_count_common_words([caption[::-1] for caption in captions]), spare - first)
     before, after = "..." if first else "", "..." if last else ""
-    return [before + " ".join(one[first : len(one) - last]) + after for one in words]
+    return [before + " ".join(caption[first : len(caption) - last]) + after for caption in captions]
 
 
-def _common(several: list[list[str]]) -> int:
-    """How many words all of them begin with."""
-    return len(list(takewhile(lambda words: len(set(words)) == 1, zip(*several, strict=False))))
+def _count_common_words(captions: list[list[str]]) -> int:
+    """Return how many words all captions begin with."""
+    return len(list(takewhile(lambda words: len(set(words)) == 1, zip(*captions, strict=False))))

@@ -1,4 +1,4 @@
-"""A contact sheet: several images on one page, for people to look at."""
+"""Contact sheets: several images with captions as one PNG."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ PAGE = (250, 250, 248)
 INK = (60, 60, 60)
 GAP = 8
 LINE = 14
-# Smaller pictures are enlarged by whole factors, so that single pixels can be seen and a caption has room.
+# Smaller images are enlarged by whole factors, so that single pixels are visible and a caption fits.
 SMALLEST_SIDE = 96
 
 
 def write_contact_sheet(
     images: Sequence[np.ndarray], path: Path, *, captions: Sequence[str] | None = None, columns: int | None = None
 ) -> None:
-    """Writes uint8 pictures [h, w, c] (c of 1 or 3) as one PNG, row by row; nearly square unless `columns` is given."""
+    """Write images, uint8 `(height, width, 1 or 3)`, as one PNG, row by row; about square unless `columns` is given."""
     from PIL import ImageDraw, ImageFont
 
     Image = import_pillow()
-    assert images, "a sheet of no images"
+    assert images, "no images"
     columns = min(columns or math.ceil(math.sqrt(len(images))), len(images))
     rows = math.ceil(len(images) / columns)
-    pictures = [_shown(image) for image in images]
-    wide = max(picture.shape[1] for picture in pictures)
-    tall = max(picture.shape[0] for picture in pictures)
+    enlarged = [_enlarge(image) for image in images]
+    cell_width = max(image.shape[1] for image in enlarged)
+    cell_height = max(image.shape[0] for image in enlarged)
     font = ImageFont.load_default(size=11)
-    words = fit_captions(captions, wide, font.getlength) if captions is not None else []
-    below = LINE * max(map(len, words)) + 4 if words else 0
-    page = Image.new("RGB", (GAP + columns * (wide + GAP), GAP + rows * (tall + below + GAP)), PAGE)
+    lines = fit_captions(captions, cell_width, font.getlength) if captions is not None else []
+    caption_height = LINE * max(map(len, lines)) + 4 if lines else 0
+    page = Image.new(
+        "RGB", (GAP + columns * (cell_width + GAP), GAP + rows * (cell_height + caption_height + GAP)), PAGE
+    )
     draw = ImageDraw.Draw(page)
-    for number, picture in enumerate(pictures):
+    for number, image in enumerate(enlarged):
         row, column = divmod(number, columns)
-        left, top = GAP + column * (wide + GAP), GAP + row * (tall + below + GAP)
-        # Pictures of other shapes stand on one line, so that captions do.
-        at = (left + (wide - picture.shape[1]) // 2, top + tall - picture.shape[0])
-        page.paste(Image.fromarray(picture), at)
-        for line, text in enumerate(words[number] if words else ()):
-            at_line = (left + wide / 2, top + tall + 3 + LINE * line)
-            draw.text(at_line, text, fill=INK, font=font, anchor="ma")
+        left, top = GAP + column * (cell_width + GAP), GAP + row * (cell_height + caption_height + GAP)
+        # Align images of different shapes at the bottom, so that captions are on one line.
+        position = (left + (cell_width - image.shape[1]) // 2, top + cell_height - image.shape[0])
+        page.paste(Image.fromarray(image), position)
+        for line, text in enumerate(lines[number] if lines else ()):
+            line_position = (left + cell_width / 2, top + cell_height + 3 + LINE * line)
+            draw.text(line_position, text, fill=INK, font=font, anchor="ma")
     page.save(path, format="PNG")
 
 
-def _shown(image: np.ndarray) -> np.ndarray:
+def _enlarge(image: np.ndarray) -> np.ndarray:
     colour = np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image
     factor = max(1, math.ceil(SMALLEST_SIDE / max(colour.shape[:2])))
     return np.ascontiguousarray(colour.repeat(factor, axis=0).repeat(factor, axis=1))

@@ -1,7 +1,7 @@
-"""From an image file to its pixels: known formats only, limits before any pixel is unpacked, and nothing half read.
+"""Decode image files to pixels: known formats only, size limits checked before decoding, truncated files refused.
 
-Pillow warns of large images from 89.5 million pixels on and refuses them from 179 million on. Our limit is lower, so
-both mean the same here. What else it warns of, such as flaws in EXIF, decides nothing.
+Pillow warns about images above 89.5 million pixels and refuses those above 179 million. The limit here is lower, so both
+are treated as too large. Its other warnings, such as invalid EXIF, are ignored.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from bottega.core.errors import EnvironmentProblem
 from bottega.data.records.record import Unreadable
 
 if TYPE_CHECKING:
-    from PIL.Image import Image as Picture
+    from PIL.Image import Image as PillowImage
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-# A frame of the largest cameras; as colour it is 192 MiB unpacked.
+# The resolution of the largest cameras; 192 MiB in colour.
 MAX_PIXELS = 64 * 2**20
 GREY = frozenset(("1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N"))
 SIXTEEN_BITS = frozenset(("I;16", "I;16L", "I;16B", "I;16N"))
@@ -33,45 +33,45 @@ ImageInput = Encoded | np.ndarray
 
 
 def decode_image(data: ImageInput, *, channels: int | None) -> np.ndarray:
-    """Pixels as uint8 [h, w, c]. `channels` None keeps grey images at one channel and all others at three.
+    """Return the pixels, uint8 `(height, width, channels)`; with `channels` None, 1 for grey images and 3 for others.
 
-    What is transparent becomes white. GIF and TIFF give their first picture. Colour profiles are not applied.
+    Transparent pixels become white. GIF and TIFF files give their first frame. Colour profiles are not applied.
     """
     if isinstance(data, np.ndarray):
-        return _with_channels(_from_array(data), channels)
-    return _steadily(_decoded, data, channels)
+        return _convert_channels(_from_array(data), channels)
+    return _ignore_warnings(_decode_file, data, channels)
 
 
 def read_image_shape(data: ImageInput) -> tuple[int, int, int]:
-    """Height, width and channels as `decode` would give them, from the header alone."""
+    """Return height, width and channels that `decode_image` would give, from the header alone."""
     if isinstance(data, np.ndarray):
         height, width, channels = _from_array(data).shape
         return height, width, 1 if channels < 3 else 3
-    return _steadily(_header, data)[0]
+    return _ignore_warnings(_read_header, data)[0]
 
 
 def detect_image_format(data: Encoded) -> str:
-    """The format as its content tells, such as JPEG."""
-    return _steadily(_header, data)[1]
+    """Return the format by the content of the file, such as JPEG."""
+    return _ignore_warnings(_read_header, data)[1]
 
 
 def import_pillow() -> Any:
-    """PIL.Image, or how to get it."""
+    """Return the module PIL.Image; raise `EnvironmentProblem` with the install command if it is missing."""
     try:
         from PIL import Image
     except ImportError as error:
         raise EnvironmentProblem("images need Pillow, which is not installed: pip install 'bottega[data]'") from error
-    # It logs some flaws besides raising them; without a handler Python would write them to standard error.
+    # Pillow also logs some errors; without a handler Python would write them to standard error.
     logger = logging.getLogger("PIL")
     if not logger.handlers:
         logger.addHandler(logging.NullHandler())
     return Image
 
 
-def _steadily(read: Callable[..., Any], *of: object) -> Any:
-    """The same where warnings are errors as where they are not.
+def _ignore_warnings(read: Callable[..., Any], *of: object) -> Any:
+    """Call `read`, and call it again with warnings ignored if they are raised as errors.
 
-    Only there are they caught: filters belong to the whole process, and decoding also runs in threads beside others.
+    Filters are changed only then: they belong to the whole process, and decoding also runs in threads.
     """
     try:
         return read(*of)
@@ -81,21 +81,21 @@ def _steadily(read: Callable[..., Any], *of: object) -> Any:
             return read(*of)
 
 
-def _decoded(data: Encoded, channels: int | None) -> np.ndarray:
-    image, orientation = _opened(data)
-    wanted = channels or (1 if image.mode in GREY else 3)
+def _decode_file(data: Encoded, channels: int | None) -> np.ndarray:
+    image, orientation = _open_image(data)
+    target_channels = channels or (1 if image.mode in GREY else 3)
     try:
         with image:
-            pixels = _pixels(image, wanted)
+            pixels = _decode_pixels(image, target_channels)
     except (Unreadable, Warning):
         raise
-    except Exception as error:  # damaged bytes reach most of Pillow's code, which raises whatever happens there
+    except Exception as error:  # damaged data can raise any exception in Pillow
         raise Unreadable(f"{image.format} image: {_one_line(error)}") from error
-    return np.ascontiguousarray(_upright(pixels, orientation))
+    return np.ascontiguousarray(_rotate_upright(pixels, orientation))
 
 
-def _header(data: Encoded) -> tuple[tuple[int, int, int], str]:
-    image, orientation = _opened(data)
+def _read_header(data: Encoded) -> tuple[tuple[int, int, int], str]:
+    image, orientation = _open_image(data)
     with image:
         width, height = image.size
         channels = 1 if image.mode in GREY else 3
@@ -103,28 +103,26 @@ def _header(data: Encoded) -> tuple[tuple[int, int, int], str]:
         return shape, str(image.format)
 
 
-def _opened(data: Encoded) -> tuple[Picture, int]:
-    """The image with only its header read, and its EXIF orientation."""
+def _open_image(data: Encoded) -> tuple[PillowImage, int]:
+    """Open an image, reading its header only, and return it with its EXIF orientation."""
     Image = import_pillow()
     size = len(data) if isinstance(data, bytes) else _file_size(data)
     if size == 0:
         raise Unreadable("the file is empty")
     try:
-        image: Picture = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS)
-        orientation = _orientation(image)
+        image: PillowImage = Image.open(io.BytesIO(data) if isinstance(data, bytes) else data, formats=FORMATS)
+        orientation = _read_orientation(image)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise Unreadable(f"has more pixels than an image may have ({MAX_PIXELS:,})") from error
+        raise Unreadable(f"has more than {MAX_PIXELS:,} pixels; make it smaller") from error
     except Image.UnidentifiedImageError as error:
-        raise Unreadable(f"is no image of a known format ({', '.join(FORMATS)})") from error
+        raise Unreadable(f"is not an image of a known format ({', '.join(FORMATS)})") from error
     except Warning:
         raise
     except Exception as error:
         raise Unreadable(f"the header cannot be read: {_one_line(error)}") from error
     if image.width * image.height > MAX_PIXELS:
         image.close()
-        raise Unreadable(
-            f"{image.width} x {image.height} are more pixels than an image may have ({MAX_PIXELS:,}); make it smaller"
-        )
+        raise Unreadable(f"{image.width} x {image.height} is more than {MAX_PIXELS:,} pixels; make it smaller")
     return image, orientation
 
 
@@ -135,16 +133,16 @@ def _file_size(path: Path) -> int:
         raise Unreadable(f"the file cannot be read: {error.strerror}") from error
 
 
-def _pixels(image: Picture, channels: int) -> np.ndarray:
-    """Decodes. Each mode is converted on purpose: Pillow's own ways clip 16 bits and drop transparency."""
+def _decode_pixels(image: PillowImage, channels: int) -> np.ndarray:
+    """Decode, with explicit conversions of each mode: Pillow's own clip 16 bits and drop transparency."""
     if image.mode in SIXTEEN_BITS or image.mode == "I":
         deep = np.asarray(image).astype(np.int64)
-        # Only grey PNG and PPM come as I with 16 bits in it; a TIFF of 32 bits has no range that could be known.
+        # Grey PNG and PPM use mode I for 16 bits; the range of a 32-bit TIFF is unknown.
         if image.mode == "I" and image.format not in ("PNG", "PPM"):
-            raise Unreadable("has 32 bits a pixel; save it with 8 or 16")
-        return _with_channels(_eight_bits(deep)[..., None], channels)
+            raise Unreadable("has 32 bits per pixel; save it with 8 or 16")
+        return _convert_channels(_to_eight_bits(deep)[..., None], channels)
     if image.mode == "F":
-        raise Unreadable("has floating point pixels; save it with 8 or 16 bits")
+        raise Unreadable("has floating-point pixels; save it with 8 or 16 bits")
     mode = "L" if channels == 1 else "RGB"
     if image.has_transparency_data or image.mode in ("La", "RGBa"):
         Image = import_pillow()
@@ -155,57 +153,59 @@ def _pixels(image: Picture, channels: int) -> np.ndarray:
     return pixels[..., None] if channels == 1 else pixels
 
 
-def _eight_bits(deep: np.ndarray) -> np.ndarray:
-    """Rounded, so that the 8-bit images which became 16-bit ones (times 257) come back exactly."""
+def _to_eight_bits(deep: np.ndarray) -> np.ndarray:
+    """Round 16 bits to 8, so that 8-bit images stored as 16-bit (times 257) come back exactly."""
     return ((np.clip(deep, 0, 65535) + 128) // 257).astype(np.uint8)
 
 
 def _from_array(array: np.ndarray) -> np.ndarray:
-    """uint8 [h, w, c] from [h, w] or [h, w, c]; with the channels first where the shape leaves no doubt.
+    """Return uint8 `(height, width, channels)` of an array; channels may come first if the shape is unambiguous.
 
-    Fractions are taken as 0 to 1 where none is above 1, and as 0 to 255 otherwise.
+    Floats are read as 0 to 1 if none is above 1, else as 0 to 255.
     """
     pixels = array[..., None] if array.ndim == 2 else array
     if pixels.ndim == 3 and pixels.shape[2] not in (1, 2, 3, 4) and pixels.shape[0] in (1, 3):
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 2, 3, 4) or 0 in pixels.shape:
-        raise Unreadable(f"an array of shape {array.shape} is no image: expected [height, width] or [..., 1 to 4]")
+        raise Unreadable(
+            f"an array of shape {array.shape} is not an image; expected (height, width) or (height, width, 1 to 4)"
+        )
     if pixels.dtype == np.uint8:
         return pixels
     if pixels.dtype == np.bool_:
         return pixels.astype(np.uint8) * np.uint8(255)
     if pixels.dtype == np.uint16:
-        return _eight_bits(pixels.astype(np.int64))
+        return _to_eight_bits(pixels.astype(np.int64))
     if pixels.dtype.kind not in "iuf":
-        raise Unreadable(f"an array of {pixels.dtype} is no image: expected whole numbers or fractions")
+        raise Unreadable(f"an array of {pixels.dtype} is not an image; expected integers or floats")
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
-        raise Unreadable(f"{int((~np.isfinite(pixels)).sum()):,} of its pixels are not finite")
+        raise Unreadable(f"{int((~np.isfinite(pixels)).sum()):,} pixel values are not finite")
     least, most = pixels.min(), pixels.max()
     if not (least >= 0 and most <= 255):
-        raise Unreadable(f"pixels from {least} to {most}: expected 0 to 255, or fractions from 0 to 1")
+        raise Unreadable(f"pixel values from {least} to {most}; expected 0 to 255, or floats from 0 to 1")
     scale = 255 if pixels.dtype.kind == "f" and most <= 1 else 1
     return np.rint(pixels * scale).astype(np.uint8)
 
 
-def _with_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
-    """From 1 (grey), 2 (grey, alpha), 3 (colour) or 4 (colour, alpha) channels to those wanted."""
-    have = pixels.shape[2]
-    wanted = channels or (1 if have < 3 else 3)
-    if have in (2, 4):
+def _convert_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
+    """Convert 1 (grey), 2 (grey, alpha), 3 (colour) or 4 (colour, alpha) channels to `channels`."""
+    current = pixels.shape[2]
+    target = channels or (1 if current < 3 else 3)
+    if current in (2, 4):
         alpha = pixels[..., -1:].astype(np.uint16)
         over = pixels[..., :-1] * alpha + np.uint16(255) * (255 - alpha)
-        pixels, have = ((over + 127) // 255).astype(np.uint8), have - 1
-    if have == wanted:
+        pixels, current = ((over + 127) // 255).astype(np.uint8), current - 1
+    if current == target:
         return pixels
-    if wanted == 3:
+    if target == 3:
         return np.repeat(pixels, 3, axis=2)
     return np.asarray(import_pillow().fromarray(np.ascontiguousarray(pixels)).convert("L"))[..., None]
 
 
-def _orientation(image: Picture) -> int:
-    """1 to 8 as EXIF numbers them, 1 where nothing is said; read here, because Pillow warns of every flaw in EXIF.
+def _read_orientation(image: PillowImage) -> int:
+    """Return the EXIF orientation, 1 to 8; 1 by default. Parsed here, because Pillow warns about every flaw in EXIF.
 
-    TIFF is upright already: there Pillow turns it by itself.
+    Pillow applies the orientation of TIFF files itself.
     """
     exif = image.info.get("exif", b"")
     if image.format == "TIFF" or not isinstance(exif, bytes):
@@ -226,7 +226,7 @@ def _orientation(image: Picture) -> int:
     return 1
 
 
-def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
+def _rotate_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     if orientation > 4:
         pixels = pixels.swapaxes(0, 1)
     down = slice(None, None, -1) if orientation in (3, 4, 7, 8) else slice(None)

@@ -1,4 +1,4 @@
-"""From a record to a row of prepared images: which field is what, and the picture at its wanted shape."""
+"""Encode a record as a row of images: find the image, decode it, and resize it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMAGE_FIELDS = ("image", "jpg", "jpeg", "png", "webp", "gif", "bmp", "tiff", "pp
 @final
 @dataclass(frozen=True)
 class ImageEncoder(Encoder):
-    """Pictures of one size, or, with `buckets`, each of the shape among those that is nearest to its own."""
+    """Encode images at one size, or, with `buckets`, each at the nearest of several shapes."""
 
     size: tuple[int, int] | None
     channels: int
@@ -35,7 +35,7 @@ class ImageEncoder(Encoder):
     label_field: str | None = None
     condition_field: str | None = None
     has_condition: bool = False
-    """Whether rows have a numeric vector, from `condition_field` or the field `condition`."""
+    """Whether rows have a condition vector, from `condition_field` or the field `condition`."""
 
     def __post_init__(self) -> None:
         assert (self.size is None) != (self.buckets is None), "one size or several shapes"
@@ -52,7 +52,7 @@ class ImageEncoder(Encoder):
         return columns
 
     def bucket_shape(self, bucket: int) -> tuple[int, int, int]:
-        """[h, w, c] of the pictures of a bucket; there is only 0 without buckets."""
+        """Return (height, width, channels) of a bucket; without buckets there is only bucket 0."""
         height, width = self.size or (self.buckets or ())[bucket]
         return height, width, self.channels
 
@@ -61,17 +61,19 @@ class ImageEncoder(Encoder):
         pixels = decode_image(data, channels=self.channels)
         bucket = 0 if self.buckets is None else assign_bucket(pixels.shape[0], pixels.shape[1], self.buckets)
         height, width, _ = self.bucket_shape(bucket)
-        shrinks = pixels.shape[0] * pixels.shape[1] > height * width
-        if self.store == "encoded" and not shrinks and not isinstance(data, np.ndarray):
+        is_larger = pixels.shape[0] * pixels.shape[1] > height * width
+        if self.store == "encoded" and not is_larger and not isinstance(data, np.ndarray):
             image: Any = data.read_bytes() if isinstance(data, Path) else data
         else:
             image = (
                 resize_image(pixels, (height, width), mode=self.resize)
-                if self.store == "decoded" or shrinks
+                if self.store == "decoded" or is_larger
                 else pixels
             )
             if self.store == "encoded":
-                image = _encoded(image, lossy=not isinstance(data, np.ndarray) and detect_image_format(data) == "JPEG")
+                image = _encode_image(
+                    image, lossy=not isinstance(data, np.ndarray) and detect_image_format(data) == "JPEG"
+                )
             elif self.buckets is not None:
                 image = image.tobytes()
         row = {"image": image, "bucket": [bucket], **read_annotations(record, label_field=self.label_field)}
@@ -80,7 +82,7 @@ class ImageEncoder(Encoder):
         yield row
 
     def decode_row(self, value: Any, bucket: int) -> np.ndarray:
-        """What a row of the column `image` shows: uint8 [h, w, c]."""
+        """Return the pixels of a value of the column `image`, uint8 `(height, width, channels)`."""
         height, width, channels = self.bucket_shape(bucket)
         if self.store == "decoded":
             return np.frombuffer(value, dtype=np.uint8).reshape(height, width, channels)
@@ -88,34 +90,33 @@ class ImageEncoder(Encoder):
 
 
 def read_media_field(record: Record, field: str | None, *, names: tuple[str, ...], medium: str) -> Any:
-    """The picture, sound or film of a record: its encoded bytes, the Path of its file, or an array."""
+    """Return the image or video of a record: its encoded bytes, the path of its file, or an array.
+
+    Without `field`, take the first of `names`, else the only field that can hold the medium.
+    """
     fields = record.fields
     if field is not None and field not in fields:
         raise Unreadable(f"has no field {field!r}; it has {list_fields(fields)}")
     if field is None:
         usual = [name for name in names if name in fields]
-        # An archive may name its members as it likes: then the only one that can be a medium is it.
+        # Members of an archive may have any name; take the only one that can hold the medium.
         own = original_names(fields)
-        others = (name for name, value in fields.items() if name not in own and _medium(value) is not None)
+        others = (name for name, value in fields.items() if name not in own and _to_media(value) is not None)
         candidates = usual[:1] or list(others)
         if len(candidates) != 1:
-            found = (
-                "several fields that could be the"
-                if candidates
-                else f"no field with {'a' if medium == 'video' else 'an'}"
-            )
-            raise Unreadable(f"has {found} {medium}; it has {list_fields(fields)}; name one with data.train.field")
+            problem = f"several fields could hold the {medium}" if candidates else f"no field holds the {medium}"
+            raise Unreadable(f"{problem}; the record has {list_fields(fields)}; set data.train.field")
         field = candidates[0]
-    value = _medium(fields[field])
+    value = _to_media(fields[field])
     if value is None:
         raise Unreadable(
-            f"field {field!r} is no {medium} but {type(fields[field]).__name__}; expected a file's content"
+            f"field {field!r} is not {'a video' if medium == 'video' else 'an image'} but {type(fields[field]).__name__}; expected the content of a file"
         )
     return value
 
 
-def _medium(value: Any) -> bytes | Path | np.ndarray | None:
-    if isinstance(value, dict):  # a column of the kind Image of a Hugging Face data set: {bytes, path}
+def _to_media(value: Any) -> bytes | Path | np.ndarray | None:
+    if isinstance(value, dict):  # the Image feature of a Hugging Face dataset: {bytes, path}
         value = value.get("bytes")
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
@@ -129,8 +130,8 @@ def _medium(value: Any) -> bytes | Path | np.ndarray | None:
     return value if isinstance(value, Path) else None
 
 
-def _encoded(pixels: np.ndarray, *, lossy: bool) -> bytes:
-    """PNG, which loses nothing; or JPEG where it was one, at a quality whose loss is small beside the one it has."""
+def _encode_image(pixels: np.ndarray, *, lossy: bool) -> bytes:
+    """Encode as lossless PNG, or as JPEG of quality 95 if the image was a JPEG."""
     out = io.BytesIO()
     picture = import_pillow().fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
     picture.save(out, **({"format": "JPEG", "quality": 95, "subsampling": 0} if lossy else {"format": "PNG"}))

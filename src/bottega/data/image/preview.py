@@ -1,4 +1,4 @@
-"""Rows of images, for people."""
+"""Preview of prepared images: image files and a contact sheet."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from bottega.data.tables.shards import Table
 
 
 class ImagePreview(Preview):
+    """Exports rows of images as files, and draws a contact sheet."""
+
     column = "image"
 
     def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:

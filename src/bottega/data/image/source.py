@@ -1,4 +1,4 @@
-"""Prepared images as samples: pixels from the shards, changed while training, as the numbers a model sees."""
+"""Prepared images as samples: normalised, and augmented for training."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from bottega.data.tables.shards import Table
 
 @final
 class ImageRows(Source):
-    """image [b, h, w, c] and condition [b, d], float32; label [b], int32, where there are classes.
+    """Samples with `image`, float32 `(batch, height, width, channels)`, and `condition`, float32 `(batch, d)`.
 
-    With buckets all samples of one call are of one of them; `buckets` says which sample is of which.
+    With classes also `label`, int32 `(batch,)`. With buckets, all samples of one call must be of one bucket.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ImageRows(Source):
         augmentation: ImageAugmentation | None = None,
         seed: int = 0,
     ) -> None:
-        """`content` is the hash of what the table was made from; `augmentation` is None where nothing is learned."""
+        """`content` is the hash of the files that the table was made from; `augmentation` is for training only."""
         self.table, self.encoder, self.content = table, encoder, content
         self.normalise, self.augmentation, self.seed = normalise, augmentation, seed
         self.conditions = Conditions(table, condition, classes=classes)
@@ -45,7 +45,7 @@ class ImageRows(Source):
 
     @cached_property
     def buckets(self) -> np.ndarray:
-        """The bucket of each sample, int32 [n]."""
+        """The bucket of each sample, int32 `(samples,)`."""
         if "bucket" not in self.table.columns:
             return np.zeros(len(self), dtype=np.int32)
         return np.array(self.table.values("bucket")[:, 0], dtype=np.int32)
@@ -57,14 +57,14 @@ class ImageRows(Source):
         return {"image": normalise_pixels(pixels, mode=self.normalise), **self.conditions.rows(index)}
 
     def load_pixels(self, index: np.ndarray) -> np.ndarray:
-        """As prepared: uint8 [b, h, w, c], a copy."""
+        """Return a copy of the prepared pixels, uint8 `(batch, height, width, channels)`."""
         if self.encoder.store == "decoded" and self.encoder.buckets is None:
             return self.table.gather("image", index)
         bucket = int(self.buckets[index[0]]) if len(index) else 0
-        assert (self.buckets[index] == bucket).all(), "a batch of images of several buckets"
+        assert (self.buckets[index] == bucket).all(), "a batch with images of several buckets"
         pixels = np.empty((len(index), *self.encoder.bucket_shape(bucket)), dtype=np.uint8)
-        for place, number in enumerate(index.tolist()):
-            pixels[place] = self.encoder.decode_row(self.table.row("image", number), bucket)
+        for row, number in enumerate(index.tolist()):
+            pixels[row] = self.encoder.decode_row(self.table.row("image", number), bucket)
         return pixels
 
     @property
