@@ -105,7 +105,7 @@ def test_bytes_and_files_give_the_same_frames() -> None:
 def test_a_picture_is_no_video_whatever_its_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     Image.new("RGB", (64, 64)).save(path, format="PNG")
-    with pytest.raises(Unreadable, match="no video of a known format"):
+    with pytest.raises(Unreadable, match="not a video of a known format"):
         decode_frames(path)
 
 
@@ -115,7 +115,7 @@ def test_a_picture_is_no_video_whatever_its_name(tmp_path: Path, name: str) -> N
 def test_a_playlist_opens_nothing(tmp_path: Path, text: str) -> None:
     path = tmp_path / "list.mp4"
     path.write_text(text)
-    with pytest.raises(Unreadable, match="no video of a known format"):
+    with pytest.raises(Unreadable, match="not a video of a known format"):
         decode_frames(path)
 
 
@@ -183,9 +183,9 @@ class TestLimits:
             numbers(made(20), limit=Limits(frames=19))
 
     def test_too_long_or_too_large_is_refused_before(self) -> None:
-        with pytest.raises(Unreadable, match="more than a video may last"):
+        with pytest.raises(Unreadable, match="lasts 2 s"):
             decode_frames(made(20), limit=Limits(seconds=1.5))
-        with pytest.raises(Unreadable, match="more pixels than one may have"):
+        with pytest.raises(Unreadable, match="has more than"):
             decode_frames(made(2), limit=Limits(pixels=100))
 
     def test_frames_are_made_one_at_a_time(self) -> None:

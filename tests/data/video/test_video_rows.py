@@ -21,8 +21,7 @@ from bottega.data.tables.classes import find_classes
 from bottega.data.tables.shards import ShardWriter, Table
 from bottega.data.video import encoder as encoding
 from bottega.data.video.encoder import VideoEncoder
-from bottega.data.video.sampling import sample_frame_indices
-from bottega.data.video.source import VideoRows
+from bottega.data.video.source import VideoRows, sample_frame_indices
 
 DATA = os.environ.get("BOTTEGA_DATA")
 whole = st.integers(1, 40)
@@ -120,7 +119,7 @@ def test_a_random_clip_is_of_sample_and_epoch(videos: Table) -> None:
     assert levels(again.rows(np.array([3]), np.array([2]))) == [everything[2][3]]
     assert rows.fingerprint != VideoRows(videos, content="x", num_frames=3, seed=2).fingerprint
     assert rows.describe(3, 2).splitlines()[1:] == [
-        f"frames {everything[2][3][0]} to {everything[2][3][-1]} of 23, at 12 a second",
+        f"frames {everything[2][3][0]} to {everything[2][3][-1]} of 23, at 12 per second",
         "film 3",
     ]
 
@@ -135,9 +134,9 @@ def test_augmentation_treats_a_video_as_one(videos: Table) -> None:
 
 
 def test_arrays_need_a_rate_and_are_resampled_to_ours(tmp_path: Path) -> None:
-    with pytest.raises(Unreadable, match="needs its rate"):
+    with pytest.raises(Unreadable, match="needs a frame rate"):
         list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": film(5)})))
-    with pytest.raises(Unreadable, match="is no video"):
+    with pytest.raises(Unreadable, match="is not a video"):
         list(VideoEncoder((8, 8), fps=5).rows(Record("a", "", {"video": np.zeros((5, 4), np.uint8)})))
     (row,) = VideoEncoder((8, 8), fps=5).rows(Record("a", "", {"video": film(9), "fps": 10}))
     assert row["video"][:, 0, 0, 0].tolist() == [0, 2, 4, 6]
@@ -149,7 +148,7 @@ def test_arrays_need_a_rate_and_are_resampled_to_ours(tmp_path: Path) -> None:
 def test_a_video_that_would_fill_the_memory_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "MAX_BYTES", 8 * 8 * 3 * 4)
     assert list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": film(4), "fps": 10})))
-    with pytest.raises(Unreadable, match="over 4 frames"):
+    with pytest.raises(Unreadable, match="more than 4 frames"):
         list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": film(5), "fps": 10})))
 
 

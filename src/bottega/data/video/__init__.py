@@ -1,1 +1,1 @@
-"""Video: from files to frames, and from frames to batches."""
+"""Video: decoding, frame sampling, and output files."""

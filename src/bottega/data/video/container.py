@@ -1,7 +1,7 @@
-"""Whether a video file is as long as its own first bytes say: what a decoder that simply stops does not tell.
+"""Detect truncated video files by the lengths that their containers state, because decoders stop silently.
 
 Three families of containers state their length: MP4 and MOV (boxes with sizes), Matroska and WebM (one segment with a
-size) and AVI (RIFF chunks with sizes). Where one states none, as after a live recording, nothing is concluded.
+size) and AVI (RIFF chunks with sizes). A file without a stated length, such as a live recording, passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FIRST_BOXES = frozenset((b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b
 
 
 def count_missing_bytes(stream: BinaryIO) -> int:
-    """How many bytes the file should have beyond its end; 0 where it is whole or nothing can be said."""
+    """Return how many bytes are missing at the end of the file; 0 if it is complete or states no length."""
     length = stream.seek(0, os.SEEK_END)
     stream.seek(0)
     head = stream.read(12)
@@ -30,7 +30,7 @@ def count_missing_bytes(stream: BinaryIO) -> int:
 
 
 def _riff_end(stream: BinaryIO, length: int) -> int:
-    """Files over 1 GiB are several RIFF chunks one after the other. A size of 0 was never filled in."""
+    """Return the stated end of an AVI. Files over 1 GiB have several RIFF chunks; a size of 0 is unknown."""
     at = 0
     while at + 8 <= length:
         stream.seek(at)
@@ -48,9 +48,9 @@ def _boxes_end(stream: BinaryIO, length: int) -> int:
         stream.seek(at)
         head = stream.read(16)
         size, kind = int.from_bytes(head[:4], "big"), head[4:8]
-        if size == 1:  # the real one follows, in 64 bits
+        if size == 1:  # the 64-bit size follows
             size = int.from_bytes(head[8:], "big")
-        # A size of 0 reaches to the end of the file; what is no box is something that was appended.
+        # A size of 0 reaches to the end of the file; anything that is not a box was appended.
         if size < 8 or not (kind.isascii() and kind.decode("latin-1").isprintable()):
             return 0
         at += size
@@ -59,18 +59,18 @@ def _boxes_end(stream: BinaryIO, length: int) -> int:
 
 def _matroska_end(stream: BinaryIO) -> int:
     stream.seek(4)
-    header = _variable(stream)
+    header = _read_variable_integer(stream)
     if header is None:
         return 0
     stream.seek(header, os.SEEK_CUR)
     if int.from_bytes(stream.read(4), "big") != SEGMENT:
         return 0
-    size = _variable(stream)
+    size = _read_variable_integer(stream)
     return 0 if size is None else stream.tell() + size
 
 
-def _variable(stream: BinaryIO) -> int | None:
-    """A number whose first bit that is set says how many bytes it has; all bits set stand for unknown."""
+def _read_variable_integer(stream: BinaryIO) -> int | None:
+    """Read an EBML variable-length integer; None if it is unknown (all bits set)."""
     first = stream.read(1)
     if not first or not first[0]:
         return None

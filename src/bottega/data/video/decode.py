@@ -1,7 +1,7 @@
-"""From a video file to its frames: the first video stream, in order, at the wanted rate, within limits, and all of it.
+"""Decode the frames of a video file at a given frame rate, within limits; truncated files are refused.
 
-A file that was cut short often decodes without any error. So its length is compared with what its container states,
-and the end of its last frame with the duration its header states.
+A truncated file often decodes without an error. So its size is compared with the size that its container states, and the
+end of its last frame with the duration that its header states.
 """
 
 from __future__ import annotations
@@ -23,53 +23,56 @@ from bottega.data.video.container import count_missing_bytes
 
 Encoded = bytes | Path
 
-# Demuxers as FFmpeg names them. Its others include playlists, which open further files, and single pictures.
+# Demuxers by FFmpeg's names. Others include playlists, which open further files, and single images.
 CONTAINERS = frozenset(("mov", "mp4", "avi", "matroska", "webm", "mpegts", "mpeg", "mpegvideo", "flv", "ogg", "asf"))
-# Of a stated duration, this share and so many frames may be missing at the end: sound is often longer than the film,
-# the last frame is often shorter, and AVI counts frames that show nothing new.
+# Fraction of the stated duration and number of frames that may be missing at the end: audio is often longer than video,
+# the last frame is often shorter, and AVI counts empty frames.
 TOLERANCE, TOLERANCE_FRAMES = 0.05, 3
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one video, before and while it is decoded."""
+    """Limits on one video, checked before and during decoding."""
 
     frames: int = 50_000
-    """Decoded ones: half an hour at 25 a second."""
+    """Decoded frames: half an hour at 25 per second."""
     seconds: float = 3600.0
     pixels: int = MAX_PIXELS
-    """Of one frame."""
+    """Of one frame, width times height."""
 
 
 LIMITS = Limits()
 
 
 class DecodedVideo(NamedTuple):
-    """`rate` is that of the frames given, in frames a second; `frames` are uint8 [h, w, 3], decoded as they are asked for."""
+    """The frame rate in frames per second, and an iterator that decodes frames, uint8 `(height, width, 3)`."""
 
     rate: float
     frames: Iterator[np.ndarray]
 
 
 def decode_frames(data: Encoded, *, fps: float | None = None, stride: int = 1, limit: Limits = LIMITS) -> DecodedVideo:
-    """The frames of a video; with `fps`, those nearest in time to that rate, and every `stride`-th of them.
+    """Decode the frames of a video, resampled to `fps` by nearest frame if given, and every `stride`-th of them.
 
-    Raises Unreadable here or while frames are taken. Turned as the file says; pixels that are not square stay so.
+    Raises `Unreadable` here or during iteration. Rotation metadata is applied; the pixel aspect ratio is not.
     """
-    container, stream = _opened(data)
+    container, stream = _open_video(data)
     try:
-        own = stream.average_rate or stream.guessed_rate
-        if not own or own <= 0:
-            raise Unreadable("states no frame rate")
-        _check(stream, _stated_seconds(container, stream), limit)
+        native_rate = stream.average_rate or stream.guessed_rate
+        if not native_rate or native_rate <= 0:
+            raise Unreadable("the header states no frame rate")
+        _check_limits(stream, _stated_seconds(container, stream), limit)
     except BaseException:
         container.close()
         raise
     rate = None if fps is None else Fraction(fps).limit_denominator(100_000)
-    return DecodedVideo(float((rate or own) / stride), _wanted(container, stream, Fraction(own), rate, stride, limit))
+    return DecodedVideo(
+        float((rate or native_rate) / stride),
+        _select_frames(container, stream, Fraction(native_rate), rate, stride, limit),
+    )
 
 
-def _av() -> Any:
+def _import_av() -> Any:
     try:
         import av
     except ImportError as error:
@@ -77,33 +80,33 @@ def _av() -> Any:
     return av
 
 
-def _opened(data: Encoded) -> tuple[Any, Any]:
-    av = _av()
-    _whole(data)
+def _open_video(data: Encoded) -> tuple[Any, Any]:
+    av = _import_av()
+    _check_complete(data)
     options = {"format_whitelist": ",".join(sorted(CONTAINERS)), "max_pixels": str(MAX_PIXELS)}
-    # A path could look like an address; as a file it reads that file and nothing else.
+    # Without the prefix, a path that looks like a URL would be opened as one.
     file = io.BytesIO(data) if isinstance(data, bytes) else f"file:{data}"
     if isinstance(data, Path):
         options["protocol_whitelist"] = "file"
     try:
         container = av.open(file, options=options, metadata_errors="ignore")
     except (av.FFmpegError, OSError, ValueError) as error:
-        raise Unreadable(f"is no video of a known format, or its header is damaged ({_one_line(error)})") from error
+        raise Unreadable(f"is not a video of a known format, or its header is damaged ({_one_line(error)})") from error
     if not container.streams.video:
         container.close()
         raise Unreadable("has no video stream")
     stream = container.streams.video[0]
     if stream.codec_context is None:
         container.close()
-        raise Unreadable("is of a codec that is not known, or its header is damaged")
-    # Videos are prepared by one process a core. FFmpeg's own threads, one a core for each of them, would only wait for
-    # each other, and frame threads keep as many frames in memory.
+        raise Unreadable("the video codec is unknown, or the header is damaged")
+    # Videos are prepared by one process per core. FFmpeg's own threads would compete for the cores, and frame threads keep
+    # more frames in memory.
     stream.codec_context.thread_count = 1
     stream.codec_context.thread_type = "NONE"
     return container, stream
 
 
-def _whole(data: Encoded) -> None:
+def _check_complete(data: Encoded) -> None:
     try:
         with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as stream:
             if not stream.read(1):
@@ -112,109 +115,111 @@ def _whole(data: Encoded) -> None:
     except OSError as error:
         raise Unreadable(f"the file cannot be read: {error.strerror}") from error
     if missing:
-        raise Unreadable(f"is cut short: {missing:,} bytes are missing at its end")
+        raise Unreadable(f"is cut off: {missing:,} bytes are missing at its end")
 
 
 def _stated_seconds(container: Any, stream: Any) -> float | None:
-    """Of the stream where it has a duration of its own, else of the whole file; None where nothing is said."""
+    """Return the duration of the stream, else of the file; None if neither is stated."""
     if stream.duration is not None:
         return float(stream.duration * stream.time_base)
     try:
-        hours, minutes, seconds = str(stream.metadata.get("DURATION")).split(":")  # Matroska keeps it as text
+        hours, minutes, seconds = str(stream.metadata.get("DURATION")).split(":")  # Matroska stores it as text
         return int(hours) * 3600 + int(minutes) * 60 + float(seconds)
     except ValueError:
         return None if container.duration is None else container.duration / 1e6
 
 
-def _check(stream: Any, seconds: float | None, limit: Limits) -> None:
+def _check_limits(stream: Any, seconds: float | None, limit: Limits) -> None:
     width, height = stream.codec_context.width, stream.codec_context.height
     if width * height > limit.pixels:
-        raise Unreadable(f"frames of {width} x {height} have more pixels than one may have ({limit.pixels:,})")
+        raise Unreadable(f"a frame of {width} x {height} has more than {limit.pixels:,} pixels; make the video smaller")
     if stream.frames > limit.frames:
-        raise Unreadable(f"{stream.frames:,} frames are more than a video may have ({limit.frames:,}); cut it")
+        raise Unreadable(f"has {stream.frames:,} frames; the limit is {limit.frames:,}; split it")
     if seconds is not None and seconds > limit.seconds:
-        raise Unreadable(f"{seconds:.0f} s are more than a video may last ({limit.seconds:.0f}); cut it")
+        raise Unreadable(f"lasts {seconds:.0f} s; the limit is {limit.seconds:.0f} s; split it")
 
 
-def _wanted(
-    container: Any, stream: Any, own: Fraction, rate: Fraction | None, stride: int, limit: Limits
+def _select_frames(
+    container: Any, stream: Any, native_rate: Fraction, rate: Fraction | None, stride: int, limit: Limits
 ) -> Iterator[np.ndarray]:
-    """Only what is given is turned into RGB: that costs as much as decoding it."""
-    given = 0
+    """Yield the selected frames as RGB; only those are converted, which costs as much as decoding."""
+    num_frames = 0
     with container:
-        for frame, repeats in _resampled(_timed(container, stream, own, limit), rate, own):
+        for frame, repeats in _count_repeats(_decode_timed(container, stream, native_rate, limit), rate, native_rate):
             pixels = None
             for _ in range(repeats):
-                if given % stride == 0:
-                    pixels = _pixels(frame) if pixels is None else pixels
+                if num_frames % stride == 0:
+                    pixels = _to_pixels(frame) if pixels is None else pixels
                     yield pixels
-                given += 1
+                num_frames += 1
 
 
-def _resampled(
-    timed: Iterator[tuple[Any, Fraction]], rate: Fraction | None, own: Fraction
+def _count_repeats(
+    timed: Iterator[tuple[Any, Fraction]], rate: Fraction | None, native_rate: Fraction
 ) -> Iterator[tuple[Any, int]]:
-    """Each frame, and how many of the times 0, 1/rate, 2/rate, ... are nearer to it than to any other."""
+    """Yield each frame with the number of times 0, 1/rate, 2/rate, ... that it is the nearest to."""
     if rate is None:
         yield from ((frame, 1) for frame, _ in timed)
         return
-    wanted = 0
-    before: tuple[Any, Fraction] | None = None
+    num_times = 0
+    previous: tuple[Any, Fraction] | None = None
     for frame, time in timed:
-        if before is not None:
-            # The border between two frames lies halfway; a time on it goes to the later one.
-            border = (before[1] + time) / 2
-            until = max(wanted, math.ceil(border * rate))
-            yield before[0], until - wanted
-            wanted = until
-        before = frame, time
-    if before is not None:
-        end = before[1] + 1 / own
-        yield before[0], max(0 if wanted else 1, math.ceil(end * rate) - wanted)
+        if previous is not None:
+            # The boundary between two frames is halfway; a time on it belongs to the later one.
+            boundary = (previous[1] + time) / 2
+            until = max(num_times, math.ceil(boundary * rate))
+            yield previous[0], until - num_times
+            num_times = until
+        previous = frame, time
+    if previous is not None:
+        end = previous[1] + 1 / native_rate
+        yield previous[0], max(0 if num_times else 1, math.ceil(end * rate) - num_times)
 
 
-def _timed(container: Any, stream: Any, own: Fraction, limit: Limits) -> Iterator[tuple[Any, Fraction]]:
-    """All frames with their times from the first on."""
-    av = _av()
-    # AVI has no times of its frames but a constant rate; what FFmpeg puts in their place goes back and forth.
-    even = container.format.name == "avi"
+def _decode_timed(container: Any, stream: Any, native_rate: Fraction, limit: Limits) -> Iterator[tuple[Any, Fraction]]:
+    """Yield all frames with their times, relative to the first."""
+    av = _import_av()
+    # AVI has a constant rate and no timestamps; those that FFmpeg makes up are not monotonic.
+    has_constant_rate = container.format.name == "avi"
     first, time, count = None, Fraction(-1), 0
     try:
         for frame in container.decode(stream):
             if frame.width * frame.height > limit.pixels:
-                raise Unreadable(f"a frame of {frame.width} x {frame.height} is larger than {limit.pixels:,} pixels")
-            if even or frame.pts is None:
-                now = count / own
+                raise Unreadable(f"a frame of {frame.width} x {frame.height} has more than {limit.pixels:,} pixels")
+            if has_constant_rate or frame.pts is None:
+                frame_time = count / native_rate
             else:
                 first = frame.pts if first is None else first
-                now = (frame.pts - first) * frame.time_base
-            time = max(now, time)  # never back
+                frame_time = (frame.pts - first) * frame.time_base
+            time = max(frame_time, time)  # monotonic
             count += 1
             if count > limit.frames or time > limit.seconds:
-                raise Unreadable(f"lasts longer than {limit.frames:,} frames or {limit.seconds:.0f} s; cut it")
+                raise Unreadable(f"lasts longer than {limit.frames:,} frames or {limit.seconds:.0f} s; split it")
             yield frame, time
     except (av.FFmpegError, OSError, ValueError) as error:
         raise Unreadable(f"frame {count} cannot be decoded ({_one_line(error)})") from error
-    _check_end(container, stream, count, count / own if even else time + 1 / own, own)
+    _check_end(
+        container, stream, count, count / native_rate if has_constant_rate else time + 1 / native_rate, native_rate
+    )
 
 
-def _check_end(container: Any, stream: Any, count: int, end: Fraction, own: Fraction) -> None:
+def _check_end(container: Any, stream: Any, count: int, end: Fraction, native_rate: Fraction) -> None:
     if count == 0:
         raise Unreadable("has no frames")
     stated = _stated_seconds(container, stream)
     if container.format.name == "avi" and stream.frames:
-        stated = float(stream.frames / own)  # what FFmpeg calls the duration is what it found in the file
-    if stated is not None and stated - float(end) > max(TOLERANCE * stated, float(TOLERANCE_FRAMES / own)):
-        raise Unreadable(f"is cut short: {count} frames end at {float(end):.2f} s of {stated:.2f} s")
+        stated = float(stream.frames / native_rate)  # FFmpeg's duration is that of the data present
+    if stated is not None and stated - float(end) > max(TOLERANCE * stated, float(TOLERANCE_FRAMES / native_rate)):
+        raise Unreadable(f"is cut off: its {count} frames end at {float(end):.2f} s of {stated:.2f} s")
 
 
-def _pixels(frame: Any) -> np.ndarray:
+def _to_pixels(frame: Any) -> np.ndarray:
     pixels = frame.to_ndarray(format="rgb24")
-    # Older releases of PyAV do not say how a frame is turned.
+    # Older releases of PyAV have no rotation.
     turns = round(getattr(frame, "rotation", 0) / 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
 
 
 def _one_line(error: Exception) -> str:
-    # FFmpeg's errors carry the log as well; the first sentence is the reason.
+    # FFmpeg's errors also contain the log; `strerror` is the reason.
     return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__

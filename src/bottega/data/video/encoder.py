@@ -1,4 +1,4 @@
-"""From a record to a row of prepared video: its frames at the wanted size and rate."""
+"""Encode a record as a row of video: its frames at the target size and frame rate."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from bottega.data.tables.shards import TEXT, Column
 from bottega.data.video.decode import LIMITS, Limits, decode_frames
 
 VIDEO_FIELDS = ("video", "mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg", "clip", "frames", "file")
-# Kept frames of one video; it is held in memory while it is prepared.
+# Of the frames of one video, which is in memory while it is prepared.
 MAX_BYTES = 2**31
-# A file does not say how many frames it has, so room for them grows by so many bytes, or by a quarter where that is more.
+# The number of frames is unknown before decoding, so the array grows by this many bytes, or by a quarter if that is more.
 BLOCK = 1 << 25
 
 
 @final
 @dataclass(frozen=True)
 class VideoEncoder(Encoder):
-    """All frames are kept at `fps` (None: as they come), so that clips can start anywhere and strides can change."""
+    """Encode all frames at `fps` (None: the native rate), so that clips can start anywhere and strides can change."""
 
     size: tuple[int, int]
     channels: int = 3
@@ -51,51 +51,55 @@ class VideoEncoder(Encoder):
 
     def rows(self, record: Record) -> Iterator[dict[str, Any]]:
         data = read_media_field(record, self.field, names=VIDEO_FIELDS, medium="video")
-        video, rate = self._from_array(data, record) if isinstance(data, np.ndarray) else self._from_file(data)
+        video, rate = self._encode_array(data, record) if isinstance(data, np.ndarray) else self._encode_file(data)
         row = {"video": video, "fps": [rate], **read_annotations(record, label_field=self.label_field)}
         if self.has_condition:
             row["condition"] = read_condition(record, self.condition_field)
         yield row
 
-    def _from_file(self, data: bytes | Path) -> tuple[np.ndarray, float]:
-        rate, pictures = decode_frames(data, fps=self.fps, limit=self.limit)
-        return self._stacked(pictures), rate
+    def _encode_file(self, data: bytes | Path) -> tuple[np.ndarray, float]:
+        rate, frames = decode_frames(data, fps=self.fps, limit=self.limit)
+        return self._stack(frames), rate
 
-    def _from_array(self, video: np.ndarray, record: Record) -> tuple[np.ndarray, float]:
-        """Frames [f, h, w] or [f, h, w, c] as they are; an array knows no times, so its rate is a field or ours."""
+    def _encode_array(self, video: np.ndarray, record: Record) -> tuple[np.ndarray, float]:
+        """Encode an array `(frames, height, width)` or `(..., channels)`; its frame rate is the field `fps` or `data.fps`."""
         if video.ndim not in (3, 4) or 0 in video.shape:
-            raise Unreadable(f"an array of shape {video.shape} is no video: expected [frames, height, width, channels]")
+            raise Unreadable(
+                f"an array of shape {video.shape} is not a video; expected (frames, height, width, channels)"
+            )
         rate = record.fields.get("fps") or self.fps
         if not isinstance(rate, int | float | np.integer | np.floating) or not rate > 0:
-            raise Unreadable("an array of frames needs its rate: a field fps, or data.fps")
+            raise Unreadable("an array of frames needs a frame rate; add a field fps, or set data.fps")
         if self.fps is not None and float(rate) != self.fps:
-            wanted = max(1, round(len(video) * self.fps / float(rate)))
-            nearest = np.rint(np.arange(wanted) * (float(rate) / self.fps)).astype(int)
+            num_frames = max(1, round(len(video) * self.fps / float(rate)))
+            nearest = np.rint(np.arange(num_frames) * (float(rate) / self.fps)).astype(int)
             chosen = np.minimum(nearest, len(video) - 1)
-            return self._stacked((video[i] for i in chosen), count=len(chosen)), self.fps
-        return self._stacked(iter(video), count=len(video)), float(rate)
+            return self._stack((video[i] for i in chosen), num_frames=len(chosen)), self.fps
+        return self._stack(iter(video), num_frames=len(video)), float(rate)
 
-    def _stacked(self, pictures: Iterator[np.ndarray], *, count: int | None = None) -> np.ndarray:
-        """uint8 [f, h, w, c]. In one array from the first on: a list and then a stack of it would take twice the 2 GiB."""
+    def _stack(self, frames: Iterator[np.ndarray], *, num_frames: int | None = None) -> np.ndarray:
+        """Return uint8 `(frames, height, width, channels)`, filled in one growing array: np.stack of a list takes twice the memory."""
         shape = (*self.size, self.channels)
-        each = math.prod(shape)
-        most = MAX_BYTES // each
-        kept = np.empty((min(most, max(1, BLOCK // each) if count is None else count), *shape), np.uint8)
-        taken = 0
-        for picture in pictures:
-            if taken == most:
+        frame_bytes = math.prod(shape)
+        max_frames = MAX_BYTES // frame_bytes
+        stacked = np.empty(
+            (min(max_frames, max(1, BLOCK // frame_bytes) if num_frames is None else num_frames), *shape), np.uint8
+        )
+        count = 0
+        for frame in frames:
+            if count == max_frames:
                 raise Unreadable(
-                    f"over {most:,} frames take more than 2 GiB; lower data.fps or data.image_size, or cut it"
+                    f"more than {max_frames:,} frames take over 2 GiB; lower data.fps or data.image_size, or split the video"
                 )
-            if taken == len(kept):
-                _make_long(kept, min(most, taken + max(1, BLOCK // each, taken // 4)))
-            kept[taken] = resize_image(decode_image(picture, channels=self.channels), self.size, mode=self.resize)
-            taken += 1
-        _make_long(kept, taken)
-        return kept
+            if count == len(stacked):
+                _resize_in_place(stacked, min(max_frames, count + max(1, BLOCK // frame_bytes, count // 4)))
+            stacked[count] = resize_image(decode_image(frame, channels=self.channels), self.size, mode=self.resize)
+            count += 1
+        _resize_in_place(stacked, count)
+        return stacked
 
 
-def _make_long(frames: np.ndarray, length: int) -> None:
-    """In place: the system moves the pages of a large block without copying them. Nobody else has seen the array yet."""
+def _resize_in_place(frames: np.ndarray, length: int) -> None:
+    """Resize in place: the system remaps the pages of a large array without copying. No other reference exists yet."""
     if length != len(frames):
         frames.resize((length, *frames.shape[1:]), refcheck=False)

@@ -1,4 +1,4 @@
-"""Rows of video, for people."""
+"""Preview of prepared video: frames as a contact sheet."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from bottega.data.prepare.preview import (
 from bottega.data.tables.shards import Table
 
 FRAMES = 6
-"""Of each video, from its first to its last."""
+"""Frames shown of each video, evenly spaced."""
 
 
 class VideoPreview(Preview):
+    """Exports rows of video as arrays, and draws frames as a contact sheet."""
+
     column, unit = "video", "frames"
 
     def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Videos as files for people: animations to watch, and filmstrips for where only still pictures can be shown."""
+"""Write videos as GIF or MP4 animations, and as filmstrips of still frames."""
 
 from __future__ import annotations
 
@@ -21,56 +21,60 @@ from bottega.data.output_files import build_numbered_paths, is_folder, require_s
 from bottega.storage.durable import replacing_file
 
 ANIMATIONS = (".gif", ".mp4")
-# Smaller ones are enlarged by whole factors: a film of 28 pixels is a stamp on any screen.
+# Smaller videos are enlarged by whole factors, to be visible on a screen.
 SMALLEST_SIDE = 128
-# H.264 plays everywhere; MPEG-4 part 2 is in every build of FFmpeg.
+# In order of preference. H.264 plays everywhere; MPEG-4 part 2 is in every build of FFmpeg.
 ENCODERS: dict[str, dict[str, str]] = {"libx264": {"crf": "16"}, "libopenh264": {}, "mpeg4": {"qmin": "2", "qmax": "3"}}
-# Browsers take a shorter delay for a mistake and show the frame for a tenth of a second.
+# In hundredths of a second. Browsers replace a shorter delay by a tenth of a second.
 SHORTEST_DELAY = 2
-# Pixels that colours are chosen from; four times as many lower the error by 1.5 % and take five times as long.
-LOOKED_AT = 1 << 16
+# Pixels that the palette is computed from; four times as many lower the error by 1.5 % and take five times as long.
+PALETTE_PIXELS = 1 << 16
 
 
 def write_video(frames: np.ndarray, fps: float, path: Path) -> None:
-    """uint8 [f, h, w, c] as .gif or .mp4, by the ending; at most 50 frames a second in a GIF, which then lasts longer."""
-    assert frames.ndim == 4, f"{frames.shape} is no video"
+    """Write uint8 `(frames, height, width, channels)` as .gif or .mp4, by the suffix.
+
+    A GIF plays at most 50 frames per second, so a faster video lasts longer.
+    """
+    assert frames.ndim == 4, f"{frames.shape} is not a video"
     factor = max(1, math.ceil(SMALLEST_SIDE / max(frames.shape[1:3])))
-    _animate(frames.repeat(factor, axis=1).repeat(factor, axis=2), fps, path)
+    _write_animation(frames.repeat(factor, axis=1).repeat(factor, axis=2), fps, path)
 
 
 def write_videos(
     videos: np.ndarray, fps: float, path: Path, *, captions: Sequence[str] | None = None, columns: int | None = None
 ) -> list[Path]:
-    """uint8 [b, f, h, w, c] side by side as one .gif or .mp4, or as .png with three frames of each. Returns the files.
+    """Write videos, uint8 `(videos, frames, height, width, channels)`, and return the paths of the files.
 
-    With a `path` without an ending 00.mp4, ... (00.gif where PyAV is missing), sheet.gif and sheet.png.
+    A `path` ending in .gif or .mp4 gets all videos side by side, .png three frames of each. A `path` without a suffix is a
+    folder and gets 00.mp4, ... (00.gif without PyAV), sheet.gif and sheet.png.
     """
-    assert videos.ndim == 5, f"{videos.shape} are no videos"
-    import_pillow()  # or how to get it, before the first file is written
+    assert videos.ndim == 5, f"{videos.shape} is not a batch of videos"
+    import_pillow()  # fail before the first file is written
     if not is_folder(path):
         if require_suffix(path, (*ANIMATIONS, ".png")) == ".png":
-            _filmstrip(videos, fps, path, captions)
+            _write_filmstrip(videos, fps, path, captions)
         elif len(videos) == 1 and captions is None:
             write_video(videos[0], fps, path)
         else:
-            _animate(_pages(videos, captions, columns), fps, path)
+            _write_animation(_render_sheets(videos, captions, columns), fps, path)
         return [path]
     singles = build_numbered_paths(path, len(videos), ".mp4" if find_spec("av") is not None else ".gif")
     for frames, single in zip(videos, singles, strict=True):
         write_video(frames, fps, single)
-    _animate(_pages(videos, captions, columns), fps, path / "sheet.gif")
-    _filmstrip(videos, fps, path / "sheet.png", captions)
+    _write_animation(_render_sheets(videos, captions, columns), fps, path / "sheet.gif")
+    _write_filmstrip(videos, fps, path / "sheet.png", captions)
     return [*singles, path / "sheet.gif", path / "sheet.png"]
 
 
-def _pages(videos: np.ndarray, captions: Sequence[str] | None, columns: int | None) -> np.ndarray:
-    """All clips at one time on a page, for each time: uint8 [f, h, w, 3]."""
+def _render_sheets(videos: np.ndarray, captions: Sequence[str] | None, columns: int | None) -> np.ndarray:
+    """Return one contact sheet of all videos for each frame, uint8 `(frames, height, width, 3)`."""
     moments = videos.swapaxes(0, 1)
     return np.stack([render_contact_sheet(list(moment), captions=captions, columns=columns) for moment in moments])
 
 
-def _filmstrip(videos: np.ndarray, fps: float, path: Path, captions: Sequence[str] | None) -> None:
-    """A row for each clip: its first, middle and last frame, with their times."""
+def _write_filmstrip(videos: np.ndarray, fps: float, path: Path, captions: Sequence[str] | None) -> None:
+    """Write a PNG with one row per video: its first, middle and last frame, with their times."""
     last = videos.shape[1] - 1
     chosen = sorted({0, last // 2, last})
     times = [f"{number / fps:.2f} s" for number in chosen]
@@ -84,70 +88,72 @@ def _filmstrip(videos: np.ndarray, fps: float, path: Path, captions: Sequence[st
         )
 
 
-def _animate(frames: np.ndarray, fps: float, path: Path) -> None:
+def _write_animation(frames: np.ndarray, fps: float, path: Path) -> None:
     assert frames.dtype == np.uint8, f"frames of {frames.dtype}"
-    assert fps > 0, f"{fps} frames a second"
+    assert fps > 0, f"{fps} frames per second"
     kind = require_suffix(path, ANIMATIONS)
     with replacing_file(path) as temporary:
         if kind == ".gif":
-            temporary.write_bytes(_gif(frames, fps))
+            temporary.write_bytes(_encode_gif(frames, fps))
         else:
             _write_mp4(frames, fps, temporary)
 
 
-def _gif(frames: np.ndarray, fps: float) -> bytes:
-    """Frames that repeat for ever. Pillow compresses each; it would also join equal neighbours, so we put them together."""
+def _encode_gif(frames: np.ndarray, fps: float) -> bytes:
+    """Encode a GIF that loops forever. Pillow compresses single frames only, because it would merge equal neighbours."""
     height, width = frames.shape[1:3]
-    pictures, palette = _with_palette(frames)
+    images, palette = _quantize(frames)
     size = width.to_bytes(2, "little") + height.to_bytes(2, "little")
-    # 0xF7: one table of 256 colours for all. The second block says: again, without end.
+    # 0xF7: a global table of 256 colours. The NETSCAPE extension loops without end.
     parts = [b"GIF89a", size, b"\xf7\x00\x00", palette, b"\x21\xff\x0bNETSCAPE2.0\x03\x01\x00\x00\x00"]
-    for picture, delay in zip(pictures, _delays(len(frames), fps), strict=True):
-        parts += [b"\x21\xf9\x04\x00", delay.to_bytes(2, "little"), b"\x00\x00", _image_block(picture)]
+    for image, delay in zip(images, _frame_delays(len(frames), fps), strict=True):
+        parts += [b"\x21\xf9\x04\x00", delay.to_bytes(2, "little"), b"\x00\x00", _image_block(image)]
     return b"".join([*parts, b"\x3b"])
 
 
-def _delays(count: int, fps: float) -> list[int]:
-    """Hundredths of a second, rounded so that the whole lasts as long as it should: 4 4 5 4 4 4 at 24 a second."""
+def _frame_delays(count: int, fps: float) -> list[int]:
+    """Return delays in hundredths of a second whose sum is the exact duration, such as 4 4 5 4 4 4 at 24 per second."""
     times = [round(100 * number / fps) for number in range(count + 1)]
     return [min(max(SHORTEST_DELAY, end - start), 0xFFFF) for start, end in pairwise(times)]
 
 
-def _with_palette(frames: np.ndarray) -> tuple[Iterator[Any], bytes]:
-    """Pictures whose pixels are numbers of colours, and the 256 colours: the same for all frames, or they would flicker."""
+def _quantize(frames: np.ndarray) -> tuple[Iterator[Any], bytes]:
+    """Return frames as palette images, and the palette: one for all frames, to avoid flicker."""
     Image = import_pillow()
     if frames.shape[3] == 1:
         greys = np.arange(256, dtype=np.uint8).repeat(3)
         return (Image.fromarray(np.ascontiguousarray(frame[:, :, 0])) for frame in frames), greys.tobytes()
-    some = frames.reshape(-1, 3)[:: max(1, frames.size // 3 // LOOKED_AT)]
-    if len(np.unique(_packed(some))) <= 256 and len(colours := np.unique(_packed(frames))) <= 256:
-        return _exact(frames, colours)
-    seen = Image.fromarray(np.ascontiguousarray(some)[None])
-    common = seen.quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=1)
-    near = (Image.fromarray(frame).quantize(palette=common, dither=Image.Dither.FLOYDSTEINBERG) for frame in frames)
-    return near, bytes(common.getpalette()[:768]).ljust(768, b"\0")
+    sampled = frames.reshape(-1, 3)[:: max(1, frames.size // 3 // PALETTE_PIXELS)]
+    if len(np.unique(_pack_rgb(sampled))) <= 256 and len(colours := np.unique(_pack_rgb(frames))) <= 256:
+        return _quantize_exactly(frames, colours)
+    sample_image = Image.fromarray(np.ascontiguousarray(sampled)[None])
+    palette_image = sample_image.quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=1)
+    quantized = (
+        Image.fromarray(frame).quantize(palette=palette_image, dither=Image.Dither.FLOYDSTEINBERG) for frame in frames
+    )
+    return quantized, bytes(palette_image.getpalette()[:768]).ljust(768, b"\0")
 
 
-def _exact(frames: np.ndarray, colours: np.ndarray) -> tuple[Iterator[Any], bytes]:
-    """Few colours stay as they are; Pillow would take neighbours of them."""
-    numbers = (np.searchsorted(colours, _packed(frame)).astype(np.uint8) for frame in frames)
+def _quantize_exactly(frames: np.ndarray, colours: np.ndarray) -> tuple[Iterator[Any], bytes]:
+    """Use an exact palette for at most 256 colours; Pillow's would be approximate."""
+    numbers = (np.searchsorted(colours, _pack_rgb(frame)).astype(np.uint8) for frame in frames)
     table = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1).astype(np.uint8)
     return (import_pillow().fromarray(frame) for frame in numbers), table.tobytes().ljust(768, b"\0")
 
 
-def _packed(pixels: np.ndarray) -> np.ndarray:
-    """[..., 3] as one number each: np.unique of rows takes fifty times as long."""
+def _pack_rgb(pixels: np.ndarray) -> np.ndarray:
+    """Pack RGB into one integer per pixel: np.unique over rows takes fifty times as long."""
     red, green, blue = (pixels[..., channel].astype(np.int32) for channel in range(3))
     return red << 16 | green << 8 | blue
 
 
-def _image_block(picture: Any) -> bytes:
-    """The picture alone, of the GIF file that Pillow makes of it."""
+def _image_block(image: Any) -> bytes:
+    """Return the image block of the GIF file that Pillow writes for a frame."""
     file = io.BytesIO()
-    picture.save(file, format="GIF", optimize=False, interlace=0)
+    image.save(file, format="GIF", optimize=False, interlace=0)
     data = file.getvalue()
     at = 13 + (3 << (data[10] & 7) + 1 if data[10] & 0x80 else 0)
-    while data[at] == 0x21:  # extensions: a label, then pieces with their lengths, up to one of none
+    while data[at] == 0x21:  # extensions: a label, then sub-blocks with their lengths, up to an empty one
         at += 2
         while data[at]:
             at += 1 + data[at]
@@ -156,8 +162,8 @@ def _image_block(picture: Any) -> bytes:
 
 
 def _write_mp4(frames: np.ndarray, fps: float, path: Path) -> None:
-    av = _av()
-    # Colours are kept for squares of four pixels, so that sides are even; the last row or column is repeated.
+    av = _import_av()
+    # yuv420p stores colour for 2 x 2 pixels, so sides must be even; repeat the last row or column.
     height, width = frames.shape[1:3]
     even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     colour = even.repeat(3, axis=3) if even.shape[3] == 1 else even
@@ -174,11 +180,11 @@ def _write_mp4(frames: np.ndarray, fps: float, path: Path) -> None:
 def _can_encode(av: Any, name: str) -> bool:
     try:
         return bool(av.codec.Codec(name, "w").is_encoder)
-    except ValueError:  # unknown to this build
+    except ValueError:  # not in this build of FFmpeg
         return False
 
 
-def _av() -> Any:
+def _import_av() -> Any:
     try:
         import av
     except ImportError as error:
