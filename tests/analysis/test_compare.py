@@ -565,7 +565,7 @@ def test_the_table_never_judges_without_test_n_and_p(seeds: Callable[..., str]) 
 
 
 def test_the_picture_shows_every_run(seeds: Callable[..., str], tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
+    image = pytest.importorskip("PIL.Image", reason="plots need Pillow")
     report = compare([seeds("a", (0.8, 0.8, 0.8, 0.7)), seeds("b", BETTER[:4])])
     plot_comparison(report, tmp_path / "deep" / "p.png")
     with image.open(tmp_path / "deep" / "p.png") as picture:

@@ -193,7 +193,7 @@ def test_the_report_holds_the_numbers_of_the_folds(report: dict[str, Any]) -> No
     assert "(1/3 + 1/2), not 1/3" in text
 
 
-@pytest.mark.parametrize("error", [EnvironmentProblem("pictures need Pillow"), OSError("no space left")])
+@pytest.mark.parametrize("error", [EnvironmentProblem("plots need Pillow"), OSError("no space left")])
 def test_without_pictures_the_numbers_are_there(
     report: dict[str, Any], folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +218,7 @@ def test_pictures_of_a_fold_that_cannot_be_drawn_are_a_note(
     report: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise EnvironmentProblem("pictures need Pillow")
+        raise EnvironmentProblem("plots need Pillow")
 
     results = Path(report["folder"]) / "fold-1" / "results"
     shutil.copytree(results, folder / "before")
@@ -227,7 +227,7 @@ def test_pictures_of_a_fold_that_cannot_be_drawn_are_a_note(
     found = bottega.crossval("classify", tiny(folder), folds=FOLDS)
     assert found["metrics"] == report["metrics"]
     assert found["pooled"] == report["pooled"]
-    assert "no pictures of single folds: pictures need Pillow" in found["notes"]
+    assert "no pictures of single folds: plots need Pillow" in found["notes"]
     assert bottega.crossval("classify", tiny(folder), folds=FOLDS) == found
     monkeypatch.undo()
     shutil.rmtree(results)

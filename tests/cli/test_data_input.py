@@ -365,7 +365,7 @@ def test_bombs_do_not_fill_the_memory(tmp_path: Path) -> None:
     for name, content in {"0.wav": wav(400), "1.wav": wav(400, claims=2**32 - 38), "2.flac": bytes(long)}.items():
         put(tmp_path / "sounds" / name, content)
     cases = {
-        "image": (tmp_path / "photos", "1.png", "more pixels than an image may have"),
+        "image": (tmp_path / "photos", "1.png", "more than 67,108,864 pixels"),
         "language": (tmp_path / "lines.jsonl.gz", "", "a bomb"),
         "classify": (tmp_path / "text.txt.gz", "", "a bomb"),
         "routing": (tmp_path / "zip.npz", "x.npy", "a zip bomb"),
@@ -476,7 +476,9 @@ def test_a_source_of_another_kind_than_the_task_learns_from(say: Any, tmp_path: 
     for task in ("language", "classify", "audio"):
         say("prepare", task, "--data", photos).refused(3, f"{photos} holds images", "data.train.kind")
     rows = put(tmp_path / "a.jsonl", GOOD)
-    say("prepare", "video", "--data", rows).refused(3, f"{rows}, line 1", "no field with a video", "data.train.field")
+    say("prepare", "video", "--data", rows).refused(
+        3, f"{rows}, line 1", "no field holds the video", "data.train.field"
+    )
     kinds = {
         "jsonl": "line 1",
         "parquet": "damaged",

@@ -148,7 +148,7 @@ def test_a_full_disk_is_named_with_the_way_out(
         said = say(words[0], run, *words[1:], out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    said.refused(5, f"cannot write {out}", "size limit", "make room there, or choose another place")
+    said.refused(5, f"cannot write {out}", "size limit", "free some space, or choose another path")
 
 
 def test_what_cannot_be_read_is_not_blamed_on_where_one_writes(tmp_path: Path) -> None:

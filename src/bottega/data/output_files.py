@@ -1,4 +1,4 @@
-"""Files for people to look at or listen to: numbered in a folder, of a known kind, and said with a remedy where they cannot be written."""
+"""Paths of output files (images, audio, video): suffixes, numbering, replacing earlier files, and write errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bottega.core.saver import explain_os_error
 
 CONTACT_SHEET_NAMES = ("sheet.png", "spectrograms.png")
 SUFFIXES = (".png", ".wav", ".mp4", ".gif")
-"""Of single files in a folder, and what lies beside them."""
+"""Suffixes of numbered files."""
 
 NO_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def replace_non_finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN; null is what a reader can tell from a number."""
+    """Replace infinities and NaN by None throughout a JSON value, because JSON has neither."""
     if isinstance(value, dict):
         return {key: replace_non_finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -31,66 +31,65 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def is_folder(path: Path) -> bool:
-    """A name without an ending is a folder, and so is whatever already is one."""
+    """Return whether an output path names a folder: it has no suffix, or is a folder already."""
     return not path.suffix or path.is_dir()
 
 
 def require_suffix(path: Path, allowed: Collection[str]) -> str:
-    """The ending in small letters, one of `known`."""
+    """Return the suffix of a path in lower case; raise `UsageError` if it is not in `allowed`."""
     suffix = path.suffix.lower()
     if suffix not in allowed:
-        raise UsageError(f"{path}: cannot write {suffix or 'a file without an ending'}; use {', '.join(allowed)}")
+        raise UsageError(f"{path}: cannot write {suffix or 'a file without a suffix'}; use {', '.join(allowed)}")
     return suffix
 
 
 def build_numbered_paths(folder: Path, count: int, suffix: str) -> list[Path]:
-    """00, 01, ...: as many digits as it takes for the files to be listed in order."""
+    """Return the paths 00, 01, ... in a folder, with enough digits to sort them by name."""
     digits = max(2, len(str(count - 1)))
     return [folder / f"{number:0{digits}d}{suffix}" for number in range(count)]
 
 
 def replace_previous_files(path: Path, write: Callable[[], list[Path]]) -> list[Path]:
-    """The files that `write` puts into a folder, without those that an earlier call has left there."""
-    before = _numbered_before(path) if path.is_dir() else []
+    """Call `write`, then remove the files of an earlier call in the folder that it did not replace; return the new files."""
+    before = _find_previous_files(path) if path.is_dir() else []
     files = write()
-    for old in set(before) - set(files):  # after the new ones are there, and of more samples than they are
+    for old in set(before) - set(files):  # after writing, so that a failure loses nothing
         old.unlink()
     return files
 
 
-def _numbered_before(folder: Path) -> list[Path]:
-    """What lies beside a sheet of ours and is numbered as ours are, without a gap and with as few digits; anything else
-    is somebody's own."""
+def _find_previous_files(folder: Path) -> list[Path]:
+    """Return files of an earlier call: consecutively numbered ones beside a contact sheet. Others may be the user's own."""
     names = {path.name for path in folder.iterdir()}
     if names.isdisjoint(CONTACT_SHEET_NAMES):
         return []
-    found: list[Path] = []
+    previous: list[Path] = []
     for suffix in SUFFIXES:
         count = sum(re.fullmatch(rf"\d{{2,}}{re.escape(suffix)}", name) is not None for name in names)
-        ours = build_numbered_paths(folder, count, suffix)
-        found += ours if all(path.name in names for path in ours) else []
-    return found
+        numbered = build_numbered_paths(folder, count, suffix)
+        previous += numbered if all(path.name in names for path in numbered) else []
+    return previous
 
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """What cannot be written there is said with its place and the way out; the libraries that write name neither."""
+    """Turn errors from writing to `path` into `EnvironmentProblem` with the path and a remedy."""
     try:
         yield
     except OSError as error:
         named = os.fsdecode(error.filename) if error.filename is not None else ""
-        # Reading goes wrong too, and then another file is named than ours, its temporary sibling or its parents.
+        # Errors of reading name another file than the output, its temporary sibling or its parents.
         if named and path.name not in named and Path(named).resolve() not in path.resolve().parents:
             raise
-        raise _with_remedy(error, path) from None
+        raise _add_remedy(error, path) from None
     except Exception as error:
-        # Those of safetensors are no OSError, and say what the system said.
+        # safetensors does not raise OSError, but its message contains that of the system.
         number = next((n for n in NO_SPACE_ERRORS if os.strerror(n) in str(error)), None)
         if number is None:
             raise
-        raise _with_remedy(OSError(number, os.strerror(number)), path) from None
+        raise _add_remedy(OSError(number, os.strerror(number)), path) from None
 
 
-def _with_remedy(error: OSError, path: Path) -> EnvironmentProblem:
-    room = "make room there, or " if error.errno in NO_SPACE_ERRORS else ""
-    return EnvironmentProblem(f"{explain_os_error(error, path)}; {room}choose another place")
+def _add_remedy(error: OSError, path: Path) -> EnvironmentProblem:
+    room = "free some space, or " if error.errno in NO_SPACE_ERRORS else ""
+    return EnvironmentProblem(f"{explain_os_error(error, path)}; {room}choose another path")

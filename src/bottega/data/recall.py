@@ -1,9 +1,11 @@
-"""Associative recall: made-up streams in which keys are given values and asked for them when the statement is out of sight.
+"""Associative recall: synthetic streams of key-value facts, queried after the fact has left the attention window.
 
-The tokens are one that asks, then keys, values and fillers. A fact is a key and then its value; a question is the asking
-token and then a key, and at the key the value is to be told. Answers are never shown, so a question helps no later one.
+The vocabulary is the query token, then keys, values and fillers. A fact is a key followed by its value. A query is the query
+token followed by a key, and the target at the key is its value. Answers are never inputs, so that one query does not help the
+next.
 
-Everything is a function of (seed, number of the sample): whatever the batch, the order or the process.
+Every sample is a function of (seed, sample number), whatever the batch, the order or the process. Class and field names
+below are part of the data's fingerprint.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which token is what."""
+    """The vocabulary: ids of the query token, keys, values and fillers."""
 
     num_keys: int
     num_values: int
@@ -32,19 +34,23 @@ class Tokens:
 
     @property
     def vocab_size(self) -> int:
+        """The number of token ids."""
         return 1 + self.num_keys + self.num_values + self.num_fillers
 
     def key(self, number: np.ndarray) -> np.ndarray:
+        """Return the token ids of keys."""
         return 1 + number
 
     def value(self, number: np.ndarray) -> np.ndarray:
+        """Return the token ids of values."""
         return 1 + self.num_keys + number
 
     def filler(self, number: np.ndarray) -> np.ndarray:
+        """Return the token ids of fillers."""
         return 1 + self.num_keys + self.num_values + number
 
     def format_token(self, token: int) -> str:
-        """For people: k3, v1, or a dot for a filler."""
+        """Return a readable form: ? for a query, k3, v1, or a dot for a filler."""
         if token == QUERY_TOKEN:
             return "?"
         for sign, first, count in (("k", 1, self.num_keys), ("v", 1 + self.num_keys, self.num_values)):
@@ -56,9 +62,10 @@ class Tokens:
 @final
 @dataclass(frozen=True)
 class Streams(Source):
-    """Streams [segments, T]: the first segment states `num_pairs` facts, and each of the `distance` others asks for some.
+    """Streams of segments: the first states `num_pairs` facts, and each of the `distance` others queries some of them.
 
-    `tokens` [n, 1 + distance, T], and `answers` of the same form: the value's number where one is to be told, -100 elsewhere.
+    Samples have `tokens`, `(batch, 1 + distance, segment_length)`, and `answers` of the same shape: the index of the value
+    at a queried key, -100 elsewhere.
     """
 
     tokens: Tokens
@@ -68,10 +75,10 @@ class Streams(Source):
     num_questions: int
     seed: int
     first: int
-    """The number of the first stream; streams of other numbers are held out."""
+    """The number of the first stream; held-out data has other numbers."""
     count: int
     is_measured: bool = False
-    """Whether the same is also to be told without memory."""
+    """Whether the model is also evaluated without its memory."""
 
     def __len__(self) -> int:
         return self.count
@@ -79,24 +86,26 @@ class Streams(Source):
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         draw, size = Noise(self.seed, 0, self.first + np.asarray(index, np.int64)), len(index)
         segments = 1 + self.distance
-        tokens = self.tokens.filler(_whole(draw, "filler", (segments, self.segment_length), self.tokens.num_fillers))
+        tokens = self.tokens.filler(
+            _draw_integers(draw, "filler", (segments, self.segment_length), self.tokens.num_fillers)
+        )
         answers = np.full_like(tokens, IGNORE_INDEX)
-        keys = _chosen(draw, "keys", self.tokens.num_keys, self.num_pairs)
-        values = _whole(draw, "values", (self.num_pairs,), self.tokens.num_values)
+        keys = _draw_distinct(draw, "keys", self.tokens.num_keys, self.num_pairs)
+        values = _draw_integers(draw, "values", (self.num_pairs,), self.tokens.num_values)
         row = np.arange(size)[:, None]
-        at = _places(draw, "stated", self.segment_length, self.num_pairs)
-        tokens[row, 0, at] = self.tokens.key(keys)
-        tokens[row, 0, at + 1] = self.tokens.value(values)
+        position = _draw_positions(draw, "stated", self.segment_length, self.num_pairs)
+        tokens[row, 0, position] = self.tokens.key(keys)
+        tokens[row, 0, position + 1] = self.tokens.value(values)
         for segment in range(1, segments):
-            which = _whole(draw, f"asked {segment}", (self.num_questions,), self.num_pairs)
-            at = _places(draw, f"questions {segment}", self.segment_length, self.num_questions)
-            tokens[row, segment, at] = QUERY_TOKEN
-            tokens[row, segment, at + 1] = self.tokens.key(np.take_along_axis(keys, which, 1))
-            answers[row, segment, at + 1] = np.take_along_axis(values, which, 1)
-        found: dict[str, Any] = {"tokens": tokens, "answers": answers}
+            queried = _draw_integers(draw, f"asked {segment}", (self.num_questions,), self.num_pairs)
+            position = _draw_positions(draw, f"questions {segment}", self.segment_length, self.num_questions)
+            tokens[row, segment, position] = QUERY_TOKEN
+            tokens[row, segment, position + 1] = self.tokens.key(np.take_along_axis(keys, queried, 1))
+            answers[row, segment, position + 1] = np.take_along_axis(values, queried, 1)
+        rows: dict[str, Any] = {"tokens": tokens, "answers": answers}
         if self.is_measured:
-            found["measured"] = np.ones(size, np.float32)
-        return found
+            rows["measured"] = np.ones(size, np.float32)
+        return rows
 
     @cached_property
     def fingerprint(self) -> str:
@@ -111,16 +120,15 @@ class Streams(Source):
 @final
 @dataclass(frozen=True)
 class Facts(Source):
-    """Segments [T] in order, without an end: an epoch goes on where the one before it ended.
+    """An endless stream of segments `(segment_length,)` in order: an epoch continues where the previous one ended.
 
-    Segment i states `num_pairs` of the keys whose values change, in turn, and one of those whose values last. It asks for
-    what was stated `distance` to twice as many segments ago; before there was such a segment, for a key without a value,
-    and no answer is right. Values that last are asked for in `Lasting` alone, so no
-    weight can ever have learnt them.
+    Segment i states `num_pairs` keys with changing values, in turn, and one key with a lasting value. It queries facts stated
+    `distance` to 2 * `distance` segments ago; before there was such a segment it queries a key without a value, which has no
+    target. Lasting values are queried in `Lasting` only, so that they cannot be learned by the weights.
     """
 
     tokens: Tokens
-    """Its keys are those that change, and then those that last."""
+    """Keys with changing values come first, then keys with lasting values."""
     num_lasting: int
     segment_length: int
     distance: int
@@ -134,38 +142,42 @@ class Facts(Source):
         return self.count
 
     @property
-    def num_changing(self) -> int:
+    def num_changing_fact(self) -> int:
+        """The number of keys with changing values."""
         return self.tokens.num_keys - self.num_lasting
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         number = np.asarray(epoch, np.int64) * self.count + index
         draw, row = Noise(self.seed, 1, number), np.arange(len(index))[:, None]
-        tokens = self.tokens.filler(_whole(draw, "filler", (self.segment_length,), self.tokens.num_fillers))
+        tokens = self.tokens.filler(_draw_integers(draw, "filler", (self.segment_length,), self.tokens.num_fillers))
         answers = np.full_like(tokens, IGNORE_INDEX)
-        keys, values = self._changing(number[:, None], np.arange(self.num_pairs))
+        keys, values = self._changing_fact(number[:, None], np.arange(self.num_pairs))
         lasting = number[:, None] % self.num_lasting
         keys = np.concatenate((keys, self.num_changing + lasting), axis=1)
         values = np.concatenate((values, self.lasting_value(lasting)), axis=1)
-        ago = self.distance + _whole(draw, "ago", (self.num_questions,), self.distance)
-        then = number[:, None] - ago
-        asked, told = self._changing(then, _whole(draw, "which", ago.shape[1:], self.num_pairs))
-        pieces = _places(draw, "places", self.segment_length, keys.shape[1] + self.num_questions)
-        at, ask = pieces[:, : keys.shape[1]], pieces[:, keys.shape[1] :]
-        tokens[row, at], tokens[row, at + 1] = self.tokens.key(keys), self.tokens.value(values)
-        tokens[row, ask], tokens[row, ask + 1] = QUERY_TOKEN, self.tokens.key(asked)
-        answers[row, ask + 1] = np.where(then >= 0, told, IGNORE_INDEX)
+        age = self.distance + _draw_integers(draw, "ago", (self.num_questions,), self.distance)
+        queried_segment = number[:, None] - age
+        queried_keys, queried_values = self._changing_fact(
+            queried_segment, _draw_integers(draw, "which", age.shape[1:], self.num_pairs)
+        )
+        positions = _draw_positions(draw, "places", self.segment_length, keys.shape[1] + self.num_questions)
+        stated_at, queried_at = positions[:, : keys.shape[1]], positions[:, keys.shape[1] :]
+        tokens[row, stated_at], tokens[row, stated_at + 1] = self.tokens.key(keys), self.tokens.value(values)
+        tokens[row, queried_at], tokens[row, queried_at + 1] = QUERY_TOKEN, self.tokens.key(queried_keys)
+        answers[row, queried_at + 1] = np.where(queried_segment >= 0, queried_values, IGNORE_INDEX)
         stated = np.stack((self.tokens.key(keys), self.tokens.value(values)), axis=-1)
-        return {"tokens": tokens, "answers": answers, "stated": stated, "asked": self.tokens.key(asked)}
+        return {"tokens": tokens, "answers": answers, "stated": stated, "asked": self.tokens.key(queried_keys)}
 
-    def _changing(self, number: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The key that segment `number` states as its `pair`-th, and the value it has there."""
+    def _changing_fact(self, number: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `pair`-th key that segment `number` states, and its value there."""
         turn, key = np.divmod(number * self.num_pairs + pair, self.num_changing)
-        return key, self._value("changing", key + self.num_changing * (turn // self.restated))
+        return key, self._draw_value("changing", key + self.num_changing * (turn // self.restated))
 
     def lasting_value(self, key: np.ndarray) -> np.ndarray:
-        return self._value("lasting", key)
+        """Return the lasting values of keys."""
+        return self._draw_value("lasting", key)
 
-    def _value(self, name: str, what: np.ndarray) -> np.ndarray:
+    def _draw_value(self, name: str, what: np.ndarray) -> np.ndarray:
         drawn = Noise(self.seed, 2, what.reshape(-1)).uniform(name)
         return (drawn * self.tokens.num_values).astype(np.int64).reshape(what.shape)
 
@@ -181,7 +193,7 @@ class Facts(Source):
 @final
 @dataclass(frozen=True)
 class Lasting(Source):
-    """Segments that only ask, for the values that last, each key as often as the others."""
+    """Segments that only query the lasting values, all keys equally often."""
 
     facts: Facts
     count: int
@@ -192,13 +204,13 @@ class Lasting(Source):
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         facts = self.facts
         draw, row = Noise(facts.seed, 3, np.asarray(index, np.int64)), np.arange(len(index))[:, None]
-        tokens = facts.tokens.filler(_whole(draw, "filler", (facts.segment_length,), facts.tokens.num_fillers))
+        tokens = facts.tokens.filler(_draw_integers(draw, "filler", (facts.segment_length,), facts.tokens.num_fillers))
         answers = np.full_like(tokens, IGNORE_INDEX)
         key = (np.asarray(index)[:, None] * facts.num_questions + np.arange(facts.num_questions)) % facts.num_lasting
-        ask = _places(draw, "places", facts.segment_length, facts.num_questions)
-        asked = facts.tokens.key(facts.num_changing + key)
-        tokens[row, ask], tokens[row, ask + 1] = QUERY_TOKEN, asked
-        answers[row, ask + 1] = facts.lasting_value(key)
+        queried_at = _draw_positions(draw, "places", facts.segment_length, facts.num_questions)
+        queried_keys = facts.tokens.key(facts.num_changing + key)
+        tokens[row, queried_at], tokens[row, queried_at + 1] = QUERY_TOKEN, queried_keys
+        answers[row, queried_at + 1] = facts.lasting_value(key)
         return {"tokens": tokens, "answers": answers, "measured": np.ones(len(index), np.float32)}
 
     @cached_property
@@ -210,19 +222,19 @@ class Lasting(Source):
         return f"question {index}\n" + " ".join(map(self.facts.tokens.format_token, tokens.tolist()))
 
 
-def _whole(draw: Noise, name: str, shape: tuple[int, ...], below: int) -> np.ndarray:
-    """Whole numbers [n, *shape] from 0 on, all equally likely."""
+def _draw_integers(draw: Noise, name: str, shape: tuple[int, ...], below: int) -> np.ndarray:
+    """Draw integers `(samples, *shape)` uniformly from 0 to `below` - 1."""
     return (draw.uniform(name, shape) * below).astype(np.int64)
 
 
-def _chosen(draw: Noise, name: str, among: int, count: int) -> np.ndarray:
-    """[n, count] different numbers of `among`, in any order."""
+def _draw_distinct(draw: Noise, name: str, among: int, count: int) -> np.ndarray:
+    """Draw `(samples, count)` distinct integers below `among`, in random order."""
     return np.argsort(draw.uniform(name, (among,)), axis=1, kind="stable")[:, :count]
 
 
-def _places(draw: Noise, name: str, length: int, count: int) -> np.ndarray:
-    """[n, count] places of pieces of two tokens that do not touch each other's, in any order."""
+def _draw_positions(draw: Noise, name: str, length: int, count: int) -> np.ndarray:
+    """Draw `(samples, count)` start positions of token pairs that do not overlap, in random order."""
     free = length - 2 * count
-    gaps = np.sort(_chosen(draw, name, free + count, count), axis=1) + np.arange(count)
-    order = _chosen(draw, f"{name} in order", count, count)
+    gaps = np.sort(_draw_distinct(draw, name, free + count, count), axis=1) + np.arange(count)
+    order = _draw_distinct(draw, f"{name} in order", count, count)
     return np.take_along_axis(gaps, order, axis=1)

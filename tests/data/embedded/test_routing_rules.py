@@ -274,11 +274,11 @@ def test_rows_without_a_rule_have_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("64", "'rule' is 64, and it is the number of the right expert, from 0 to 63"),
+        ("64", "column 'rule' is 64; expected the index of the right expert, from 0 to 63"),
         ("-1", "'rule' is -1"),
-        ("0.5", "rename the column where it is an input"),
+        ("0.5", "rename the column if it is an input"),
         ("left", "'rule' is left"),
-        ("", "has no rule, and other rows have one; give each its rule"),
+        ("", "has no rule, but other rows have one; fill in all rows"),
     ],
 )
 def test_a_rule_that_is_none_is_said(tmp_path: Path, value: str, said: str) -> None:
@@ -295,13 +295,13 @@ def test_a_rule_that_is_none_is_said(tmp_path: Path, value: str, said: str) -> N
         ({"num_rules": 0}, "data.num_rules: must be greater than 0, got 0"),
         ({"num_rules": 65}, "data.num_rules: must be at most 64, got 65"),
         ({"num_labels": 1}, "data.num_labels: must be at least 2, got 1"),
-        ({"num_inputs": 11}, "num_inputs: 11 are too few for 4 rules and 4 labels (plain); give 12 or more"),
-        ({"num_inputs": 5, "difficulty": "hard"}, "give 6 or more"),
-        ({"label_noise": 0.75}, "label_noise: with 0.75 the rule's label is no likelier than another of 4; give less"),
-        ({"train": {"kind": "synthetic", "path": "x.csv"}}, "synthetic data is made and not read"),
-        ({"train": {"path": "x.csv", "rule": 3}}, "rule: is of synthetic data, and this is read from a file"),
-        ({"replay": {"kind": "synthetic"}}, "replay: earlier rules are the first of data.sources"),
-        ({**SEQUENCE, "mixture": "sequence", "validation": {"rules": [3]}}, "validation.rules: a sequence measures"),
+        ({"num_inputs": 11}, "num_inputs: 11 is too small for 4 rules and 4 labels (plain); use 12 or more"),
+        ({"num_inputs": 5, "difficulty": "hard"}, "use 6 or more"),
+        ({"label_noise": 0.75}, "label_noise: 0.75 makes the right label as rare as any other of 4; use less"),
+        ({"train": {"kind": "synthetic", "path": "x.csv"}}, "synthetic data is generated, not read"),
+        ({"train": {"path": "x.csv", "rule": 3}}, "rule: applies to synthetic data only, and this source is a file"),
+        ({"replay": {"kind": "synthetic"}}, "replay: must not be synthetic"),
+        ({**SEQUENCE, "mixture": "sequence", "validation": {"rules": [3]}}, "validation.rules: with mixture: sequence"),
         ({"separation": 0}, "data.separation: must be greater than 0, got 0"),
     ],
 )
@@ -317,7 +317,7 @@ def test_the_least_inputs_are_enough() -> None:
         for rules, labels in ((4, 4), (MAX_RULES, 2), (1, MAX_RULES)):
             with pytest.raises(ValueError, match="or more") as caught:
                 RoutingData(num_inputs=1, num_rules=rules, num_labels=labels, difficulty=difficulty)
-            least = int(str(caught.value).split("give ")[1].split()[0])
+            least = int(str(caught.value).split("use ")[1].split()[0])
             options = RuleOptions(num_inputs=least, num_rules=rules, num_labels=labels, difficulty=difficulty)
             assert draw_samples(options, 0, 5)["x"].shape == (5, least)
             assert options.num_inputs - options.gate_inputs > 0

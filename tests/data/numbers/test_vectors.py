@@ -60,21 +60,21 @@ def test_columns_are_taken_by_name_so_that_their_order_in_a_row_does_not_matter(
 
 def test_what_holds_no_numbers_says_why() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"name": "tit"}, {}, "no numbers among its fields"),
+        ({"name": "tit"}, {}, "no field contains numbers"),
         ({"a": 1, "b": None}, {}, "column 'b' has no value"),
         ({"a": 1, "b": ""}, {}, "column 'b' has no value"),
-        ({"a": "nan"}, {}, "column 'a' is nan, which is not finite; give it a number"),
-        ({"x": [0, np.inf]}, {}, "'x': its number 2 is inf, which is not finite"),
+        ({"a": "nan"}, {}, "column 'a' is nan, which is not finite; replace it"),
+        ({"x": [0, np.inf]}, {}, "'x': element 2 is inf, which is not finite"),
         (
             {"x": [0, 1e300]},
             {},
-            r"'x': its number 2 is 1e\+300, and numbers are kept up to 3.4e\+38 .float32.; scale them",
+            r"'x': element 2 is 1e\+300, above the largest float32, 3.4e\+38; scale",
         ),
-        ({"a": 1, "rule": 0, "expert": 0}, {}, "'rule' and 'expert' both name the right expert of a row; keep one"),
+        ({"a": 1, "rule": 0, "expert": 0}, {}, "'rule' and 'expert' both hold the index of the right expert; keep one"),
         ({"a": 1, "Rule": 0, "rule": 0}, {}, "keep one"),
-        ({"x": "tit"}, {}, "'x' holds no numbers but str"),
-        ({"x": []}, {}, "holds no numbers"),
-        ({"x": [1]}, {"field": "z"}, "no field 'z'; the record has x"),
+        ({"x": "tit"}, {}, "'x' contains no numbers but str"),
+        ({"x": []}, {}, "contains no numbers"),
+        ({"x": [1]}, {"field": "z"}, "has no field 'z'; it has x"),
         ({"x": [1]}, {"label_field": "z"}, "no field 'z'"),
     ]
     for fields, options, message in cases:
@@ -107,11 +107,11 @@ def test_a_row_has_the_columns_of_the_others() -> None:
     np.testing.assert_array_equal(row({"city": "", "b": "2", "a": "1", "label": 0}, layout=layout)["x"], [1, 2])
     np.testing.assert_array_equal(row({"b": 2, "a": 1, "remark": "new"}, layout=layout)["x"], [1, 2])
     for fields, message in (
-        ({"a": 1, "b": "abc"}, "column 'b' is 'abc', which is no number"),
+        ({"a": 1, "b": "abc"}, "column 'b' is 'abc', which is not a number"),
         ({"a": 1, "b": ""}, "column 'b' has no value"),
         ({"a": 1}, "has no column 'b'; the inputs are 'a', 'b': add what is missing"),
-        ({"a": 1, "b": 2, "c": 3}, "has 'c', which no input is called; .* leave out what is too many"),
-        ({"a": 1, "c": 3}, "has no column 'b' and has 'c', which no input is called; .*: rename what differs"),
+        ({"a": 1, "b": 2, "c": 3}, "has unknown columns 'c'; .*: remove them"),
+        ({"a": 1, "c": 3}, "has no column 'b' and has unknown columns 'c'; .*: rename them"),
     ):
         with pytest.raises(Unreadable, match=message):
             row(fields, layout=layout)
@@ -125,14 +125,14 @@ def test_rows_of_a_table_are_mapped_and_equally_wide(tmp_path: Path) -> None:
     assert len(pickle.dumps(source)) < 2000
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(source)).rows(np.array([4]), np.zeros(1, int))["x"], X[[4]])
     assert source.describe(4, 0) == "row 4 of 20: a:4\nx: [12. 13. 14.]\nclass 4"
-    with pytest.raises(DataError, match="a:1: has 3 numbers and a:0 has 2"):
+    with pytest.raises(DataError, match="a:1: has 3 numbers, but a:0 has 2"):
         VectorRows(table(tmp_path / "b", [{"x": [1, 2]}, {"x": [1, 2, 3]}]))
 
 
 def test_wrong_data_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no rows"):
         VectorRows(table(tmp_path, []))
-    with pytest.raises(DataError, match=r"must be \[n, d\], got \[3\]"):
+    with pytest.raises(DataError, match=r"must have shape \(samples, d\), got \(3,\)"):
         VectorRows(np.zeros(3))
     with pytest.raises(DataError, match="20 rows and 3 labels"):
         VectorRows(X, labels=np.zeros(3))

@@ -1,1 +1,1 @@
-"""Rows of numbers as samples."""
+"""Vectors: rows of numbers from tables and arrays, and the synthetic data of the routing task."""

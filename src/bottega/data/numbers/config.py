@@ -1,4 +1,4 @@
-"""Synthetic samples with a known rule: what a recipe says of them, and how many inputs they take."""
+"""The `data` section of the routing task: rows of numbers from files, or synthetic ones with known rules."""
 
 from __future__ import annotations
 
@@ -13,137 +13,158 @@ from bottega.config.section import Number, Positive, Probability, Section, Whole
 Difficulty = Literal["plain", "hard"]
 
 MAX_RULES = 64
-"""Rules, and labels."""
+"""Largest number of rules, and of labels."""
 GRID_DIMENSIONS = 2
-"""Directions of the hard content: in so few, no line tells the cells of one label from the others. With 5 x 5 cells and
-64 units, a network for all four rules is right for 0.70, and one for each rule for 0.88 (Bayes 0.94, 50,000 samples); with
-4 x 4 x 4 cells it was 0.56 and 0.78, with 3 x 3 x 3 0.84 and 0.92."""
-_OURS = ("rule", "rules", "num_samples")
+"""Dimensions of the grid of cells with `difficulty: hard`: few enough that labels are not linearly separable. With 5 x 5
+cells and 64 units, a network for all four rules has an accuracy of 0.70, and one for each rule 0.88 (Bayes 0.94, 50,000
+samples); with 4 x 4 x 4 cells it was 0.56 and 0.78, with 3 x 3 x 3 0.84 and 0.92."""
+_SYNTHETIC_KEYS = ("rule", "rules", "num_samples")
 
 
 def count_cells(num_labels: int, difficulty: Difficulty) -> int:
-    """Places that the content is drawn from. A rule says the label of each; two rules seldom the same one."""
+    """Return the number of cells that the content is drawn from. Each rule maps cells to labels."""
     return max(8, 2 * num_labels) if difficulty == "plain" else compute_grid_side(num_labels) ** GRID_DIMENSIONS
 
 
 def compute_grid_side(num_labels: int) -> int:
-    """Six cells for each label, or a few more."""
+    """Return the side of the grid, for at least six cells per label."""
     return math.ceil((6 * num_labels) ** (1 / GRID_DIMENSIONS))
 
 
 def count_content_dimensions(num_labels: int, difficulty: Difficulty) -> int:
-    """In how many directions the cells lie: each in its own, or all of them on one grid."""
+    """Return the number of dimensions that the cells span: one for each cell, or those of the grid."""
     return count_cells(num_labels, difficulty) if difficulty == "plain" else GRID_DIMENSIONS
 
 
-def _made(values: Any) -> Any:
-    """Who says how many samples of which rule means samples that are made. A plain source is one of ours, too."""
+def _infer_synthetic(values: Any) -> Any:
+    """Set `kind: synthetic` for a source that sets keys of synthetic data and no file."""
     if type(values) in (Source, HeldOut):
         values = {name: getattr(values, name) for name in values.model_fields_set}
-    if isinstance(values, dict) and any(values.get(key) is not None for key in _OURS):
-        said = any(values.get(key) is not None for key in ("kind", "path", "split"))
-        return values if said else {**values, "kind": "synthetic"}
+    if isinstance(values, dict) and any(values.get(key) is not None for key in _SYNTHETIC_KEYS):
+        is_explicit = any(values.get(key) is not None for key in ("kind", "path", "split"))
+        return values if is_explicit else {**values, "kind": "synthetic"}
     return values
 
 
-def _check_made(source: Source) -> None:
+def _check_synthetic_keys(source: Source) -> None:
     if source.kind == "synthetic":
         if source.path is not None:
-            raise ValueError(f"path: synthetic data is made and not read; leave out kind or {source.path!r}")
+            raise ValueError(
+                f"path: synthetic data is generated, not read; remove kind: synthetic or path: {source.path!r}"
+            )
         if source.split is not None:
-            raise ValueError(f"split: synthetic data is drawn anew; leave out kind or split {source.split!r}")
+            raise ValueError(f"split: synthetic data has no splits; remove kind: synthetic or split: {source.split!r}")
         return
-    for key in _OURS:
+    for key in _SYNTHETIC_KEYS:
         if getattr(source, key, None) is not None:
-            raise ValueError(f"{key}: is of synthetic data, and this is read from a file; leave it out, or use limit")
+            raise ValueError(
+                f"{key}: applies to synthetic data only, and this source is a file; remove it, or use limit"
+            )
 
 
 class RoutingSource(Source):
-    rule: Whole | None = Field(None, ge=0, description="synthetic: which rules of the family; null is 0")
-    num_samples: Positive | None = Field(None, description="synthetic: how many samples; null is data.num_samples")
+    """A training source: a file, or synthetic samples of one set of rules."""
 
-    _kind = model_validator(mode="before")(_made)
+    rule: Whole | None = Field(None, ge=0, description="synthetic: index of the set of rules; null: 0")
+    num_samples: Positive | None = Field(None, description="synthetic: number of samples; null: data.num_samples")
+
+    _kind = model_validator(mode="before")(_infer_synthetic)
 
     @model_validator(mode="after")
-    def _is_made_or_read(self) -> RoutingSource:
-        _check_made(self)
+    def _check_source(self) -> RoutingSource:
+        _check_synthetic_keys(self)
         return self
 
 
 class RoutingHeldOut(HeldOut):
+    """Held-out data: a fraction of the training data, a file, or new synthetic samples."""
+
     rules: tuple[Whole, ...] | None = Field(
-        None, min_length=1, description="synthetic: of these rules; null is those that are learned"
+        None, min_length=1, description="synthetic: indices of the sets of rules; null: those of the training data"
     )
     num_samples: Positive | None = Field(
-        None, description="synthetic: how many other samples of each; null is data.num_samples"
+        None, description="synthetic: number of new samples of each; null: data.num_samples"
     )
 
-    _kind = model_validator(mode="before")(_made)
+    _kind = model_validator(mode="before")(_infer_synthetic)
 
     @model_validator(mode="after")
-    def _is_made_or_read(self) -> RoutingHeldOut:
-        _check_made(self)
+    def _check_source(self) -> RoutingHeldOut:
+        _check_synthetic_keys(self)
         return self
 
 
 class VectorAugmentation(Section):
-    enabled: bool = Field(True, description="whether it is applied")
+    """Options of `data.augmentation` for vectors."""
+
+    enabled: bool = Field(True, description="whether augmentation is on")
     noise_level: Number = Field(0.0, ge=0, description="standard deviation of added noise")
-    mask_probability: Probability = Field(0.0, description="share of inputs set to 0")
+    mask_probability: Probability = Field(0.0, description="fraction of inputs set to 0")
 
 
 class RoutingData(Data):
+    """The `data` section of the routing task."""
+
     train: RoutingSource = Field(
-        RoutingSource(kind="synthetic"), description="what is learned from; synthetic has a known rule"
+        RoutingSource(kind="synthetic"), description="training data: a source, or synthetic samples with known rules"
     )
     sources: tuple[RoutingSource, ...] | None = Field(
         None, min_length=1, description="several sources in place of train"
     )
     validation: RoutingHeldOut | None = Field(
-        RoutingHeldOut(split=0.2), description="what measures progress: {split: 0.2} or a source"
+        RoutingHeldOut(split=0.2), description="validation data: {split: 0.2} or a source"
     )
-    test: RoutingHeldOut | None = Field(None, description="what measures the result, never looked at while training")
-    num_samples: Positive = Field(1000, description="synthetic: how many samples")
+    test: RoutingHeldOut | None = Field(None, description="test data, never used in training")
+    num_samples: Positive = Field(1000, description="synthetic: number of samples")
     num_inputs: Positive = Field(100, description="synthetic: width of a sample")
-    num_rules: Positive = Field(4, le=MAX_RULES, description="synthetic: rules, of which one holds for a sample")
-    num_labels: Whole = Field(4, ge=2, le=MAX_RULES, description="synthetic: classes")
-    label_noise: Probability = Field(0.05, description="synthetic: share of labels that are another than the rule's")
+    num_rules: Positive = Field(4, le=MAX_RULES, description="synthetic: number of rules; one applies to each sample")
+    num_labels: Whole = Field(4, ge=2, le=MAX_RULES, description="synthetic: number of classes")
+    label_noise: Probability = Field(0.05, description="synthetic: fraction of labels replaced by another one")
     difficulty: Difficulty = Field(
-        "plain", description="synthetic: within a rule labels are told by a line, or by a grid of cells (hard)"
+        "plain", description="synthetic: labels of a rule are linearly separable, or lie on a grid of cells (hard)"
     )
     separation: Number = Field(
-        6.0, gt=0, description="synthetic: distance of rules, and of cells, in deviations of the noise; less overlaps"
+        6.0,
+        gt=0,
+        description="synthetic: distance between rules, and between cells, in standard deviations of the noise",
     )
-    rule_seed: Whole = Field(
-        0, ge=0, description="synthetic: another seed is another family of rules, over other content"
-    )
-    augmentation: VectorAugmentation | None = Field(None, description="changed copies of the training samples")
+    rule_seed: Whole = Field(0, ge=0, description="synthetic: seed of the rules and cells")
+    augmentation: VectorAugmentation | None = Field(None, description="augmentation of the training samples")
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether all of it is synthetic, and so what these keys say of its rules and labels is so."""
-        held_out = [one for one in (self.validation, self.test) if one is not None and not isinstance(one.split, float)]
-        return all(one.kind == "synthetic" for one in (*(self.sources or (self.train,)), *held_out)) and not self.replay
+        """Whether all sources are synthetic, so that num_rules and num_labels are exact."""
+        held_out = [
+            source
+            for source in (self.validation, self.test)
+            if source is not None and not isinstance(source.split, float)
+        ]
+        return (
+            all(source.kind == "synthetic" for source in (*(self.sources or (self.train,)), *held_out))
+            and not self.replay
+        )
 
     @model_validator(mode="after")
-    def _possible(self) -> RoutingData:
+    def _check(self) -> RoutingData:
         chance = (self.num_labels - 1) / self.num_labels
         if self.label_noise >= chance:
             raise ValueError(
-                f"label_noise: with {self.label_noise:g} the rule's label is no likelier than another of {self.num_labels}; "
-                f"give less than {chance:.4g}"
+                f"label_noise: {self.label_noise:g} makes the right label as rare as any other of {self.num_labels}; "
+                f"use less than {chance:.4g}"
             )
         needed = self.num_rules + count_content_dimensions(self.num_labels, self.difficulty)
         if self.num_inputs < needed:
             raise ValueError(
-                f"num_inputs: {self.num_inputs} are too few for {self.num_rules} rules and {self.num_labels} labels "
-                f"({self.difficulty}); give {needed} or more"
+                f"num_inputs: {self.num_inputs} is too small for {self.num_rules} rules and {self.num_labels} labels "
+                f"({self.difficulty}); use {needed} or more"
             )
-        for name, part in (("validation", self.validation), ("test", self.test)):
-            if self.mixture == "sequence" and part is not None and part.rules is not None:
-                raise ValueError(f"{name}.rules: a sequence measures what is left of its own sources; leave it out")
+        for name, held_out in (("validation", self.validation), ("test", self.test)):
+            if self.mixture == "sequence" and held_out is not None and held_out.rules is not None:
+                raise ValueError(
+                    f"{name}.rules: with mixture: sequence, evaluation uses the rules of its sources; remove it"
+                )
         if self.replay is not None and self.replay.kind == "synthetic":
             raise ValueError(
-                "replay: earlier rules are the first of data.sources; say mixture: sequence, with the technique replay"
+                "replay: must not be synthetic; list the earlier rules first in data.sources, with mixture: sequence and the technique replay"
             )
         return self

@@ -1,4 +1,4 @@
-"""Rows of numbers, for people."""
+"""Preview of prepared vectors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from bottega.data.prepare.preview import Preview
 
 
 class NumbersPreview(Preview):
+    """Describes rows of numbers."""
+
     column = "x"
 
     def describe_array(self, content: np.ndarray) -> str:

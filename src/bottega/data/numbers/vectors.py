@@ -1,6 +1,6 @@
-"""Rows of numbers as samples: found in a record, and given noise and holes while training.
+"""Encode records as vectors, and read vectors as samples, with noise and masking for training.
 
-Where the expert that is right for a sample is known, it is the `rule` of its row.
+If the right expert of a sample is known, its index is the `rule` of the row.
 """
 
 from __future__ import annotations
@@ -33,53 +33,55 @@ from bottega.data.tables.shards import TEXT, Column, Table
 
 NO_RULE = -1
 BAYES = "bayes"
-"""The chance that the best possible answer is right, of samples that were made."""
+"""Column of synthetic samples: the probability that the Bayes-optimal prediction is right."""
 
 
 @final
 @dataclass(frozen=True)
 class VectorEncoder(Encoder):
-    """One row for each record: x float32 [d], from one field, or from all numbers of a table's row but label and rule."""
+    """Encode each record as `x`, float32 `(d,)`: one field, or all numbers of a table row except label and rule."""
 
     field: str | None = None
     label_field: str | None = None
     is_made: bool = False
-    """Whether the records are synthetic, and so know how well they can be told."""
+    """Whether the records are synthetic, and have the Bayes accuracy."""
     num_rules: int | None = None
-    """Declared by the recipe; None counts them in the data."""
+    """Set by the recipe; None counts them in the data."""
     layout: Layout | None = None
-    """Of the columns of a table; None takes all that hold numbers."""
+    """Of the columns of a table; None uses all numeric ones."""
     tables: tuple[Path, ...] = ()
-    """Where the rows go, for what only all of them together show."""
+    """Folders of the tables that are written, for metadata that needs all rows."""
 
     @property
     def columns(self) -> dict[str, Column]:
-        # d is not known before the first record; VectorRows sees to it that all rows are equally wide.
+        # d is unknown before the first record; VectorRows checks that all rows have the same width.
         always = {"x": Column("<f4", varying=True), "key": TEXT, "label": TEXT, "rule": Column("<i4")}
         return {**always, BAYES: Column("<f4")} if self.is_made else always
 
     @property
     def metadata(self) -> dict[str, Any]:
-        there = [table for table in map(Table, self.tables) if len(table)]
-        found: dict[str, Any] = {}
+        tables = [table for table in map(Table, self.tables) if len(table)]
+        metadata: dict[str, Any] = {}
         if self.layout is not None:
-            found |= {"input_columns": list(self.layout.inputs), "left_out_columns": list(self.layout.left_out)}
-        if (rules := _counted_rules(there)) is not None:
-            found["num_rules"] = self.num_rules or rules
+            metadata |= {"input_columns": list(self.layout.inputs), "left_out_columns": list(self.layout.left_out)}
+        if (rules := _count_rules(tables)) is not None:
+            metadata["num_rules"] = self.num_rules or rules
         if self.is_made:
-            found["bayes_accuracy"] = {t.folder.name: round(float(t.values(BAYES).mean(dtype=float)), 6) for t in there}
-        return found
+            metadata["bayes_accuracy"] = {
+                t.folder.name: round(float(t.values(BAYES).mean(dtype=float)), 6) for t in tables
+            }
+        return metadata
 
     def rows(self, record: Record) -> Iterator[dict[str, Any]]:
         fields = record.fields
         for name in (self.field, self.label_field):
             if name is not None and fields.get(name) is None:
-                raise Unreadable(f"no field {name!r}; the record has {', '.join(fields) or 'none'}")
+                raise Unreadable(f"has no field {name!r}; it has {', '.join(fields) or 'none'}")
         field, label, rule = assign_field_roles(fields, field=self.field, label_field=self.label_field)
         if field is not None:
             numbers = to_float_vector(fields[field], f"field {field!r}")
             if numbers is None:
-                raise Unreadable(f"field {field!r} holds no numbers but {type(fields[field]).__name__}")
+                raise Unreadable(f"field {field!r} contains no numbers but {type(fields[field]).__name__}")
         elif self.layout is not None:
             numbers = read_inputs(fields, self.layout, excluded=(label, rule))
         else:
@@ -87,27 +89,27 @@ class VectorEncoder(Encoder):
         row = {"x": numbers, "key": record.key, "label": read_label(record, self.label_field, exclude=self.field)}
         yield {
             **row,
-            "rule": NO_RULE if rule is None else _rule(fields[rule], rule),
+            "rule": NO_RULE if rule is None else _parse_rule(fields[rule], rule),
             **({BAYES: fields[BAYES]} if self.is_made else {}),
         }
 
 
-def _rule(value: Any, name: str) -> int:
-    """The number of the right expert. An empty one is no rule, and all rows have one or none has."""
+def _parse_rule(value: Any, name: str) -> int:
+    """Return the index of the right expert, or NO_RULE if the cell is empty."""
     if is_empty(value):
         return NO_RULE
     numbers = [value] if type(value) is int else to_float_vector(value, f"column {name!r}")
     number = float(numbers[0]) if numbers is not None and len(numbers) == 1 else None
     if number is None or not number.is_integer() or not 0 <= number < MAX_RULES:
         raise Unreadable(
-            f"{name!r} is {value}, and it is the number of the right expert, from 0 to {MAX_RULES - 1}; number them so, or "
-            "rename the column where it is an input"
+            f"column {name!r} is {value}; expected the index of the right expert, from 0 to {MAX_RULES - 1}; correct it, or "
+            "rename the column if it is an input"
         )
     return int(number)
 
 
-def _counted_rules(tables: list[Table]) -> int | None:
-    """How many there are, by the largest; None where no row has one."""
+def _count_rules(tables: list[Table]) -> int | None:
+    """Return the number of rules, by the largest index; None if no row has one."""
     most, missing = NO_RULE, None
     for table in tables:
         rules = table.values("rule")
@@ -117,14 +119,16 @@ def _counted_rules(tables: list[Table]) -> int | None:
     if most == NO_RULE:
         return None
     if missing is not None:
-        raise DataError(f"{missing}: has no rule, and other rows have one; give each its rule, or leave the column out")
+        raise DataError(f"{missing}: has no rule, but other rows have one; fill in all rows, or remove the column")
     return most + 1
 
 
 @final
 class VectorRows(Source):
-    """x float32 [b, d] and, where given, label int32 [b] and rule int32 [b], the number of the right expert; and bayes
-    float32 [b], the chance that the best possible answer is right."""
+    """Samples with `x`, float32 `(batch, d)`, and optionally `label` and `rule`, int32 `(batch,)`, and `bayes`, float32.
+
+    `rule` is the index of the right expert, `bayes` the probability that the Bayes-optimal prediction is right.
+    """
 
     def __init__(
         self,
@@ -137,9 +141,9 @@ class VectorRows(Source):
         augmentation: VectorAugmentation | None = None,
         seed: int = 0,
     ) -> None:
-        """`data` is [n, d] or the table of a VectorEncoder; `augmentation` is None where nothing is learned.
+        """`data` is an array `(samples, d)` or the table of a VectorEncoder; `augmentation` is for training only.
 
-        `content` is the hash of what the data were made from; None reads them to make one.
+        `content` is the hash of the files that the data was made from; None hashes the data.
         """
         self.data = data if isinstance(data, Table) else np.ascontiguousarray(data, dtype=np.float32)
         self.table = data if isinstance(data, Table) else None
@@ -149,18 +153,19 @@ class VectorRows(Source):
         self.augmentation = augmentation if augmentation is not None and augmentation.enabled else None
         self.content, self.seed = content, seed
         if len(self) == 0:
-            raise DataError("there are no rows in the data")
+            raise DataError("the data has no rows; check data.train.path")
         if self._x.ndim != 2:
-            raise DataError(f"rows of numbers must be [n, d], got {list(self._x.shape)}")
-        for name, given in (("labels", self.labels), ("rules", self.rules)):
-            if given is not None and len(given) != len(self):
-                raise DataError(f"{len(self)} rows and {len(given)} {name}")
+            raise DataError(f"rows of numbers must have shape (samples, d), got {self._x.shape}")
+        for name, values in (("labels", self.labels), ("rules", self.rules)):
+            if values is not None and len(values) != len(self):
+                raise DataError(f"{len(self)} rows and {len(values)} {name}")
 
     def __len__(self) -> int:
         return len(self.data)
 
     @property
     def num_inputs(self) -> int:
+        """The width of a row."""
         return int(self._x.shape[1])
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
@@ -179,8 +184,8 @@ class VectorRows(Source):
     def fingerprint(self) -> str:
         content = self.content or hashlib.sha256(self._x.view(np.uint8).data).hexdigest()
         labels = None if self.labels is None else hashlib.sha256(self.labels.tobytes()).hexdigest()
-        changes = self.augmentation.model_dump_json() if self.augmentation is not None else None
-        parts: tuple[Any, ...] = (content, self._x.shape, labels, changes, self.seed if changes else None)
+        augmentation = self.augmentation.model_dump_json() if self.augmentation is not None else None
+        parts: tuple[Any, ...] = (content, self._x.shape, labels, augmentation, self.seed if augmentation else None)
         if self.rules is not None:
             parts = (*parts, hashlib.sha256(self.rules.tobytes()).hexdigest())
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -189,8 +194,8 @@ class VectorRows(Source):
         rows = self.rows(np.array([index]), np.array([epoch]))
         key = f": {self.data.row('key', index)}" if isinstance(self.data, Table) else ""
         lines = [f"row {index} of {len(self)}{key}", f"x: {np.array2string(rows['x'][0], threshold=16, precision=4)}"]
-        told = {"class": "label", "rule": "rule"}
-        return "\n".join([*lines, *(f"{word} {rows[name][0]}" for word, name in told.items() if name in rows)])
+        names = {"class": "label", "rule": "rule"}
+        return "\n".join([*lines, *(f"{word} {rows[name][0]}" for word, name in names.items() if name in rows)])
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_x"}
@@ -200,17 +205,17 @@ class VectorRows(Source):
         if not isinstance(self.data, Table):
             return self.data
         lengths = self.data.lengths("x")
-        other = np.flatnonzero(lengths != lengths[:1])
-        if len(other):
-            first, found = self.data.row("key", 0), self.data.row("key", int(other[0]))
+        different = np.flatnonzero(lengths != lengths[:1])
+        if len(different):
+            first, other = self.data.row("key", 0), self.data.row("key", int(different[0]))
             raise DataError(
-                f"{found}: has {lengths[other[0]]} numbers and {first} has {lengths[0]}; all rows must be equally wide"
+                f"{other}: has {lengths[different[0]]} numbers, but {first} has {lengths[0]}; make all rows equally long"
             )
         return self.data.values("x").reshape(len(self.data), -1)
 
 
 def read_rules(table: Table) -> np.ndarray | None:
-    """The rule of each row, where they have one; tables of an earlier version have none."""
+    """Return the rule of each row; None if a row has none, or the table is of an earlier version."""
     rules = table.values("rule") if "rule" in table.columns else None
     return None if rules is None or (len(rules) and int(rules.min()) == NO_RULE) else rules
 
@@ -218,15 +223,15 @@ def read_rules(table: Table) -> np.ndarray | None:
 def augment_vectors(
     x: np.ndarray, options: VectorAugmentation, *, seed: int, epoch: np.ndarray, index: np.ndarray
 ) -> np.ndarray:
-    """[b, d] with noise added and then inputs set to 0; each row is f(seed, epoch, index), whatever batch it is in."""
+    """Return `(batch, d)` with added noise and then masked inputs; each row is a function of (seed, epoch, index)."""
     x = x.copy()
-    # A batch across the border of two epochs has rows of both.
+    # A batch may have rows of two epochs.
     for number in np.unique(epoch):
         rows = epoch == number
         noise = Noise(seed, int(number), index[rows].astype(np.int64))
         if options.noise_level:
             x[rows] += np.float32(options.noise_level) * noise.normal("vector noise", x.shape[1:])
         if options.mask_probability:
-            # A draw is never 0 nor 1, so that a share of 0 masks nothing and a share of 1 everything.
+            # Draws are never 0 or 1, so that a probability of 0 masks nothing and 1 everything.
             x[rows] *= noise.uniform("vector mask", x.shape[1:]) >= options.mask_probability
     return x
