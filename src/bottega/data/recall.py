@@ -142,7 +142,7 @@ class Facts(Source):
         return self.count
 
     @property
-    def num_changing_fact(self) -> int:
+    def num_changing(self) -> int:
         """The number of keys with changing values."""
         return self.tokens.num_keys - self.num_lasting
 
