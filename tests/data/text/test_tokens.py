@@ -289,7 +289,7 @@ def test_a_validation_text_of_one_token_is_refused(tmp_path: Path) -> None:
 
 def test_documents_and_bytes_of_a_window(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, {"a.txt": "aé", "b.txt": "bbbb", "c.txt": "c" * 40}, BYTES, validation=None)
-    source = prepared.train(10, seed=0, documents=True, with_bytes=True)
+    source = prepared.train(10, seed=0, with_document_ids=True, with_bytes=True)
     for epoch in range(10):
         rows = source.rows(np.array([0]), np.array([epoch]))
         tokens, documents = rows["input_ids"][0], rows["documents"][0]
@@ -311,7 +311,7 @@ def test_bytes_of_all_targets_are_the_bytes_of_the_text(tmp_path: Path) -> None:
 
 def test_no_token_travels_to_workers_and_the_stream_is_the_same(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, {"a.txt": VERSE * 20}, TokenizerSpec(vocab_size=300))
-    source = prepared.train(32, seed=1, documents=True, with_bytes=True)
+    source = prepared.train(32, seed=1, with_document_ids=True, with_bytes=True)
     next(Loader(source, 8, seed=1)(0))
     assert len(pickle.dumps(source)) < 2000
     plain = islice(Loader(source, 8, seed=1)(0), 6)
@@ -344,5 +344,5 @@ def test_the_fingerprint_names_the_samples(tmp_path: Path) -> None:
         prepared.validation(16),
     ]
     assert len({source.fingerprint for source in sources}) == 4
-    assert prepared.train(16, seed=0, documents=True).fingerprint == sources[0].fingerprint
+    assert prepared.train(16, seed=0, with_document_ids=True).fingerprint == sources[0].fingerprint
     assert len(sources[0].fingerprint) == len(hashlib.sha256().hexdigest())
