@@ -87,7 +87,7 @@ def test_a_run_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"did you mean .*my-first-run") as caught:
         RunDirectory(tmp_path / "my-frist-run").must_exist()
     assert caught.value.code == 2
-    with pytest.raises(UsageError, match=r"`bottega train` makes one"):
+    with pytest.raises(UsageError, match=r"start one with `bottega train`"):
         RunDirectory(tmp_path / "summer").must_exist()
 
 

@@ -120,7 +120,10 @@ def test_a_full_disk_is_a_warning_and_the_next_save_tries_again(
     assert len(story.warned) == 2
     assert str(tmp_path) in story.warned[0]
     assert "the disk is full: needs 32 bytes" in story.warned[0]
-    assert "bytes free; free some space, and the same command goes on; older checkpoints are kept" in story.warned[0]
+    assert (
+        "bytes free; free some space and run the same command to continue; older checkpoints are kept"
+        in story.warned[0]
+    )
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_code_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +262,7 @@ def test_preflight_refuses_what_cannot_fit_and_warns_of_what_will_not(
 
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1000))
-    with pytest.raises(EnvironmentProblem, match="1,000 bytes free"):
+    with pytest.raises(EnvironmentProblem, match="1,000 bytes are free"):
         check_disk_space(tmp_path, size=501, keep=1)
     check_disk_space(tmp_path, size=300, keep=3)
     assert "lower checkpoint.keep" in capsys.readouterr().err

@@ -198,7 +198,7 @@ def test_rates_and_counts_of_a_log_line(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"evaluation\.metric: 'f1' was not measured; there is loss"):
+    with pytest.raises(DataError, match=r"evaluation\.metric: 'f1' was not measured; choose one of loss"):
         fit(tmp_path, Counter(), every=Cadences(evaluate=2), best_metric=BestMetric("f1")).run()
 
 
@@ -227,7 +227,7 @@ def test_a_signal_saves_at_the_end_of_its_step(tmp_path: Path, kind: signal.Sign
     before = signal.getsignal(kind)
     stopped = interrupted(tmp_path, Counter(), 3, every=Cadences(), kind=kind)
     assert stopped.code == code
-    assert str(stopped) == f"stopped by {kind.name} at step 3; saved, and the same command goes on"
+    assert str(stopped) == f"stopped by {kind.name} at step 3; the state is saved, run the same command to continue"
     assert saved(tmp_path) == [3]
     assert signal.getsignal(kind) is before, "afterwards signals mean what they meant"
     assert fit(tmp_path, engine := Counter(), every=Cadences()).run().step == 6
@@ -277,7 +277,7 @@ def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end(tmp_path: Path,
     if resumed:
         interrupted(tmp_path, Counter(), 4, every=every, validation=long)
     engine = Slow()
-    with pytest.raises(Interrupted, match="at step 4; saved"):
+    with pytest.raises(Interrupted, match="at step 4; the state is saved"):
         fit(tmp_path, engine, every=every, validation=long).run()
     assert engine.evaluated == 3
     assert saved(tmp_path) == [4]

@@ -1,1 +1,1 @@
-"""The seams and the rules that hold for every task and engine. No torch, no jax."""
+"""Interfaces and rules that hold for every task and engine: task, engine, callback, trainer, checkpoints. No framework."""

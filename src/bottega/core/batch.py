@@ -1,4 +1,4 @@
-"""Examples of a batch: how many there are, and some of them, whichever side of the engine it is on."""
+"""Length and slices of a batch of host or device arrays."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from bottega.core.types import Batch
 
 
 def batch_length(batch: Batch) -> int:
-    """Examples in a batch. A single number, such as a sample rate, is of the whole batch."""
+    """Return the number of examples. Scalars, such as a sample rate, belong to the whole batch and are not counted."""
     return next(batch_length(v) if isinstance(v, Mapping) else len(v) for v in batch.values() if _is_sliced(v))
 
 
 def slice_batch(batch: Batch, start: int, stop: int) -> dict[str, Any]:
+    """Return the examples `start` to `stop` of a (nested) batch; scalars are kept as they are."""
+
     def cut(value: Any) -> Any:
         if isinstance(value, Mapping):
             return slice_batch(value, start, stop)

@@ -1,4 +1,4 @@
-"""Who watches. A callback is told what happened; it never sees the weights."""
+"""Callbacks of the trainer, and the progress that they are handed. A callback never sees the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.core.errors import CheckpointError
 
 @dataclass
 class Progress:
-    """All that is not a tensor, and not a function of the step. Saved as progress.json in every checkpoint."""
+    """State of a run that is neither a tensor nor a function of the step. Saved as progress.json in every checkpoint."""
 
     step: int = 0
     samples: int = 0
@@ -26,7 +26,7 @@ class Progress:
     skip_steps: list[int] = field(default_factory=list)
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     stop: str | None = None
-    """A callback that wants the run to end says why here."""
+    """The reason to end the run early, set by a callback."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -36,15 +36,18 @@ class Progress:
         try:
             return _ADAPTER.validate_python({**fields, "stop": None})
         except ValidationError as error:
-            wrong = error.errors()[0]
-            raise CheckpointError(f"progress.json: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+            problem = error.errors()[0]
+            raise CheckpointError(f"progress.json: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
 
 
 _ADAPTER = TypeAdapter(Progress)
 
 
 class Callback:
-    """Override what you need. `note` and `recall` carry a callback's own memory through a resume."""
+    """Base class whose methods do nothing; override the events you need.
+
+    `state_dict` is saved in every checkpoint and handed to `load_state_dict` when the run resumes or rolls back.
+    """
 
     name: str = ""
 
@@ -54,7 +57,7 @@ class Callback:
     def after_sample(self, progress: Progress, folder: Path) -> None: ...
     def after_save(self, progress: Progress, folder: Path) -> None: ...
     def rewind(self, progress: Progress) -> None:
-        """The run has gone back to an earlier step: forget what came after it."""
+        """The run was rolled back to the step of `progress`: discard everything recorded after it."""
 
     def finish(self, progress: Progress, error: BaseException | None) -> None: ...
 

@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or not there: hashed while written, renamed last, verified before use.
+"""Atomic checkpoints: hashed while they are written, renamed into place last, verified before they are read.
 
-A checkpoint is a folder of safetensors files, progress.json and a MANIFEST.json with size and SHA-256 of each file.
-It is written to a temporary sibling and renamed when everything is on disk; a folder that is being deleted is renamed
-first. So whatever moment the process dies at, a folder named step-* is either complete or was never announced.
+A checkpoint is a folder of safetensors files, progress.json and a MANIFEST.json with the size and SHA-256 of each file.
+It is written to a temporary sibling and renamed when everything is on disk; a folder that is deleted is renamed first.
+So a folder named step-* is complete, or was never reported as saved, whenever the process is killed.
 
-Which one is the last and which the best follows from the manifests and the progress they hold. The links `last` and `best`
-say so to people; nothing here trusts them.
+Which checkpoint is the last and which the best follows from the manifests and from progress.json. The links `last` and
+`best` are for people; this module does not rely on them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Manifest:
+    """Contents of a MANIFEST.json: `files` maps each file name to its size and SHA-256."""
+
     step: int
     sequence: int
     files: dict[str, dict[str, Any]]
@@ -50,8 +52,8 @@ def write(
     progress: Mapping[str, Any],
     fingerprint: Mapping[str, Any],
 ) -> Path:
-    """Commit one checkpoint under `folder` and return its path; on an error the temporary folder is gone again."""
-    # The place is taken already after a fallback or a rollback.
+    """Write the checkpoint of `step` under `folder` and return its path; after an error no temporary folder is left."""
+    # After a fallback or a rollback there is already a checkpoint of this step; it is replaced.
     with writing_folder(folder / step_folder_name(step), mode=0o700) as temporary:
         table = {name: write_safetensors(temporary / name, tensors) for name, tensors in files.items()}
         table["progress.json"] = write_bytes(temporary / "progress.json", _json(progress))
@@ -67,45 +69,45 @@ def write(
 
 
 def list_step_folders(folder: Path) -> list[Path]:
-    """Every checkpoint below `folder`, whole or not. A folder that cannot be listed is an error and never an empty one."""
+    """Return every checkpoint folder in `folder`, complete or not. Raises if an existing folder cannot be listed."""
     try:
         return sorted(folder / name for name in os.listdir(folder) if name.startswith("step-"))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise EnvironmentProblem(
-            f"cannot read {folder}: {error.strerror}; the checkpoints of the run are there, so make it readable first"
+            f"cannot read {folder}, which holds the checkpoints of the run: {error.strerror}; make it readable"
         ) from None
 
 
 def list_checkpoints(folder: Path) -> list[tuple[Path, Manifest]]:
-    """Folders with a readable manifest, newest first by sequence: clocks and file times can lie."""
-    found = []
+    """Return the folders with a readable manifest, newest first by sequence number, since clocks and file times can be wrong."""
+    checkpoints = []
     for path in list_step_folders(folder):
         with suppress(CheckpointError):
-            found.append((path, read_manifest(path)))
-    return sorted(found, key=lambda item: (item[1].sequence, item[1].step), reverse=True)
+            checkpoints.append((path, read_manifest(path)))
+    return sorted(checkpoints, key=lambda item: (item[1].sequence, item[1].step), reverse=True)
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The last checkpoint that was saved, if any."""
+    """Return the checkpoint that was saved last, if any."""
     return next((path for path, _ in list_checkpoints(folder)), None)
 
 
 def find_best(folder: Path) -> tuple[Path | None, int]:
-    """The best checkpoint that is there, and the step that the newest progress names as the best (0: none).
+    """Return the best existing checkpoint, and the step that the newest progress names as the best (0: none).
 
-    They differ where the best one could not be saved or was deleted; the best is then the newest that was so at its time.
+    The two differ if the best checkpoint could not be saved or was deleted; then the newest former best is returned.
     """
-    found = [(path, manifest.step, _best_step(path, manifest)) for path, manifest in list_checkpoints(folder)]
-    named = next((best for _, _, best in found if best is not None), 0)
-    chosen = [path for path, step, _ in found if step == named]
-    chosen += [path for path, step, best in found if step == best]
-    return (chosen[0] if chosen else None), named
+    checkpoints = [(path, manifest.step, _best_step(path, manifest)) for path, manifest in list_checkpoints(folder)]
+    best_step = next((best for _, _, best in checkpoints if best is not None), 0)
+    matches = [path for path, step, _ in checkpoints if step == best_step]
+    matches += [path for path, step, best in checkpoints if step == best]
+    return (matches[0] if matches else None), best_step
 
 
 def _best_step(path: Path, manifest: Manifest) -> int | None:
-    """What the progress of a checkpoint names; None where it cannot be read."""
+    """Return the best step according to progress.json; None if the file cannot be read."""
     try:
         raw = (path / "progress.json").read_bytes()
         is_whole = hashlib.sha256(raw).hexdigest() == manifest.files["progress.json"]["sha256"]
@@ -115,7 +117,7 @@ def _best_step(path: Path, manifest: Manifest) -> int | None:
 
 
 def update_links(folder: Path, *, last: Path | None = None) -> None:
-    """Let `last` (the newest, unless it is given) and `best` point where manifests and progress say."""
+    """Point the links `last` (by default the newest checkpoint) and `best` where manifests and progress say."""
     for name, target in (("last", last or find_newest(folder)), ("best", find_best(folder)[0])):
         if target is not None and read_link(folder, name) != folder / target.name:
             write_link(folder, name, target)
@@ -124,12 +126,13 @@ def update_links(folder: Path, *, last: Path | None = None) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of a checkpoint; raise CheckpointError if it is damaged or of another format."""
     try:
         raw = (path / "MANIFEST.json").read_bytes()
         fields = json.loads(raw)
         if fields["format"] != FORMAT:
             raise CheckpointError(f"checkpoint {path.name}: format {fields['format']!r}, this version reads {FORMAT}")
-        # Written by us it reads back to the same bytes, so that no change of a step or a hash goes unnoticed.
+        # Written back it must give the same bytes, so that no change of a step or a hash goes unnoticed.
         if _sealed({key: value for key, value in fields.items() if key != "sha256"}) != raw:
             raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json does not match its SHA-256")
         files = {str(name): {"size": int(f["size"]), "sha256": str(f["sha256"])} for name, f in fields["files"].items()}
@@ -139,14 +142,14 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path, *, only: Collection[str] | None = None) -> Manifest:
-    """Sizes first, they are cheap; then every hash, in parallel. Nothing is parsed before this has passed.
+    """Check the sizes of all files, then their hashes in parallel; raise CheckpointError if one does not match.
 
-    `only` names the files that will be read, where the others do not matter: an evaluation needs no optimizer's state.
+    `only` names the files that will be read, if not all of them: an evaluation does not need the optimizer state.
     """
     manifest = read_manifest(path)
     files = [name for name in manifest.files if only is None or name in only]
     for name, expected in manifest.files.items():
-        # A manifest is data too: it may not point outside its folder.
+        # A manifest is untrusted data: it must not point outside its folder.
         if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None or name.startswith("."):
             raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json names {name!r}")
         if name not in files:
@@ -159,9 +162,9 @@ def verify(path: Path, *, only: Collection[str] | None = None) -> Manifest:
             raise _unreadable(path, name, error) from None
         if size != expected["size"]:
             raise CheckpointError(f"checkpoint {path.name} damaged: {name} {size} of {expected['size']} bytes")
-    for needed in ("model.safetensors", "progress.json"):
-        if needed not in manifest.files:
-            raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json lacks {needed}")
+    for required in ("model.safetensors", "progress.json"):
+        if required not in manifest.files:
+            raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json lacks {required}")
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests = dict(zip(files, pool.map(lambda name: _hash_file(path, name), files), strict=True))
     for name, digest in digests.items():
@@ -171,7 +174,7 @@ def verify(path: Path, *, only: Collection[str] | None = None) -> Manifest:
 
 
 def find_newest_valid(folder: Path, warn: Callable[[str], None]) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint that verifies; every one that does not is named."""
+    """Return the newest checkpoint that passes verification; warn about each one that does not."""
     saved = list_checkpoints(folder)
     for path in sorted(set(list_step_folders(folder)) - {path for path, _ in saved}, reverse=True):
         warn(f"checkpoint {path.name} damaged: MANIFEST.json cannot be read; ignored")
@@ -184,7 +187,7 @@ def find_newest_valid(folder: Path, warn: Callable[[str], None]) -> tuple[Path, 
 
 
 def read_progress(path: Path) -> dict[str, Any]:
-    """progress.json of a verified checkpoint."""
+    """Return the fields of progress.json of a verified checkpoint."""
     try:
         fields = json.loads((path / "progress.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -193,24 +196,24 @@ def read_progress(path: Path) -> dict[str, Any]:
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Remove what an earlier process left half-written or half-deleted, and undo a replacement it had begun."""
+    """Remove checkpoints that a killed process left half-written or half-deleted, and restore one it was replacing."""
     if folder.is_dir():
         remove_leftovers(folder)
 
 
 def delete_old_checkpoints(folder: Path, *, keep: int, protect: Sequence[Path]) -> None:
-    """Keep the newest `keep` and the protected ones; delete the rest, once the newest is known to be good."""
+    """Delete all but the newest `keep` and the protected checkpoints, after verifying the newest one."""
     saved = list_checkpoints(folder)
-    doomed = [path for path, _ in saved[keep:] if path not in protect]
-    if not doomed:
+    outdated = [path for path, _ in saved[keep:] if path not in protect]
+    if not outdated:
         return
     verify(saved[0][0])
-    for path in doomed:
+    for path in outdated:
         delete_folder(path)
 
 
 def write_link(folder: Path, name: str, target: Path) -> None:
-    """`last` and `best`: a link, or a text file holding the name where the file system has no links."""
+    """Write the link `last` or `best`; where the file system has no links, a text file that holds the target's name."""
     with replacing_file(folder / name) as temporary:
         try:
             os.symlink(target.name, temporary)
@@ -221,12 +224,12 @@ def write_link(folder: Path, name: str, target: Path) -> None:
 
 
 def read_link(folder: Path, name: str) -> Path | None:
-    """Where `last` or `best` points, if it does."""
+    """Return the checkpoint that `last` or `best` points to; None if there is none."""
     path = folder / name
     if path.is_symlink() or path.is_dir():
         target = folder / Path(os.readlink(path)).name if path.is_symlink() else path
     elif path.is_file():
-        target = folder / Path(path.read_text().strip()).name  # a name: nothing outside this folder is a checkpoint
+        target = folder / Path(path.read_text().strip()).name  # the name alone: a link must stay inside this folder
     else:
         return None
     return target if target.is_dir() else None
@@ -237,7 +240,7 @@ def _json(value: Any) -> bytes:
 
 
 def _sealed(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest with a hash of itself."""
+    """Return the manifest as JSON with a hash of itself."""
     return _json({**manifest, "sha256": hashlib.sha256(_json(manifest)).hexdigest()})
 
 

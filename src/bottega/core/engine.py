@@ -1,4 +1,4 @@
-"""Where it happens: the owner of weights, optimizer state, devices and ranks. The loop owns everything else."""
+"""Interface of an engine: the owner of weights, optimizer state, devices and ranks. The trainer owns everything else."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Models, Rows, Sums, Tensors
 
 BeforeStepHook = Callable[[int, Batch], None]
-"""`hook(step, batch)`, called with the host batch before the gradients of a step are computed."""
+"""`hook(step, batch)`: called with the host batch before the gradients of a step are computed."""
 
 
 class Snapshot(ABC):
-    """A copy of the state on its way to the host. Taken between two steps, written while the next ones run."""
+    """A copy of the training state, taken between two steps and written to disk while the next ones run."""
 
     @abstractmethod
     def files(self) -> Mapping[str, Tensors]:
-        """File name -> tensors. Waits for the copy, so only the writer calls it."""
+        """Return the tensors by file name. Waits for the copy to reach the host, so only the writer thread calls it."""
 
 
 class EvaluationOutput(NamedTuple):
-    """What one batch gave, reduced over ranks and still on the device."""
+    """Sums and rows of one evaluation batch, reduced over ranks and still on the device."""
 
     sums: Sums
     rows: dict[str, Array] = {}  # noqa: RUF012  (a default of a NamedTuple, never changed)
-    """Of all ranks' examples, in their order, without those that only fill up the batch."""
+    """Values per example of all ranks, in the order of the examples, without padding examples."""
 
 
 @dataclass(frozen=True)
@@ -40,113 +40,123 @@ class ParameterInfo:
 
     shape: tuple[int, ...]
     is_trainable: bool
-    """Whether it learns at some step of the run."""
+    """Whether it is trained at some step of the run."""
 
     @property
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
+def describe_parameters(engine: Engine) -> str:
+    """Return the number of parameters, as "1,000 parameters" or "8 of 1,000 parameters trainable"."""
+    parameters = engine.parameters().values()
+    trainable = sum(parameter.size for parameter in parameters if parameter.is_trainable)
+    total = sum(parameter.size for parameter in parameters)
+    return f"{total:,} parameters" if trainable == total else f"{trainable:,} of {total:,} parameters trainable"
+
+
 class ModelMemory(NamedTuple):
-    """What one model of a task takes."""
+    """Memory of the weights of one model."""
 
     name: str
     parameters: int
     learning: int
     bytes: int
     kind: str
-    """The type most of it has."""
+    """The dtype of most of its bytes."""
 
 
 class StepMemory(NamedTuple):
-    """What a step with so many examples in a forward takes."""
+    """Memory and speed of a training step at one micro-batch size."""
 
     micro_batch: int
     peak: int
-    """Bytes: of the whole step on a GPU; elsewhere of what is kept for backward."""
+    """Bytes: on a GPU the peak of the whole step, elsewhere the tensors that autograd saves for backward."""
     reserved: int
-    """Bytes the allocator held for it, pieces that nothing fits in among them; 0 elsewhere."""
+    """Bytes that the GPU allocator reserved, fragmentation included; 0 elsewhere."""
     samples_per_second: float
 
 
 class MemoryReport(NamedTuple):
-    """What training takes: by what it is for, and by examples in a forward."""
+    """Memory of training: weights, gradients and optimizer state, and of a step by micro-batch size."""
 
     device: str
-    """The device as its maker calls it."""
+    """The device's product name."""
     models: list[ModelMemory]
-    """The one that learns first."""
+    """The trained model first."""
     gradients: int
     optimizer: int
     steps: list[StepMemory]
 
 
 class Engine(ABC):
-    """Everything that is asked of an engine, by whoever asks: loop, session, techniques, verbs. Nobody knows more."""
+    """The complete interface that trainer, session, techniques and commands use; none of them knows a concrete engine."""
 
     task: Task
     model: Any
-    """The trained model as its framework has it, for device code and for those who open a run as a library."""
+    """The trained model, an object of the framework."""
     device: Any
-    """Where the weights are, as the framework says it; `str(device)` is for people."""
+    """The device of the weights, an object of the framework."""
     device_type: str
     """cpu, cuda or mps."""
     precision: str
-    """The type that a forward computes in, such as float32 or bfloat16."""
+    """The dtype of the forward pass, such as float32 or bfloat16."""
     rank: int = 0
     world: int = 1
-    """Processes: who writes files and speaks is decided by these."""
+    """Rank and number of processes; rank 0 writes files and prints."""
     data_rank: int = 0
     data_size: int = 1
-    """Shares of a global batch, and this process's: samples, positions of noise and counts follow these."""
+    """Data-parallel rank and size, which decide the samples, noise positions and counts of this process."""
     rate: Callable[[int], float]
     """The learning rate as a function of the step, in absolute numbers."""
     micro_batch_size: int | None = None
-    """Examples in one forward; None while it has not been decided. What `auto` found travels in the progress."""
+    """Examples in one forward pass; None while undecided. The size that `auto` finds is saved in the progress."""
     skip_steps: frozenset[int] = frozenset()
-    """Steps whose update is not applied: the rollback policy puts a poisoned batch here."""
+    """Steps whose update is not applied, because the rollback policy found their batch to be bad."""
     rate_scale: float = 1.0
-    """The one factor of the learning rate that is not a function of the step; the plateau rule sets it."""
+    """Factor of the learning rate that is not a function of the step; set by the plateau schedule."""
 
     # Steps
 
     @abstractmethod
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
-        """One optimizer step over this rank's share of the global batch. Does not wait for the device."""
+        """Run one optimizer step over this rank's part of the global batch, without waiting for the device."""
 
     @abstractmethod
     def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> EvaluationOutput:
-        """Rows are gathered from all ranks, which is dear where nobody looks at them. `task` measures in place of the
-        engine's own, with the same models."""
+        """Evaluate one batch, with the loss of `task` if given, else of the engine's own task.
+
+        Gathering rows from all ranks is expensive; `with_rows=False` skips it.
+        """
 
     @abstractmethod
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Device scalars to floats: the only place that waits for the device."""
+        """Convert device scalars to floats. Only this and `fetch_rows` wait for the device."""
 
     def fetch_rows(self, parts: Sequence[Mapping[str, Any]]) -> Rows:
-        """The rows of several batches to the host, one after the other."""
+        """Concatenate the rows of several batches on the host."""
         return {name: np.concatenate([np.asarray(part[name]) for part in parts]) for name in parts[0]}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around a whole evaluation: what is costly to set up is set up once."""
+        """Context around a whole evaluation, for setup that is too expensive to repeat for each batch."""
         yield
 
     @abstractmethod
     def set_schedule(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
-        """What depends on the length of the run: the rate at each step, and when parameters begin to learn."""
+        """Set the learning rate by step and the steps at which parameters are unfrozen, once the run's length is known."""
 
     @abstractmethod
     def add_hook(self, before_step: BeforeStepHook) -> None:
-        """Call `before_step` before each step, after those that were added before it."""
+        """Call `before_step` before each step, after the hooks that were added earlier."""
 
     @abstractmethod
     def remove_hooks(self) -> None:
-        """Forget all hooks, which may hold the engine itself."""
+        """Remove all hooks; they may hold references to the engine."""
 
     @abstractmethod
     def reset_bad_steps(self) -> None:
-        """The loop has dealt with the steps that were not finite."""
+        """Clear the record of non-finite steps after the trainer has handled them, so that updates are applied again."""
 
     # State
 
@@ -155,75 +165,77 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """The state back from a verified checkpoint folder; names, shapes and types must agree exactly."""
+        """Load the training state from a verified checkpoint; names, shapes and dtypes must match exactly."""
 
     @abstractmethod
     def load_weights(self, files: Mapping[str, Mapping[str, Array]], folder: Path) -> None:
-        """The weights that were read from a checkpoint, file by file: plain ones first, averaged ones over them."""
+        """Load weights that were read from the checkpoint `folder`, by file name; averaged weights replace the others."""
 
     @abstractmethod
     def checkpoint_bytes(self) -> int:
-        """The size of a checkpoint; its tensors are made for it, and none is copied to be counted."""
+        """Return the size of a checkpoint in bytes. Allocates the optimizer state, copies nothing."""
 
     @abstractmethod
     def task_state(self) -> Mapping[str, Array]:
-        """What the task keeps beside the weights, by name, on the device."""
+        """Return the tensors that the task keeps beside the weights, by name, on the device."""
 
     @abstractmethod
     def write_task_state(self, values: Mapping[str, Array]) -> None:
-        """Replace some of it."""
+        """Overwrite some tensors of the task state."""
 
     @abstractmethod
     def reset_weight_average(self) -> None:
-        """Averages of the weights begin at the present ones: somebody has written these after the engine was built."""
+        """Restart the weight average at the current weights, after weights were loaded into a built engine."""
 
     # The models
 
     @abstractmethod
     def sampling(self) -> AbstractContextManager[Models]:
-        """All models in evaluation mode with the weights that count, for samples and export."""
+        """Context that yields all models in evaluation mode, with averaged weights if there are any: for samples and export."""
 
     @abstractmethod
     def parameters(self) -> dict[str, ParameterInfo]:
-        """Every parameter of the trained model, in its order."""
+        """Return every parameter of the trained model by name, in the model's order."""
 
     @abstractmethod
     def num_active_parameters(self) -> int:
-        """Parameters that one token goes through: fewer than there are where experts share the work."""
+        """Return the number of parameters active for one token, which is less than all in a mixture of experts."""
 
-    # What is measured besides
+    # Measurements
 
     @abstractmethod
     def inspect(self, batch: Batch) -> dict[str, Any]:
-        """`loss` of a batch, and `modules`: of each its kind, size, devices, types and the norm of its gradient."""
+        """Return `loss` of a batch and `modules`: kind, size, devices, dtypes and gradient norm of each module."""
 
     @abstractmethod
     def find_nonfinite_module(self, step: int, batch: Batch) -> str | None:
-        """Go through a step again, without an update, and name what first gave a value that is not finite."""
+        """Repeat a step without its update and return the first module or gradient that is not finite."""
 
     @abstractmethod
     def fisher_diagonal(
         self, examples: Iterable[tuple[int, Batch]], *, count: int, names: Sequence[str]
     ) -> dict[str, Array]:
-        """For each of the parameters `names` the mean over `count` examples of the squared gradient of an example's loss:
-        the diagonal of the empirical Fisher information. `examples` are this rank's, each with its number among all."""
+        """Return the diagonal of the empirical Fisher information of the parameters `names`.
+
+        It is the mean over `count` examples of the squared gradient of one example's loss. `examples` are those of this
+        rank, each with its number among all.
+        """
 
     @abstractmethod
     def measure_memory(
         self, make_batch: Callable[[int], Batch], *, max_micro_batch: int, report_progress: Callable[[int, int], None]
     ) -> MemoryReport:
-        """Train with 1, 2, 4, ... up to `most` examples in a forward until one does not fit. The engine has learnt from
-        them after that."""
+        """Train with micro-batches of 1, 2, 4, ... up to `max_micro_batch` until one does not fit. Changes the weights."""
 
     # Ranks
 
     def any_rank(self, flag: bool) -> bool:
-        """True on all ranks if true on any, so that all stop at the same step."""
+        """Return True on all ranks if `flag` is true on any. A collective: it also serves as a barrier."""
         return flag
 
     def all_ranks_equal(self, text: str) -> bool:
-        """Whether all ranks say the same."""
+        """Return whether `text` is the same on all ranks."""
         return True
 
     def close(self) -> None:  # noqa: B027  (most engines hold nothing)
-        """Let go of devices and process groups."""
+        """Release devices and process groups."""

@@ -1,13 +1,13 @@
-"""What can go wrong for a person, each kind with the exit code a scheduler can act on.
+"""Errors for users, each class with its exit code.
 
-Codes stay out of 64-78 and 126-165, which shells and launchers use, except where a signal is really meant.
+Codes avoid 64-78 and 126-165, which shells and launchers use, unless a signal is meant.
 """
 
 from __future__ import annotations
 
 
 class BottegaError(Exception):
-    """A message for people: one line, naming the thing, its value and the remedy. Shown without a traceback."""
+    """Base class: a one-line message with what is wrong, where, and what to do. Shown without a traceback."""
 
     code = 1
 
@@ -25,31 +25,31 @@ class DataError(BottegaError):
 
 
 class CheckpointError(BottegaError):
-    """No checkpoint that was asked for can be trusted."""
+    """A checkpoint is missing, damaged or does not fit the run."""
 
     code = 4
 
 
 class EnvironmentProblem(BottegaError):
-    """The machine says no: disk, permission, missing device or package."""
+    """The machine cannot do it: disk, permission, missing device or package."""
 
     code = 5
 
 
 class Diverged(BottegaError):
-    """The loss or a gradient is not finite, and the policy is to stop."""
+    """The loss or a gradient is not finite, and the policy is to stop training."""
 
     code = 6
 
 
 class OutOfMemory(BottegaError):
-    """The model and the micro-batch do not fit."""
+    """The model or the micro-batch does not fit in memory."""
 
     code = 7
 
 
 class PeerLost(BottegaError):
-    """Another rank died or stopped answering; a restart may help."""
+    """Another rank ended or stopped responding; a restart may help."""
 
     code = 8
 
@@ -61,7 +61,7 @@ class DirectoryInUse(BottegaError):
 
 
 class Interrupted(BottegaError):
-    """A signal asked for a stop, and the state is saved. 85 asks the scheduler to start us again, 130 is Ctrl-C."""
+    """A signal stopped the run after its state was saved. Code 85 asks the scheduler for a restart, 130 is Ctrl-C."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -69,10 +69,10 @@ class Interrupted(BottegaError):
 
 
 def describe_error(error: BaseException) -> tuple[int, str]:
-    """The exit code of an error, and the line that people read."""
+    """Return the exit code of an error and its message for the user."""
     if isinstance(error, BottegaError):
         return error.code, str(error)
-    if isinstance(error, RecursionError):  # of a file from anywhere; our own code calls itself to no such depth
+    if isinstance(error, RecursionError):  # from a file of the user; no code of ours recurses that deeply
         return DataError.code, "a file is nested too deeply to be read (--debug shows where)"
     if isinstance(error, MemoryError):
         return OutOfMemory.code, "out of memory on the host; lower training.batch_size or use a smaller model"
@@ -82,13 +82,13 @@ def describe_error(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return 130, str(error) or "stopped by Ctrl-C"
     if type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error):
-        # torch's, on a GPU and on the host; its name is looked at so that torch need not be imported here.
+        # torch's error on a GPU and on the host, recognised by name so that torch is not imported here.
         return OutOfMemory.code, "out of memory; use a smaller model or lower training.micro_batch_size"
     text = " ".join(str(error).split())
     return 1, f"a bug in bottega: {type(error).__name__}: {text} (--debug shows where)"
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says went wrong, short enough for a line of ours; with the next one where it only announces it."""
+    """Return the first line of another library's message, joined with the second if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]

@@ -1,4 +1,4 @@
-"""What an engine is to build: the models of a task as descriptions, free of any framework."""
+"""Descriptions of a task's models, which an engine builds; free of any framework."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from operator import attrgetter
 from typing import Any
 
 Reference = str | Callable[..., Any]
-"""A function or class: by name, "package.module:function" or "package.module:Class.method", so that nothing is imported before it is built; or itself."""
+"""A function or class, or its name ("package.module:function" or "package.module:Class.method"), imported only when used."""
 
 
 def resolve_reference(reference: Reference) -> Any:
-    """The function or class that a spec names."""
+    """Return the function or class that a reference names."""
     if not isinstance(reference, str):
         return reference
     module, _, name = reference.partition(":")
@@ -21,12 +21,12 @@ def resolve_reference(reference: Reference) -> Any:
 
 
 Change = Callable[[Mapping[str, Any], int], None]
-"""`change(models, seed)` alters `models["model"]` in place, once all models are built."""
+"""`change(models, seed)` modifies `models["model"]` in place after all models are built."""
 
 
 @dataclass(frozen=True)
 class Initial:
-    """The rule of initial values: `rule(model, seed, **options)` sets every parameter as a function of seed and name."""
+    """Initialisation of a model: `rule(model, seed, **options)` sets every parameter as a function of seed and name."""
 
     rule: Reference
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -34,39 +34,38 @@ class Initial:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model: its architecture, and where its values come from.
+    """One model: its architecture and the source of its weights.
 
-    The engine calls `architecture(config, **options)`, then writes the values of the folder `pretrained` by
-    `load(model, folder)`, or those of `initial` where there is none; then it applies the changes in their order. Without
-    either the values are those that the framework draws for the architecture, from the seed of the run.
+    The engine calls `architecture(config, **options)`, then loads the folder `pretrained` by `load(model, folder)`, or
+    applies `initial` if there is none, then applies `changes` in order. With neither, the weights are those that the
+    framework draws from the seed of the run.
     """
 
     architecture: Reference
     config: Any = None
-    """What the architecture is called with: a shape, or the folder of a model that comes whole."""
+    """First argument of the architecture: a shape, or the folder of a complete model."""
     options: Mapping[str, Any] = field(default_factory=dict)
     initial: Initial | None = None
     pretrained: str | None = None
-    """A folder, or a hub name where `load` fetches one."""
+    """A folder, or a hub name if `load` can download it."""
     load: Reference | None = "bottega.models.folders.pretrained:load_weights"
-    """None: the architecture reads the folder by itself, and is called with `folder` besides."""
+    """None if the architecture reads the weights itself; it is then also called with `folder`."""
     is_filled: bool = False
-    """Whether `initial` or `load` writes every tensor, so that the model is made without memory first: a framework's own
-    initial values would be drawn only to be overwritten, and a shard needs its own part alone."""
+    """Whether `initial` or `load` writes every tensor, so that the model can be built on the meta device first."""
     is_seeded: bool = False
-    """Whether the architecture draws values by itself, and is handed the `seed` besides."""
+    """Whether the architecture draws random values itself; it is then also called with `seed`."""
     starts_initial: bool = False
-    """Whether `load` may leave parameters out: they keep the values of `initial`, which is then applied first."""
+    """Whether `load` may leave parameters out; these keep the values of `initial`, which is then applied first."""
     parts: Mapping[str, ModelSpec] = field(default_factory=dict)
-    """Models that this one is made of, built first and handed to the architecture as its `config`."""
+    """Models that this one consists of, built first and passed to the architecture as its `config`."""
     changes: tuple[Change, ...] = ()
-    """What techniques and tasks do to the model after it is built, in order."""
+    """Modifications by techniques and tasks, applied in order after the model is built."""
 
     @classmethod
     def of(cls, model: Any) -> ModelSpec:
-        """A model that is there already, such as a teacher that was opened."""
-        return cls(lambda given: given, model)
+        """Return the spec of a model that is already built, such as a teacher."""
+        return cls(lambda built: built, model)
 
     def changed(self, change: Change) -> ModelSpec:
-        """The same model with one more change after the others."""
+        """Return the spec with one more change after the others."""
         return replace(self, changes=(*self.changes, change))

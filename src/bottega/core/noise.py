@@ -1,7 +1,7 @@
-"""Randomness as a function: Threefry-2x32 (Salmon et al., 2011) keyed by seed, step, position and name.
+"""Counter-based random numbers: Threefry-2x32 (Salmon et al., 2011) keyed by seed, step, position and name.
 
-The cipher uses `+ ^ << >> & |` alone, so the same lines run on numpy and torch integers and agree bit for bit. What is
-drawn for an example depends on its position in the global batch, never on how the batch was split.
+The cipher uses only `+ ^ << >> & |`, so the same code runs on numpy and torch integers and agrees bit for bit. The draws
+of an example depend on its position in the global batch, never on how the batch is split.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 
 
 def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Twenty rounds of Threefry-2x32 on 64-bit integers that hold 32-bit words."""
+    """Apply twenty rounds of Threefry-2x32 to 64-bit integers that hold 32-bit words."""
     keys = (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)
     x, y = (counter[0] + keys[0]) & MASK, (counter[1] + keys[1]) & MASK
     for i in range(20):
@@ -32,27 +32,27 @@ def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def derive_key(*parts: object) -> tuple[int, int]:
-    """Two 32-bit words from anything with a stable text form."""
+    """Return two 32-bit words that are a hash of `parts`, which need a stable text form."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed for a generator that is not ours (dropout masks, numpy's Philox)."""
+    """Return a 63-bit seed for another generator (torch's dropout, numpy's Philox)."""
     low, high = derive_key(*parts)
     return (high & 0x7FFFFFFF) << 32 | low
 
 
 def numpy_generator(*parts: object) -> np.random.Generator:
-    """A numpy generator that is f(parts); initial weights are generator(seed, parameter name)."""
+    """Return a numpy generator that is a function of `parts`; initial weights use (seed, parameter name)."""
     return np.random.Generator(np.random.Philox(derive_seed(*parts)))
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise for the examples at `positions` of the global batch of one step.
+    """Random numbers for the examples at `positions` of the global batch of one step.
 
-    `xp` is the array module the positions live in (numpy or torch); both spell arange, log, cos and sqrt alike.
+    `xp` is the array module of the positions, numpy or torch; `arange`, `log`, `cos` and `sqrt` are the same in both.
     """
 
     seed: int
@@ -61,15 +61,15 @@ class Noise:
     xp: Any = np
 
     def uniform(self, name: str, shape: tuple[int, ...] = ()) -> Any:
-        """In (0, 1), float32, shape [examples, *shape]."""
+        """Return uniform numbers in (0, 1), float32, `(examples, *shape)`."""
         return self._shaped(self.to_uniform(self.bits(name, math.prod(shape))), shape)
 
     def normal(self, name: str, shape: tuple[int, ...] = ()) -> Any:
-        """Standard normal by Box-Muller, float32, shape [examples, *shape]."""
+        """Return standard normal numbers by Box-Muller, float32, `(examples, *shape)`."""
         return self._shaped(self.to_normal(self.bits(name, math.prod(shape))), shape)
 
     def bits(self, name: str, count: int) -> tuple[Any, Any]:
-        """Two words for each example and each of `count` draws: shapes [examples, count]."""
+        """Return two random 32-bit words for each example and draw, `(examples, count)` each."""
         return self.random_words(derive_key(self.seed, self.step, name), count)
 
     def random_words(self, key: tuple[Any, Any], count: int) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The run directory: one writer, known names, nothing half-written."""
+"""The run directory: its paths, its lock, and atomic writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOCK = "LOCK"
 
 
 class RunDirectory:
-    """Paths inside one run. Creating it touches nothing."""
+    """Paths inside the directory of one run. Constructing it touches nothing on disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,13 +32,13 @@ class RunDirectory:
         self.environment = path / "environment.json"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
-        # Runs of earlier versions have it under another name.
+        # Earlier versions named it codec.
         self.processor = path / ("codec" if (path / "codec").is_dir() else "processor")
         self.samples = path / "samples"
         self.final = path / "final"
 
     def create(self) -> None:
-        """Make the folder where there is none. A folder of somebody else's, and links in our own, are refused."""
+        """Create the folder if it does not exist. Refuses a folder that is not a run, and links inside a run."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.check_usable()
@@ -49,7 +49,7 @@ class RunDirectory:
             raise explain_os_error(error, self.path) from None
 
     def check_usable(self) -> None:
-        """Refuse a folder that is not a run, and a run with links in it."""
+        """Raise if the folder is not a run, or contains links."""
         try:
             self.check_is_run()
             self.check_no_links()
@@ -57,33 +57,34 @@ class RunDirectory:
             raise explain_os_error(error, self.path) from None
 
     def check_is_run(self) -> None:
-        """A folder is ours if it is empty or shows that a run was started in it: a lock with its owner, or what follows.
-        Folds of a cross-validation are runs of their own.
+        """Raise unless the folder is empty or a run was started in it.
 
-        A recipe.yaml alone shows nothing, anybody may have one.
+        Signs of a run are a lock file with its owner, or a checkpoint. A recipe.yaml alone may be the user's own. Folds
+        of a cross-validation are runs of their own and are ignored.
         """
         names = [name for name in os.listdir(self.path) if not name.startswith((*TEMPORARY_PREFIXES, "fold-"))]
         has_checkpoint = any(self.checkpoints.glob("step-*/MANIFEST.json"))
         if set(names) - {LOCK} and not has_checkpoint and not Lock(self).has_owner():
             raise UsageError(
-                f"{self.path} is there already and is not a run, so nothing is written into it; choose another name=…, or "
-                "move that folder away"
+                f"{self.path} exists and is not a run directory; choose another name=…, or move that folder away"
             )
 
     def check_no_links(self) -> None:
-        """Writing through a link would change a file that is not the run's own."""
+        """Raise if the run contains a link: writing through it would change a file outside the run."""
         for path in [*self.path.iterdir(), *(self.samples.iterdir() if self.samples.is_dir() else ())]:
             if path.is_symlink():
                 raise UsageError(
-                    f"{path} is a link to {os.readlink(path)}, and a run writes only into its own folder; remove the link, "
-                    "or choose another name=…"
+                    f"{path} is a link to {os.readlink(path)}, and a run writes only inside its own folder; remove the "
+                    "link, or choose another name=…"
                 )
 
     def remove_if_unused(self, created: Sequence[Path] = ()) -> None:
-        """Delete the folder of a start that was refused, where it holds nothing but the lock and the log, with the parent
-        folders that this start has made. The lock is still held."""
+        """Delete the folder of a refused start if it holds only the lock and the log, and the folders in `created`.
+
+        The lock is still held.
+        """
         ours = (self.path / LOCK, self.log)
-        with suppress(OSError):  # somebody else uses it by now
+        with suppress(OSError):  # another process uses the folder by now
             remove_leftovers(self.path)
             if {path.name for path in ours}.issuperset(os.listdir(self.path)):
                 for path in ours:
@@ -92,42 +93,43 @@ class RunDirectory:
                     folder.rmdir()
 
     def must_exist(self) -> RunDirectory:
+        """Return the directory itself; raise UsageError if there is no run."""
         if not self.recipe.is_file():
-            raise UsageError(f"no run at {self.path}: {self.recipe.name} is not there{_nearest(self.path)}")
+            raise UsageError(f"no run at {self.path}: {self.recipe.name} is missing{_suggest_run(self.path)}")
         return self
 
     def write(self, path: Path, text: str) -> None:
-        """Whole or not at all."""
+        """Write a file atomically."""
         try:
             write_atomic(path, text)
         except OSError as error:
             raise explain_os_error(error, path) from None
 
     def truncate_metrics(self, progress: Progress) -> None:
-        """Forget lines written after the checkpoint we go on from, so that no step and no evaluation appears twice."""
+        """Delete the lines written after the checkpoint that is resumed, so that no step or evaluation appears twice."""
         if not self.metrics.exists():
             return
-        kept = []
+        lines = []
         for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
-                # By samples, which mean the same under any batch size. An evaluation that has to be made up for is
-                # made again, although a process that died may have written it down.
-                again = row["kind"] == "eval" and progress.evaluated < progress.step
-                if row["samples"] < progress.samples + (not again):
-                    kept.append(line)
+                # Compared by samples, which do not depend on the batch size. A pending evaluation is repeated even if a
+                # killed process has already written its line.
+                is_repeated = row["kind"] == "eval" and progress.evaluated < progress.step
+                if row["samples"] < progress.samples + (not is_repeated):
+                    lines.append(line)
             except (ValueError, KeyError, TypeError):
                 continue  # the last line of a killed process
-        self.write(self.metrics, "".join(line + "\n" for line in kept))
+        self.write(self.metrics, "".join(line + "\n" for line in lines))
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is the directory of a run that has begun."""
+    """Return whether a folder is the directory of a run that has been started."""
     return (path / "recipe.yaml").is_file()
 
 
 def split_checkpoint_path(path: Path) -> tuple[Path, str | None]:
-    """The run directory that a path names, and its checkpoint where it is RUN/checkpoints/best, last or step-00000500."""
+    """Split RUN/checkpoints/NAME (best, last or step-00000500) into run and checkpoint; another path is a run (None)."""
     whole = Path(os.path.abspath(path))
     if whole.parent.name != "checkpoints" or not is_run(whole.parent.parent):
         return path, None
@@ -137,7 +139,7 @@ def split_checkpoint_path(path: Path) -> tuple[Path, str | None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics.jsonl."""
+    """Return all complete lines of a metrics.jsonl."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
@@ -148,7 +150,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Lock:
-    """One writer per run. The kernel drops the lock when the process dies, so none is ever stale."""
+    """Exclusive lock of a run directory. The kernel releases it when the process dies, so it is never stale."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.path = run.path / LOCK
@@ -156,16 +158,16 @@ class Lock:
 
     def __enter__(self) -> Lock:
         handle = self._open()
-        for _ in range(9):  # a file system whose inodes change must not keep us here for ever
+        for _ in range(9):  # bounded, for file systems whose inodes change
             if _is_same_file(handle, self.path):
                 break
-            # The folder was set aside between the two calls: what we hold is the lock of a run that has moved.
+            # The folder was renamed between the two calls: this is the lock of the renamed run.
             os.close(handle)
             handle = self._open()
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
         text = json.dumps(owner).encode()
         try:
-            os.pwrite(handle, text, 0)  # before it is cut: a lock that names its owner is never empty again
+            os.pwrite(handle, text, 0)  # before truncating, so that a lock with an owner is never empty again
             os.ftruncate(handle, len(text))
         except OSError as error:
             os.close(handle)
@@ -174,7 +176,7 @@ class Lock:
         return self
 
     def has_owner(self) -> bool:
-        """Whether a run has ever held it."""
+        """Return whether a run has ever held the lock."""
         try:
             handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
@@ -185,12 +187,12 @@ class Lock:
             os.close(handle)
 
     def check_free(self) -> None:
-        """Refuse a run that a process holds; nothing is created."""
+        """Raise DirectoryInUse if a process holds the lock; creates nothing."""
         if is_locked(self.path):
-            raise self._taken(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW))
+            raise self._in_use_error(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW))
 
     def _open(self) -> int:
-        """The locked file."""
+        """Open and lock the file; return its descriptor."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -199,7 +201,7 @@ class Lock:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise self._taken(handle) from None
+            raise self._in_use_error(handle) from None
         except OSError as error:
             os.close(handle)
             raise explain_os_error(error, self.path) from None
@@ -212,7 +214,7 @@ class Lock:
             os.close(self._handle)
             self._handle = None
 
-    def _taken(self, handle: int) -> BottegaError:
+    def _in_use_error(self, handle: int) -> BottegaError:
         owner = _read_owner(handle)
         who = f"process {owner['pid']} on {owner['host']}, since {owner['started']}" if owner else "another process"
         os.close(handle)
@@ -227,19 +229,19 @@ def _is_same_file(handle: int, path: Path) -> bool:
 
 
 def _read_owner(handle: int) -> dict[str, Any] | None:
-    """Who wrote a lock; None where that was not us."""
+    """Return pid, host and start time from a lock file; None if it was not written by this program."""
     try:
         owner, _ = json.JSONDecoder().raw_decode(
             os.pread(handle, 4096, 0).decode()
-        )  # the end of a longer one may follow
+        )  # the rest of a longer, earlier text may follow
         return {key: owner[key] for key in ("pid", "host", "started")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _nearest(path: Path) -> str:
+def _suggest_run(path: Path) -> str:
     from bottega.similar_names import find_similar_names
 
     runs = [p.parent.name for p in path.parent.glob("*/recipe.yaml")] if path.parent.is_dir() else []
     near = find_similar_names(path.name, runs)
-    return f"; did you mean {path.parent / near[0]}?" if near else "; `bottega train` makes one"
+    return f"; did you mean {path.parent / near[0]}?" if near else "; start one with `bottega train`"

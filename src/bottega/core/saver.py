@@ -1,7 +1,6 @@
-"""Saving behind training: one writer thread, at most one save in flight, errors surface at the next step.
+"""Asynchronous checkpointing: one writer thread, at most one save in flight, errors raised at the next step.
 
-A thread is enough: hashing, writing and syncing all let go of the interpreter lock, and nothing is serialised object by
-object.
+A thread is enough, because hashing, writing and fsync all release the GIL.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from bottega.terminal import print_notice
 T = TypeVar("T")
 
 TRIES = 2
-"""How often one save is tried before it counts as failed."""
+"""Attempts before a save counts as failed."""
 MAX_FAILED_SAVES = 3
-"""Failed saves in a row before the run gives up: a full disk is often emptied by somebody, but not for ever."""
+"""Consecutive failed saves before the run ends: a full disk is often freed in time, but not always."""
 
 
 class Saver:
-    """Owns the checkpoints folder of a running run."""
+    """Writes the checkpoints of a running run, keeps its links, and deletes old checkpoints."""
 
     def __init__(
         self,
@@ -48,28 +47,28 @@ class Saver:
         self._done: tuple[Progress, Path] | None = None
         self._error: BaseException | None = None
         self._failures = 0
-        self._needed = 0
+        self._num_bytes = 0
 
     def save(self, snapshot: Snapshot, progress: Progress) -> None:
-        """Start writing; waits only if the previous save has not ended."""
+        """Start writing a checkpoint in the background; waits only if the previous save is still running."""
         self.wait()
-        kept = Progress.from_json(progress.to_json())
-        self._thread = threading.Thread(target=self._write, args=(snapshot, kept), name="bottega-saver", daemon=True)
+        copy = Progress.from_json(progress.to_json())
+        self._thread = threading.Thread(target=self._write, args=(snapshot, copy), name="bottega-saver", daemon=True)
         self._thread.start()
 
     def poll(self) -> None:
-        """Report a save that has ended. Called at every step, so it must cost nothing."""
+        """Report a save that has ended. Called at every step, so it must be cheap."""
         if self._thread is not None and not self._thread.is_alive():
             self._collect(final=False)
 
     def wait(self, *, final: bool = False) -> None:
-        """Until what was started is on disk. With `final`, a failure ends the run at once: there is no later save."""
+        """Wait until the current save is on disk. With `final`, a failure is raised at once, as no later save follows."""
         if self._thread is not None:
             self._thread.join()
             self._collect(final=final)
 
     def wait_after_failure(self) -> None:
-        """Let a save in flight end although the run has failed; the first error is the one to be told."""
+        """Wait for a save in flight after the run has failed; a second failure is only a warning."""
         try:
             self.wait()
         except Exception as error:
@@ -78,10 +77,10 @@ class Saver:
     def _write(self, snapshot: Snapshot, progress: Progress) -> None:
         try:
             files = snapshot.files()
-            self._needed = sum(array.nbytes for tensors in files.values() for array in tensors.values())
+            self._num_bytes = sum(array.nbytes for tensors in files.values() for array in tensors.values())
             path = retry(lambda: self._commit(files, progress))
             try:
-                retry(self._tidy)
+                retry(self._update_links_and_rotate)
             except OSError as error:
                 self._error = error
             self._done = (progress, path)
@@ -94,8 +93,8 @@ class Saver:
             self.folder, step=progress.step, files=files, progress=fields, fingerprint=self.fingerprint
         )
 
-    def _tidy(self) -> None:
-        """Links and rotation. What they keep is asked of the checkpoints: a link may be older than they are."""
+    def _update_links_and_rotate(self) -> None:
+        """Update `last` and `best`, and delete old checkpoints. Decided by the checkpoints, since links may be outdated."""
         checkpoint.update_links(self.folder)
         protect = [path for path in (checkpoint.find_best(self.folder)[0], self.resumed_from) if path]
         protect = [self.folder / path.name for path in protect if path.resolve().parent == self.folder.resolve()]
@@ -113,17 +112,17 @@ class Saver:
         if not isinstance(error, OSError):
             raise error
         self._failures += 1
-        problem = explain_os_error(error, self.folder, self._needed)
+        problem = explain_os_error(error, self.folder, self._num_bytes)
         if done is not None:
-            self.warn(f"{problem}; the checkpoint is saved, its links and the older ones are seen to at the next save")
+            self.warn(f"{problem}; the checkpoint is saved, links and old checkpoints are updated at the next save")
             return
         if final or self._failures >= MAX_FAILED_SAVES:
             raise problem from error
-        self.warn(f"{problem}; older checkpoints are kept, trying again at the next save")
+        self.warn(f"{problem}; older checkpoints are kept, the next save tries again")
 
 
 def retry(work: Callable[[], T]) -> T:
-    """At once after an error of the disk: the state is still in memory, and the next save would be of a later step."""
+    """Call `work` again at once after a disk error: the state is still in memory, and the next save is a later step."""
     for _ in range(TRIES - 1):
         with suppress(OSError, CheckpointError):
             return work()
@@ -131,7 +130,7 @@ def retry(work: Callable[[], T]) -> T:
 
 
 def explain_os_error(error: OSError, folder: Path, needed: int = 0) -> BottegaError:
-    """An operating-system error in the words of somebody who has to fix it."""
+    """Return an operating-system error as a message that says what is wrong and what to do."""
     reason = {
         errno.ENOSPC: "the disk is full",
         errno.EDQUOT: "the disk quota is used up",
@@ -139,8 +138,8 @@ def explain_os_error(error: OSError, folder: Path, needed: int = 0) -> BottegaEr
         errno.EROFS: "the file system is read-only",
         errno.EACCES: "permission denied",
         errno.EPERM: "permission denied",
-        errno.ENOTDIR: "a part of this path is a file; choose another folder",
-        errno.EEXIST: "this is a file; choose another folder",
+        errno.ENOTDIR: "a component of this path is a file; choose another folder",
+        errno.EEXIST: "it is a file; choose another folder",
     }.get(error.errno or 0, error.strerror or str(error))
     try:
         free = f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} bytes free"
@@ -148,21 +147,22 @@ def explain_os_error(error: OSError, folder: Path, needed: int = 0) -> BottegaEr
         free = ""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     size = f": needs {needed:,} bytes{free}" if needed else free if is_full else ""
-    advice = "; free some space, and the same command goes on" if is_full else ""
+    advice = "; free some space and run the same command to continue" if is_full else ""
     return EnvironmentProblem(f"cannot write {folder}: {reason}{size}{advice}")
 
 
 def check_disk_space(folder: Path, *, size: int, keep: int) -> None:
-    """Refuse to start where the checkpoints cannot fit: hours later is too late to find out."""
+    """Raise if two checkpoints of `size` bytes do not fit on the disk; warn if `keep` of them do not."""
     free = shutil.disk_usage(folder).free
     held = sum(
         path.stat().st_size for step in checkpoint.list_step_folders(folder) for path in step.iterdir()
-    )  # of an earlier start; it makes room in time
+    )  # checkpoints of an earlier start are deleted in time
     if size > free or size * 2 > free + held:
         raise EnvironmentProblem(
-            f"cannot write {folder}: a checkpoint needs {size:,} bytes twice while it is replaced, {free:,} bytes free"
+            f"cannot write {folder}: replacing a checkpoint needs twice {size:,} bytes, {free:,} bytes are free; free some "
+            "space, or choose another output_dir"
         )
     if size * (keep + 1) > free + held:
         print_notice(
-            f"bottega: {keep} checkpoints of {size:,} bytes will not fit in the {free:,} bytes free; lower checkpoint.keep"
+            f"bottega: {keep} checkpoints of {size:,} bytes do not fit in the {free:,} bytes free; lower checkpoint.keep"
         )

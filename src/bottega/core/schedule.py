@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: a multiplier of the peak, between 0 and 1."""
+"""Learning-rate schedules: a multiplier of the peak rate, between 0 and 1, as a function of the step."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Rate = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """`name` after a linear warm-up of `warmup` steps, over `total` steps, never below `floor` once warm.
+    """The schedule `name` over `total` steps after a linear warm-up of `warmup` steps, never below `floor` after it.
 
-    Step numbers start at 0; the step `warmup - 1` is the first at the peak. `plateau` is constant here: its factor is
-    earned by evaluations and lives in the progress.
+    Steps count from 0; step `warmup - 1` is the first at the peak. `plateau` is constant here: its factor depends on
+    evaluations and is stored in the progress.
     """
 
     name: str
@@ -36,10 +36,11 @@ class Schedule:
 
     @property
     def span(self) -> int:
+        """Steps after the warm-up, at least 1."""
         return max(1, self.total - self.warmup)
 
     def _one_cycle(self, step: int) -> float:
-        # Smith's policy: up over the warm-up (30 % unless said), down to the floor, both by cosine; it starts at 1/25.
+        # Smith's policy: up over the warm-up (default 30 %), down to the floor, both by cosine; it starts at 1/25.
         up = self.warmup or max(1, round(0.3 * self.total))
         if step < up:
             return 0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi * (step + 1) / up))
@@ -75,6 +76,8 @@ SHAPES: dict[str, Callable[[Schedule, int], float]] = {
 
 
 def ema_decay_at(step: int, decay: float | None) -> float:
-    """How much of an average of weights stays at this step. The first steps are soon forgotten: with 0.999 from the
-    start, a run of 3,000 steps would still be 5 % of its initial noise."""
+    """Return the decay of the weight average at `step`, which grows from 0.1 to `decay`.
+
+    With 0.999 from the start, the average after 3,000 steps would still be 5 % initial weights.
+    """
     return min(decay or 0.0, (1 + step) / (10 + step))

@@ -1,4 +1,4 @@
-"""What is learned."""
+"""Interface of a task: the models it trains, its loss, its metrics, and state that changes without a gradient."""
 
 from __future__ import annotations
 
@@ -14,62 +14,65 @@ from bottega.core.types import Array, Batch, Loss, Models, Rows
 
 
 class Task(BaseModel, ABC):
-    """Stateless: its fields are its configuration, and the models are handed to it on every call.
-    `loss` may only *call* the models, so an engine is free to wrap, shard, compile or rebind them. Randomness comes
-    from `rng` alone, a value that is a function of (seed, step, position in the global batch).
+    """A stateless description of what is learned: its fields are its configuration, the models come with every call.
+
+    `loss` may only *call* the models, so that an engine can wrap, shard, compile or replace them. All randomness comes
+    from `rng`, which is a function of (seed, step, position in the global batch).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     needs_unwrapped_model: ClassVar[bool] = False
-    """Whether `loss` calls the model with other weights than its own; it is then neither wrapped nor compiled."""
+    """Whether the model must be neither wrapped nor compiled: `loss` calls it with other weights, or sets hooks in it."""
     gradient_surgery: ClassVar[bool] = False
-    """Whether the gradients of its terms are reconciled rather than added up."""
+    """Whether the gradients of the loss terms are combined by PCGrad instead of added."""
     update_inputs: ClassVar[tuple[str, ...]] = ()
-    """Names of those `Loss.rows` that `update` is shown too."""
+    """Names of the `Loss.rows` that `update` receives too."""
 
     @abstractmethod
     def specs(self) -> dict[str, ModelSpec]:
-        """The models by name, as descriptions that an engine builds. The trained one is "model"; the others are frozen."""
+        """Return the models by name, as descriptions that an engine builds. "model" is trained, the others are frozen."""
 
     @abstractmethod
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """How many things each term of the loss sums over, from the host batch alone, before any forward."""
+        """Return the number of items that each loss term sums over, from the host batch, before any forward pass."""
 
     @abstractmethod
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        """The terms to minimise and the metrics to report, as sums."""
+        """Return the terms to minimise and the metrics to report, as sums over examples."""
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """What is no mean over examples, from the rows of a whole data set: each example once, in order."""
+        """Return metrics that are not means over examples, from the rows of a data set: each example once, in order."""
         return {}
 
     def is_trainable(self, name: str) -> bool:
-        """Whether a parameter is this task's to train and a checkpoint's to keep; the base under an adapter is not."""
+        """Return whether a parameter is trained and saved in checkpoints; the base model under an adapter is not."""
         return True
 
     def new_modules(self) -> tuple[str, ...]:
-        """Parts of the model that begin at random, or at 0, though the rest comes from elsewhere: where parts are put into a
-        model that stays (LoRA), these learn in full."""
+        """Return the modules that are randomly initialised although the rest is pretrained, such as a new head.
+
+        LoRA and adapters train them in full.
+        """
         return ()
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
-        """What is kept beside the weights and changes without a gradient, as it is at the start."""
+        """Return the initial values of tensors kept beside the weights, which change without a gradient."""
         return {}
 
     def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
-        """What the weights themselves cost, once a step and not for each example; added to what is minimised."""
+        """Return a regularisation term of the weights, added to the loss once per step; None for none."""
         return None
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        """New values of what changes without a gradient, by name, after the optimizer's step. Pure: the engine writes them.
+        """Return new values of tensors that change without a gradient, by name, after the optimizer step.
 
-        `tensors` are parameters, buffers and state as they are by then. `seen` are the stats of the whole global batch,
-        summed over its examples; and of `learns_from_rows` the rows of all of them in order. `rng` is of the step, and has no
-        positions: what is drawn is f(rng.seed, rng.step, name).
+        A pure function; the engine writes the values. `tensors` are the parameters, buffers and state after the step.
+        `batch_stats` are `Loss.stats` summed over the global batch, and the rows named in `update_inputs`, in order. `rng`
+        has no positions: draws are a function of (rng.seed, rng.step, name).
         """
         return {}
 
     def batch_metrics(self, batch_stats: Mapping[str, Array]) -> dict[str, Array]:
-        """What a step reports of all that it saw and that is no mean over examples, such as how even a load is."""
+        """Return metrics of a training step that are not means over examples, such as the load balance of experts."""
         return {}

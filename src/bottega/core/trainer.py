@@ -1,4 +1,4 @@
-"""The only training loop. Everything it does is a function of the step and of `Progress`."""
+"""The training loop, the only one. Everything it does is a function of the step and of `Progress`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from bottega.signals import StopSignals, WaitInterrupted
 
 
 class Batches(Protocol):
-    """What is seen: the whole state of a loader is the step."""
+    """A data loader whose whole state is the step: `batches(step)` yields the batches from `step` on."""
 
     def samples_before(self, step: int) -> int:
-        """How many samples all steps before this one had; stages of a curriculum may have batches of several sizes."""
+        """Return the number of samples in all earlier steps; the batch size may differ between curriculum stages."""
 
     def __call__(self, step: int) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True)
 class Cadences:
-    """How often, in steps (0 = never). `save_seconds` alone follows the clock; an evaluation also ends each of `turns`."""
+    """Steps between two logs, evaluations, checkpoints and samples (0 = never).
+
+    `save_seconds` saves by the clock. `evaluate_at` are further steps to evaluate at: the ends of sources in a sequence.
+    """
 
     log: int = 10
     evaluate: int = 0
@@ -40,7 +43,7 @@ class Cadences:
 
 @dataclass(frozen=True)
 class BestMetric:
-    """Which metric of an evaluation is "best", and which way is better."""
+    """The evaluation metric that decides which checkpoint is the best, and whether it is maximised."""
 
     metric: str = "loss"
     maximise: bool = False
@@ -51,11 +54,11 @@ class BestMetric:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """One run of the loop: what it needs, and `run()`.
+    """The training loop with everything it works on; `run()` trains to the end.
 
-    `recover` is told of a step whose loss or gradient was not finite; it returns the step to go on from (rollback),
-    or raises. `score` and `summarise` add to evaluation metrics what is no mean: the first from the rows (F1), the second
-    from the means (perplexity).
+    `recover(progress, step)` handles a step whose loss or gradient was not finite: it returns the step to continue from
+    (rollback), or raises. `score` and `summarise` add evaluation metrics that are not means over examples: the first
+    from the rows (F1), the second from the means (perplexity).
     """
 
     engine: Engine
@@ -100,12 +103,12 @@ class Trainer:
         self._clock = self._saved_at = time.perf_counter()
         self._waited, self._units, self._steps = 0.0, 0.0, 0
         if self._evaluation_due() and p.evaluated < p.step:
-            self._evaluate()  # a signal ended the last process between its checkpoint and this evaluation
+            self._evaluate()  # a signal ended the previous process between its checkpoint and this evaluation
             self._save()
-            if self._asked_to_stop():
-                self._interrupted()
+            if self._is_stop_requested():
+                self._raise_interrupted()
         if self.sample and self.has_sample and p.step and self._sample_due() and not self.has_sample(p):
-            self._tell("after_sample", self.sample(p))  # the last process ended between its checkpoint and this sample
+            self._notify("after_sample", self.sample(p))  # the previous process ended between checkpoint and sample
         stream = self.batches(p.step)
         metrics: dict[str, Any] = {}
         while p.step < p.total and p.stop is None:
@@ -113,10 +116,10 @@ class Trainer:
             try:
                 batch = next(stream, None)
             except WaitInterrupted:
-                if self._steps:  # not looked at yet; one that was not finite must not be saved unseen
+                if self._steps:  # these steps are unchecked; one that was not finite must not be saved
                     self._log(metrics)
                 self._save()
-                self._interrupted()
+                self._raise_interrupted()
             self._waited += time.perf_counter() - before
             if batch is None:
                 raise DataError(f"the data ended at step {p.step} of {p.total}")
@@ -127,10 +130,10 @@ class Trainer:
             self._steps += 1
             if self.saver:
                 self.saver.poll()
-            stopping = self._asked_to_stop()
+            stopping = self._is_stop_requested()
             last = p.step >= p.total
             evaluate = self._evaluation_due()
-            save = self._due(every.save, p.step) or last or stopping or self._save_time()
+            save = self._due(every.save, p.step) or last or stopping or self._is_save_time()
             sample = self._sample_due()
             if last or evaluate or save or sample or self._due(every.log, p.step):
                 step = p.step
@@ -140,20 +143,20 @@ class Trainer:
                     continue
             if evaluate and not stopping:
                 save = self._evaluate() or save
-                stopping = self._asked_to_stop()
+                stopping = self._is_stop_requested()
                 save = save or stopping
             if save or p.stop is not None:
                 self._save()
             if stopping:
-                self._interrupted()
-            if sample and self.sample:  # last, because nothing that goes wrong with a sample may cost a checkpoint
-                self._tell("after_sample", self.sample(p))
+                self._raise_interrupted()
+            if sample and self.sample:  # last, so that a failing sample never costs a checkpoint
+                self._notify("after_sample", self.sample(p))
 
     def _sample_due(self) -> bool:
         p, every = self.progress, self.cadences.sample
         return self._due(every, p.step) or (p.step >= p.total and every > 0)
 
-    def _asked_to_stop(self) -> bool:
+    def _is_stop_requested(self) -> bool:
         return self.engine.any_rank(self.signals.received is not None)
 
     def _due(self, every: int, step: int) -> bool:
@@ -163,12 +166,12 @@ class Trainer:
         p, every = self.progress, self.cadences.evaluate
         return self._due(every, p.step) or (every > 0 and (p.step >= p.total or p.step in self.cadences.evaluate_at))
 
-    def _save_time(self) -> bool:
+    def _is_save_time(self) -> bool:
         limit = self.cadences.save_seconds
         return limit is not None and self.engine.any_rank(time.perf_counter() - self._saved_at >= limit)
 
     def _log(self, metrics: dict[str, Any]) -> None:
-        """Wait for the device once, look for trouble, and tell the callbacks."""
+        """Fetch the metrics, which waits for the device; handle non-finite steps; call the callbacks."""
         p = self.progress
         host = self.engine.fetch(metrics)
         if bad := int(host.pop("bad_steps", 0)):
@@ -180,16 +183,16 @@ class Trainer:
                 self._rewind()
                 return
         seconds = max(time.perf_counter() - self._clock, 1e-9)
-        seen = self.batches.samples_before
-        host["samples_per_second"] = (seen(p.step) - seen(p.step - self._steps)) / seconds
+        samples_before = self.batches.samples_before
+        host["samples_per_second"] = (samples_before(p.step) - samples_before(p.step - self._steps)) / seconds
         host["units_per_second"] = self._units / seconds
         host["data_wait"] = min(1.0, self._waited / seconds)
         host["step_seconds"] = seconds / max(1, self._steps)
         self._reset_clock()
-        self._tell("after_step", host)
+        self._notify("after_step", host)
 
     def _rewind(self) -> None:
-        """Everybody's memory back to that of the checkpoint, as a resume would have it."""
+        """Restore the state of engine and callbacks from the rolled-back progress, as a resume would."""
         p = self.progress
         self.engine.rate_scale = p.rate_scale
         for callback in self.callbacks:
@@ -202,7 +205,7 @@ class Trainer:
         self._waited, self._units, self._steps = 0.0, 0.0, 0
 
     def _evaluate(self) -> bool:
-        """Validate, tell, and say whether this is the best so far (and so worth saving)."""
+        """Evaluate, call the callbacks, and return whether this is the best result so far and so worth saving."""
         assert self.validation is not None, "an evaluation cadence needs validation data"
         p = self.progress
         try:
@@ -213,28 +216,31 @@ class Trainer:
             return False
         if self.best_metric.metric not in metrics:
             raise DataError(
-                f"evaluation.metric: {self.best_metric.metric!r} was not measured; there is {', '.join(metrics)}"
+                f"evaluation.metric: {self.best_metric.metric!r} was not measured; choose one of {', '.join(metrics)}"
             )
         value = metrics[self.best_metric.metric]
         improved = math.isfinite(value) and self.best_metric.is_better(value, p.best)
         if improved:
             p.best, p.best_step = value, p.step
         p.evaluated = p.step
-        self._tell("after_eval", metrics)
+        self._notify("after_eval", metrics)
         self.engine.rate_scale = p.rate_scale
         self._reset_clock()
         return improved
 
     def _unless_stopped(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """An evaluation may take minutes, and who sends a signal waits for seconds; the next start makes up for it."""
+        """Yield batches until a stop is requested: a scheduler waits seconds, and an evaluation may take minutes.
+
+        The next start of the run repeats the evaluation.
+        """
         for batch in batches:
-            if self._asked_to_stop():
+            if self._is_stop_requested():
                 raise _Stopped
             yield batch
 
-    def _tell(self, event: str, what: Any) -> None:
+    def _notify(self, event: str, value: Any) -> None:
         for callback in self.callbacks:
-            getattr(callback, event)(self.progress, what)
+            getattr(callback, event)(self.progress, value)
 
     def _save(self) -> None:
         if self.saver is None:
@@ -248,32 +254,32 @@ class Trainer:
             self.saver.save(snapshot, p)
         self._saved_at = time.perf_counter()
 
-    def _interrupted(self) -> NoReturn:
+    def _raise_interrupted(self) -> NoReturn:
         if self.saver:
             self.saver.wait(final=True)
-        # A launcher ends everybody as soon as one rank is gone, so nobody goes before rank 0 has written.
+        # A launcher ends all ranks as soon as one has exited, so none exits before rank 0 has written.
         self.engine.any_rank(False)
         name = self.signals.received.name if self.signals.received else "a signal on another rank"
         raise Interrupted(
-            f"stopped by {name} at step {self.progress.step}; saved, and the same command goes on",
+            f"stopped by {name} at step {self.progress.step}; the state is saved, run the same command to continue",
             self.signals.exit_code,
         )
 
 
 class _Stopped(Exception):
-    """A signal came in the middle of an evaluation."""
+    """A signal arrived during an evaluation."""
 
 
 def evaluate(
     engine: Engine, batches: Iterator[Batch], *, score: Callable[[Rows], dict[str, float]] | None = None
 ) -> dict[str, float]:
-    """Means over a whole data set, and what `score` makes of its rows."""
+    """Return the mean metrics over a data set, with the metrics that `score` computes from its rows."""
     means, rows = evaluate_with_rows(engine, batches)
     return {**means, **(score(rows) if score is not None and rows else {})}
 
 
 def evaluate_with_rows(engine: Engine, batches: Iterator[Batch]) -> tuple[dict[str, float], Rows]:
-    """Means over a whole data set, and its rows. Both stay on the device until the end."""
+    """Return the mean metrics over a data set and its rows. Both stay on the device until the last batch."""
     total: Sums = {}
     parts: list[dict[str, Any]] = []
     for batch in batches:
@@ -284,7 +290,7 @@ def evaluate_with_rows(engine: Engine, batches: Iterator[Batch]) -> tuple[dict[s
         if rows:
             parts.append(rows)
     if not total:
-        raise DataError("the validation data has no batch")
+        raise DataError("the validation data is empty: it gives no batch")
     flat = engine.fetch({f"{name}/{i}": part for name, pair in total.items() for i, part in enumerate(pair)})
     means = {name: flat[f"{name}/0"] / count if (count := flat[f"{name}/1"]) else math.nan for name in total}
     return means, engine.fetch_rows(parts) if parts else {}

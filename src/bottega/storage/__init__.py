@@ -1,1 +1,1 @@
-"""Files on disk, below everything else: flushed, replaced whole, hashed while they are written."""
+"""Durable files: flushed to disk, replaced atomically, hashed while they are written."""

@@ -1,8 +1,9 @@
-"""The only atomic writer: files and folders that are whole or not there, flushed to disk, never written through a link.
+"""Atomic writes of files and folders: complete or absent, flushed to disk, never through a symbolic link.
 
-A file or folder is written under a temporary name beside its place and renamed when it is complete; a folder that is deleted
-is renamed first. `TEMPORARY` and `OLD` are all the names a killed process can leave, and `remove_leftovers` is what sweeps
-them. The other modules name no temporary file and call neither `os.rename` nor `os.fsync` (tests/test_architecture.py).
+A file or folder is written under a temporary name beside its target and renamed when it is complete; a folder to delete is
+renamed first. A killed process leaves only names that begin with `TEMPORARY_PREFIXES` or `OLD_PREFIX`, which
+`remove_leftovers` deletes. No other module creates temporary names or calls `os.rename` or `os.fsync`
+(tests/test_architecture.py).
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from pathlib import Path
 import psutil
 
 TEMPORARY_PREFIXES = (".tmp-", ".trash-", ".probe-")
-"""How the names of files begin that only a process that was killed leaves behind."""
+"""Prefixes of names that only a killed process leaves behind."""
 OLD_PREFIX = ".old-"
-"""How the name of a folder begins while it is being replaced."""
+"""Prefix of the name of a folder while it is being replaced."""
 
-MANY = 64
+MANY_FILES = 64
 
 
 def flush(path: Path) -> None:
-    """Of a file, its content; of a folder, the names in it."""
+    """Flush a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -40,7 +41,7 @@ def flush(path: Path) -> None:
 
 
 def flush_all(folder: Path) -> None:
-    """Every file and folder below, and the folder itself."""
+    """Flush a folder and every file and folder below it."""
     for path in sorted(folder.rglob("*")):
         if not path.is_symlink():
             flush(path)
@@ -48,28 +49,28 @@ def flush_all(folder: Path) -> None:
 
 
 def flush_many(folder: Path) -> None:
-    """As `flush_all`, for thousands of small files: one by one takes 2 ms a file. Of many the system reports no error."""
-    if sum(1 for _ in folder.rglob("*")) > MANY:
+    """Flush a folder of many small files by `os.sync`, since one by one takes 2 ms each. `os.sync` reports no errors."""
+    if sum(1 for _ in folder.rglob("*")) > MANY_FILES:
         os.sync()
     else:
         flush_all(folder)
 
 
 def open_without_following_links(path: str | Path, flags: int) -> int:
-    """An opener for `open` that refuses a symbolic link: writing through it would change a file elsewhere."""
+    """Opener for `open` that refuses a symbolic link: writing through it would change a file elsewhere."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def temporary_name(path: Path, prefix: str = TEMPORARY_PREFIXES[0]) -> Path:
-    """An unused hidden name beside `path`, with the same ending, since libraries that write go by that."""
+    """Return an unused hidden name beside `path` with the same suffix, from which libraries infer the format."""
     return path.with_name(f"{prefix}{path.name}-{uuid.uuid4().hex[:8]}{path.suffix}")
 
 
 @contextmanager
 def replacing_file(path: Path) -> Iterator[Path]:
-    """A temporary name to write a file or a link to, which then takes the place of `path`; after an error neither is left.
+    """Yield a temporary path to write a file or link to, which then replaces `path`; after an error it is deleted.
 
-    What was written is not flushed: after a power cut the file may be empty. `write_atomic` flushes.
+    The content is not flushed: after a power failure the file may be empty. `write_atomic` flushes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(path)
@@ -81,39 +82,39 @@ def replacing_file(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Replace a file by one that holds `data`, on disk before it has its name."""
+    """Replace a file by one that holds `data`, flushed to disk before it is renamed."""
     with replacing_file(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
         flush(temporary)
 
 
 def move_files(paths: Iterable[Path], folder: Path) -> None:
-    """Rename each into `folder`, on the same file system, under its own name."""
+    """Move files into `folder`, on the same file system, keeping their names."""
     for path in paths:
         os.rename(path, folder / path.name)
     flush(folder)
 
 
 def rename_aside(folder: Path) -> Path:
-    """Give a folder the first of the names FOLDER.1, FOLDER.2, ... that is free."""
+    """Rename a folder to the first free name among FOLDER.1, FOLDER.2, ..., and return it."""
     number = 1
-    while (other := folder.with_name(f"{folder.name}.{number}")).exists():
+    while (new_name := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    os.rename(folder, other)
-    return other
+    os.rename(folder, new_name)
+    return new_name
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a folder so that a half-deleted one is never taken for a whole one."""
+    """Delete a folder; it is renamed first, so that a half-deleted folder is never taken for a complete one."""
     trash = temporary_name(folder, ".trash-")
     os.rename(folder, trash)
     shutil.rmtree(trash, ignore_errors=True)
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Put the folder `new` in the place of `target`, at once; what was there before is deleted.
+    """Replace the folder `target` by the folder `new` atomically, and delete the old one.
 
-    Where the file system cannot exchange two names, the old folder is renamed for a moment; `remove_leftovers` undoes that
+    If the file system cannot exchange two names, the old folder is renamed for a moment; `remove_leftovers` restores it
     after a crash.
     """
     if not os.path.lexists(target):
@@ -135,7 +136,7 @@ def replace_folder(new: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two names change places in one step (Linux); False where that is not possible."""
+    """Exchange two names atomically (Linux); return False if that is not supported."""
     at_cwd, exchange = -100, 2
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
@@ -150,14 +151,14 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @contextmanager
 def scratch_folder(beside: Path, *, mode: int = 0o777) -> Iterator[Path]:
-    """An empty folder under a temporary name beside `beside`. It is gone afterwards, unless it was renamed."""
+    """Yield an empty folder with a temporary name beside `beside`; it is deleted at the end, unless it was renamed."""
     beside.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(beside)
     try:
         temporary.mkdir(mode=mode)
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
-            _lock(descriptor)  # as long as we live nobody takes it for a leftover
+            _lock(descriptor)  # so that no other process takes it for a leftover while this one lives
             yield temporary
         finally:
             os.close(descriptor)
@@ -167,9 +168,9 @@ def scratch_folder(beside: Path, *, mode: int = 0o777) -> Iterator[Path]:
 
 @contextmanager
 def writing_folder(target: Path, *, replace: bool = True, mode: int = 0o777) -> Iterator[Path]:
-    """A temporary folder to fill, which then takes the place of `target`; after an error, or left empty, it is gone.
+    """Yield a temporary folder to fill, which then replaces `target`; after an error, or if left empty, it is deleted.
 
-    With `replace=False` a folder that is there and not empty stays, and FileExistsError is raised.
+    With `replace=False`, FileExistsError is raised if `target` exists and is not empty.
     """
     with scratch_folder(target, mode=mode) as temporary:
         yield temporary
@@ -179,28 +180,30 @@ def writing_folder(target: Path, *, replace: bool = True, mode: int = 0o777) -> 
         if replace:
             replace_folder(temporary, target)
         else:
-            _put(temporary, target)
+            _rename_to_free(temporary, target)
 
 
 @contextmanager
 def resumable_folder(target: Path) -> Iterator[Path]:
-    """As `writing_folder`, for long work: what a killed or interrupted process has made of the same `target` is handed to the
-    next one. The caller holds a lock on `target`, and nothing lies there."""
+    """Like `writing_folder`, for long work: the partial result of a killed or interrupted process is passed to the next.
+
+    The caller holds a lock on `target`, and `target` does not exist.
+    """
     temporary = target.with_name(f"{target.name}.tmp")
     temporary.mkdir(exist_ok=True)
     try:
         yield temporary
         flush_all(temporary)
-        _put(temporary, target)
+        _rename_to_free(temporary, target)
     except KeyboardInterrupt:
-        raise  # what is done so far stays for the next time
+        raise  # the partial result stays for the next time
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _put(new: Path, target: Path) -> None:
-    """Rename a whole folder to a free name; an empty folder is one, too."""
+def _rename_to_free(new: Path, target: Path) -> None:
+    """Rename a folder to `target`, which must not exist or be an empty folder."""
     try:
         os.rename(new, target)
     except OSError as error:
@@ -211,9 +214,11 @@ def _put(new: Path, target: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Delete what a killed process left half-written (beside the file `name` alone, if given), and restore folders that it
-    was replacing. What another process is writing stays."""
-    for path in [folder / one for one in os.listdir(folder)]:
+    """Delete files that a killed process left half-written, and restore folders that it was replacing.
+
+    With `name`, only the leftovers of that file or folder. Folders that another process is writing are not touched.
+    """
+    for path in [folder / entry for entry in os.listdir(folder)]:
         original = _original_name(path.name)
         if name is not None and original != name:
             continue
@@ -228,13 +233,13 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def _original_name(name: str) -> str | None:
-    """Of a name that `temporary_name` has made, the one it was made of."""
+    """Return the name that `temporary_name` made a temporary name from."""
     match = re.fullmatch(r"\.[a-z]+-(.+)-[0-9a-f]{8}(\.[^.]*)?", name)
     return match[1] if match else None
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether we hold it now; a file system without locks says yes."""
+    """Try to lock; return whether the lock is held now. On a file system without locks, return True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -256,8 +261,10 @@ def _is_in_use(folder: Path) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a run. One that is dead holds none, so its number is looked at first: to try a
-    lock could stand in the way of a run that is just starting."""
+    """Return whether a process holds the lock of a run.
+
+    The owner's pid is checked first, because trying the lock could disturb a run that is just starting.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -268,7 +275,7 @@ def is_locked(path: Path) -> bool:
         if is_here and not psutil.pid_exists(int(owner.get("pid", 0))):
             return False
     except (ValueError, TypeError, AttributeError, RecursionError):
-        pass  # of a process that is writing it now
+        pass  # a process is writing it now
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

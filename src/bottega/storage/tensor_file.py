@@ -1,4 +1,4 @@
-"""Files that are hashed while they are written: plain bytes, and tensors in the safetensors format."""
+"""Files hashed while they are written: plain bytes, and tensors in the safetensors format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = {
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The safetensors format, streamed so that the hash costs no second pass and no second copy."""
+    """Write a safetensors file and return its size and SHA-256. Streamed, so that hashing needs no second pass or copy."""
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     header: dict[str, Any] = {}
     offset = 0
@@ -53,6 +53,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str
 
 
 def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
+    """Write a file and return its size and SHA-256."""
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0) as file:
         _write_all(file, memoryview(data), digest)
