@@ -27,8 +27,8 @@ import os, sys, time
 from bottega.engines.torch import heartbeat
 
 heartbeat.BEAT, heartbeat.SILENT, heartbeat.TICK, heartbeat.SETTLE = 0.1, 3.0, 0.05, 0.5
-own = heartbeat._who()
-heartbeat._who = lambda: {**own, "namespace": os.environ["RANK"], "host": "node" + os.environ["RANK"]}
+own = heartbeat._process_identity()
+heartbeat._process_identity = lambda: {**own, "namespace": os.environ["RANK"], "host": "node" + os.environ["RANK"]}
 with heartbeat.Heartbeat(int(os.environ["RANK"]), 2):
     until = time.monotonic() + (0 if os.environ["ENDS"] == "badly" else 4)
     while time.monotonic() < until:
@@ -72,7 +72,7 @@ def test_a_stopped_rank_of_another_node() -> None:
             process.kill()
             process.communicate()
     assert first.returncode == 8
-    assert err.startswith("bottega: rank 0: rank 1 on node1 has not answered for ")
+    assert err.startswith("bottega: rank 0: rank 1 on node1 has not responded for ")
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_a_rank_of_another_node_that_ends_with_an_error_is_missed() -> None:
         first.kill()
         first.communicate()
     assert first.returncode == 8
-    assert err.startswith("bottega: rank 0: rank 1 on node1 has ended with an error; ")
+    assert err.startswith("bottega: rank 0: rank 1 on node1 ended with an error; ")
 
 
 @pytest.fixture
@@ -139,11 +139,11 @@ def test_only_a_training_that_ends_well_is_reported_as_finished(error: BaseExcep
 
 def test_ranks_that_fail_together_each_have_time_to_save_and_say_why() -> None:
     now = time.monotonic()
-    peer = Peer(1, is_here=False, seen=now, beats=5 + FAILED, host="node1")
+    peer = Peer(1, is_here=False, last_seen=now, beats=5 + FAILED, host="node1")
     watch = Heartbeat(0, 2)
-    assert watch._judge(peer, now) is None
-    assert watch._judge(peer, now + heartbeat.SETTLE - 1) is None
-    assert watch._judge(peer, now + heartbeat.SETTLE + 1) == "rank 1 on node1 has ended with an error"
+    assert watch._why_lost(peer, now) is None
+    assert watch._why_lost(peer, now + heartbeat.SETTLE - 1) is None
+    assert watch._why_lost(peer, now + heartbeat.SETTLE + 1) == "rank 1 on node1 ended with an error"
 
 
 @pytest.mark.usefixtures("store")
@@ -161,7 +161,7 @@ def test_nobody_polls_a_process_that_has_finished(monkeypatch: pytest.MonkeyPatc
     with Heartbeat(0, 2) as watch:
         own = heartbeat._connect(0, watch.number)
         own.add("1/beats", FINISHED)
-        own.set("1/who", json.dumps({**heartbeat._who(), "pid": child.pid}))
+        own.set("1/who", json.dumps({**heartbeat._process_identity(), "pid": child.pid}))
         (peer,) = watch.peers
         wait_until(lambda: peer.beats >= FINISHED and peer.pidfd is not None)
         count = len(polled)
@@ -195,9 +195,9 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
     now = time.monotonic()
     with Heartbeat(0, 2) as watch:
         assert called.wait(30)
-    reason = watch._judge(Peer(1, is_here=True, seen=now - 21), now)
+    reason = watch._why_lost(Peer(1, is_here=True, last_seen=now - 21), now)
     assert reason == (
-        "rank 1 has not joined within 20 s: rank 0 has no connection to the store at 127.0.0.1:29999 "
+        "rank 1 did not join within 20 s: rank 0 has no connection to the store at 127.0.0.1:29999 "
         "(The server socket has failed to listen: EADDRINUSE)"
     )
 
@@ -205,18 +205,18 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("is_here", "beats", "silent", "expected"),
     [
-        (True, 0, 21, "has not joined within 20 s"),
+        (True, 0, 21, "did not join within 20 s"),
         (False, 0, 21, None),
-        (False, 0, 121, "has not joined within 120 s"),
+        (False, 0, 121, "did not join within 120 s"),
         (False, 5, 19, None),
-        (False, 5, 21, "has not answered for 21 s"),
+        (False, 5, 21, "has not responded for 21 s"),
         (False, 5 + FINISHED, 1000, None),
     ],
 )
 def test_the_judgement(is_here: bool, beats: int, silent: float, expected: str | None) -> None:
     now = time.monotonic()
-    peer = Peer(1, is_here, seen=now - silent, beats=beats, host="" if not beats else "node1")
-    reason = Heartbeat(0, 2)._judge(peer, now)
+    peer = Peer(1, is_here, last_seen=now - silent, beats=beats, host="" if not beats else "node1")
+    reason = Heartbeat(0, 2)._why_lost(peer, now)
     assert reason == expected if expected is None else reason is not None and expected in reason
 
 

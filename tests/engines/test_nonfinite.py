@@ -97,7 +97,7 @@ def test_the_evidence_names_step_samples_and_module_and_keeps_the_batch(tmp_path
         trial.run()
     samples = trial.loader.indices(step)[0].tolist()
     assert str(BAD) in str(caught.value).partition("(samples ")[2].partition(")")[0].split(", ")
-    assert "first seen in first;" in str(caught.value), "the first layer met the infinity"
+    assert ", first in first;" in str(caught.value), "the first layer met the infinity"
     assert "\n" not in str(caught.value)
     where = tmp_path / "nonfinite" / f"step-{step + 1:08d}"
     report = json.loads((where / "report.json").read_text())
@@ -120,7 +120,7 @@ class Explosive(Toy):
 def test_a_bad_gradient_behind_finite_outputs_is_named(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "halt", total=1)
     trial.engine.task = Explosive()
-    with pytest.raises(Diverged, match=r"first seen in the gradient of first\.weight"):
+    with pytest.raises(Diverged, match=r"first in the gradient of first\.weight"):
         trial.run()
     assert all(p.grad is None for p in trial.engine.model.parameters())
 
@@ -137,7 +137,7 @@ def test_skip_passes_over_the_bad_update_and_applies_all_others(tmp_path: Path, 
     advance(by_hand.engine, by_hand.loader, 0, 10)
     assert different(state(by_hand.engine), state(trial.engine)) == []
     assert all(np.isfinite(array).all() for array in state(trial.engine).values())
-    assert sum("updates skipped" in text for text in trial.warned) == 2
+    assert sum(text.startswith("skipped ") for text in trial.warned) == 2
     assert trial.progress.step == 10
 
 
@@ -158,7 +158,7 @@ def test_techniques_that_can_make_a_loss_grow_are_named(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "halt")
     trial.engine.task = Ewc(inner=Ewc(inner=trial.engine.task, strength=1.0), strength=1.0)
     twice = (
-        r"lower training\.learning_rate or techniques\.ewc\.strength or techniques\.ewc\.strength, or look at the batch"
+        r"lower training\.learning_rate or techniques\.ewc\.strength or techniques\.ewc\.strength, or inspect the batch"
     )
     with pytest.raises(Diverged, match=twice):
         trial.recovery(trial.progress, 0)
@@ -166,7 +166,7 @@ def test_techniques_that_can_make_a_loss_grow_are_named(tmp_path: Path) -> None:
 
 def test_too_many_skips_are_a_divergence(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "skip", total=MAX_SKIPS + 10, log=10, save=0, learning_rate=1e30, max_grad_norm=None)
-    with pytest.raises(Diverged, match=r"has diverged, lower training\.learning_rate$"):
+    with pytest.raises(Diverged, match=r"has diverged; lower training\.learning_rate$"):
         trial.run()
 
 

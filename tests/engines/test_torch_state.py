@@ -209,16 +209,16 @@ def test_a_run_may_change_to_half_precision_and_back(tmp_path: Path) -> None:
     plain = engine()
     advance(plain, loader(of=plain), 0, 1)
     scaled = engine()
-    scaled._scale, scaled._growth = torch.tensor(2.0**16), torch.zeros((), dtype=torch.int32)
+    scaled._guard.scale, scaled._guard.growth = torch.tensor(2.0**16), torch.zeros((), dtype=torch.int32)
     scaled.load(save(plain, tmp_path / "a", 1))
-    assert scaled._scale.item() == 2.0**16
+    assert scaled._guard.scale.item() == 2.0**16
     advance(scaled, loader(of=scaled), 1, 2)
-    scaled._scale.fill_(512.0)
+    scaled._guard.scale.fill_(512.0)
     path = save(scaled, tmp_path / "b", 2)
     back = engine()
-    back._scale, back._growth = torch.tensor(1.0), torch.zeros((), dtype=torch.int32)
+    back._guard.scale, back._guard.growth = torch.tensor(1.0), torch.zeros((), dtype=torch.int32)
     back.load(path)
-    assert back._scale.item() == 512.0
+    assert back._guard.scale.item() == 512.0
     engine().load(path)
 
 
@@ -227,5 +227,5 @@ def test_weights_that_are_not_finite_are_not_trained_on(tmp_path: Path) -> None:
     with torch.no_grad():
         one.model.second.weight[0, 0] = torch.nan
     folder = save(one, tmp_path, 0)
-    with pytest.raises(CheckpointError, match=r"second\.weight holds values that are not finite"):
+    with pytest.raises(CheckpointError, match=r"second\.weight contains values that are not finite"):
         engine().load(folder)

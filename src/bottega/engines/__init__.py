@@ -1,1 +1,1 @@
-"""Where it happens: one file, one framework."""
+"""Engines: where training is computed, one folder per framework."""

@@ -1,4 +1,4 @@
-"""What a framework offers before there is an engine: devices, memory by shape, ranks; and the engine itself."""
+"""Interface of a framework: devices, memory estimates and ranks before an engine exists, and `build_engine`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BACKENDS = {"torch": "bottega.engines.torch.backend:TorchBackend"}
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes that are there at every step, whatever the batch."""
+    """Bytes that training needs at every step, independent of the batch."""
 
     parameters: int
-    """How many there are; not bytes."""
+    """Number of parameters, not bytes."""
     weights: int
     gradients: int = 0
     optimizer: int = 0
@@ -33,6 +33,8 @@ class MemoryEstimate(NamedTuple):
 
 
 class Backend(ABC):
+    """A framework such as torch."""
+
     @abstractmethod
     def build_engine(
         self,
@@ -46,67 +48,67 @@ class Backend(ABC):
         micro_batch_size: int | None = None,
         pin_memory: bool = True,
     ) -> Engine:
-        """The engine with the models of the task built."""
+        """Build the engine with the models of the task."""
 
     # This machine
 
     @abstractmethod
     def device_type(self, device: str) -> str:
-        """Return cpu, cuda or mps; refuse a device that is not here."""
+        """Return cpu, cuda or mps; raise if the machine does not have the device."""
 
     @abstractmethod
     def check_precision(self, precision: str, device: str) -> None:
-        """Refuse a precision that the device does not compute in."""
+        """Raise if the device does not support the precision."""
 
     @abstractmethod
     def count_gpus(self) -> int:
-        """Return the number of GPUs that this process sees."""
+        """Return the number of GPUs visible to this process."""
 
     @abstractmethod
     def limit_threads(self, count: int | None) -> None:
-        """Compute on so many threads of the CPU; None leaves it to the framework."""
+        """Set the number of CPU threads; None keeps the framework's default."""
 
-    # A model by its shape: nothing is allocated or computed
+    # Estimates from the shape of a model: nothing is allocated or computed
 
     @abstractmethod
     def find_model_problems(self, task: Task, training: Training, *, seed: int) -> list[BottegaError]:
-        """Return what the model cannot do that the recipe asks for."""
+        """Return the settings of the recipe that the model does not support."""
 
     @abstractmethod
     def describe_optimizer(self, task: Task, training: Training, *, seed: int) -> list[str]:
-        """Return a line for each choice that the optimizer makes by the shape of parameters."""
+        """Return a note for each choice that the optimizer makes by the shape of parameters."""
 
     @abstractmethod
     def estimate_memory(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
-        """Return what training takes at least; of a base that `is_frozen`, and of models known by their files, the weights."""
+        """Return the least memory that training needs; only the weights if `is_frozen`, or if only files are known."""
 
     @abstractmethod
-    def check_memory(self, footprint: MemoryEstimate, device: str) -> None:
-        """Refuse a model that has no room where it would be trained."""
+    def check_memory(self, estimate: MemoryEstimate, device: str) -> None:
+        """Raise OutOfMemory if the model does not fit on the device."""
 
     # Ranks
 
     @abstractmethod
     def join_ranks(self, device: str) -> int:
-        """Join the other processes of this training, if there are any, and return the rank among them."""
+        """Join the process group, if there are several processes, and return the rank."""
 
     @abstractmethod
     def any_rank(self, flag: bool) -> bool:
-        """True on all ranks if true on any."""
+        """Return True on all ranks if `flag` is true on any."""
 
     @abstractmethod
     def watch_ranks(self, log: Path) -> AbstractContextManager[object]:
-        """While inside, see whether the other ranks live, and end this process where one is lost."""
+        """Context that monitors the other ranks and ends this process if one is lost."""
 
     @abstractmethod
     def describe_lost_rank(self, error: BaseException) -> str | None:
-        """Return which rank was lost, where that is why a collective failed; None where it is not."""
+        """Return which rank was lost if that is why a collective failed, else None."""
 
 
 def open_backend(name: str) -> Backend:
-    """The framework of a recipe (`engine:`), imported only now.
+    """Import and return the framework of a recipe (`engine:`).
 
-    One that is not built yet is refused together with all that is wrong with a recipe; to find that, torch looks at the machine.
+    An unknown name gives torch, so that the name can be refused together with the other problems of the recipe.
     """
     module, _, kind = BACKENDS.get(name, BACKENDS["torch"]).partition(":")
     backend: Backend = getattr(import_module(module), kind)()

@@ -1,4 +1,4 @@
-"""How much memory this process may still take from its machine: what is free, within the limits of its container."""
+"""Host memory available to this process: free memory within the limits of its container."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_memory() -> int:
-    """Return the bytes that can be taken before the kernel ends a process or refuses an allocation."""
+    """Return the bytes that can be allocated before the kernel kills a process or refuses."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     limits = [limit for limit in (*_container_limits(), _address_limit()) if limit is not None]
     return max(0, min([free, *limits]))
 
 
 def _address_limit() -> int | None:
-    """What `ulimit -v` leaves."""
+    """Return the bytes left under `ulimit -v`; None without a limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -28,7 +28,7 @@ def _address_limit() -> int | None:
 
 
 def _container_limits() -> Iterator[int]:
-    """What each group of processes that this one is in has left, the innermost first (cgroup v2 and v1)."""
+    """Yield the bytes left in each cgroup of this process, innermost first (cgroup v2 and v1)."""
     try:
         lines = OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -45,15 +45,15 @@ def _container_limits() -> Iterator[int]:
         for group in (folder, *folder.parents):
             if not group.is_relative_to(root):
                 break
-            if (left := _left(group, *names)) is not None:
+            if (left := _bytes_left(group, *names)) is not None:
                 yield left
 
 
-def _left(group: Path, limit: str, usage: str) -> int | None:
-    """Return what a group may still take; None where it has no limit or does not say."""
+def _bytes_left(group: Path, limit: str, usage: str) -> int | None:
+    """Return the bytes left in a cgroup; None if it has no limit or cannot be read."""
     try:
-        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        if most == "max" or int(most) >= 1 << 60:
+        maximum, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        if maximum == "max" or int(maximum) >= 1 << 60:
             return None
         rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         statistics = {row[0]: int(row[1]) for row in rows if len(row) == 2}
@@ -61,4 +61,4 @@ def _left(group: Path, limit: str, usage: str) -> int | None:
         return None
     prefix = "total_" if "total_inactive_file" in statistics else ""
     cached = sum(statistics.get(f"{prefix}{name}", 0) for name in ("inactive_file", "active_file"))
-    return int(most) - max(0, used - cached)
+    return int(maximum) - max(0, used - cached)

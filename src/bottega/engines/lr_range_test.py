@@ -1,4 +1,4 @@
-"""A learning-rate range test (Smith, 2017): the rate rises step by step until the loss diverges; where it fell is the answer."""
+"""Learning-rate range test (Smith, 2017): raise the rate step by step until the loss diverges, and suggest a rate."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 
 MIN_STEPS, NUM_STEPS, LOWEST_RATE, HIGHEST_RATE = 10, 100, 1e-7, 10.0
-"""Steps below which no slope can be told from noise; and the test as it is unless said."""
-KEEP = 0.7
-"""Of the running mean that tells when to stop; it looks back some three steps."""
-HALF = 0.5
-"""Decades of rates to either side that a line is fitted to."""
-SAFE = 0.5
-"""Of the steepest rate, to err on the side that is only slow. One seed each: the convolutional classifier of the embedded
-docstrings ended (300 steps) at 1.47 with the steepest rate and 0.94 with about half, the best of five being 0.84; a small
-language model (200 steps) at 4.34 with the steepest, 4.85 with half and 3.93 with twice as much, so there half is too little."""
-NOISE = 3.5
-"""A fall by fewer standard errors than this is none: the lowest of some fifteen means that only jitter lies two below."""
+"""Fewest steps from which a slope can be told from noise, and the defaults of the test."""
+MOMENTUM = 0.7
+"""Momentum of the running mean that detects divergence; it looks back about three steps."""
+HALF_WIDTH = 0.5
+"""Decades of rates on either side that a line is fitted to."""
+SAFETY_FACTOR = 0.5
+"""Fraction of the steepest rate to suggest: too low is only slow. With one seed each, the convolutional classifier of the
+embedded docstrings ended (300 steps) at 1.47 with the steepest rate and 0.94 with about half, the best of five being 0.84;
+a small language model (200 steps) at 4.34 with the steepest, 4.85 with half and 3.93 with twice, so there half is too low."""
+MIN_STANDARD_ERRORS = 3.5
+"""Standard errors by which the loss must fall: the lowest of fifteen means of pure noise lies about two below."""
 
 
 class Stream(Protocol):
@@ -33,7 +33,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class RateSweep:
-    """`losses[i]` and `losses[i + 1]` were measured before and after the update with `rates[i]`."""
+    """Result of a sweep: `losses[i]` and `losses[i + 1]` are before and after the update with `rates[i]`."""
 
     rates: np.ndarray
     losses: np.ndarray
@@ -46,7 +46,7 @@ class RateSweep:
 
 @dataclass(frozen=True)
 class RangeTestResult:
-    """Where the loss fell, and where it was lowest."""
+    """The rates at which the loss fell fastest and was lowest, and the smoothed losses."""
 
     steepest: float
     minimum: float
@@ -54,21 +54,22 @@ class RangeTestResult:
     lowest_loss: float
     smoothed: np.ndarray
     is_still_falling: bool
-    """It was still falling at the highest rate."""
+    """Whether the loss was still falling at the highest rate."""
     diverges_at: float | None
-    """Where it is above its start again, which is long before the test can be sure of it and ends."""
+    """The rate at which the loss is above its start again; the sweep detects divergence only later."""
 
     @property
     def suggestion(self) -> float:
-        """In three digits, so that what is printed is what is used."""
-        return float(f"{SAFE * self.steepest:.2e}")
+        """Rate to train with, rounded to three digits so that the printed value is the one used."""
+        return float(f"{SAFETY_FACTOR * self.steepest:.2e}")
 
 
 def check_range(low: float, high: float, steps: int) -> None:
+    """Raise UsageError if the range of rates or the number of steps is not valid."""
     if not 0 < low < high < math.inf:
-        raise UsageError(f"--min {low:g} --max {high:g}: expected rates above 0, the first below the second")
+        raise UsageError(f"--min {low:g} --max {high:g}: both must be positive, and --min below --max")
     if steps < MIN_STEPS:
-        raise UsageError(f"--steps {steps}: a slope needs at least {MIN_STEPS}")
+        raise UsageError(f"--steps {steps}: must be at least {MIN_STEPS}")
 
 
 def sweep_learning_rates(
@@ -81,8 +82,10 @@ def sweep_learning_rates(
     first: int = 0,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RateSweep:
-    """Train with rates from `low` to `high`, each a fixed factor above the last. What fetch tells is the same on all
-    ranks, so that all of them stop at the same step."""
+    """Train with rates from `low` to `high`, spaced geometrically, until the loss diverges.
+
+    The losses are the same on all ranks, so all of them stop at the same step.
+    """
     check_range(low, high, steps)
     rates = np.geomspace(low, high, steps)
     engine.rate = lambda step: float(rates[min(step - first, steps - 1)])
@@ -96,44 +99,46 @@ def sweep_learning_rates(
             if diverged:
                 break
             losses.append(loss)
-            mean = loss if number == 0 else KEEP * mean + (1 - KEEP) * loss
+            mean = loss if number == 0 else MOMENTUM * mean + (1 - MOMENTUM) * loss
             best = min(best, mean)
             report_progress(number, steps)
-            diverged = mean > _limit(losses, best)
+            diverged = mean > _divergence_limit(losses, best)
             if diverged:
                 break
     return RateSweep(rates[: max(0, len(losses) - 1)], np.array(losses), diverged)
 
 
-def _limit(losses: list[float], best: float) -> float:
-    """As far above the start as the loss has been below it, and at least half as high again."""
+def _divergence_limit(losses: list[float], best: float) -> float:
+    """Return the loss that counts as diverged: as far above the start as `best` is below it, and at least 1.5 times it."""
     start = float(np.mean(losses[:3]))
     return start + max(start - best, 0.5 * abs(start))
 
 
 def analyse_sweep(swept: RateSweep, *, low: float, high: float, steps: int) -> RangeTestResult:
-    """The rate at which the loss falls fastest over the logarithm of the rate, before it is lowest."""
+    """Find the rate at which the loss falls fastest over log(rate), before its minimum; raise UsageError if it never falls."""
     if len(swept.rates) < MIN_STEPS // 2:
-        raise UsageError(f"the loss diverges within {len(swept.losses)} steps from {low:g} on; lower --min")
+        raise UsageError(f"the loss diverges within {len(swept.losses)} steps at the lowest rate {low:g}; lower --min")
     start = float(swept.losses[: max(3, steps // 10)].mean())
-    # What diverges would bend the lines beside it.
+    # Capped, because diverging losses would bend the lines fitted beside them.
     capped = np.minimum(swept.losses_after_update, start + max(start - float(swept.losses.min()), 1e-12))
-    width = max(2, round(HALF * steps / math.log10(high / low)))
-    smoothed, slope = _lines(capped, width)
+    width = max(2, round(HALF_WIDTH * steps / math.log10(high / low)))
+    smoothed, slope = _fit_local_lines(capped, width)
     lowest = int(smoothed.argmin())
     around = capped[max(0, lowest - width) : lowest + width + 1]
-    noise = 1.4826 * float(np.median(np.abs(capped - smoothed)))  # a deviation that what diverges does not change
+    noise = 1.4826 * float(
+        np.median(np.abs(capped - smoothed))
+    )  # a robust standard deviation, unaffected by diverging losses
     error = noise * math.sqrt(1 / max(3, steps // 10) + 1 / len(around))
     fall, between = start - float(around.mean()), f"between the rates {low:g} and {swept.rates[-1]:g}"
     if lowest == 0 or fall <= 1e-3 * abs(start):
         raise UsageError(
-            f"the loss never falls {between}, where it begins at {start:.4g}; try another range (--min, --max), or give "
-            "training.learning_rate a number"
+            f"the loss never falls {between} (it starts at {start:.4g}); try another range (--min, --max), or set "
+            "training.learning_rate to a number"
         )
-    if fall <= NOISE * error:
+    if fall <= MIN_STANDARD_ERRORS * error:
         raise UsageError(
-            f"{between} the loss falls from {start:.4g} to {start - fall:.4g} at best, too little to tell where batches "
-            f"differ by {noise:.2g}; try a larger training.batch_size or more --steps, or give training.learning_rate a number"
+            f"{between} the loss falls only from {start:.4g} to {start - fall:.4g}, while batches differ by {noise:.2g}; "
+            "use a larger training.batch_size or more --steps, or set training.learning_rate to a number"
         )
     steepest = int(slope[: lowest + 1].argmin())
     above = lowest + np.flatnonzero(smoothed[lowest:] > start)
@@ -149,12 +154,12 @@ def analyse_sweep(swept: RateSweep, *, low: float, high: float, steps: int) -> R
     )
 
 
-def _lines(values: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of a line fitted around each point, near ones counting more: its height and its slope there."""
-    places = np.arange(len(values))
+def _fit_local_lines(values: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fit a line around each point, weighted by distance; return its height and slope at each point."""
+    positions = np.arange(len(values))
     heights, slopes = np.empty(len(values)), np.empty(len(values))
-    for at in places:
-        away = places - at
-        weight = np.maximum(0.0, 1 - (away / (width + 1)) ** 2)
-        slopes[at], heights[at] = np.polyfit(away, values, 1, w=np.sqrt(weight))
+    for position in positions:
+        offsets = positions - position
+        weight = np.maximum(0.0, 1 - (offsets / (width + 1)) ** 2)
+        slopes[position], heights[position] = np.polyfit(offsets, values, 1, w=np.sqrt(weight))
     return heights, slopes

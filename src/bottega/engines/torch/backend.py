@@ -1,4 +1,4 @@
-"""What torch offers before there is an engine. Each method imports what it needs: ranks must meet before the rest is read."""
+"""The torch backend. Each method imports what it needs, so that ranks can join before slow modules are imported."""
 
 from __future__ import annotations
 
@@ -80,18 +80,18 @@ class TorchBackend(Backend):
             return []
         named = dict(models["model"].named_parameters())
         settings = resolve_parameter_settings(training, list(named), is_trainable=task.is_trainable)
-        own = {name: parameter for name, parameter in named.items() if settings[name].scale is not None}
-        return describe_fallback(own, training.optimizer)
+        trainable = {name: parameter for name, parameter in named.items() if settings[name].scale is not None}
+        return describe_fallback(trainable, training.optimizer)
 
     def estimate_memory(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
         from bottega.engines.torch import sizing
 
         return sizing.estimate_memory(task, training, seed=seed, is_frozen=is_frozen)
 
-    def check_memory(self, footprint: MemoryEstimate, device: str) -> None:
+    def check_memory(self, estimate: MemoryEstimate, device: str) -> None:
         from bottega.engines.torch import sizing
 
-        sizing.check_memory(footprint, choose_device(device))
+        sizing.check_memory(estimate, choose_device(device))
 
     def join_ranks(self, device: str) -> int:
         from bottega.engines.torch import ranks
@@ -113,5 +113,5 @@ class TorchBackend(Backend):
 
         if World.from_environment().size == 1 or not ranks.is_lost_peer(error):
             return None
-        watching = heartbeat.Heartbeat.current
-        return watching.describe_loss() if watching is not None else "another rank is lost"
+        monitor = heartbeat.Heartbeat.current
+        return monitor.describe_loss() if monitor is not None else "another rank is lost"

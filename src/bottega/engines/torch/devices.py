@@ -1,4 +1,4 @@
-"""Precision, determinism, dropout, and the way of a batch from the host to where it is used."""
+"""Precision, determinism, dropout seeds, and the transfer of a batch to the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.core.types import Batch
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype:
-    """bf16 where the device has it; on a CPU without bf16 units it would be two to three times slower than fp32."""
+    """Return the dtype of a precision. `auto` is bf16 on GPUs that support it; on a CPU it would be 2-3 times slower."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     chosen = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
@@ -25,10 +25,11 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
 
 
 def make_deterministic() -> None:
+    """Make torch use deterministic algorithms only."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # The compiler may choose among kernels by the clock, and another choice adds up in another order.
+    # The compiler may choose kernels by timing, and another kernel sums in another order.
     import torch._inductor.config as compiler
 
     if hasattr(compiler, "deterministic"):  # since torch 2.10
@@ -36,6 +37,7 @@ def make_deterministic() -> None:
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
+    """Seed torch's default generator of the device."""
     # torch.manual_seed would seed every device and cost ten times as much.
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
@@ -46,7 +48,7 @@ def seed_dropout(seed: int, device: torch.device) -> None:
 
 
 def move_batch(batch: Batch, device: torch.device, *, pin: bool = True) -> dict[str, Any]:
-    """A host batch on the device; from pinned memory the copy does not wait."""
+    """Copy a host batch to the device; from pinned memory the copy is asynchronous."""
     moved: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Mapping):

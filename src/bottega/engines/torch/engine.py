@@ -1,7 +1,7 @@
-"""The torch engine: one fused step over micro-batches and ranks, on torch's own distributed package.
+"""The torch engine: one training step over micro-batches and ranks, on torch.distributed.
 
 Not on Accelerate: there a CPU run silently ignores sharding plugins, a resumed loader continues on another permutation,
-and the saved state is pickle. Its launcher is welcome: it sets the same environment variables as torchrun.
+and the saved state is pickle. Its launcher works: it sets the same environment variables as torchrun.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from bottega.engines.torch.noise import make_noise
 from bottega.engines.torch.sums import LocalSum, accumulate_sums, fetch_metrics, sort_rows, sum_terms
 from bottega.engines.torch.tensors import TorchSnapshot, check_finite, check_same_layout, take_snapshot
 from bottega.engines.torch.unfreezing import unfreeze_parameters
+from bottega.engines.torch.update_guard import UpdateGuard
 from bottega.engines.torch.weight_average import WeightAverage
 from bottega.engines.torch.wrapping import compile_frozen_models, compile_model, require_attribute, wrap_in_ddp
 from bottega.models.build import build_models
@@ -50,7 +51,7 @@ from bottega.world import World
 
 
 class TorchEngine(Engine):
-    """`rate` is the learning rate as a function of the step, already in absolute numbers."""
+    """Engine on torch. `rate` is the learning rate as a function of the step, in absolute numbers."""
 
     def __init__(
         self,
@@ -68,16 +69,16 @@ class TorchEngine(Engine):
         self.task, self.training, self.rate, self.seed = task, training, rate, seed
         self.device: torch.device = choose_device(device)
         self.device_type = self.device.type
-        place = ranks.join_group(self.device, world or World.from_environment())
-        self.rank, self.world = place.rank, place.size
-        self.data_rank, self.data_size = place.data_rank, place.data_size
+        group = ranks.join_group(self.device, world or World.from_environment())
+        self.rank, self.world = group.rank, group.size
+        self.data_rank, self.data_size = group.data_rank, group.data_size
         if deterministic:
             make_deterministic()
         self.dtype = choose_precision(training.mixed_precision, self.device)
         self.precision = str(self.dtype).removeprefix("torch.")
         self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
         self._auto = training.micro_batch_size == "auto"
-        self.processes_here = place.local_size
+        self.num_local_processes = group.local_size
 
         models = build_models(task, seed)
         self.model: torch.nn.Module = models["model"].to(self.device)
@@ -91,30 +92,27 @@ class TorchEngine(Engine):
         self._params = [p for p in named.values() if p.requires_grad]
         self._average = WeightAverage(self.model, enabled=training.ema is not None)
         self._state: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(named).items()}
-        self._apart = gradients.PCGrad(self._params) if task.gradient_surgery else None
-        self._seen = state_updates.BatchStats(task.update_inputs)
+        self._pcgrad = gradients.PCGrad(self._params) if task.gradient_surgery else None
+        self._batch_stats = state_updates.BatchStats(task.update_inputs)
         self._hooks: list[BeforeStepHook] = []
         if training.gradient_checkpointing:
             require_attribute(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
             self.model.checkpoint_blocks = True
 
         called: Any = self.model
-        self._is_bare = (
-            task.needs_unwrapped_model or task.gradient_surgery
-        )  # gradients are then summed over ranks by hand
-        self._fused = self.device.type == "cuda" and training.compile is not False and not self._is_bare
-        self._is_compiled = self._fused or (training.compile is True and not self._is_bare)
+        # Without DDP, `_complete` sums the gradients over ranks.
+        self._is_unwrapped = task.needs_unwrapped_model or task.gradient_surgery
+        self._fused = self.device.type == "cuda" and training.compile is not False and not self._is_unwrapped
+        self._is_compiled = self._fused or (training.compile is True and not self._is_unwrapped)
         if self._is_compiled:
-            # What is recorded holds one forward and its backward: several in a step would each want a copy.
-            whole = self.micro_batch_size is None and training.micro_batch_size is None
-            called = compile_model(self.model, graphs=self._fused and self.world == 1 and whole)
+            # A CUDA graph holds one forward and its backward: several micro-batches would each need a copy.
+            has_one_pass = self.micro_batch_size is None and training.micro_batch_size is None
+            called = compile_model(self.model, graphs=self._fused and self.world == 1 and has_one_pass)
             compile_frozen_models(frozen, always=training.compile is True)
         self._alone, self.frozen = called, frozen
         self._wrap()
         self.eager_models = {**frozen, "model": self.model}
-        self._poison, self._bad_steps = (torch.zeros((), device=self.device) for _ in range(2))
-        self._scale = torch.full((), 2.0**16, device=self.device) if self.dtype is torch.float16 else None
-        self._growth = torch.zeros((), dtype=torch.int32, device=self.device)
+        self._guard = UpdateGuard(self.device, self.dtype, continues=training.on_nonfinite == "skip")
         self._buffers: dict[str, dict[str, Tensor]] = {}
         self._has_state = self._is_gradual = self._has_measured = False
 
@@ -127,10 +125,10 @@ class TorchEngine(Engine):
             steps_per_epoch=steps_per_epoch,
             is_trainable=self.task.is_trainable,
         )
-        self._is_gradual = any(one.start_step for one in self.settings.values())
+        self._is_gradual = any(setting.start_step for setting in self.settings.values())
 
     def _wrap(self) -> None:
-        self._called = self._alone if self.world == 1 or self._is_bare else wrap_in_ddp(self._alone, self.device)
+        self._called = self._alone if self.world == 1 or self._is_unwrapped else wrap_in_ddp(self._alone, self.device)
         self._train_models = {**self.frozen, "model": self._called}
 
     # One step
@@ -145,7 +143,7 @@ class TorchEngine(Engine):
         self._ensure_state()
         changed = self._is_gradual and unfreeze_parameters(self.model, self.settings, step, compiled=self._is_compiled)
         if changed and self.world > 1:
-            self._wrap()  # ranks wait for the gradients of what learnt when they were wrapped
+            self._wrap()  # DDP waits for the gradients of the parameters that were trainable when it was built
         on_device = move_batch(batch, self.device, pin=self.pin_memory)
         if self._auto and self.micro_batch_size is None and not self._has_measured:
             self._has_measured = True
@@ -166,7 +164,7 @@ class TorchEngine(Engine):
             "loss": LocalSum(loss) if self.world > 1 else loss,
             "grad_norm": norm,
             "learning_rate": rate,
-            "bad_steps": self._bad_steps,
+            "bad_steps": self._guard.bad_steps,
             "units": next(iter(counts.values())),
             **metrics,
         }
@@ -174,17 +172,20 @@ class TorchEngine(Engine):
     def backward(
         self, step: int, batch: Batch, counts: Mapping[str, float], size: int
     ) -> tuple[Tensor, dict[str, Any]]:
-        """This rank's gradients of the exact global mean, micro-batch by micro-batch; `_complete` joins the ranks'."""
+        """Compute this rank's part of the gradient of the global mean, micro-batch by micro-batch.
+
+        Returns the loss and the metrics. Without DDP, `_complete` sums the gradients over ranks.
+        """
         micro = min(self.micro_batch_size or size, size)
         first = self.data_rank * size
-        if self._apart is not None:
-            self._apart.gradients = {}  # of a try that ran out of memory
-        self._seen.clear()
+        if self._pcgrad is not None:
+            self._pcgrad.gradients = {}  # left from an attempt that ran out of memory
+        self._batch_stats.clear()
         total: Tensor | None = None
         sums: dict[str, tuple[Tensor, Any]] = {}
         for number, at in enumerate(range(0, size, micro)):
             part = batch if micro == size else slice_batch(batch, at, at + micro)
-            # Dropout is the one draw that knows about ranks and splits; everything else asks `Noise`.
+            # Only dropout depends on ranks and micro-batches; all other randomness is from `Noise`.
             seed_dropout(derive_seed(self.seed, step, number, self.data_rank), self.device)
             positions = torch.arange(first + at, first + min(at + micro, size), device=self.device)
             rng = make_noise(self.seed, step, positions, fused=self._fused)
@@ -193,68 +194,55 @@ class TorchEngine(Engine):
                 loss = sum_terms(out.terms, counts)
             self._differentiate(loss, out.terms, counts)
             total = loss.detach() if total is None else total + loss.detach()
-            parts = out.terms if len(out.terms) > 1 else {}  # of one, the loss says it all
-            shares = {n: (t.detach() / max(counts[n], 1e-12), None) for n, (t, _) in parts.items() if n != "loss"}
-            accumulate_sums(sums, {**shares, **out.metrics})
-            self._seen.add(out, part.get("weight"))
+            parts = out.terms if len(out.terms) > 1 else {}  # a single term equals the loss
+            means = {n: (t.detach() / max(counts[n], 1e-12), None) for n, (t, _) in parts.items() if n != "loss"}
+            accumulate_sums(sums, {**means, **out.metrics})
+            self._batch_stats.add(out, part.get("weight"))
         assert total is not None
         return total, {name: LocalSum(value, count) for name, (value, count) in sums.items()}
 
     def _differentiate(self, loss: Tensor, terms: Mapping[str, Any], counts: Mapping[str, float]) -> None:
-        if self._apart is not None:
-            tasks: dict[str, dict[str, Any]] = {}  # each may have several terms, which are on one side
+        if self._pcgrad is not None:
+            tasks: dict[str, dict[str, Any]] = {}  # terms of one task are added before gradients are compared
             for name, term in terms.items():
                 tasks.setdefault(name.partition("/")[0], {})[name] = term
-            parts = {task: sum_terms(own, counts) for task, own in tasks.items()}
-            self._apart.backward(parts if self._scale is None else {n: p * self._scale for n, p in parts.items()})
+            losses = {task: sum_terms(own, counts) for task, own in tasks.items()}
+            self._pcgrad.backward({task: self._guard.scale_loss(own) for task, own in losses.items()})
             return
-        if self.world > 1 and not self._is_bare:
-            loss = loss * self.data_size  # DDP averages over shares, and ours is a mean over all of them already
-        (loss if self._scale is None else loss * self._scale).backward()
+        if self.world > 1 and not self._is_unwrapped:
+            loss = loss * self.data_size  # DDP averages over ranks, but this loss has the global count already
+        self._guard.scale_loss(loss).backward()
 
     def _complete(self, step: int) -> dict[str, Any]:
-        """What is done once a step to the gradients of all micro-batches together, and what is said of all they saw."""
-        found: dict[str, Any] = self.task.batch_metrics(self._seen.reduce())
-        if self._apart is not None:
-            found["gradient_cosine"] = self._apart.combine(seed=self.seed, step=step)
-        elif self._is_bare:
+        """Finish the gradients after the last micro-batch: sum over ranks, PCGrad, penalty. Returns further metrics."""
+        metrics: dict[str, Any] = self.task.batch_metrics(self._batch_stats.reduce())
+        if self._pcgrad is not None:
+            metrics["gradient_cosine"] = self._pcgrad.combine(seed=self.seed, step=step)
+        elif self._is_unwrapped:
             gradients.sum_gradients_over_ranks(self._params)
         penalty = self.task.penalty(dict(self.model.named_parameters()), self._state)
         if penalty is not None:
-            gradients.add_penalty(penalty, self._params, scale=self._scale)
-            found["penalty"] = penalty.detach()
-        return found
+            gradients.add_penalty(penalty, self._params, scale=self._guard.scale)
+            metrics["penalty"] = penalty.detach()
+        return metrics
 
     def _update(self, step: int, loss: Tensor) -> Tensor:
-        """Clip and update, held back on the device where the loss or a gradient is not finite; and average what is then."""
+        """Clip, update and average the weights; the device skips the update if the loss or a gradient is not finite."""
         grads = [p.grad for p in self._params if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        divisor = self._scale
-        if self._scale is not None:
-            norm = norm / self._scale
+        divisor = self._guard.scale
+        if divisor is not None:
+            norm = norm / divisor
         if self.training.max_grad_norm is not None:
             clip = (norm / self.training.max_grad_norm).clamp(min=1.0)
             divisor = clip if divisor is None else clip * divisor
-        # The norm is the same on all ranks and the loss is not, and ranks that disagree about an update drift apart.
+        # With several ranks only the norm is checked, which is the same on all of them; the loss is not.
         probe = norm + loss if self.world == 1 else norm
-        passed_over = step in self.skip_steps
-        # x - x is 0 for a number and NaN for inf and NaN: no comparison, no branch, no waiting.
-        probe = self._poison if passed_over else (probe - probe) + self._poison
-        hold = probe.ne(0).float()
-        if self._scale is None:
-            self._bad_steps += hold
-            if self.training.on_nonfinite != "skip":
-                self._poison = probe  # from here on nothing moves until the loop has seen it
-        else:
-            # fp16 overflows as a matter of course: the update is skipped and the loss scale halved.
-            torch._amp_update_scale_(self._scale, self._growth, hold, 2.0, 0.5, 2000)
-            self._bad_steps += (self._scale < 2.0**-10).float()
-        if passed_over:
-            hold = torch.ones_like(hold)
-        optimizers.step_optimizers(self.optimizers, divisor=divisor, skip_update=hold)
+        skip_update = self._guard.check(probe, is_skipped=step in self.skip_steps)
+        optimizers.step_optimizers(self.optimizers, divisor=divisor, skip_update=skip_update)
         rng = Noise(self.seed, step, (), torch)
         state_updates.apply_state_update(
-            self.task, self.model, self._state, self._seen.reduce(), rng=rng, skip_update=hold
+            self.task, self.model, self._state, self._batch_stats.reduce(), rng=rng, skip_update=skip_update
         )
         for p in self._params:
             p.grad = None
@@ -263,7 +251,7 @@ class TorchEngine(Engine):
         return norm
 
     def _ensure_state(self) -> None:
-        """The optimizers' state, whole, before it is first written or read; a run that only evaluates never has it."""
+        """Allocate the optimizer state before it is first used; a run that only evaluates never does."""
         if not self._has_state:
             optimizers.initialise_state(self.optimizers)
             self._has_state = True
@@ -277,10 +265,10 @@ class TorchEngine(Engine):
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def without_sync(self) -> Any:
-        """Gradients of what runs inside stay with this rank."""
+        """Context in which DDP does not synchronise gradients."""
         return self._sync(last=False)
 
-    # Everything that is not a step
+    # Evaluation, ranks, models, measurements
 
     def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> EvaluationOutput:
         with self._average.averaged_weights():
@@ -344,11 +332,10 @@ class TorchEngine(Engine):
     # State
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """File -> name -> tensor: everything a checkpoint keeps, still on the device."""
+        """Return the tensors of a checkpoint by file and name, still on the device."""
         files = {"model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.is_trainable(n)}}
-        files["optimizer.safetensors"] = optimizers.state_tensors(self.optimizers, self._names)
-        if self._scale is not None:
-            files["optimizer.safetensors"] |= {"loss_scale/scale": self._scale, "loss_scale/growth": self._growth}
+        optimizer = optimizers.state_tensors(self.optimizers, self._names)
+        files["optimizer.safetensors"] = optimizer | self._guard.state()
         if self._average.tensors:
             files["ema.safetensors"] = dict(self._average.tensors)
         if self._state:
@@ -364,33 +351,28 @@ class TorchEngine(Engine):
     def load(self, folder: Path) -> None:
         self.load_weights({"model.safetensors": read_tensors(folder / "model.safetensors")}, folder)
         state = read_tensors(folder / "optimizer.safetensors")
-        scaling = {name: state.pop(name) for name in list(state) if name.startswith("loss_scale/")}
-        if self._scale is not None and scaling:  # none where the run had another precision until now
-            self._scale.copy_(scaling["loss_scale/scale"])
-            self._growth.copy_(scaling["loss_scale/growth"])
+        self._guard.load_state({name: state.pop(name) for name in list(state) if name.startswith("loss_scale/")})
         self._ensure_state()
-        check_same_layout(
-            state, optimizers.state_tensors(self.optimizers, self._names), folder / "optimizer.safetensors"
-        )
+        expected = optimizers.state_tensors(self.optimizers, self._names)
+        check_same_layout(state, expected, folder / "optimizer.safetensors")
         optimizers.load_state(self.optimizers, self._names, state)
         for file, tensors in (("ema.safetensors", self._average.tensors), ("state.safetensors", self._state)):
             if tensors:
-                found = read_tensors(folder / file)
-                check_same_layout(found, tensors, folder / file)
-                for name, tensor in found.items():
+                loaded = read_tensors(folder / file)
+                check_same_layout(loaded, tensors, folder / file)
+                for name, tensor in loaded.items():
                     tensors[name].copy_(tensor)
-        self._poison.zero_()
-        self._bad_steps.zero_()
+        self._guard.reset()
 
     def load_weights(self, files: Mapping[str, Mapping[str, Tensor]], folder: Path) -> None:
-        wanted = {
+        expected = {
             "model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.is_trainable(n)},
             "ema.safetensors": {n: p for n, p in self.model.named_parameters() if p.requires_grad},
         }
         for file, tensors in files.items():
-            check_same_layout(tensors, wanted[file], folder / file)
-            check_finite(tensors, wanted[file], folder / file)
-            self.model.load_state_dict(tensors, strict=False)  # the rest is as it was built
+            check_same_layout(tensors, expected[file], folder / file)
+            check_finite(tensors, expected[file], folder / file)
+            self.model.load_state_dict(tensors, strict=False)  # the frozen rest keeps the values it was built with
 
     def checkpoint_bytes(self) -> int:
         self._ensure_state()
@@ -408,12 +390,11 @@ class TorchEngine(Engine):
         self._average.reset()
 
     def reset_bad_steps(self) -> None:
-        self._poison = torch.zeros_like(self._poison)
-        self._bad_steps.zero_()
+        self._guard.reset()
 
     def close(self) -> None:
         if dist.is_initialized():
-            # The wrapper keeps the group alive; freed after it, the group would join threads that want the interpreter.
+            # DDP keeps the group alive; if it were freed later, the group would wait for threads that need the GIL.
             self._called, self._train_models = None, {}
-            gc.collect()  # it may be part of a cycle
+            gc.collect()  # DDP may be part of a reference cycle
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""One batch of an evaluation: its sums over ranks, and the rows of its examples."""
+"""Evaluation of one batch: sums over ranks, and rows per example."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
 
 EVALUATION_STEP = -1
-"""The step that evaluations draw their noise for."""
+"""The step number of the noise in evaluations."""
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def evaluate_batch(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: 
     engine.model.eval()
     device, counts = engine.device, task.counts(batch)
     on_device = move_batch(batch, device, pin=engine.pin_memory)
-    # The same noise for a sample in every evaluation, whatever batch it comes in, and none that training draws.
+    # A sample has the same noise in every evaluation, whatever its batch, and never the noise of training.
     is_numbered = INDEX in on_device
     positions = on_device.pop(INDEX) if is_numbered else torch.arange(batch_length(batch), device=device)
     rng = Noise(engine.seed, EVALUATION_STEP, positions, torch)
@@ -38,7 +38,7 @@ def evaluate_batch(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: 
     except torch.OutOfMemoryError as error:
         size = batch_length(batch)
         raise OutOfMemory(
-            f"out of memory on {device}, evaluating {size} examples; lower evaluation.batch_size"
+            f"out of memory on {device} while evaluating {size} examples; lower evaluation.batch_size"
         ) from error
     sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
     sums |= {name: (torch.as_tensor(v, device=device).double(), n) for name, (v, n) in out.metrics.items()}

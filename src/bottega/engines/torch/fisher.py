@@ -1,4 +1,4 @@
-"""How much each weight matters for some examples: the diagonal of the empirical Fisher information."""
+"""Diagonal of the empirical Fisher information: the importance of each weight for some examples."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
 
 FISHER_STEP = -2
-"""The step whose noise the examples see: none that training or an evaluation draws."""
+"""The step number of the noise, used neither by training nor by evaluations."""
 
 
 def fisher_diagonal(
     engine: TorchEngine, examples: Iterable[tuple[int, Batch]], *, count: int, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """For each of the parameters `names` the mean over `count` examples of the squared gradient of an example's loss.
+    """Return, for each of the parameters `names`, the mean over `count` examples of the squared gradient of one example.
 
-    `examples` are this rank's, each a batch of one with its number among all; the ranks' sums are added up. One example
-    at a time, because the square of a mean gradient says nothing about its parts. Without dropout, at the present
-    weights and not at their averages. By `grad`, not by `backward`, which would tell the hooks of replicated parameters.
+    `examples` are those of this rank, each a batch of one with its number among all; the sums are added over ranks. One
+    example at a time, because the square of a mean gradient is another quantity. Without dropout, with the current
+    weights, not their average. Uses `grad` instead of `backward`, which would trigger the hooks of DDP.
     """
     named = dict(engine.model.named_parameters())
     parameters = [named[name] for name in names]
-    learns = [p.requires_grad for p in parameters]
+    was_trainable = [p.requires_grad for p in parameters]
     squares = [torch.zeros_like(p, requires_grad=False) for p in parameters]
     engine.model.eval()
     try:
         for p in parameters:
-            p.requires_grad_(True)  # what begins to learn later matters already
+            p.requires_grad_(True)  # parameters that are unfrozen later count too
         for number, example in examples:
             gradients = torch.autograd.grad(_loss(engine, number, example), parameters, allow_unused=True)
             used = [(s, g) for s, g in zip(squares, gradients, strict=True) if g is not None]
             torch._foreach_addcmul_([s for s, _ in used], [g for _, g in used], [g for _, g in used])
     finally:
-        for p, was in zip(parameters, learns, strict=True):
+        for p, was in zip(parameters, was_trainable, strict=True):
             p.requires_grad_(was)
     if dist.is_initialized():
         for square in squares:
@@ -57,8 +57,8 @@ def _loss(engine: TorchEngine, number: int, example: Batch) -> Tensor:
     counts = engine.task.counts(example)
     on_device = move_batch(example, engine.device, pin=engine.pin_memory)
     rng = Noise(engine.seed, FISHER_STEP, torch.tensor([number], device=engine.device), torch)
-    # Not in fp16: the scale that lifts small gradients into its range is that of the steps, and here they are squared.
-    short = engine.dtype is torch.bfloat16
-    with torch.autocast(engine.device.type, dtype=engine.dtype) if short else contextlib.nullcontext():
+    # Not in fp16: there is no loss scale here, and small gradients are squared.
+    is_bf16 = engine.dtype is torch.bfloat16
+    with torch.autocast(engine.device.type, dtype=engine.dtype) if is_bf16 else contextlib.nullcontext():
         out = engine.task.loss(engine.eager_models, on_device, rng)
         return sum_terms(out.terms, counts)

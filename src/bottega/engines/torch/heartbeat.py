@@ -1,8 +1,8 @@
-"""Whether the other ranks still live, from threads beside the training: a collective would wait for a lost one for ever.
+"""Liveness of the other ranks, monitored from threads beside training: a collective would wait for a lost rank for ever.
 
-A rank that compiles, loads or saves for an hour is busy and not dead. On its own node that is asked of the system, which
-knows whether a process runs, is stopped or has ended; between nodes each rank counts up a number in the store of the
-launcher, and so does a neighbour on its node while it sees the process alive.
+A rank that compiles, loads or saves for an hour is busy, not dead. On the same node the operating system reports whether
+a process runs, is stopped or has ended. Between nodes each rank increments a counter in the launcher's store, and so does
+a neighbour on its node while it sees the process alive.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from bottega.world import World, list_missing_variables, read_rank
 BEAT = 2.0
 """Seconds between two beats."""
 MEETING = 0.2
-"""Seconds between two beats until all ranks know each other: who is lost before that can be named by nobody."""
+"""Seconds between two beats until all ranks know each other's process; a rank lost before that cannot be named."""
 SILENT = 20.0
-"""Seconds without a beat, or of being stopped, after which a rank is lost."""
+"""Seconds without a beat, or of being stopped, after which a rank counts as lost."""
 JOIN_HERE, JOIN_ELSEWHERE = 20.0, 120.0
-"""Seconds that a rank of this node, and of another, may take to begin; a process that is seen to live may take any time."""
+"""Seconds that a rank of this node, or of another, may take to join; no limit while its process is seen alive."""
 GRACE = 5.0
-"""Seconds for the training thread to say by itself that a rank has ended."""
+"""Seconds for the training thread to report by itself that a rank has ended."""
 SETTLE = 60.0
-"""Seconds from the error that ends another rank: all may have the same one, and each says so once its checkpoint is written."""
+"""Seconds after another rank failed: all ranks may fail alike, and each reports its error once its checkpoint is written."""
 TICK = 1.0
 FAILED, FINISHED = 1 << 39, 1 << 40
-"""Added to the beats of a rank whose training has ended with an error, and of one that has ended as it should."""
+"""Added to the beats of a rank whose training has failed, or has finished."""
 NUMBERS = itertools.count()
-"""Numbers the trainings of this process; all ranks do the same ones."""
-AGAIN = "start the same command again"
+"""Numbers the trainings of this process, which are the same on all ranks."""
+RESTART_HINT = "run the same command again"
 
 
 @dataclass
 class Peer:
-    """What is known of another rank."""
+    """State of another rank, as far as it is known."""
 
     rank: int
     is_here: bool
-    seen: float = field(default_factory=time.monotonic)
-    """When it was last known to live."""
+    last_seen: float = field(default_factory=time.monotonic)
+    """When it was last known to be alive."""
     beats: int = 0
     host: str = ""
     process: psutil.Process | None = None
     pidfd: int | None = None
     end: str | None = None
-    """How its process has ended."""
+    """How its process ended, in words; None while it runs."""
     ended_at: float = 0.0
 
     @property
@@ -73,7 +73,7 @@ class Peer:
 
 
 class Heartbeat:
-    """A context around the training of one rank. It ends the process with exit code 8 when another rank is lost."""
+    """Context around the training of one rank, which ends the process with exit code 8 when another rank is lost."""
 
     current: ClassVar[Heartbeat | None] = None
 
@@ -81,18 +81,20 @@ class Heartbeat:
         self.rank, self.world, self.log = rank, world, log
         here = World.from_environment().local_size
         watched = [
-            other for other in range(world) if other != rank and (rank == 0 or other == 0 or _same(other, rank, here))
+            other
+            for other in range(world)
+            if other != rank and (rank == 0 or other == 0 or _is_same_node(other, rank, here))
         ]
-        self.peers = [Peer(other, _same(other, rank, here)) for other in watched]
+        self.peers = [Peer(other, _is_same_node(other, rank, here)) for other in watched]
         self.number = next(NUMBERS)
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._closed, self._wake = threading.Event(), threading.Event()
         self._exchanged = time.monotonic()
         self._verdict: str | None = None
-        """What ends the job, as another rank or this one has found."""
+        """Why the job ends, as this rank or another has determined."""
         self._outcome = FINISHED
-        self._store_error: str | None = "it does not answer"
-        """Why there is no connection to the store; None while there is one."""
+        self._store_error: str | None = "no response"
+        """Why there is no connection to the store; None while connected."""
         self._is_published = threading.Event()
         self._beating = threading.Thread(target=self._exchange, name="bottega-heartbeat", daemon=True)
         self._watching = threading.Thread(target=self._watch, name="bottega-ranks", daemon=True)
@@ -107,29 +109,29 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         Heartbeat.current = None
-        is_stopped = isinstance(error, Interrupted | KeyboardInterrupt)  # as all the others are
+        is_stopped = isinstance(error, Interrupted | KeyboardInterrupt)  # as on all ranks
         self._outcome = FINISHED if error is None or is_stopped else FAILED
         self._closed.set()
         self._wake.set()
         self._beating.join(timeout=GRACE)
 
     def describe_loss(self) -> str:
-        """Return which rank has ended and how, for a collective that failed because of it."""
+        """Return which rank ended and how, after a collective failed because of it."""
         until = time.monotonic() + 2 * TICK
         while time.monotonic() < until:
             ended = [peer for peer in self.peers if peer.end is not None]
             if ended:
-                return f"{ended[0].name} {ended[0].end}; {AGAIN}"
+                return f"{ended[0].name} {ended[0].end}; {RESTART_HINT}"
             time.sleep(0.05)
-        return f"rank {self.rank} of {self.world} lost another rank; {AGAIN}"
+        return f"rank {self.rank} of {self.world} lost the connection to another rank; {RESTART_HINT}"
 
-    # The beats, in a thread that may wait for the store.
+    # Beats, in a thread that may block on the store.
 
     def _exchange(self) -> None:
         try:
             store = _connect(self.rank, self.number)
-            store.set(f"{self.rank}/who", json.dumps(_who()))
-        except Exception as error:  # _watch says so when it notices that no beat comes
+            store.set(f"{self.rank}/who", json.dumps(_process_identity()))
+        except Exception as error:  # _watch reports it when no beat arrives
             self._store_error = (str(error) or type(error).__name__).splitlines()[0]
             return
         self._store_error = None
@@ -151,23 +153,23 @@ class Heartbeat:
         for peer in self.peers:
             beats = store.add(f"{peer.rank}/beats", 0)
             if beats != peer.beats:
-                peer.beats, peer.seen = beats, time.monotonic()
+                peer.beats, peer.last_seen = beats, time.monotonic()
             if not peer.host and store.check([f"{peer.rank}/who"]):
                 self._meet(peer, json.loads(store.get(f"{peer.rank}/who")))
             if peer.is_here and peer.process is not None and _signal_of_stop(peer.process) is None and peer.end is None:
-                store.add(f"{peer.rank}/beats", 1)  # its threads may be kept from beating by whatever it computes
+                store.add(f"{peer.rank}/beats", 1)  # its own thread may be blocked by the computation
         if self._verdict is None and store.check(["verdict"]):
             self._verdict = store.get("verdict").decode()
             self._is_published.set()
 
     def _meet(self, peer: Peer, who: dict[str, Any]) -> None:
-        own = _who()
-        peer.seen = time.monotonic()
+        own = _process_identity()
+        peer.last_seen = time.monotonic()
         if (who["host"], who["namespace"]) == (own["host"], own["namespace"]):
             _attach(peer, who["pid"])
         peer.host = str(who["host"])
 
-    # The judgement, in a thread that never waits for anybody.
+    # Decisions, in a thread that never blocks.
 
     def _watch(self) -> None:
         launcher = _pidfd(self._launcher)
@@ -176,59 +178,57 @@ class Heartbeat:
             running = [peer for peer in self.peers if peer.end is None and peer.beats < FAILED]
             _wait_for_ends([launcher, *(peer.pidfd for peer in running)])
             now = time.monotonic()
-            if now - before > GRACE:  # this process was stopped itself, and so may all the others have been
+            if now - before > GRACE:  # this process was stopped itself, and maybe the others with it
                 for peer in self.peers:
-                    peer.seen = now
+                    peer.last_seen = now
                 continue
             if self._launcher is not None and os.getppid() != self._launcher and not self._closed.is_set():
-                self._leave(f"the launcher (process {self._launcher}) has ended, and its ranks with it; {AGAIN}")
+                self._leave(f"the launcher (process {self._launcher}) has ended; {RESTART_HINT}")
             for peer in self.peers:
-                if self._verdict is None and (reason := self._judge(peer, now)) is not None:
-                    self._verdict = f"{reason}; {AGAIN}"
+                if self._verdict is None and (reason := self._why_lost(peer, now)) is not None:
+                    self._verdict = f"{reason}; {RESTART_HINT}"
                     self._wake.set()
                     self._is_published.wait(2 * BEAT)
             if self._verdict is not None and not self._closed.is_set():
                 self._end_job(self._verdict)
-        self._beating.join()  # it may have met another rank meanwhile
+        self._beating.join()  # it may have opened another pidfd meanwhile
         for pidfd in (launcher, *(peer.pidfd for peer in self.peers)):
             if pidfd is not None:
                 os.close(pidfd)
         for peer in self.peers:
             peer.pidfd = None
 
-    def _judge(self, peer: Peer, now: float) -> str | None:
-        """Why a rank is lost; None while it is not."""
+    def _why_lost(self, peer: Peer, now: float) -> str | None:
+        """Return why a rank is lost; None while it is not."""
         if peer.beats >= FINISHED:
             return None
         if peer.beats >= FAILED:
             if peer.end is None:
-                peer.end, peer.ended_at = "has ended with an error", now
+                peer.end, peer.ended_at = "ended with an error", now
             return f"{peer.name} {peer.end}" if now - peer.ended_at > SETTLE else None
-        if peer.process is None and peer.is_here and now - peer.seen > GRACE:
-            _attach(peer, _find_sibling(peer.rank))  # it has not joined yet: is it only slow?
+        if peer.process is None and peer.is_here and now - peer.last_seen > GRACE:
+            _attach(peer, _find_sibling(peer.rank))  # it has not joined yet, but may only be slow
         stopped = None
         if peer.process is not None:
             if peer.end is None:
                 peer.end, peer.ended_at = _how_it_ended(peer.process), now
             if peer.end is not None:
-                # It may have told the store, before its end, that all is well.
-                is_told = self._exchanged > peer.ended_at + BEAT or now - peer.ended_at > SILENT
-                return f"{peer.name} {peer.end}" if now - peer.ended_at > GRACE and is_told else None
+                # Before its end it may have recorded in the store that it finished.
+                is_store_read = self._exchanged > peer.ended_at + BEAT or now - peer.ended_at > SILENT
+                return f"{peer.name} {peer.end}" if now - peer.ended_at > GRACE and is_store_read else None
             stopped = _signal_of_stop(peer.process)
             if stopped is None:
-                peer.seen = now
+                peer.last_seen = now
                 return None
-        silent = now - peer.seen
+        silent = now - peer.last_seen
         if peer.beats == 0 and peer.process is None:
             limit = JOIN_HERE if peer.is_here else JOIN_ELSEWHERE
-            return (
-                f"{peer.name} has not joined within {limit:.0f} s{self._describe_store()}" if silent > limit else None
-            )
+            return f"{peer.name} did not join within {limit:.0f} s{self._describe_store()}" if silent > limit else None
         if silent < SILENT:
             return None
         if stopped is not None:
-            return f"{peer.name} was stopped by {stopped} and has done nothing for {silent:.0f} s"
-        return f"{peer.name} has not answered for {silent:.0f} s: it is stopped, or its machine or the network is gone"
+            return f"{peer.name} was stopped by {stopped} {silent:.0f} s ago"
+        return f"{peer.name} has not responded for {silent:.0f} s: it is stopped, or its machine or the network is down"
 
     def _describe_store(self) -> str:
         if self._store_error is None:
@@ -239,11 +239,11 @@ class Heartbeat:
     def _end_job(self, reason: str) -> None:
         here = [peer for peer in self.peers if peer.process is not None and peer.end is None]
         stopped = [peer.process for peer in here if peer.process and _signal_of_stop(peer.process)]
-        speaks = all(peer.rank > self.rank for peer in here if peer.process not in stopped)
+        is_reporter = all(peer.rank > self.rank for peer in here if peer.process not in stopped)
         for process in stopped:
             with suppress(psutil.Error):
-                process.kill()  # a launcher would wait half a minute for it to end by itself
-        self._leave(reason if speaks else None)
+                process.kill()  # a launcher would wait half a minute for a stopped process
+        self._leave(reason if is_reporter else None)
 
     def _leave(self, reason: str | None) -> None:
         if self.log is not None and reason is not None:
@@ -254,9 +254,9 @@ class Heartbeat:
 
 
 def watch_ranks(log: Path) -> Heartbeat | None:
-    """Return the heartbeat of this rank; None where there is no other, or the launcher has not said which one it is.
+    """Return the heartbeat of this rank; None if it is alone, or if the launcher has not set the rank variables.
 
-    Rank 0 also writes to the file `log` why it ends the job.
+    Rank 0 also writes the reason for ending the job to the file `log`.
     """
     world = World.from_environment()
     if world.size == 1 or list_missing_variables():
@@ -264,18 +264,18 @@ def watch_ranks(log: Path) -> Heartbeat | None:
     return Heartbeat(world.rank, world.size, log=log if world.is_main else None)
 
 
-def _same(one: int, other: int, here: int) -> bool:
-    """Whether two ranks are on one node; launchers number them node by node."""
-    return one // here == other // here
+def _is_same_node(rank: int, other: int, num_local: int) -> bool:
+    """Return whether two ranks are on one node; launchers number ranks node by node."""
+    return rank // num_local == other // num_local
 
 
 def _connect(rank: int, number: int) -> Any:
-    """The launcher's store, or where it has none that of rank 0, apart from what earlier starts and trainings left there."""
-    has_own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Return the launcher's store, or that of rank 0 if it has none, under a key prefix of this start and training."""
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not has_own,
+        is_master=rank == 0 and not has_agent_store,
         timeout=timedelta(seconds=JOIN_ELSEWHERE),
         wait_for_workers=False,
         multi_tenant=True,
@@ -283,7 +283,7 @@ def _connect(rank: int, number: int) -> Any:
     return dist.PrefixStore(f"bottega/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{number}", store)
 
 
-def _who() -> dict[str, Any]:
+def _process_identity() -> dict[str, Any]:
     namespace = ""
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -291,7 +291,7 @@ def _who() -> dict[str, Any]:
 
 
 def _attach(peer: Peer, process: int | None) -> None:
-    """Look at the process of a rank on this node from now on."""
+    """Start monitoring the process of a rank on this node."""
     if process is not None and (peer.process is None or peer.process.pid != process):
         with suppress(psutil.Error):
             other = psutil.Process(process)
@@ -300,7 +300,7 @@ def _attach(peer: Peer, process: int | None) -> None:
 
 
 def _find_sibling(rank: int) -> int | None:
-    """The process that our launcher has started as this rank."""
+    """Return the pid of the process that our launcher has started as this rank."""
     with suppress(psutil.Error):
         for child in psutil.Process(os.getppid()).children():
             with suppress(psutil.Error):
@@ -319,16 +319,16 @@ def _pidfd(process: int | None) -> int | None:
 
 
 def _wait_for_ends(pidfds: list[int | None]) -> None:
-    """A tick, or less where one of these processes ends meanwhile."""
-    watcher = select.poll()
+    """Wait for one tick, or until one of these processes ends."""
+    poll = select.poll()
     for pidfd in pidfds:
         if pidfd is not None:
-            watcher.register(pidfd, select.POLLIN)
-    watcher.poll(TICK * 1000)
+            poll.register(pidfd, select.POLLIN)
+    poll.poll(TICK * 1000)
 
 
 def _how_it_ended(process: psutil.Process) -> str | None:
-    """None of a process that has not. Its signal can be read until its parent has noticed its end."""
+    """Return how a process ended; None if it runs. Its signal can be read until its parent has waited for it."""
     try:
         if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             return None
@@ -338,29 +338,29 @@ def _how_it_ended(process: psutil.Process) -> str | None:
     if status is None:
         return "has ended"
     number = status & 0x7F
-    return f"was killed by {_name(number)}" if number else f"has ended with exit code {status >> 8}"
+    return f"was killed by {_signal_name(number)}" if number else f"ended with exit code {status >> 8}"
 
 
 def _signal_of_stop(process: psutil.Process) -> str | None:
-    """The signal that has stopped a process; None of one that is not."""
+    """Return the name of the signal that has stopped a process; None if it is not stopped."""
     try:
         if process.status() != psutil.STATUS_STOPPED:
             return None
     except psutil.Error:
         return None
     status = _wait_status(process.pid) or 0
-    return _name(status >> 8 if status & 0x7F == 0x7F else status & 0x7F) if status else "a signal"
+    return _signal_name(status >> 8 if status & 0x7F == 0x7F else status & 0x7F) if status else "a signal"
 
 
 def _wait_status(process: int) -> int | None:
-    """The last field of /proc/PID/stat: how a process has ended or was stopped."""
+    """Return the last field of /proc/PID/stat: how a process ended or was stopped."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").split()[-1])
     except (OSError, ValueError):
         return None
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

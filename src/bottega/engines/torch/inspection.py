@@ -1,4 +1,4 @@
-"""A look inside the model with one batch: gradient norms by module, and where a value first was not finite."""
+"""Inspection of the model with one batch: gradient norms by module, and the first non-finite value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def inspect_modules(engine: TorchEngine, batch: Batch) -> dict[str, Any]:
-    """One row for each module, with the gradients of one batch; the weights stay as they are."""
+    """Return the loss of a batch and a row for each module with its gradient norm; the weights do not change."""
     engine.model.train()
     counts = engine.task.counts(batch)
     rng = Noise(engine.seed, 0, torch.arange(batch_length(batch), device=engine.device), torch)
@@ -48,24 +48,24 @@ def _row(name: str, module: torch.nn.Module) -> dict[str, Any]:
 
 
 def find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
-    """Run the step's forward and backward again, eagerly, and name the first module with a bad output or gradient."""
+    """Run the step's forward and backward again, eagerly; return the first module with a non-finite output or gradient."""
     try:
-        return _first_bad_module(engine, step, batch)
+        return _find_nonfinite_module(engine, step, batch)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(first_line(error)) from error
 
 
-def _first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
-    bad_places: list[str] = []
+def _find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str | None:
+    nonfinite: list[str] = []
 
-    def watch(name: str) -> Callable[..., None]:
-        def see(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            if not bad_places and any(not torch.isfinite(t).all() for t in floating_tensors(output)):
-                bad_places.append(name or "the model")
+    def make_hook(name: str) -> Callable[..., None]:
+        def check_output(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            if not nonfinite and any(not torch.isfinite(t).all() for t in floating_tensors(output)):
+                nonfinite.append(name or "the model")
 
-        return see
+        return check_output
 
-    handles = [m.register_forward_hook(watch(name)) for name, m in engine.model.named_modules()]
+    handles = [m.register_forward_hook(make_hook(name)) for name, m in engine.model.named_modules()]
     compiled = [m for m in engine.model.modules() if getattr(m, "compiled", None) is not None]
     forwards = [m.compiled for m in compiled]
     for m in compiled:
@@ -73,23 +73,23 @@ def _first_bad_module(engine: TorchEngine, step: int, batch: Batch) -> str | Non
     try:
         on_device = move_batch(batch, engine.device)
         size = batch_length(batch)
-        places = torch.arange(engine.data_rank * size, (engine.data_rank + 1) * size, device=engine.device)
-        rng = Noise(engine.seed, step, places, torch)
+        positions = torch.arange(engine.data_rank * size, (engine.data_rank + 1) * size, device=engine.device)
+        rng = Noise(engine.seed, step, positions, torch)
         with engine.autocast():
             out = engine.task.loss(engine.eager_models, on_device, rng)
         sum(total for total, _ in out.terms.values()).backward()
-        if not bad_places:
+        if not nonfinite:
             bad = (
                 n for n, p in engine.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
             )
-            bad_places += [f"the gradient of {name}" for name in [next(bad, None)] if name]
+            nonfinite += [f"the gradient of {name}" for name in [next(bad, None)] if name]
     finally:
         for handle in handles:
             handle.remove()
         for m, forward in zip(compiled, forwards, strict=True):
             m.compiled = forward
         engine.model.zero_grad(set_to_none=True)
-    return bad_places[0] if bad_places else None
+    return nonfinite[0] if nonfinite else None
 
 
 def floating_tensors(value: Any) -> list[torch.Tensor]:

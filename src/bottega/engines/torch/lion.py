@@ -1,4 +1,4 @@
-"""Lion, which torch does not have."""
+"""The Lion optimizer, which torch does not provide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign of an interpolated momentum (Chen et al., 2023). Half of AdamW's state."""
+    """Lion (Chen et al., 2023): the update is the sign of an interpolated momentum. Half of AdamW's state."""
 
     def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})

@@ -1,7 +1,7 @@
-"""What a training step takes: memory by what it is for, and by how many examples go through at once. All of it measured.
+"""Measured memory of training: weights, gradients, optimizer state, and of a step by micro-batch size.
 
-On a GPU the allocator is asked for its peak. Elsewhere nobody keeps such a number, so the tensors that autograd keeps
-for backward are counted while they live, which is what grows with the micro-batch.
+On a GPU the allocator reports its peak. Elsewhere there is no such number, so the tensors that autograd saves for backward
+are counted while they live, which is what grows with the micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
 
 TIMED = 3
-"""Steps whose median is taken, after one that builds optimizer state and warms up."""
+"""Timed steps whose median is taken, after a warm-up step that also builds the optimizer state."""
 
 
 def measure_memory(
@@ -45,7 +45,7 @@ def measure_memory(
 
 
 def measure_weights(engine: TorchEngine) -> list[ModelMemory]:
-    """Each of a task's models, the one that learns first."""
+    """Return the memory of each of the task's models, the trained one first."""
     models = {"model": engine.model, **{n: m for n, m in engine.frozen.items() if n != "model"}}
     return [_weights(name, model) for name, model in models.items()]
 
@@ -66,7 +66,7 @@ def _weights(name: str, model: Any) -> ModelMemory:
 
 
 def optimizer_bytes(engine: TorchEngine) -> int:
-    """After a step: what the update rule keeps of each parameter."""
+    """Return the bytes of the optimizer state, which exists after the first step."""
     states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
     return sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
 
@@ -78,7 +78,7 @@ def measure_steps(
     max_micro_batch: int,
     report_progress: Callable[[int, int], None],
 ) -> list[StepMemory]:
-    """Micro-batches of 1, 2, 4, ... up to `most`, until one does not fit. The engine has learnt from them after that."""
+    """Measure micro-batches of 1, 2, 4, ... up to `max_micro_batch`, until one does not fit. Changes the weights."""
     sizes = [1 << power for power in range(max_micro_batch.bit_length()) if 1 << power < max_micro_batch] + [
         max_micro_batch
     ]
@@ -86,7 +86,7 @@ def measure_steps(
     for number, size in enumerate(sizes):
         report_progress(number, len(sizes))
         try:
-            steps.append(_taken(engine, batch_of(size), size))
+            steps.append(_measure_step(engine, batch_of(size), size))
         except OutOfMemory:
             if engine.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -95,7 +95,7 @@ def measure_steps(
     return steps
 
 
-def _taken(engine: TorchEngine, batch: Batch, size: int) -> StepMemory:
+def _measure_step(engine: TorchEngine, batch: Batch, size: int) -> StepMemory:
     is_gpu = engine.device.type == "cuda"
     engine.fetch(engine.train_step(0, batch))
     if is_gpu:
@@ -104,12 +104,12 @@ def _taken(engine: TorchEngine, batch: Batch, size: int) -> StepMemory:
     seconds, meter = [], SavedTensorMeter((engine.model, *engine.frozen.values()))
     for step in range(1, TIMED + 1):
         with nullcontext() if is_gpu or step > 1 else meter.counting():
-            begun = time.perf_counter()
+            started = time.perf_counter()
             engine.fetch(engine.train_step(step, batch))
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() if is_gpu else meter.peak
     reserved = torch.cuda.max_memory_reserved() if is_gpu else 0
-    # The one that was counted took longer for it.
+    # The step in which tensors were counted is slower, so it is left out.
     return StepMemory(size, peak, reserved, size / sorted(seconds[0 if is_gpu else 1 :])[(TIMED - 1) // 2])
 
 

@@ -1,7 +1,7 @@
-"""How many examples fit in one forward pass: found by halving what does not.
+"""Automatic micro-batch size: halved until a step fits in memory.
 
-A GPU says when its memory is full. A CPU hardly ever does: the kernel promises memory that it does not have and ends the
-process that uses it. So there one example is measured before the first step, and the micro-batch is chosen by what is free.
+A GPU reports when its memory is full. A CPU rarely does: the kernel overcommits and kills the process that uses the
+memory. So on a CPU one example is measured before the first step, and the size is chosen by the free memory.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
 
 OVERHEAD = 1.5
-"""Peak of a step in units of what is kept for backward: gradients of activations and temporary results come on top."""
+"""Peak memory of a step relative to the tensors saved for backward; the rest is activation gradients and temporaries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or on the host, of whose failures torch makes plain runtime errors."""
+    """Return whether an allocation failed, on a GPU or on the host, where torch raises a plain RuntimeError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def fit_micro_batch(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
-    """Set the micro-batch before the first step, where that can be told; else the first step halves it."""
+    """Set the micro-batch size before the first step if it can be determined; otherwise the first step halves it."""
     if engine.device.type == "cpu" and engine.training.compile is not True:
         _measure_on_host(engine, step, batch, counts, size)
     if engine.world > 1:
@@ -38,11 +38,14 @@ def fit_micro_batch(engine: TorchEngine, step: int, batch: Batch, counts: Mappin
 
 
 def halve_micro_batch(engine: TorchEngine, size: int, error: BaseException, *, allowed: bool) -> None:
-    """Halve the micro-batch so that the step can be tried again; the global batch, and so the result, stays what it was."""
+    """Halve the micro-batch size after an out-of-memory error, so that the step can be retried; re-raise other errors.
+
+    The global batch, and with it the result, does not change.
+    """
     if not is_out_of_memory(error):
         raise error
     micro = min(engine.micro_batch_size or size, size)
-    _forget_gradients(engine)
+    _clear_gradients(engine)
     _halve(engine, micro, error, allowed=allowed)
 
 
@@ -55,18 +58,20 @@ def _measure_on_host(engine: TorchEngine, step: int, batch: Batch, counts: Mappi
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        _forget_gradients(engine)
+        _clear_gradients(engine)
         _halve(engine, 1, error)
-    _forget_gradients(engine)
+    _clear_gradients(engine)
     free, micro = available_memory(), size
-    while micro > 1 and engine.any_rank(meter.peak * micro * engine.processes_here * OVERHEAD > free):
+    while micro > 1 and engine.any_rank(meter.peak * micro * engine.num_local_processes * OVERHEAD > free):
         micro = -(-micro // 2)
-    engine.micro_batch_size = micro  # also where all of it fits: a resumed run on a busier machine keeps its rounding
+    engine.micro_batch_size = micro  # set even if all fits, so that a resumed run on a busier machine rounds the same
 
 
 def _rehearse(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
-    """Several ranks find what fits all of them before their first step: one that ran out of memory inside a collective
-    would leave the others waiting there."""
+    """Find the size that fits on all ranks before the first step.
+
+    A rank that ran out of memory inside a collective would leave the others waiting.
+    """
     engine.micro_batch_size = engine.micro_batch_size or size
     engine.model.train()
     while True:
@@ -79,7 +84,7 @@ def _rehearse(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str,
             if not is_out_of_memory(caught):
                 raise
             error = caught
-        _forget_gradients(engine)
+        _clear_gradients(engine)
         if not engine.any_rank(error is not None):
             return
         _halve(engine, micro, error)
@@ -88,14 +93,14 @@ def _rehearse(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str,
 def _halve(engine: TorchEngine, micro: int, error: BaseException | None, *, allowed: bool = True) -> None:
     if micro == 1 or not allowed:
         is_auto = engine.training.micro_batch_size == "auto"
-        less = "lower training.micro_batch_size" + ("" if is_auto else " or set it to auto")
-        hint = less if micro > 1 else "use a smaller model or shorter samples"
-        raise OutOfMemory(f"out of memory on {engine.device} with {micro} examples in a forward; {hint}") from error
+        lower = "lower training.micro_batch_size" + ("" if is_auto else " or set it to auto")
+        hint = lower if micro > 1 else "use a smaller model or shorter samples"
+        raise OutOfMemory(f"out of memory on {engine.device} with a micro-batch of {micro}; {hint}") from error
     engine.micro_batch_size = -(-micro // 2)
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _forget_gradients(engine: TorchEngine) -> None:
+def _clear_gradients(engine: TorchEngine) -> None:
     for parameter in engine.model.parameters():
         parameter.grad = None

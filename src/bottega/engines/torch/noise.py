@@ -1,4 +1,4 @@
-"""The draws of `Noise` on a GPU, each as one kernel: 130 small ones cost the host 2 ms, more than a block of a model."""
+"""`Noise` on a GPU with one compiled kernel per draw: 130 small kernels cost the host 2 ms, more than a block of a model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from bottega.core.noise import Noise, derive_key
 
 
 def make_noise(seed: int, step: int, positions: Tensor, *, fused: bool) -> Noise:
+    """Return the noise of a step, compiled if `fused`."""
     return (FusedNoise if fused else Noise)(seed, step, positions, torch)
 
 
 @dataclass(frozen=True)
 class FusedNoise(Noise):
-    """The same words as `Noise` has; what they become agrees to the last bit or two of a float32."""
+    """Draws from the same random words as `Noise`; the values agree to the last bit or two of a float32."""
 
     def uniform(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         return self._fused("uniform", name, shape)
@@ -29,8 +30,8 @@ class FusedNoise(Noise):
         return self._fused("normal", name, shape)
 
     def _fused(self, kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
-        # As tensors, written by the device: an integer that changes with every step would be compiled anew, and the
-        # compiler takes a symbol for a float.
+        # Passed as device tensors: an integer that changes every step would be recompiled, and the compiler treats a
+        # symbolic integer as a float.
         first, second = (
             torch.full((), word, dtype=torch.int64, device=self.positions.device)
             for word in derive_key(self.seed, self.step, name)
@@ -42,13 +43,13 @@ class FusedNoise(Noise):
 
 @functools.cache
 def _compiled(kind: str, rows: int, count: int) -> Callable[..., Tensor]:
-    """A function of its own for each form: the compiler gives up on one that it has seen in eight of them."""
+    """Return a separate function for each shape: the compiler gives up on one function after eight shapes."""
 
     def values(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
         rng = Noise(0, 0, positions, torch)
         words = rng.random_words((first, second), count)
         return rng.to_normal(words) if kind == "normal" else rng.to_uniform(words)
 
-    # The limit is counted by code, so the code must not be shared either.
+    # The limit counts code objects, so each function needs its own.
     values.__code__ = values.__code__.replace(co_name=f"{kind}_{rows}_{count}")
     return torch.compile(values, dynamic=False)

@@ -1,4 +1,4 @@
-"""Optimizers by name, over the group table, and an update that a device flag can hold back."""
+"""Optimizers by name over parameter groups, with an update that a flag on the device can skip."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ def build_optimizers(
     learning_rate: float,
     weight_decay: float,
 ) -> list[torch.optim.Optimizer]:
-    """Freeze what is never to learn and return the optimizers; each group carries its `scale`.
+    """Freeze the parameters that are never trained, and build the optimizers; each group has its `scale`.
 
-    Weight decay goes to matrices only, unless a row says otherwise: decaying a norm's gain or a bias pulls it away from
-    where it has to be.
+    Weight decay applies to matrices only, unless a group sets it: norm gains and biases should not be pulled to 0.
     """
-    rule = OPTIMIZER_SPECS[options.name]
+    spec = OPTIMIZER_SPECS[options.name]
     groups: dict[tuple[bool, float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in named.items():
-        one = settings[name]
-        parameter.requires_grad_(one.scale is not None)
-        if one.scale is not None:
-            usual = weight_decay if parameter.dim() >= 2 else 0.0
-            is_hidden = rule.is_for_hidden_matrices_only and is_hidden_matrix(name, parameter)
-            key = is_hidden, one.scale, usual if one.weight_decay is None else one.weight_decay
+        setting = settings[name]
+        parameter.requires_grad_(setting.scale is not None)
+        if setting.scale is not None:
+            default_decay = weight_decay if parameter.dim() >= 2 else 0.0
+            is_hidden = spec.is_for_hidden_matrices_only and is_hidden_matrix(name, parameter)
+            key = is_hidden, setting.scale, default_decay if setting.weight_decay is None else setting.weight_decay
             groups.setdefault(key, []).append(parameter)
 
     def table(hidden: bool) -> list[dict[str, Any]]:
@@ -45,40 +44,42 @@ def build_optimizers(
             if is_hidden is hidden
         ]
 
-    others = FALLBACK_OPTIMIZER if rule.is_for_hidden_matrices_only else options.name
+    others = FALLBACK_OPTIMIZER if spec.is_for_hidden_matrices_only else options.name
     tables = ((options.name, table(True)), (others, table(False)))
-    return [_one(name, options, groups, learning_rate) for name, groups in tables if groups]
+    return [_build_optimizer(name, options, groups, learning_rate) for name, groups in tables if groups]
 
 
 def describe_fallback(named: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
-    """Return a line where the update rule that was chosen applies to none of the parameters."""
+    """Return a note if the chosen optimizer applies to none of the parameters and AdamW trains all of them."""
     if not OPTIMIZER_SPECS[options.name].is_for_hidden_matrices_only or any(
         is_hidden_matrix(name, parameter) for name, parameter in named.items()
     ):
         return []
     return [
-        f"training.optimizer.name: {options.name} is for matrices between hidden states, and this model trains none; all of "
-        "it is trained by AdamW"
+        f"training.optimizer.name: {options.name} is for matrices between hidden states, and this model trains none; AdamW "
+        "trains all of its parameters"
     ]
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    # Such a rule (Muon) orthogonalises maps between hidden states. An embedding or head is a table of rows, and stays with AdamW.
+    """Return whether Muon applies: it orthogonalises maps between hidden states; embeddings and heads stay with AdamW."""
     return parameter.dim() == 2 and "embed" not in name and "head" not in name
 
 
-def _one(name: str, options: OptimizerOptions, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    rule = OPTIMIZER_SPECS[name]
+def _build_optimizer(
+    name: str, options: OptimizerOptions, groups: list[dict[str, Any]], lr: float
+) -> torch.optim.Optimizer:
+    spec = OPTIMIZER_SPECS[name]
     reference = (
-        f"bottega.engines.torch.{rule.torch_class}" if ":" in rule.torch_class else f"torch.optim:{rule.torch_class}"
+        f"bottega.engines.torch.{spec.torch_class}" if ":" in spec.torch_class else f"torch.optim:{spec.torch_class}"
     )
-    given = {option: getattr(options, option) for option in rule.options}
-    optimizer: torch.optim.Optimizer = resolve_reference(reference)(groups, lr=lr, **given, **rule.fixed_arguments)
+    arguments = {option: getattr(options, option) for option in spec.options}
+    optimizer: torch.optim.Optimizer = resolve_reference(reference)(groups, lr=lr, **arguments, **spec.fixed_arguments)
     return optimizer
 
 
 def set_learning_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
-    """An optimizer's state dict would bring an old rate back, so ours is set before every step."""
+    """Set the learning rate of every group, before every step."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate * group["scale"]
@@ -87,10 +88,10 @@ def set_learning_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) 
 def step_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], *, divisor: Tensor | None, skip_update: Tensor | None
 ) -> None:
-    """Step with gradients divided by `divisor`, or not at all where the device flag `hold` is 1; nobody waits.
+    """Step with gradients divided by `divisor`, or not at all if the device flag `skip_update` is 1, without a sync.
 
-    Fused kernels take both as arguments, so clipping costs no pass over the gradients. The others are stepped and then
-    put back by `where`, which needs a copy of what they change.
+    Fused kernels take both as arguments, so clipping needs no pass over the gradients. The others step and are then
+    restored by `where`, which needs a copy of what they change.
     """
     for optimizer in optimizers:
         if optimizer.defaults.get("fused"):
@@ -104,14 +105,14 @@ def step_optimizers(
         if skip_update is None:
             optimizer.step()
         else:
-            _step_or_put_back(optimizer, skip_update)
+            _step_or_restore(optimizer, skip_update)
 
 
 def initialise_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """The state as a first step leaves it that was held back: zeros, for every parameter.
+    """Allocate the optimizer state of every parameter as zeros, as a skipped first step leaves it.
 
-    Left to themselves optimizers make it when a gradient first comes. A checkpoint could then not be compared with what
-    it should hold, and fused SGD, held back at its first step, would keep uninitialised memory as its momentum.
+    By default optimizers allocate it at the first gradient. Then a checkpoint could not be checked against the expected
+    names, and fused SGD with a skipped first step would keep uninitialised memory as its momentum.
     """
     parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]
     for optimizer in optimizers:
@@ -127,34 +128,34 @@ def initialise_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 @torch.no_grad()
-def _step_or_put_back(optimizer: torch.optim.Optimizer, hold: Tensor) -> None:
+def _step_or_restore(optimizer: torch.optim.Optimizer, skip_update: Tensor) -> None:
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
     before = [p.clone() for p in parameters]
     states = [{k: v.clone() for k, v in optimizer.state[p].items() if torch.is_tensor(v)} for p in parameters]
     optimizer.step()
-    held = hold.bool()
+    is_skipped = skip_update.bool()
     for p, old, state in zip(parameters, before, states, strict=True):
-        p.copy_(torch.where(held, old, p))
+        p.copy_(torch.where(is_skipped, old, p))
         for key, value in optimizer.state[p].items():
             if torch.is_tensor(value):
-                was = state.get(key, torch.zeros_like(value))
-                value.copy_(torch.where(held.to(value.device), was, value))
+                old_value = state.get(key, torch.zeros_like(value))
+                value.copy_(torch.where(is_skipped.to(value.device), old_value, value))
 
 
 def state_tensors(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> dict[str, Tensor]:
-    """Every state tensor as `parameter name/state name`; `names` maps id(parameter) to its name."""
-    found: dict[str, Tensor] = {}
+    """Return every state tensor as `parameter name/state name`; `names` maps id(parameter) to its name."""
+    tensors: dict[str, Tensor] = {}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
-                found[f"{names[id(parameter)]}/{key}"] = torch.as_tensor(value)
-    return found
+                tensors[f"{names[id(parameter)]}/{key}"] = torch.as_tensor(value)
+    return tensors
 
 
 def load_state(
     optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put the state back as it was: a step counter stays where the optimizer keeps it, a number stays a number."""
+    """Load the optimizer state; scalars such as step counters stay on the device where the optimizer keeps them."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, state = key.rpartition("/")

@@ -1,4 +1,4 @@
-"""How many bytes autograd keeps for backward, counted while they live."""
+"""Memory of the tensors that autograd saves for backward, counted while they live."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 
 class SavedTensorMeter:
-    """Counts the bytes that autograd holds, each storage once, and remembers the most there were at a time."""
+    """Counts the bytes that autograd holds, each storage once, and records their peak."""
 
     def __init__(self, models: Iterable[Any]) -> None:
-        # Weights are there in any case.
-        self._known = {
+        # Weights exist anyway and are not counted.
+        self._weights = {
             t.untyped_storage().data_ptr() for model in models for t in (*model.parameters(), *model.buffers())
         }
         self._holders: Counter[int] = Counter()
@@ -24,11 +24,14 @@ class SavedTensorMeter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Held(tensor, self), lambda held: held.tensor):
+        """Context in which saved tensors are counted."""
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _SavedTensor(tensor, self), lambda saved: saved.tensor
+        ):
             yield
 
     def change(self, storage: int, size: int, *, by: int) -> None:
-        if storage in self._known:
+        if storage in self._weights:
             return
         self._holders[storage] += by
         if (by > 0 and self._holders[storage] == 1) or (by < 0 and self._holders[storage] == 0):
@@ -36,7 +39,7 @@ class SavedTensorMeter:
             self.peak = max(self.peak, self.now)
 
 
-class _Held:
+class _SavedTensor:
     """One saved tensor, for as long as autograd needs it."""
 
     __slots__ = ("meter", "size", "storage", "tensor")

@@ -1,4 +1,4 @@
-"""How much memory a model takes to train, known from its shape before any of it is allocated."""
+"""Estimate of the memory that training a model needs, from its shape, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 def estimate_memory(task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
-    """Return what training takes at least; of a base that `is_frozen`, and of models known by their files, the weights."""
+    """Return the least memory that training needs; only the weights if `is_frozen`, or if only files are known."""
     models = build_meta_models(task, seed)
     if models is None:
         size = sum(_file_sizes(task))
@@ -33,58 +33,57 @@ def estimate_memory(task: Task, training: Training, *, seed: int, is_frozen: boo
     weights, parameters = sum(map(_bytes, tensors)), sum(p.numel() for p in named.values())
     if is_frozen:
         return MemoryEstimate(parameters, weights)
-    own = {name: parameter for name, parameter in named.items() if task.is_trainable(name)}
-    learning = sum(map(_bytes, own.values()))
-    state = sum(_state_bytes(name, parameter, training.optimizer) for name, parameter in own.items())
-    return MemoryEstimate(parameters, weights, learning, state, learning if training.ema is not None else 0)
+    trainable = {name: parameter for name, parameter in named.items() if task.is_trainable(name)}
+    gradients = sum(map(_bytes, trainable.values()))
+    state = sum(_state_bytes(name, parameter, training.optimizer) for name, parameter in trainable.items())
+    return MemoryEstimate(parameters, weights, gradients, state, gradients if training.ema is not None else 0)
 
 
-def check_memory(footprint: MemoryEstimate, device: torch.device) -> None:
-    """Refuse, before anything is allocated, a model that has no room where it would be trained."""
-    beside = World.from_environment().local_size  # processes that share the memory of the host
-    free = available_memory() // beside
-    needed, place = footprint.total, "memory"
+def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:
+    """Raise OutOfMemory, before anything is allocated, if the model does not fit on the device."""
+    num_local = World.from_environment().local_size  # processes that share the memory of the host
+    free = available_memory() // num_local
+    needed, place = estimate.total, "memory"
     if device.type == "cuda":
-        if footprint.weights <= free:  # it is built on the host
+        if estimate.weights <= free:  # the model is built on the host
             free, place = torch.cuda.mem_get_info(device)[0], f"memory on {device}"
         else:
-            needed = footprint.weights
+            needed = estimate.weights
     if needed <= free:
         return
     parts = {
-        "weights": footprint.weights,
-        "gradients": footprint.gradients,
-        "optimizer": footprint.optimizer,
-        "average": footprint.average,
+        "weights": estimate.weights,
+        "gradients": estimate.gradients,
+        "optimizer": estimate.optimizer,
+        "average": estimate.average,
     }
     sizes = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
-    each = f" for each of {beside} processes" if beside > 1 else ""
+    each = f" for each of {num_local} processes" if num_local > 1 else ""
     raise OutOfMemory(
-        f"out of memory before the first step: the model has {footprint.parameters:,} parameters, and {sizes} GiB do not "
-        f"fit in the {free / GIB:.1f} GiB of {place} that are free{each}; use a smaller model, or train a part of it "
-        "(techniques: lora)"
+        f"out of memory before the first step: the model has {estimate.parameters:,} parameters and needs {sizes} GiB, "
+        f"but {free / GIB:.1f} GiB of {place} are free{each}; use a smaller model, or train a part of it (techniques: lora)"
     )
 
 
 def _state_bytes(name: str, parameter: Tensor, options: Optimizer) -> int:
-    """Return what an update rule keeps of one parameter."""
-    rule, size = OPTIMIZER_SPECS[options.name], _bytes(parameter)
-    if rule.is_for_hidden_matrices_only and not is_hidden_matrix(name, parameter):
-        rule = OPTIMIZER_SPECS[FALLBACK_OPTIMIZER]
-    if rule.is_factored and parameter.dim() >= 2:
+    """Return the bytes of optimizer state of one parameter."""
+    spec, size = OPTIMIZER_SPECS[options.name], _bytes(parameter)
+    if spec.is_for_hidden_matrices_only and not is_hidden_matrix(name, parameter):
+        spec = OPTIMIZER_SPECS[FALLBACK_OPTIMIZER]
+    if spec.is_factored and parameter.dim() >= 2:
         rows, columns = parameter.shape[-2:]
         return size // (rows * columns) * (rows + columns) if rows * columns else 0
-    if rule.is_factored:
+    if spec.is_factored:
         return size
     return (
-        rule.num_state_tensors * size
-        if rule.state_requires_option is None or getattr(options, rule.state_requires_option)
+        spec.num_state_tensors * size
+        if spec.state_requires_option is None or getattr(options, spec.state_requires_option)
         else 0
     )
 
 
 def _file_sizes(task: Task) -> Iterator[int]:
-    """Yield the sizes of the weights in the folders that a task names, unless they are quantised as they are read."""
+    """Yield the sizes of the weight files in the folders that a task names, unless they are quantised while loading."""
     if getattr(task, "precision", None) in ("8bit", "4bit"):
         return
     for field in type(task).model_fields:

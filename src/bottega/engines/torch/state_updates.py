@@ -1,7 +1,7 @@
-"""What changes without a gradient: what the micro-batches and ranks of a step saw together, and the state it leads to.
+"""Updates of tensors that change without a gradient: statistics of the global batch, and the task's update from them.
 
-A forward never changes state: under a split, a retry or recomputed activations it would change more than once. It says what it
-saw, and after the optimizer's step the task says, once, what follows from all of it.
+A forward pass never changes state: with micro-batches, a retry or recomputed activations it would change more than once.
+It returns statistics, and after the optimizer step the task computes the new values from their sum, once.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ WEIGHT = "weight"
 
 
 class BatchStats:
-    """Filled by the micro-batches of one step; of rows, with those of these names."""
+    """Statistics of one step, accumulated over micro-batches: all `Loss.stats`, and the `Loss.rows` in `names`."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self.names = names
         self.clear()
 
     def clear(self) -> None:
+        """Start a new step."""
         self.sums: dict[str, Tensor] = {}
         self.rows: list[dict[str, Tensor]] = []
-        self._whole: dict[str, Tensor] | None = None
+        self._reduced: dict[str, Tensor] | None = None
 
     def add(self, out: Loss, weight: Tensor | None) -> None:
+        """Add the statistics of one micro-batch; `weight` is 0 for padding examples."""
         for name, value in out.stats.items():
-            value = value.detach().float()  # autocast may have made it coarse
+            value = value.detach().float()  # autocast may have given a lower precision
             self.sums[name] = value if name not in self.sums else self.sums[name] + value
         rows = {name: out.rows[name].detach() for name in self.names if name in out.rows}
         if rows:
             self.rows.append(rows if weight is None else {**rows, WEIGHT: weight})
 
     def reduce(self) -> dict[str, Tensor]:
-        """Of the whole global batch, the same on all ranks; nothing is added any more."""
-        if self._whole is None:
-            self._whole = self._joined()
-        return self._whole
+        """Return the statistics of the global batch, the same on all ranks. Nothing may be added afterwards."""
+        if self._reduced is None:
+            self._reduced = self._reduce_over_ranks()
+        return self._reduced
 
-    def _joined(self) -> dict[str, Tensor]:
+    def _reduce_over_ranks(self) -> dict[str, Tensor]:
         if self.sums and dist.is_initialized():
             flat = torch.cat([value.flatten() for value in self.sums.values()])
             dist.all_reduce(flat, group=data_group())
@@ -69,13 +71,15 @@ def apply_state_update(
     rng: Noise,
     skip_update: Tensor,
 ) -> None:
-    """Write what the task says, unless the step is held back. What is frozen, or not thawed yet, stays as it is, and so does a
-    base that only carries an adapter."""
+    """Write the values of `Task.update`, unless the step is skipped.
+
+    Frozen weights, those not unfrozen yet, and the base model under an adapter stay as they are.
+    """
     if not batch_stats:
         return
-    # By every name that it has: what two parts of a model share, each of them calls by its own.
-    every: dict[str, Any] = {"remove_duplicate": False}
-    tensors = {**dict(model.named_parameters(**every)), **dict(model.named_buffers(**every)), **state}
+    # Tensors shared by two modules are listed under both names.
+    duplicates: dict[str, Any] = {"remove_duplicate": False}
+    tensors = {**dict(model.named_parameters(**duplicates)), **dict(model.named_buffers(**duplicates)), **state}
     for name, new in task.update(tensors, batch_stats, rng).items():
         if name in state or (task.is_trainable(name) and not is_frozen(model, name)):
             old = tensors[name]
@@ -83,7 +87,7 @@ def apply_state_update(
 
 
 def is_frozen(model: nn.Module, name: str) -> bool:
-    """Whether no weight learns of the layer that a tensor belongs to: the nearest around it that has weights at all."""
+    """Return whether the layer of a tensor is frozen: the nearest enclosing module that has parameters."""
     path, _, own = name.rpartition(".")
     weight = model.get_submodule(path)._parameters.get(own)
     if weight is not None:
@@ -91,5 +95,5 @@ def is_frozen(model: nn.Module, name: str) -> bool:
     while True:
         weights = list(model.get_submodule(path).parameters())
         if weights or not path:
-            return bool(weights) and not any(one.requires_grad for one in weights)
+            return bool(weights) and not any(weight.requires_grad for weight in weights)
         path = path.rpartition(".")[0]

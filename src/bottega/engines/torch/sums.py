@@ -1,4 +1,4 @@
-"""Sums that become means last: over the terms of a loss, and over ranks."""
+"""Sums of loss terms and metrics over micro-batches and ranks; means are taken last."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from bottega.core.types import Rows, Sums
 from bottega.engines.torch.ranks import data_group
 
 INDEX = "index"
-"""Of a batch of an evaluation: the number of each sample in its data set."""
+"""Field of an evaluation batch: the number of each sample in its data set."""
 
 
 @dataclass(frozen=True)
 class LocalSum:
-    """This rank's part of a sum, or of a mean where there is a count; `fetch` adds the ranks up."""
+    """This rank's part of a sum, or of a mean if it has a count; `fetch` sums over ranks."""
 
     value: Tensor
     count: Any = None
 
 
 def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> Tensor:
+    """Return the loss: the sum over terms of weight * total / count."""
     parts = [total * (weight / max(counts[name], 1e-12)) for name, (total, weight) in terms.items()]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def accumulate_sums(sums: dict[str, tuple[Tensor, Any]], more: Mapping[str, tuple[Tensor, Any]]) -> None:
-    """What one more micro-batch gave; what has no count is a share of a mean already."""
+    """Add the sums of one more micro-batch in place; a value without a count is already divided."""
     for name, (value, count) in more.items():
         old = sums.get(name)
         sums[name] = (value, count) if old is None else (old[0] + value, None if count is None else old[1] + count)
 
 
 def reduce_sums(sums: Sums, device: torch.device) -> Sums:
-    """Sums of all ranks together."""
+    """Return the sums added over all ranks."""
     if not dist.is_initialized():
         return sums
     flat = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for pair in sums.values() for x in pair])
@@ -48,8 +49,8 @@ def reduce_sums(sums: Sums, device: torch.device) -> Sums:
 
 
 def fetch_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str, float]:
-    """All of them as numbers of the host, which waits for the device once. A mean over nothing is not among them."""
-    found = dict(metrics)
+    """Return all metrics as floats, waiting for the device once. Means over nothing are left out."""
+    values_by_name = dict(metrics)
     local = {name: m for name, m in metrics.items() if isinstance(m, LocalSum)}
     counts: dict[str, Tensor] = {}
     if local:
@@ -57,26 +58,26 @@ def fetch_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str,
         if dist.is_initialized():
             dist.all_reduce(pairs, group=data_group())
         for (name, m), (value, count) in zip(local.items(), pairs, strict=True):
-            found[name] = value if m.count is None else value / count
+            values_by_name[name] = value if m.count is None else value / count
             if m.count is not None:
                 counts[name] = count
-    tensors = {name: m for name, m in found.items() if torch.is_tensor(m)}
-    every = [t.double() for t in (*tensors.values(), *counts.values())]
-    values = torch.stack(every).tolist() if every else []
-    rest = {name: float(m) for name, m in found.items() if name not in tensors}
-    rest |= dict(zip(tensors, values, strict=False))
+    tensors = {name: m for name, m in values_by_name.items() if torch.is_tensor(m)}
+    scalars = [t.double() for t in (*tensors.values(), *counts.values())]
+    values = torch.stack(scalars).tolist() if scalars else []
+    result = {name: float(m) for name, m in values_by_name.items() if name not in tensors}
+    result |= dict(zip(tensors, values, strict=False))
     empty = {name for name, count in zip(counts, values[len(tensors) :], strict=True) if not count}
-    return {name: value for name, value in rest.items() if name not in empty}
+    return {name: value for name, value in result.items() if name not in empty}
 
 
 def sort_rows(rows: Rows) -> Rows:
-    """Rows in the order of the data set, whatever order it was gone through in."""
+    """Return the rows in the order of the data set, whatever order it was read in."""
     rows = dict(rows)
     order = rows.pop(INDEX, None)
     return rows if order is None else {name: values[np.argsort(order)] for name, values in rows.items()}
 
 
 def _pair(m: LocalSum, device: torch.device) -> Tensor:
-    """[value, count], for a sum over ranks."""
+    """Return a tensor (value, count), to be summed over ranks."""
     count = 0.0 if m.count is None else m.count
     return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (m.value, count)])

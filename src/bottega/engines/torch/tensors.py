@@ -1,4 +1,4 @@
-"""Tensors on their way to a checkpoint and back: a snapshot that travels while training goes on, and back only where they fit."""
+"""Tensors of a checkpoint: an asynchronous copy to the host, and checks before they are loaded."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from bottega.core.types import Tensors
 
 
 class TorchSnapshot(Snapshot):
+    """Host copies of the state by file; `copied` is the CUDA event that ends the copy."""
+
     def __init__(self, files: dict[str, dict[str, Tensor]], copied: torch.cuda.Event | None) -> None:
         self._files, self._copied = files, copied
 
@@ -26,17 +28,16 @@ class TorchSnapshot(Snapshot):
 def take_snapshot(
     state: Mapping[str, Mapping[str, Tensor]], buffers: dict[str, dict[str, Tensor]], *, on_device: bool
 ) -> TorchSnapshot:
-    """A copy of the state in `buffers`, pinned and kept from save to save: it then runs behind the next kernels of the
-    same stream."""
+    """Copy the state to `buffers`, which are pinned and reused, so that the copy runs asynchronously on the stream."""
     files: dict[str, dict[str, Tensor]] = {}
     for file, tensors in state.items():
-        kept = buffers.setdefault(file, {})
+        file_buffers = buffers.setdefault(file, {})
         for name, tensor in tensors.items():
-            buffer = kept.get(name)
+            buffer = file_buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
+                buffer = file_buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
             buffer.copy_(tensor.detach(), non_blocking=True)
-        files[file] = {name: kept[name] for name in tensors}
+        files[file] = {name: file_buffers[name] for name in tensors}
     if not on_device:
         return TorchSnapshot(files, None)
     copied = torch.cuda.Event()
@@ -44,12 +45,12 @@ def take_snapshot(
     return TorchSnapshot(files, copied)
 
 
-def check_same_layout(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
-    """Names, shapes and types must be equal; nothing is cast or filled in silently."""
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} is not in the model" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        a, b = found[name], wanted[name]
+def check_same_layout(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
+    """Raise CheckpointError unless names, shapes and dtypes are equal; nothing is cast or filled in silently."""
+    problems = [f"{name} is missing" for name in expected if name not in loaded]
+    problems += [f"{name} is not in the model" for name in loaded if name not in expected]
+    for name in expected.keys() & loaded.keys():
+        a, b = loaded[name], expected[name]
         if a.shape != b.shape or a.dtype != b.dtype:
             problems.append(f"{name} is {a.dtype} {tuple(a.shape)}, the model has {b.dtype} {tuple(b.shape)}")
     if problems:
@@ -57,14 +58,13 @@ def check_same_layout(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor],
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(sorted(problems)[:10])}{more}")
 
 
-def check_finite(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse weights that are NaN or infinite: whatever is computed with them is as well. `wanted` are those of a new
-    model, where a mask may hold infinity."""
-    for name, tensor in found.items():
-        if tensor.is_floating_point() and not is_finite(tensor) and is_finite(wanted[name]):
+def check_finite(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
+    """Raise CheckpointError if weights are NaN or infinite, unless those of a new model are (a mask may be)."""
+    for name, tensor in loaded.items():
+        if tensor.is_floating_point() and not is_finite(tensor) and is_finite(expected[name]):
             raise CheckpointError(
-                f"{path}: {name} holds values that are not finite (NaN or infinity), so this checkpoint cannot be used; "
-                "give an earlier one (--checkpoint; --resume_from to train on), or train again with a lower learning rate"
+                f"{path}: {name} contains values that are not finite (NaN or infinity), so this checkpoint cannot be used; "
+                "choose an earlier one (--checkpoint; --resume_from to train), or train again with a lower learning rate"
             )
 
 

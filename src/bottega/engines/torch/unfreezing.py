@@ -1,4 +1,4 @@
-"""Parameters that begin to learn during the run: frozen until their time has come."""
+"""Gradual unfreezing: parameters that are frozen until a step of the run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from bottega.config.parameter_groups import ParameterSetting
 def unfreeze_parameters(
     model: nn.Module, settings: Mapping[str, ParameterSetting], step: int, *, compiled: bool = False
 ) -> bool:
-    """Let parameters learn whose time has come, and tell whether any was changed.
+    """Unfreeze the parameters that are due at `step`; return whether any parameter changed.
 
-    The others get no gradient: their moments stay 0 too, and their backward costs nothing. A compiled graph leaves their
-    gradients out, and torch 2.11 does not notice that they are wanted from now on; so it compiles anew.
+    Frozen parameters get no gradient, so their moments stay 0 and their backward costs nothing. A compiled graph leaves
+    their gradients out, and torch 2.11 does not notice when they are unfrozen, so the compiler is reset.
     """
     changed = False
     for name, parameter in model.named_parameters():
-        one = settings[name]
-        learns = one.scale is not None and one.start_step <= step
-        changed = changed or parameter.requires_grad is not learns
-        parameter.requires_grad_(learns)
+        setting = settings[name]
+        is_trained = setting.scale is not None and setting.start_step <= step
+        changed = changed or parameter.requires_grad is not is_trained
+        parameter.requires_grad_(is_trained)
     if changed and compiled:
         torch.compiler.reset()
     return changed

@@ -1,4 +1,4 @@
-"""Averaged weights: a running mean of those that learn, and the model as it is with them in place."""
+"""Exponential moving average of the trainable weights, and a context that evaluates the model with it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """Of no weights where none are averaged: everything here then does nothing."""
+    """Moving average of a model's trainable weights; if not enabled, it is empty and every method does nothing."""
 
     def __init__(self, model: nn.Module, *, enabled: bool) -> None:
         self.model = model
-        learning = {name: p for name, p in model.named_parameters() if p.requires_grad} if enabled else {}
-        self.tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in learning.items()}
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad} if enabled else {}
+        self.tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in trainable.items()}
         self._is_in_place = False
 
     def reset(self) -> None:
-        """Begin at the present weights."""
+        """Restart the average at the current weights."""
         named = dict(self.model.named_parameters())
         for name, average in self.tensors.items():
             average.copy_(named[name].detach())
 
     def update(self, parameters: list[nn.Parameter], decay: float) -> None:
-        with torch.no_grad():  # or each average would remember all the weights it was made of
+        """Move the average towards `parameters` by 1 - `decay`."""
+        with torch.no_grad():  # otherwise each average would keep the graph of all earlier weights
             torch._foreach_lerp_(list(self.tensors.values()), list(parameters), 1 - decay)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """The weights that count: the averaged ones where there are any. Costly, so the outermost does it for all."""
+        """Context in which the model has the averaged weights. Copying is expensive, so nested contexts do nothing."""
         if not self.tensors or self._is_in_place:
             yield
             return
         named = dict(self.model.named_parameters())
         with torch.no_grad():
-            own = {name: named[name].detach().clone() for name in self.tensors}
+            original = {name: named[name].detach().clone() for name in self.tensors}
             try:
                 self._is_in_place = True
                 for name, average in self.tensors.items():
@@ -44,5 +45,5 @@ class WeightAverage:
                 yield
             finally:
                 self._is_in_place = False
-                for name, value in own.items():
+                for name, value in original.items():
                     named[name].copy_(value)

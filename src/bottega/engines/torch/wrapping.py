@@ -1,4 +1,4 @@
-"""What is done to a model before it trains: compiled, or replicated over ranks. Its names stay as they were."""
+"""Wrapping of the model before training: torch.compile and DDP. Parameter names do not change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bottega.engines.torch.ranks import data_group
 
 
 def wrap_in_ddp(model: Any, device: torch.device) -> Any:
-    """The model with gradients averaged over the shares of a batch. Nothing of ours changes a buffer in a forward, so none travels."""
-    kind = torch.nn.parallel.DistributedDataParallel
-    newer = "forward_sync_buffers" in inspect.signature(kind.__init__).parameters  # its name since torch 2.13
-    buffers: dict[str, Any] = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
-    return kind(
+    """Wrap the model in DDP, which averages gradients over ranks. No forward changes buffers, so they are not broadcast."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    is_new = "forward_sync_buffers" in inspect.signature(ddp.__init__).parameters  # its name since torch 2.13
+    buffers: dict[str, Any] = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
+    return ddp(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         process_group=data_group(),
@@ -27,8 +27,10 @@ def wrap_in_ddp(model: Any, device: torch.device) -> Any:
 
 
 def compile_model(model: torch.nn.Module, *, graphs: bool) -> Any:
-    """As the model offers it: one graph for all equal blocks, so that a cold start costs one layer, or one for all of it,
-    whose kernels `graphs` lets the device replay by itself."""
+    """Compile the model as it supports: as a whole (with CUDA graphs if `graphs`), or one graph for all equal blocks.
+
+    One graph for all blocks makes a cold start as fast as compiling one layer.
+    """
     if hasattr(model, "compile_whole"):
         model.compile_whole(graphs=graphs)  # type: ignore[operator]
         return model
@@ -39,7 +41,7 @@ def compile_model(model: torch.nn.Module, *, graphs: bool) -> Any:
 
 
 def compile_frozen_models(models: Mapping[str, Any], *, always: bool) -> None:
-    """Those that gradients pass through take most of the time, and offer it."""
+    """Compile the frozen models that support it: those that gradients pass through take most of the time."""
     for model in models.values():
         if hasattr(model, "compile_parts"):
             model.compile_parts(always=always)
@@ -47,4 +49,4 @@ def compile_frozen_models(models: Mapping[str, Any], *, always: bool) -> None:
 
 def require_attribute(model: torch.nn.Module, attribute: str, key: str) -> None:
     if not hasattr(model, attribute):
-        raise UsageError(f"{key}: {type(model).__name__} does not offer it")
+        raise UsageError(f"{key}: {type(model).__name__} does not support it; leave it out")
