@@ -23,7 +23,7 @@ from bottega.config.load import to_yaml
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, DirectoryInUse, PeerLost, UsageError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.run import dependencies, saved
+from bottega.run import dependencies, export
 from bottega.run import train as run
 from bottega.tasks import dependencies as needs
 from bottega.tasks.generation.code_tokenizer import resolve_tokenizer_folder
@@ -126,7 +126,7 @@ def test_a_part_of_other_data_is_trained_anew(folder: Path, capsys: pytest.Captu
     assert run.ensure_dependency(recipe(folder), "vae") == part
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "needs.vae has learnt from other data than there is now" in said
+    assert "needs.vae was trained on other data and is trained again" in said
     kept = part.with_name(f"{part.name}.1")
     assert str(kept) in said
     assert weights in [path.read_bytes() for path in (kept / "final").iterdir()], "nothing is lost"
@@ -159,7 +159,7 @@ def test_the_judge_has_not_seen_what_is_held_out_now(tmp_path: Path, capsys: pyt
     again = train(tmp_path, **{**options, "name": "y"}).path
     capsys.readouterr()
     bottega.evaluate(again, count=2)
-    assert "needs.judge has learnt from other data" in capsys.readouterr().err
+    assert "needs.judge was trained on other data" in capsys.readouterr().err
     assert judge.with_name(f"{judge.name}.1").is_dir()
 
 
@@ -261,7 +261,7 @@ def test_a_base_in_words_is_known_too(tmp_path: Path) -> None:
     options |= {"model.text.from": "needs.words", "needs.words": {"run": str(clip)}, "training.max_steps": 1}
     assert needs.referenced_dependencies(recipe(tmp_path, **options)) == ["words"]
     path = train(tmp_path, **options).path
-    assert bottega.load(path).workload.text.facts.encoder == str(clip / "final")
+    assert bottega.load(path).workload.text.metadata.encoder == str(clip / "final")
     shutil.rmtree(path / "processor")
     tiny_clip.save(clip / "final", seed=1)
     with pytest.raises(CheckpointError, match=r"model\.text\.from: is another text encoder"):
@@ -281,8 +281,8 @@ def fake_child(code: int, out: str = "exported") -> str:
 def test_a_part_that_fails_passes_its_code_on(
     tmp_path: Path, group: pytest.MonkeyPatch, code: int, passed_on: int
 ) -> None:
-    group.setattr(dependencies, "_alone", lambda words, quiet: code)
-    with pytest.raises(BottegaError, match=r"needs\.vae: .* bottega train ended with") as caught:
+    group.setattr(dependencies, "_run_alone", lambda words, quiet: code)
+    with pytest.raises(BottegaError, match=r"needs\.vae: bottega train of .* failed with exit code") as caught:
         run.ensure_dependency(recipe(tmp_path), "vae")
     assert caught.value.code == passed_on
 
@@ -359,9 +359,9 @@ def test_the_other_ranks_say_what_they_wait_for_and_give_up(
     clock.on_sleep = lambda now: None
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"rank 1 waits for rank 0 to make needs.vae: {part}" in said
+    assert f"rank 1 waits for rank 0 to train needs.vae: {part}" in said
     (part / "final").rename(hidden)
-    with pytest.raises(PeerLost, match=r"needs\.vae: nothing has happened in") as caught:
+    with pytest.raises(PeerLost, match=r"needs\.vae: nothing was written to") as caught:
         run.ensure_dependency(recipe(folder), "vae")
     assert caught.value.code == 8
 
@@ -388,7 +388,7 @@ def test_the_second_waits_for_the_first_and_takes_what_it_made(
     def never(*words: Any, **options: Any) -> None:
         raise AssertionError("it is made already")
 
-    monkeypatch.setattr(run, "_make", never)
+    monkeypatch.setattr(run, "_train_dependency", never)
     found: list[Path] = []
     with dependencies.lock_dependency(part, quiet=True):
         second = threading.Thread(
@@ -401,26 +401,26 @@ def test_the_second_waits_for_the_first_and_takes_what_it_made(
     second.join(100)
     assert found == [part]
     said = capsys.readouterr().err
-    assert said.count(f"another process is making {part}") == 1, "once a minute"
+    assert said.count(f"waiting for another process to train {part}") == 1, "once a minute"
 
 
 def test_it_is_exported_whole_and_before_anybody_else_may_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = recipe(tmp_path)
     place, seen = needs.dependency_run(wanted, "vae"), []
-    card = saved.SavedRun._card
+    model_card = export.RunExporter.model_card
 
-    def look(self: Any, facts: Any) -> str:
-        with pytest.raises(DirectoryInUse), Lock(dependencies._work_place(place)):
+    def interrupt(self: Any, metadata: Any) -> str:
+        with pytest.raises(DirectoryInUse), Lock(dependencies._work_folder(place)):
             pass
         seen.append((place / "final").exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(saved.SavedRun, "_card", look)
+    monkeypatch.setattr(export.RunExporter, "model_card", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run.ensure_dependency(wanted, "vae")
     assert seen == [False], "written elsewhere"
     assert [path.name for path in place.glob(".tmp-*")] == []
-    monkeypatch.setattr(saved.SavedRun, "_card", card)
+    monkeypatch.setattr(export.RunExporter, "model_card", model_card)
     run.ensure_dependency(wanted, "vae")
     assert (place / "final" / "README.md").is_file()
 

@@ -1,4 +1,4 @@
-"""One process's part in one training: who is told what."""
+"""The training session: which callbacks are called."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bottega.core.callback import Callback, Progress
 from bottega.run import session
 
 
-class Told(Callback):
-    """Remembers every call."""
+class SaveRecorder(Callback):
+    """Records every saved checkpoint."""
 
-    name = "told"
+    name = "saves"
 
     def __init__(self) -> None:
         self.saved: list[tuple[int, str]] = []
@@ -25,15 +25,15 @@ class Told(Callback):
         self.saved.append((progress.step, folder.name))
 
 
-def test_a_callback_of_a_technique_is_told_of_every_checkpoint(
+def test_a_callback_of_a_technique_is_called_for_every_checkpoint(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, applied = Told(), session.build_training_plan
+    recorder, build_training_plan = SaveRecorder(), session.build_training_plan
 
-    def with_callback(*given: Any) -> Any:
-        return replace(applied(*given), callbacks=(told,))
+    def with_callback(*arguments: Any) -> Any:
+        return replace(build_training_plan(*arguments), callbacks=(recorder,))
 
     monkeypatch.setattr(session, "build_training_plan", with_callback)
     run = small_run.train(tmp_path, text_file, name="x")
-    assert [name for _, name in told.saved] == ["step-00000004", "step-00000008"]
+    assert [name for _, name in recorder.saved] == ["step-00000004", "step-00000008"]
     assert run.metrics["loss"] > 0

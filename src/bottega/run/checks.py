@@ -1,6 +1,6 @@
-"""What would keep a recipe from being trained on this machine: all problems at once, before anything heavy begins.
+"""Checks of a recipe on this machine: all problems at once, before anything expensive starts.
 
-`bottega train` refuses what is found here and `bottega plan` prints it, so the two cannot disagree.
+`bottega train` raises the problems and `bottega plan` prints them, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ from bottega.tasks.registry import find_spec
 from bottega.techniques.training_plan import TrainingPlan
 from bottega.world import World
 
-"""Tasks that know training.label_smoothing."""
-
 
 def raise_all(problems: Sequence[BottegaError]) -> None:
-    """Raise all problems as one error, a line each; its exit code is that of the first, and usage errors come first."""
+    """Raise all problems as one error, a line each, sorted by exit code; the exit code is that of the first."""
     if not problems:
         return
     ordered = sorted(problems, key=lambda problem: problem.code)
@@ -50,7 +48,7 @@ def raise_all(problems: Sequence[BottegaError]) -> None:
 
 
 def find_problems(recipe: Recipe) -> list[BottegaError]:
-    """Return what is wrong as far as that is known without reading the data: options, processes, device, files, parts."""
+    """Return the problems known without reading the data: options, processes, device, files, dependencies."""
     world = World.from_environment()
     parts = _collect(lambda: dependencies.check_dependencies(recipe)) or _part_problems(recipe)
     return [
@@ -64,7 +62,7 @@ def find_problems(recipe: Recipe) -> list[BottegaError]:
 
 
 def parse_words(words: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """Return the recipes and settings of a command line; raise what is wrong with it and with what it says."""
+    """Return the recipes and overrides of a command line; raise its problems together with those of the recipe."""
     try:
         return parse_overrides(words)
     except FlagError as error:
@@ -73,14 +71,14 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], list[Override]]:
             resolved = check_recipe(error.sources, error.overrides) if error.sources else None
             if resolved is not None and len(resolved.task_candidates) == 1:
                 others = _recipe_problems(resolved.recipe)
-        except RecipeError as wrong:
-            others = [wrong, *(_recipe_problems(wrong.recipe) if wrong.recipe is not None else [])]
+        except RecipeError as invalid:
+            others = [invalid, *(_recipe_problems(invalid.recipe) if invalid.recipe is not None else [])]
         raise_all([error, *others])
         raise
 
 
 def load_checked(sources: Sequence[Any], overrides: Sequence[tuple[str, str, str]] = ()) -> ResolvedRecipe:
-    """Load a recipe; where its schema finds problems, raise them with those of the rest of it on this machine."""
+    """Load a recipe; raise the problems of its schema together with those of this machine."""
     try:
         return load_recipe(sources, overrides)
     except RecipeError as error:
@@ -89,31 +87,31 @@ def load_checked(sources: Sequence[Any], overrides: Sequence[tuple[str, str, str
 
 
 def _recipe_problems(recipe: Recipe) -> list[BottegaError]:
-    """Return those problems that also show in a recipe from which what is wrong was left out."""
+    """Return the problems of a recipe whose invalid keys were left out."""
     world = World.from_environment().size
     return [*find_unimplemented(recipe), *_machine_problems(recipe, world), *_file_problems(recipe)]
 
 
 def find_unimplemented(recipe: Recipe) -> list[BottegaError]:
-    """Return the options that have a place in the schema and no code behind them."""
+    """Return a problem for each requested option that the schema accepts but that is not implemented."""
     is_distributed = recipe.distributed.enabled is not False
     requested = {
         "distributed.strategy: fsdp": is_distributed and recipe.distributed.strategy == "fsdp",
         "training.label_smoothing": recipe.training.label_smoothing > 0 and not find_spec(recipe).smooths_labels,
     }
     return [
-        UsageError(f"{key} is understood but not built yet; leave it out")
+        UsageError(f"{key} is not implemented yet; leave it out")
         for key, is_requested in requested.items()
         if is_requested
     ]
 
 
 def find_data_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError]:
-    """Return what is wrong now that the data is prepared: too few samples, a metric that nobody measures."""
-    shares = World.from_environment().data_size
+    """Return the problems known once the data is prepared: too few samples, a metric that is not measured."""
+    data_size = World.from_environment().data_size
 
     def check_length() -> None:
-        count_total_steps(recipe, build_plain_loader(recipe, plan.training, data_size=shares, order=plan.order))
+        count_total_steps(recipe, build_plain_loader(recipe, plan.training, data_size=data_size, order=plan.order))
 
     return _collect(
         check_length, lambda: check_metrics(recipe, plan.metrics, has_validation=plan.validation is not None)
@@ -121,32 +119,32 @@ def find_data_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError]
 
 
 def find_model_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError]:
-    """Return what the model cannot do, known from its shape: nothing is allocated or computed."""
+    """Return the settings that the model does not support, from its shape: nothing is allocated or computed."""
     return open_backend(recipe.engine).find_model_problems(plan.task, recipe.training, seed=recipe.seed)
 
 
 def list_adjusted(recipe: Recipe, plan: TrainingPlan) -> list[str]:
-    """Return one line for each value that the data or the model makes another one."""
-    shares = World.from_environment().data_size
-    loader = build_plain_loader(recipe, plan.training, data_size=shares, order=plan.order)
+    """Return a note for each setting that the data or the model overrides."""
+    data_size = World.from_environment().data_size
+    loader = build_plain_loader(recipe, plan.training, data_size=data_size, order=plan.order)
     lines = describe_shortened_warmup(recipe, count_total_steps(recipe, loader), round(loader.steps_per_epoch))
     backend = open_backend(recipe.engine)
     return [*lines, *backend.describe_optimizer(plan.task, recipe.training, seed=recipe.seed)]
 
 
 def find_size_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
-    """Return whether the model has no room where it would be trained; known from its shape, before it is built."""
+    """Return a problem if the model does not fit in memory, from its shape, before it is built."""
 
     def check() -> None:
         backend, is_frozen = open_backend(recipe.engine), find_injection(recipe) is not None
-        footprint = backend.estimate_memory(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
-        backend.check_memory(footprint, recipe.device)
+        estimate = backend.estimate_memory(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
+        backend.check_memory(estimate, recipe.device)
 
     return _collect(check)
 
 
 def find_directory_problems(recipe: Recipe) -> list[BottegaError]:
-    """Return what is wrong with the folder of the run: not writable, not a run, in use, or trained with another recipe."""
+    """Return the problems of the run directory: not writable, not a run, in use, or of another recipe."""
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     if not run.path.is_dir():
         return _collect(lambda: _check_writable(run))
@@ -155,50 +153,50 @@ def find_directory_problems(recipe: Recipe) -> list[BottegaError]:
 
 
 def _check_writable(run: RunDirectory) -> None:
-    """Refuse a place where a training could not write, in the words that it would have for that."""
-    there = _nearest_existing(run.path)
-    code = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
-    if not there.is_dir():
-        code = errno.EEXIST if there == Path(os.path.abspath(run.path)) else errno.ENOTDIR
+    """Raise the error that training would raise if it could not write the run directory."""
+    existing = _nearest_existing(run.path)
+    code = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
+    if not existing.is_dir():
+        code = errno.EEXIST if existing == Path(os.path.abspath(run.path)) else errno.ENOTDIR
     if code:
         raise explain_os_error(OSError(code, os.strerror(code)), run.path)
 
 
 def _nearest_existing(path: Path) -> Path:
-    whole = Path(os.path.abspath(path))
-    return next(place for place in (whole, *whole.parents) if os.path.lexists(place))
+    absolute = Path(os.path.abspath(path))
+    return next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
 
 
 def find_disk_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
-    """Return whether the checkpoints of a model have no room where they would be written; known from its shape."""
+    """Return a problem if the checkpoints do not fit on the disk, estimated from the shape of the model."""
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     backend, is_frozen = open_backend(recipe.engine), find_injection(recipe) is not None
-    footprint = backend.estimate_memory(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
-    saved = footprint.gradients + footprint.optimizer + footprint.average  # of what learns, and no frozen model
+    estimate = backend.estimate_memory(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
+    saved = estimate.gradients + estimate.optimizer + estimate.average  # frozen weights are not saved
     folder = run.checkpoints if run.checkpoints.is_dir() else _nearest_existing(run.path)
     return _collect(lambda: check_disk_space(folder, size=saved, keep=recipe.checkpoint.keep))
 
 
 def list_unused(recipe: Recipe) -> list[str]:
-    """Return one line for each value of the recipe, and for what there is of this machine, that has no effect."""
+    """Return a note for each setting of the recipe that has no effect, and for each idle GPU of this machine."""
     lines, distributed = [*list_unused_options(recipe), *_idle_gpus(recipe), *_other_names(recipe)], recipe.distributed
-    given = distributed.model_dump(exclude_defaults=True, exclude={"enabled"})
-    if distributed.enabled is False and given:
-        lines.append(f"distributed.enabled: false; not used: {', '.join(f'distributed.{key}' for key in given)}")
+    unused = distributed.model_dump(exclude_defaults=True, exclude={"enabled"})
+    if distributed.enabled is False and unused:
+        lines.append(f"distributed.enabled: false, so not used: {', '.join(f'distributed.{key}' for key in unused)}")
     elif distributed.offload and _device_type(recipe) == "cpu":
-        lines.append("distributed.offload: has no effect on a CPU, where the optimizer state is in host memory anyway")
+        lines.append("distributed.offload has no effect on a CPU, where the optimizer state is in host memory anyway")
     return lines
 
 
 def _other_names(recipe: Recipe) -> list[str]:
-    """Say what the folders are called that the guide of PMG promises."""
+    """Return a note with the names of the folders that PMG's guide mentions."""
     if not isinstance(recipe, PersonalizeRecipe) or recipe.data.collection is None:
         return []
     return ["checkpoint-1000/ and final_model/ of PMG are checkpoints/step-00001000/ and, once exported, final/ here"]
 
 
 def _idle_gpus(recipe: Recipe) -> list[str]:
-    """Say how to use the other GPUs of this machine where one process was started for all of them."""
+    """Return a note on how to use the other GPUs of this machine if only one process was started."""
     is_alone = World.from_environment().size == 1 and recipe.distributed.enabled is not False
     if not is_alone or _device_type(recipe) != "cuda" or (count := open_backend(recipe.engine).count_gpus()) < 2:
         return []
@@ -206,7 +204,7 @@ def _idle_gpus(recipe: Recipe) -> list[str]:
 
 
 def _collect(*checks: Callable[[], Any]) -> list[BottegaError]:
-    """Run every check and return what they refuse."""
+    """Run every check and return the errors they raise."""
     problems: list[BottegaError] = []
     for check in checks:
         try:
@@ -232,33 +230,33 @@ def _machine_problems(recipe: Recipe, world: int) -> list[BottegaError]:
 
 
 def _process_problems(recipe: Recipe, world: int, device: str) -> Iterator[str]:
-    distributed, wanted = recipe.distributed, recipe.distributed.processes
+    distributed, expected = recipe.distributed, recipe.distributed.processes
     if distributed.enabled is False:
         if world > 1:
-            yield f"distributed.enabled: false, and {world} processes were started; start one, or leave the key out"
+            yield f"distributed.enabled is false, but {world} processes were started; start one, or leave the key out"
         return
-    start = f"start them with torchrun --nproc_per_node {wanted or 'N'} -m bottega train …"
-    if wanted is not None and wanted != world:
-        yield f"distributed.processes: {wanted} asked for, {world} started; {start}"
+    start = f"start them with torchrun --nproc_per_node {expected or 'N'} -m bottega train …"
+    if expected is not None and expected != world:
+        yield f"distributed.processes is {expected}, but {world} were started; {start}"
     elif distributed.enabled and world == 1:
-        yield f"distributed.enabled: true, and one process was started; {start}, or leave the key out"
+        yield f"distributed.enabled is true, but one process was started; {start}, or leave the key out"
     used = "nccl" if device == "cuda" else "gloo"
     if distributed.backend not in ("auto", used):
         yield (
-            f"distributed.backend: {distributed.backend} is not used on device {device}, where processes talk over "
-            f"{used}; leave it out"
+            f"distributed.backend: {distributed.backend} is not used on device {device}, where processes communicate "
+            f"over {used}; leave it out"
         )
     if distributed.offload and device != "cpu":
-        yield "distributed.offload is understood but not built yet; leave it out"
+        yield "distributed.offload is not implemented yet; leave it out"
 
 
 def _shape_problems(recipe: Recipe) -> list[BottegaError]:
     model = recipe.model
     if not isinstance(model, Generator) or model.backbone == "unet":
         return []
-    # Positions of the language model over codes turn pairs of numbers.
-    twice, each = ("twice ", 2) if model.backbone == "tokens" else ("", 1)
-    if model.hidden_size % (each * model.num_heads) == 0:
+    # Rotary positions of the language model over codes need an even head size.
+    twice, factor = ("twice ", 2) if model.backbone == "tokens" else ("", 1)
+    if model.hidden_size % (factor * model.num_heads) == 0:
         return []
     return [
         UsageError(f"model.hidden_size: {model.hidden_size} is not a multiple of {twice}num_heads {model.num_heads}")
@@ -274,31 +272,33 @@ def _file_problems(recipe: Recipe) -> list[BottegaError]:
     tokenizer = getattr(recipe.data, "tokenizer", None)
     path = getattr(tokenizer, "path", None)
     if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
-        checks.append(_refusing(DataError(f"data.tokenizer.path: {path} does not exist; give a file or a folder")))
+        checks.append(_raise_later(DataError(f"data.tokenizer.path: {path} does not exist; give a file or a folder")))
     base = getattr(recipe.model, "from_", None)
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     if base is not None and not base.startswith(dependencies.PREFIX) and not resume.has_begun(run):
         checks.append(lambda: _check_local_base(base))
-    return _collect(*checks, *(_refusing(UsageError(text)) for text in list_missing_teachers(recipe)))
+    return _collect(*checks, *(_raise_later(UsageError(text)) for text in list_missing_teachers(recipe)))
 
 
 def _check_local_base(name: str) -> None:
-    """Refuse a folder that is not there; a name of the hub is looked up when it is needed."""
+    """Raise if a local folder does not exist; a hub name is looked up when it is needed."""
     from bottega.models.folders.resolve import is_local_path
 
     if is_local_path(name) or Path(name).expanduser().is_dir():
         resolve_base_folder(name, is_local=True)
 
 
-def _refusing(error: BottegaError) -> Callable[[], None]:
-    def refuse() -> None:
+def _raise_later(error: BottegaError) -> Callable[[], None]:
+    """Return a check that always fails with `error`."""
+
+    def check() -> None:
         raise error
 
-    return refuse
+    return check
 
 
 def _sources(block: Any) -> Iterator[Source]:
-    """Yield every source in a block of a recipe."""
+    """Yield every data source in a section of a recipe."""
     if isinstance(block, Source):
         yield block
     elif isinstance(block, Section):
@@ -313,7 +313,7 @@ def _sources(block: Any) -> Iterator[Source]:
 
 
 def _part_problems(recipe: Recipe) -> list[BottegaError]:
-    """Return what keeps the runs that this one is built on from being there, or from being trained first."""
+    """Return the problems of the runs that this one depends on: a missing run, or a recipe that cannot be trained."""
     problems: list[BottegaError] = []
     for name in dependencies.referenced_dependencies(recipe):
         need = recipe.needs.get(name)
@@ -329,5 +329,5 @@ def _of_part(recipe: Recipe, name: str) -> list[BottegaError]:
     part = dependencies.dependency_recipe(recipe, name)
     problems = [*find_unimplemented(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
     own = {str(problem) for problem in [*_machine_problems(recipe, 1), *_file_problems(recipe)]}
-    named = [type(one)(f"needs.{name}: {one}") for one in problems if str(one) not in own]
+    named = [type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in own]
     return [*named, *_part_problems(part)]

@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run: branch, engine, loader, rates, cadences, watchers."""
+"""Construction of a run from its recipe: workload, training plan, engine, loader, schedule, cadences, callbacks."""
 
 from __future__ import annotations
 
@@ -34,16 +34,25 @@ from bottega.engines.backend import open_backend
 from bottega.similar_names import find_similar_names
 from bottega.tasks import registry
 from bottega.tasks.workload import Workload
+from bottega.techniques.apply import apply_techniques
+from bottega.techniques.training_plan import TrainingPlan
 
 
 def prepare_workload(recipe: Recipe, console: Console, *, processor: Path | None = None) -> Workload:
-    """The branch with its data ready, showing a bar while that takes long. `codec` is of a run that goes on."""
+    """Open the task with its data prepared, showing a progress bar. `processor` is the folder of a run that is resumed."""
     with progress_bars(console.rich) as say:
         return registry.open_workload(recipe, progress=say, processor=processor)
 
 
+def build_training_plan(recipe: Recipe, workload: Workload) -> TrainingPlan:
+    """Build the training plan of a workload, changed by the techniques of the recipe."""
+    from bottega.run.saved import open_run
+
+    return apply_techniques(recipe, workload, open_run=open_run)
+
+
 def build_engine(recipe: Recipe, task: Task) -> Engine:
-    """The engine with its models built; the rates are planned once the length of the run is known."""
+    """Build the engine with its models; its schedule is set once the length of the run is known."""
     backend = open_backend(recipe.engine)
     backend.limit_threads(recipe.cpu_threads)
     return backend.build_engine(
@@ -58,7 +67,7 @@ def build_engine(recipe: Recipe, task: Task) -> Engine:
 
 
 def resolve_micro_batch_size(recipe: Recipe) -> int | None:
-    """Examples in one forward of one process; None is all of them."""
+    """Return the examples in one forward pass of one process; None for the whole batch."""
     training = recipe.training
     if isinstance(training.micro_batch_size, int):
         return training.micro_batch_size
@@ -66,8 +75,8 @@ def resolve_micro_batch_size(recipe: Recipe) -> int | None:
 
 
 def build_loader(recipe: Recipe, source: Source, engine: Engine, order: Order | None = None) -> Loader:
-    """What this process sees. `order` is how the branch combines several sources; None is the plain shuffle."""
-    # On a GPU the host is idle while the device works, so a batch is made ahead; on a CPU that would only compete.
+    """Build the loader of this process. `order` combines several sources; None is a plain shuffle."""
+    # On a GPU the host is idle while the device works, so batches are prefetched; on a CPU that would only compete.
     ahead = (2 if engine.device_type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
     loader = build_plain_loader(recipe, source, data_size=engine.data_size, order=order)
     return replace(
@@ -76,7 +85,7 @@ def build_loader(recipe: Recipe, source: Source, engine: Engine, order: Order | 
 
 
 def build_plain_loader(recipe: Recipe, source: Source, *, data_size: int, order: Order | None = None) -> Loader:
-    """The same order in this thread, as one process that sees the whole batch of `data_size` ones."""
+    """Build a loader without workers or prefetching that yields the global batch of `data_size` ranks."""
     loader = Loader(source, get_global_batch_size(recipe, data_size), seed=recipe.seed, order=order)
     if isinstance(order, Sequential):
         epochs = recipe.training.num_epochs if recipe.training.max_steps is None else None
@@ -87,7 +96,7 @@ def build_plain_loader(recipe: Recipe, source: Source, *, data_size: int, order:
     if curriculum is None:
         return loader
     if order is not None:
-        raise UsageError("data.curriculum orders the samples by itself; leave out data.mixture and data.replay")
+        raise UsageError("data.curriculum defines its own order of samples; leave out data.mixture and data.replay")
     stages = difficulty.plan_stages(
         curriculum,
         size=len(source),
@@ -101,30 +110,31 @@ def build_plain_loader(recipe: Recipe, source: Source, *, data_size: int, order:
 
 
 def count_total_steps(recipe: Recipe, loader: Loader) -> int:
+    """Return the length of the run in steps."""
     training = recipe.training
     if recipe.data.online is not None:
         return _stream_steps(recipe, loader)
     if training.max_steps is not None:
         return training.max_steps
-    assert training.num_epochs is not None, "the schema asks for one of them"
+    assert training.num_epochs is not None, "the schema requires max_steps or num_epochs"
     if isinstance(loader.order, Sequential) and loader.order.lengths is not None:
-        return loader.order.num_steps(loader.batch_size)  # each turn of whole batches
+        return loader.order.num_steps(loader.batch_size)  # each source fills whole batches
     return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
 
 
 def _stream_steps(recipe: Recipe, loader: Loader) -> int:
-    """As long as the stream, unless that is cut off; after its end nothing would be new."""
-    whole, asked = max(1, math.ceil(loader.steps_per_epoch)), recipe.training.max_steps
-    if asked is not None and asked > whole:
+    """Return the steps of a stream: its length, or fewer if max_steps says so."""
+    length, max_steps = max(1, math.ceil(loader.steps_per_epoch)), recipe.training.max_steps
+    if max_steps is not None and max_steps > length:
         raise UsageError(
-            f"training.max_steps: {asked} is more than the {whole} steps of {loader.batch_size} samples that the stream "
-            "(data.online) has; lower it, or leave it out"
+            f"training.max_steps: {max_steps} is more than the stream (data.online) has: {length} steps of "
+            f"{loader.batch_size} samples; lower it, or leave it out"
         )
-    return asked or whole
+    return max_steps or length
 
 
 def set_learning_rate_schedule(recipe: Recipe, engine: Engine, *, total: int, steps_per_epoch: int) -> None:
-    """The shape of the schedule times the peak, which stages of a curriculum may have of their own."""
+    """Set the learning rate of each step: the peak rate, which curriculum stages may override, times the schedule."""
     peaks: list[float] = [peak_learning_rate(recipe)]
     firsts: tuple[int, ...] = (0,)
     curriculum = recipe.data.curriculum
@@ -141,19 +151,20 @@ def set_learning_rate_schedule(recipe: Recipe, engine: Engine, *, total: int, st
 
 
 def describe_shortened_warmup(recipe: Recipe, total: int, steps_per_epoch: int) -> list[str]:
-    """Return a line where the warm-up is longer than the run."""
+    """Return a note if the warm-up is longer than the run."""
     warmup = recipe.training.scheduler.warmup_steps.to_steps(total, max(1, steps_per_epoch))
     if warmup <= total or recipe.training.scheduler.name == "one_cycle":
         return []
     return [
-        f"training.scheduler.warmup_steps: {warmup} steps are longer than the run, and are shortened to its {total}; the "
-        "rate rises until the end"
+        f"training.scheduler.warmup_steps: {warmup} is longer than the run and is shortened to its {total} steps, so the "
+        "learning rate rises until the end"
     ]
 
 
 def peak_learning_rate(recipe: Recipe) -> float:
+    """Return the learning rate of the recipe, which a range test has replaced if it was `auto`."""
     rate = recipe.training.learning_rate
-    assert rate != "auto", "a range test settles it before anything is planned"
+    assert rate != "auto", "a range test resolves it first"
     return rate
 
 
@@ -173,24 +184,26 @@ def _shape(recipe: Recipe, peak: float, *, total: int, steps_per_epoch: int) -> 
 
 
 def _floor(recipe: Recipe, peak: float) -> float:
-    """The smallest rate as a share of the peak."""
+    """Return the smallest learning rate as a fraction of the peak."""
     s = recipe.training.scheduler
-    share = s.eta_min / peak if s.eta_min is not None else s.min_ratio or 0.0
-    return min(1.0, share)
+    fraction = s.eta_min / peak if s.eta_min is not None else s.min_ratio or 0.0
+    return min(1.0, fraction)
 
 
 def resolve_cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool) -> Cadences:
-    def steps(cadence: Interval | None) -> int:
-        return total if cadence is None else cadence.to_steps(total, max(1, round(loader.steps_per_epoch)))
+    """Return the cadences of the recipe in steps."""
+
+    def steps(interval: Interval | None) -> int:
+        return total if interval is None else interval.to_steps(total, max(1, round(loader.steps_per_epoch)))
 
     saving = recipe.checkpoint.every
     by_clock = saving.seconds if saving is not None else None
+    order = loader.order
+    borders = order.first_steps(loader.batch_size)[1:] if isinstance(order, Sequential) else ()
     return Cadences(
         log=steps(recipe.logging.every),
         evaluate=steps(recipe.evaluation.every) if has_validation else 0,
-        evaluate_at=frozenset(loader.order.first_steps(loader.batch_size)[1:])
-        if isinstance(loader.order, Sequential)
-        else frozenset(),
+        evaluate_at=frozenset(borders),
         save=0 if by_clock is not None else steps(saving),
         save_seconds=by_clock,
         sample=steps(recipe.samples.every) if recipe.samples.every is not None else 0,
@@ -198,26 +211,28 @@ def resolve_cadences(recipe: Recipe, total: int, loader: Loader, *, has_validati
 
 
 def check_metrics(recipe: Recipe, measured: tuple[str, ...], *, has_validation: bool) -> None:
-    """What is watched must be measured, and that is known before the first step."""
+    """Raise UsageError if evaluation or early stopping uses a metric that is not measured."""
     stopping, is_plateau = recipe.training.early_stopping, recipe.training.scheduler.name == "plateau"
     if not has_validation:
         if stopping is not None or is_plateau:
             key = "training.early_stopping" if stopping is not None else "training.scheduler: plateau"
-            raise UsageError(f"{key} watches validation, and data.validation is null; give it a share such as 0.05")
+            raise UsageError(
+                f"{key} needs validation data, but data.validation is null; set it to a fraction such as 0.05"
+            )
         return
-    watched = {"evaluation.metric": recipe.evaluation.metric}
+    required = {"evaluation.metric": recipe.evaluation.metric}
     if stopping is not None:
-        watched["training.early_stopping.metric"] = stopping.metric
-    for key, metric in watched.items():
+        required["training.early_stopping.metric"] = stopping.metric
+    for key, metric in required.items():
         if metric not in measured:
             near = find_similar_names(metric, measured)
-            hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(measured)}"
+            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(measured)}"
             raise UsageError(f"{key}: {metric} is not measured; {hint}")
 
 
 def make_validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
-    """A function that starts one pass over the validation data."""
-    # What fits in training fits here: no more at once than a forward of training sees.
+    """Return a function that starts one pass over the validation data."""
+    # At most as many examples at once as a forward pass of training, so that they fit in memory.
     micro = resolve_micro_batch_size(recipe)
     size = recipe.evaluation.batch_size or min(
         loader.batch_size, micro * loader.data_size if micro else loader.batch_size
@@ -227,19 +242,19 @@ def make_validation_batches(recipe: Recipe, source: Source, loader: Loader) -> A
 
 
 def build_callbacks(recipe: Recipe, directory: RunDirectory, console: Console, *, is_main: bool) -> list[Callback]:
-    """The rules that every process follows, and on the main one those who write down what happens."""
+    """Build the callbacks: early stopping and plateau on every process; logging on the main one."""
     rules = _rules(recipe)
     if not is_main:
         return rules
-    watching: list[Callback] = [Resources(directory.path)] if recipe.logging.resources else []
-    watching += [console, JsonLines(directory.metrics, console.warn)]
+    loggers: list[Callback] = [Resources(directory.path)] if recipe.logging.resources else []
+    loggers += [console, JsonLines(directory.metrics, console.warn)]
     if recipe.logging.tensorboard:
-        watching.append(TensorBoard(directory.path, console.warn))
+        loggers.append(TensorBoard(directory.path, console.warn))
     wandb = recipe.logging.wandb
     if wandb.is_active:
         options = {**wandb.model_dump(), "name": wandb.name or directory.path.name}
         project = wandb.project or "bottega"
-        watching.append(
+        loggers.append(
             WandB(
                 folder=directory.path,
                 project=project,
@@ -248,7 +263,7 @@ def build_callbacks(recipe: Recipe, directory: RunDirectory, console: Console, *
                 warn=console.warn,
             )
         )
-    return [*rules, *watching]
+    return [*rules, *loggers]
 
 
 def _rules(recipe: Recipe) -> list[Callback]:

@@ -1,4 +1,4 @@
-"""Where a run happened: versions, hardware, git state and command, for environment.json and the fingerprint."""
+"""Environment of a run: versions, hardware, git state and command, for environment.json and the fingerprint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "triton")
 
 
 def describe_environment(device: str, world: int) -> dict[str, Any]:
-    """No environment variables: that is where people keep their secrets."""
+    """Return the contents of environment.json. No environment variables, which may hold secrets."""
     return {
         "bottega": __version__,
         "python": platform.python_version(),
@@ -42,32 +42,33 @@ def build_fingerprint(
     derived: str | None = None,
     held_out: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What must be equal for a resumed run to be equal bit for bit; and by `held_out`, what it is measured on."""
-    found = {"packages": package_versions(), "device": device, "world": world, "data": data, "frozen": dict(frozen)}
+    """Return what must be equal for a resumed run to be equal bit for bit, and the hashes of the held-out data."""
+    fields = {"packages": package_versions(), "device": device, "world": world, "data": data, "frozen": dict(frozen)}
     if held_out:
-        found["held_out"] = dict(held_out)
-    return found if derived is None else {**found, "derived": derived}
+        fields["held_out"] = dict(held_out)
+    return fields if derived is None else {**fields, "derived": derived}
 
 
 def package_versions() -> dict[str, str]:
-    found = {}
+    """Return the versions of the installed packages in PACKAGES."""
+    installed = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _git() -> dict[str, Any] | None:
-    def ask(*words: str) -> str | None:
+    def run_git(*words: str) -> str | None:
         try:
-            answer = subprocess.run(
+            process = subprocess.run(
                 ["git", "-c", "core.fsmonitor=false", *words], capture_output=True, text=True, timeout=5, check=True
             )
         except (OSError, subprocess.SubprocessError):
             return None
-        return answer.stdout.strip()
+        return process.stdout.strip()
 
-    commit = ask("rev-parse", "HEAD")
-    return None if commit is None else {"commit": commit, "changed": bool(ask("status", "--porcelain", "-uno"))}
+    commit = run_git("rev-parse", "HEAD")
+    return None if commit is None else {"commit": commit, "changed": bool(run_git("status", "--porcelain", "-uno"))}

@@ -1,4 +1,4 @@
-"""`bottega prepare`: from a recipe to prepared data, for every task whose data can be read, without a framework loaded."""
+"""`bottega prepare`: the prepared data of a recipe, without loading a framework."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from bottega.terminal import open_console
 
 ProgressCallback = Callable[[str, int, int], None]
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that go away where there is more room."""
+"""Errors of a full disk."""
 FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
-KNOWN = ("num_rules", "bayes_accuracy", "input_columns", "left_out_columns")
-"""Of rows of numbers: how many rules there are, how often the best possible answer is right, and the names of columns."""
+TABLE_METADATA = ("num_rules", "bayes_accuracy", "input_columns", "left_out_columns")
+"""Metadata of tables of numbers: the number of synthetic rules, the Bayes accuracy, and column names."""
 
 
 def prepare(
@@ -36,13 +36,13 @@ def prepare(
     *,
     progress: ProgressCallback = lambda stage, done, total: None,
 ) -> PreparedData:
-    """`bottega.prepare`: the data of a recipe by name, file or dict, ready on disk; later ones and overrides win."""
+    """Prepare the data of a recipe given by name, file or dict, on disk; later ones and `overrides` win."""
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
-    return prepare_recipe(_complete([*sources, overrides or {}], ()), progress)
+    return prepare_recipe(_load_complete([*sources, overrides or {}], ()), progress)
 
 
 def prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> PreparedData:
-    """The recipe's data as tables, from the cache or made now."""
+    """Return the recipe's data as tables, from the cache or prepared now."""
     spec = find_spec(recipe)
     if spec.prepare is None:
         raise refusal_error(recipe, "prepare")
@@ -51,22 +51,22 @@ def prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> PreparedData:
 
 
 def open_preview(prepared: PreparedData) -> Preview:
-    """What shows, draws and exports the rows of prepared data, by the task that it was prepared for."""
+    """Return the preview of prepared data, which shows, plots and exports its rows, for its task."""
     preview: Preview = resolve_reference(TASKS[prepared.metadata["task"]].preview)(prepared)
     return preview
 
 
 def read_recipe(words: list[str], *, verb: str = "prepare") -> Recipe:
-    """A recipe whose data is complete; what only a training needs may be missing."""
+    """Load a recipe whose data section is complete; keys that only training needs may be missing."""
     sources, overrides = parse_overrides(words)
     if any(override.key == "output_dir" for override in overrides):
-        raise UsageError(f"output_dir: is the folder of runs, and bottega {verb} makes none; name a folder with --out")
+        raise UsageError(f"output_dir is the folder of runs, and bottega {verb} writes none; name a folder with --out")
     if not sources:
-        raise UsageError(f"say which recipe: bottega {verb} RECIPE, such as bottega {verb} language --data my.txt")
-    return _complete(sources, overrides)
+        raise UsageError(f"no recipe given; run bottega {verb} RECIPE, such as bottega {verb} language --data my.txt")
+    return _load_complete(sources, overrides)
 
 
-def _complete(sources: list[Any], overrides: Any) -> Recipe:
+def _load_complete(sources: list[Any], overrides: Any) -> Recipe:
     recipe = check_recipe(sources, overrides).recipe
     problems = [(key, text) for key, text in recipe.find_missing_keys() if key.startswith("data.")]
     if problems:
@@ -75,31 +75,31 @@ def _complete(sources: list[Any], overrides: Any) -> Recipe:
 
 
 def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, str]]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Run `bottega prepare`; return the result that --json prints."""
     from bottega.callbacks.progress_bars import progress_bars
 
     for kind, _ in to:
         if kind not in FORMATS:
-            raise UsageError(f"--to {kind}: there is {', '.join(FORMATS)}")
+            raise UsageError(f"--to {kind} is not a format; choose one of {', '.join(FORMATS)}")
     recipe = read_recipe(words)
     if out is not None:
         _check_out(out)
-    begun = time.monotonic()
+    started = time.monotonic()
     with progress_bars(open_console()) as say:
         prepared = prepare_recipe(recipe, say)
         if out is not None:
             _copy(prepared, out)
-        exported = [path for one in to for path in _export(prepared, one, say)]
+        exported = [path for target in to for path in _export(prepared, target, say)]
     return {
         **summarise_prepared(prepared),
         "folder": str(out or prepared.folder),
         "exported": [str(path) for path in exported],
-        "seconds": round(time.monotonic() - begun, 2),
+        "seconds": round(time.monotonic() - started, 2),
     }
 
 
 def summarise_prepared(prepared: PreparedData) -> dict[str, Any]:
-    """What is known without looking at a row, as plain values."""
+    """Return the metadata of prepared data as plain values, without reading a row."""
     meta = prepared.metadata
     return {
         "task": meta["task"],
@@ -109,23 +109,24 @@ def summarise_prepared(prepared: PreparedData) -> dict[str, Any]:
         "unread_parts": list(prepared.unread_splits),
         "records": meta["records"],
         "bad": meta["bad"],
-        **{name: meta[name] for name in KNOWN if name in meta},
+        **{name: meta[name] for name in TABLE_METADATA if name in meta},
         "bad_records": meta["named"],
         "dropped": meta["dropped"],
     }
 
 
 def sort_train_first(tables: dict[str, Any]) -> dict[str, Any]:
-    """As people expect them; prepared first is what is held out."""
+    """Return the tables with the training tables first; held-out tables are prepared first."""
     return dict(sorted(tables.items(), key=lambda pair: (not pair[0].startswith("train"), pair[0] == "replay")))
 
 
 def format_counts(counts: dict[str, int]) -> list[str]:
-    """1 row, 2 rows."""
+    """Return counts with their units, as in "1 row", "2 rows"."""
     return [f"{count:,} {name.removesuffix('s') if count == 1 else name}" for name, count in counts.items()]
 
 
 def format_report(result: dict[str, Any]) -> str:
+    """Return the result of `bottega prepare` as lines for the console."""
     lines = []
     for table, counts in result["tables"].items():
         lines.append(f"{table:<12}{', '.join(format_counts(counts))}")
@@ -136,7 +137,7 @@ def format_report(result: dict[str, Any]) -> str:
         lines += [f"            {bad}" for bad in result["bad_records"][:5]]
     for reason, count in sorted(result["dropped"].items()):
         lines.append(f"{'left out':<12}{count:,} {reason}")
-    lines += [f"{'left out':<12}column {name!r}, which holds no numbers" for name in result.get("left_out_columns", ())]
+    lines += [f"{'left out':<12}column {name!r}, which is not numeric" for name in result.get("left_out_columns", ())]
     lines += format_rules(result)
     lines.append(f"{'shards':<12}{result['folder']}")
     if result["exported"]:
@@ -147,25 +148,25 @@ def format_report(result: dict[str, Any]) -> str:
 
 
 def format_rules(result: Mapping[str, Any]) -> list[str]:
-    """What is known of the rule behind the rows, in words."""
+    """Return lines on the synthetic rules behind the rows, if there are any."""
     lines = [f"{'rules':<12}{result['num_rules']}"] if "num_rules" in result else []
     if "bayes_accuracy" in result:
-        shares = sort_train_first(result["bayes_accuracy"])
-        said = ", ".join(f"{value:.4f} in {table}" for table, value in shares.items())
-        lines.append(f"{'best':<12}{said}: how often the best possible answer is right (Bayes)")
+        accuracies = sort_train_first(result["bayes_accuracy"])
+        text = ", ".join(f"{value:.4f} in {table}" for table, value in accuracies.items())
+        lines.append(f"{'best':<12}{text}: accuracy of the best possible classifier (Bayes)")
     return lines
 
 
 def _check_out(out: Path) -> None:
-    """Before the work, and again after it."""
+    """Raise if the output folder cannot be used; checked before and after the work."""
     if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out}: is a file; name a folder to write to")
+        raise UsageError(f"--out {out} is a file; name a folder to write to")
     if out.exists() and any(out.iterdir()):
-        raise UsageError(f"--out {out}: exists already and is not empty; choose another folder")
+        raise UsageError(f"--out {out} exists and is not empty; choose another folder")
 
 
 def _copy(prepared: PreparedData, out: Path) -> None:
-    """The whole folder or nothing, with a manifest that knows the copy's times."""
+    """Copy the prepared folder atomically, with a manifest of the copy's file times."""
     _check_out(out)
     try:
         with writing_folder(out, replace=False) as temporary:
@@ -181,7 +182,7 @@ def _copy(prepared: PreparedData, out: Path) -> None:
 
 
 def _copy_files(folder: Path, target: Path) -> None:
-    """As shutil.copytree, which goes on after a full disk and then raises a list of what it met."""
+    """Copy all files. Not `shutil.copytree`, which continues after a full disk and raises a list of errors."""
     for path in sorted(folder.rglob("*")):
         other = target / path.relative_to(folder)
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""One process's part in one training: everything between a recipe and the end of its run."""
+"""Training session of one process: prepare, resume, train, and report the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint
 from bottega.core.callback import Callback, Progress
-from bottega.core.engine import Engine
+from bottega.core.engine import Engine, describe_parameters
 from bottega.core.errors import CheckpointError, Diverged, PeerLost
 from bottega.core.rundir import RunDirectory, read_metrics
 from bottega.core.saver import Saver, check_disk_space, explain_os_error, retry
@@ -32,13 +32,13 @@ from bottega.run.compose import (
     build_callbacks,
     build_engine,
     build_loader,
+    build_training_plan,
     count_total_steps,
     make_validation_batches,
     prepare_workload,
     resolve_cadences,
     set_learning_rate_schedule,
 )
-from bottega.run.training_plan import build_training_plan
 from bottega.storage.durable import delete_folder, writing_folder
 from bottega.tasks import dependencies, plugins
 from bottega.tasks.base_model import BASE_FOLDER, local_base_folder, relocate_base_model
@@ -50,20 +50,20 @@ from bottega.world import World
 
 @dataclass(frozen=True)
 class Run:
-    """What `bottega.train` gives back."""
+    """Result of `bottega.train`."""
 
     path: Path
     step: int
     metrics: dict[str, float]
-    """The last evaluation, or the last training step where there was none."""
+    """Metrics of the last evaluation, or of the last training step if there was none."""
 
     def history(self) -> list[dict[str, Any]]:
-        """Every line of metrics.jsonl."""
+        """Return the lines of metrics.jsonl."""
         return read_metrics(RunDirectory(self.path).metrics)
 
 
 class Session:
-    """One process's part in one training."""
+    """One process's part in the training of one run; `run()` trains it."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Session:
         quiet: bool,
         fresh: bool,
         resume_from: Path | None,
-        allow: bool,
+        allow_data_change: bool,
     ) -> None:
-        self.fresh = fresh
-        self.recipe, self.directory, self.resume_from, self.allow_data_change = recipe, directory, resume_from, allow
+        self.recipe, self.directory = recipe, directory
+        self.fresh, self.resume_from, self.allow_data_change = fresh, resume_from, allow_data_change
         self.workload: Workload
         is_main = World.from_environment().is_main
         level = recipe.logging.level
@@ -88,18 +88,19 @@ class Session:
         )
 
     def run(self) -> Run:
+        """Prepare the data, build the engine, and train from the newest checkpoint or from the start."""
         recipe, directory, console = self.recipe, self.directory, self.console
-        is_main = World.from_environment().is_main  # the others might look before --fresh has set the old run aside
+        is_main = World.from_environment().is_main  # the others might read before --fresh has renamed the old run
         changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
-        self._placed = dependencies.resolve_references(recipe)
-        # Of a fresh run nothing is there, though another rank may look before the old one is set aside.
+        self._resolved = dependencies.resolve_references(recipe)
+        # With --fresh there is nothing to resume, even if this rank looks before rank 0 has renamed the old run.
         has_begun = not self.fresh and resume.has_begun(directory)
         if has_begun:
-            self._placed = relocate_base_model(self._placed, directory.processor)
+            self._resolved = relocate_base_model(self._resolved, directory.processor)
         processor = directory.processor if has_begun else None
         if processor is None and self.resume_from is not None:
             processor = RunDirectory(resume.resolve_checkpoint_path(self.resume_from).parent.parent).processor
-        self.workload = workload = prepare_workload(self._placed, console, processor=processor)
+        self.workload = workload = prepare_workload(self._resolved, console, processor=processor)
         console.unit, console.headline = workload.unit, workload.headline
         if has_begun and (changed := plugins.plugin_change_note(recipe, directory.path)) is not None:
             console.warn(changed)
@@ -122,7 +123,7 @@ class Session:
                 engine.close()
 
     def _run(self, recipe: Recipe, workload: Workload, plan: TrainingPlan, engine: Engine, changes: list[str]) -> Run:
-        """`recipe` has a number where the one that is kept says `learning_rate: auto`."""
+        """Train; `recipe` has a number even if the saved one says `learning_rate: auto`."""
         directory, console = self.directory, self.console
         validation = plan.validation
         loader = replace(build_loader(recipe, plan.training, engine, plan.order), warn=console.warn)
@@ -141,21 +142,21 @@ class Session:
         seen = f"{workload.fingerprint} {workload.derived_fingerprint}"
         if not engine.all_ranks_equal(f"{progress.step} {rate} {seen} {sorted(plan.frozen.items())}"):
             raise CheckpointError(
-                f"rank {engine.rank} would go on from step {progress.step}, and another rank from elsewhere or with other "
-                f"data or parts; {directory.path}, the data and the parts must be the same files for all ranks"
+                f"rank {engine.rank} would resume at step {progress.step}, and another rank elsewhere or with other data or "
+                f"dependencies; {directory.path}, the data and the dependencies must be the same files for all ranks"
             )
         for change in changes:
             console.info(change)
         if engine.rank == 0:
-            self._write_down(workload, engine, progress)
+            self._write_metadata(workload, engine, progress)
         adjusted = list_adjusted(recipe, plan) if progress.step < total else []
         for note in (*plan.notes, *adjusted):
             console.info(note)
-        if plan.begin is not None:
-            plan.begin(engine, loader, resumed=found is not None)
+        if plan.on_train_start is not None:
+            plan.on_train_start(engine, loader, resumed=found is not None)
         self._introduce(workload, engine, progress)
 
-        last = _Last()
+        last = _LastMetrics()
         callbacks = [*plan.callbacks, *build_callbacks(recipe, directory, console, is_main=engine.rank == 0), last]
         if engine.rank == 0 and engine.device_type == "cpu":
             callbacks.append(SlowRunWarning(recipe, console.warn))
@@ -180,27 +181,27 @@ class Session:
             best_metric=BestMetric(recipe.evaluation.metric, recipe.evaluation.is_maximised),
             validation=make_validation_batches(recipe, validation, loader) if validation is not None else None,
             score=plan.task.score,
-            summarise=lambda metrics: plan.summary(workload.summarise(metrics)),
+            summarise=lambda metrics: plan.summarise(workload.summarise(metrics)),
             sample=lambda p: self._sample(workload, engine, p),
             has_sample=lambda p: self._sample_folder(p).is_dir(),
             saver=saver,
             callbacks=callbacks,
             recover=self._recovery(engine, loader, saver),
         )
-        began = time.monotonic()
+        started = time.monotonic()
         fit.run()
-        if plan.finish is not None and engine.rank == 0:
-            plan.finish(directory, console)
-        self._farewell(progress, time.monotonic() - began, is_held_out=validation is not None)
+        if plan.on_train_end is not None and engine.rank == 0:
+            plan.on_train_end(directory, console)
+        self._report_end(progress, time.monotonic() - started, is_held_out=validation is not None)
         return Run(directory.path, progress.step, last.metrics or _last_metrics(directory))
 
     def _start(
         self, engine: Engine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]
     ) -> tuple[Path | None, Progress]:
-        """Fresh, or where the newest good checkpoint stood; and that checkpoint."""
+        """Load the checkpoint to resume, if any; return it and the progress to start from."""
         if engine.rank == 0:
             checkpoint.remove_partial_checkpoints(self.directory.checkpoints)
-        engine.any_rank(False)  # nobody looks at checkpoints before they are in order
+        engine.any_rank(False)  # a barrier: no rank reads checkpoints before leftovers are removed
         found = resume.find_checkpoint(self.directory, self.resume_from, self.console.warn)
         if engine.rank == 0:
             newest = found[0] if found is not None and self.resume_from is None else None
@@ -216,46 +217,46 @@ class Session:
         if self.recipe.training.micro_batch_size == "auto":
             engine.micro_batch_size = progress.micro_batch_size
         if path.resolve().parent != self.directory.checkpoints.resolve():
-            progress.best_step = 0  # that checkpoint is another run's
+            progress.best_step = 0  # the best checkpoint belongs to another run
         done = " (already finished)" if progress.step >= total else ""
         if progress.step > total:
             self.console.info(
-                f"{path} is at step {progress.step}, past the {total} of this recipe; nothing is left to train"
+                f"{path} is at step {progress.step}, past the {total} steps of this recipe; nothing is left to train"
             )
         else:
             self.console.info(f"resumed {path} at step {progress.step} of {total}{done}")
         return path, progress
 
-    def _write_down(self, workload: Workload, engine: Engine, progress: Progress) -> None:
-        """What this run is, before its first step."""
+    def _write_metadata(self, workload: Workload, engine: Engine, progress: Progress) -> None:
+        """Write recipe, environment and processor of the run before its first step."""
         directory = self.directory
         directory.truncate_metrics(progress)
         directory.write(directory.recipe, to_yaml(self.recipe))
-        facts = environment.describe_environment(str(engine.device), engine.world)
-        if (start := local_base_folder(self._placed)) is not None:
-            facts[BASE_FOLDER] = start
+        metadata = environment.describe_environment(str(engine.device), engine.world)
+        if (start := local_base_folder(self._resolved)) is not None:
+            metadata[BASE_FOLDER] = start
         if (
             plugin := plugins.plugin_record(self.recipe, directory.path, has_begun=resume.has_begun(directory))
         ) is not None:
-            facts[plugins.RECORD] = plugin
-        facts |= {START_FOLDER: os.getcwd(), START_FOLDER_FROM_RUN: os.path.relpath(os.getcwd(), directory.path)}
-        directory.write(directory.environment, json.dumps(facts, indent=1) + "\n")
+            metadata[plugins.RECORD] = plugin
+        metadata |= {START_FOLDER: os.getcwd(), START_FOLDER_FROM_RUN: os.path.relpath(os.getcwd(), directory.path)}
+        directory.write(directory.environment, json.dumps(metadata, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)
         try:
             if directory.processor.exists() and not resume.has_begun(directory):
-                delete_folder(directory.processor)  # what an earlier start wrote there may be of another recipe or data
+                delete_folder(directory.processor)  # written by an earlier start, maybe of another recipe or data
             workload.save_processor(directory.processor)
         except OSError as error:
             raise explain_os_error(error, directory.processor) from None
         check_disk_space(directory.checkpoints, size=engine.checkpoint_bytes(), keep=self.recipe.checkpoint.keep)
 
     def _introduce(self, workload: Workload, engine: Engine, progress: Progress) -> None:
-        every = engine.parameters().values()
-        learning, total = sum(one.size for one in every if one.is_trainable), sum(one.size for one in every)
-        parameters = f"{total:,} parameters" if learning == total else f"{learning:,} of {total:,} parameters learn"
+        """Print task, model size, device and length of the run."""
+        parameters = describe_parameters(engine)
+        total = sum(info.size for info in engine.parameters().values())
         active = engine.num_active_parameters()
         if active < total:
-            parameters += f", {active:,} of them active for a token"
+            parameters += f", {active:,} active per token"
         self.console.info(
             f"{self.directory.path}: {self.recipe.task}, {parameters}, {engine.device} {engine.precision}, "
             f"{engine.world} process{'es' if engine.world > 1 else ''}, {progress.total} steps"
@@ -268,7 +269,7 @@ class Session:
                 retry(lambda: self._write_samples(workload, engine, folder))
             except (OSError, Diverged) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error).partition(":")[0]
-                self.console.warn(f"no samples in {folder}: {reason}; training goes on without them")
+                self.console.warn(f"no samples in {folder}: {reason}; training continues without them")
         return folder
 
     def _sample_folder(self, progress: Progress) -> Path:
@@ -288,8 +289,8 @@ class Session:
             warn=self.console.warn,
         )
 
-    def _farewell(self, progress: Progress, seconds: float, *, is_held_out: bool) -> None:
-        """The end of the story: a sample to look at, where everything is, and what to try next."""
+    def _report_end(self, progress: Progress, seconds: float, *, is_held_out: bool) -> None:
+        """Print a sample, the result, and the commands to try next."""
         console, path = self.console, self.directory.path
         if progress.stop:
             console.info(f"stopped early: {progress.stop}")
@@ -312,8 +313,8 @@ class Session:
             console.info(f"{'next:' if not number else '':<7}bottega {verb}{plugins.quoted_plugin_flags()}")
 
 
-class _Last(Callback):
-    """Remembers what `train` returns: the last evaluation, else the last step."""
+class _LastMetrics(Callback):
+    """Records the metrics that `train` returns: those of the last evaluation, else of the last step."""
 
     name = "last"
 
@@ -330,17 +331,17 @@ class _Last(Callback):
 
 
 def _show_samples(console: Console, folder: Path) -> None:
-    """A text is read here and now; of everything else one is told where it is."""
+    """Print a text sample; for other media print the paths of the files."""
     text = folder / "00.txt"
     if text.is_file():
         console.info(f"\na sample ({text}):\n", style="bold")
         console.info(text.read_text(encoding="utf-8").strip())
         return
-    shown = [
+    files = [
         path for name in ("sheet.png", "sheet.gif", "spectrograms.png", "00.wav") if (path := folder / name).is_file()
     ]
-    if shown:
-        console.info(f"\nsamples: {', '.join(map(str, shown))}", style="bold")
+    if files:
+        console.info(f"\nsamples: {', '.join(map(str, files))}", style="bold")
 
 
 def _last_metrics(directory: RunDirectory) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The composition root: recipe -> parts -> session; and what the library offers of it."""
+"""Training from a recipe: the runs it depends on, then the session; `bottega.train` and `bottega.load`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def train(
     quiet: bool = True,
     fresh: bool = False,
 ) -> Run:
-    """Train a recipe by name, file or dict; later ones and overrides win. The same call resumes the same run."""
+    """Train a recipe given by name, file or dict; of several, later ones and `overrides` win.
+
+    The same call resumes the same run. `fresh` renames an existing run and starts anew.
+    """
     check_launch_variables()
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
     resolved = load_checked([*sources, overrides or {}])
@@ -49,7 +52,7 @@ def train(
 
 
 def load(path: str | Path, *, checkpoint: str | int = "best", device: str = "auto") -> SavedRun:
-    """A run back from its directory: its task, its model, and what one can do with them."""
+    """Open a run directory to evaluate, predict, generate or export; `checkpoint` is best, last or a step."""
     from bottega.run.saved import open_run, without_flag_dashes
 
     try:
@@ -61,10 +64,10 @@ def load(path: str | Path, *, checkpoint: str | int = "best", device: str = "aut
 def train_command(
     words: list[str], *, fresh: bool, resume_from: Path | None, allow_data_change: bool, quiet: bool
 ) -> dict[str, Any]:
-    """`bottega train`: the result as --json prints it."""
+    """Run `bottega train`; return the result that --json prints."""
     sources, overrides = parse_words(words)
     if not sources:
-        raise UsageError("say what to train: bottega train RECIPE, such as bottega train language")
+        raise UsageError("no recipe given; run bottega train RECIPE, such as bottega train language")
     run = _train(
         load_checked(sources, overrides),
         quiet=quiet,
@@ -76,7 +79,7 @@ def train_command(
 
 
 def _train(resolved: ResolvedRecipe, **options: Any) -> Run:
-    """Train; where there are several ranks, each watches the others from the start."""
+    """Train; with several ranks, each monitors the others from the start."""
     if World.from_environment().size == 1:
         return _train_rank(resolved, **options)
     recipe = resolved.recipe
@@ -94,27 +97,32 @@ def _train_rank(
     allow_data_change: bool = False,
 ) -> Run:
     recipe = resolved.recipe
-    raise_all(find_problems(recipe))  # before anybody waits for the other processes, or for a part
-    parts = needs.referenced_dependencies(recipe)
+    raise_all(find_problems(recipe))  # before waiting for other processes or training a dependency
+    dependencies = needs.referenced_dependencies(recipe)
     directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     is_main = World.from_environment().is_main
 
-    def session() -> Session:
-        for name in parts:
+    def start_session() -> Session:
+        for name in dependencies:
             ensure_dependency(recipe, name, quiet=quiet, allow_data_change=allow_data_change)
         is_silent = quiet or not is_main
         return Session(
-            recipe, directory, quiet=is_silent, fresh=fresh, resume_from=resume_from, allow=allow_data_change
+            recipe,
+            directory,
+            quiet=is_silent,
+            fresh=fresh,
+            resume_from=resume_from,
+            allow_data_change=allow_data_change,
         )
 
     if not is_main:
-        return session().run()
+        return start_session().run()
     if fresh and directory.path.exists():
         set_aside(directory.path)
     with lock_directory(directory):
-        if parts:
+        if dependencies:
             _check_start(recipe, directory, resume_from, allow=allow_data_change, quiet=quiet)
-        main = session()
+        main = start_session()
         for note in (*resolved.notes, *list_unused(recipe)):
             main.console.info(note)
         return main.run()
@@ -122,8 +130,10 @@ def _train_rank(
 
 @contextmanager
 def lock_directory(directory: RunDirectory, *, has_log: bool = True) -> Iterator[None]:
-    """The run directory, made, locked and swept. The error that ends the run goes to its log, and a start that is refused
-    before anything was written leaves nothing behind."""
+    """Create and lock a run directory, and delete leftovers in it.
+
+    An error that ends the run is written to its log. A start that fails before anything was written leaves no folder.
+    """
     missing = [folder for folder in (directory.path, *directory.path.parents) if not folder.exists()]
     directory.create()
     with Lock(directory):
@@ -144,15 +154,15 @@ def lock_directory(directory: RunDirectory, *, has_log: bool = True) -> Iterator
 def _check_start(
     recipe: Recipe, directory: RunDirectory, resume_from: Path | None, *, allow: bool, quiet: bool
 ) -> None:
-    """What would keep the run from going on, looked at before its parts are trained; the session looks again."""
+    """Raise if the run cannot be resumed, before its dependencies are trained; the session checks again."""
     resume.check_recipe_unchanged(directory, recipe)
-    now = _data_now(recipe, quiet=quiet)
-    manifest = next((one for _, one in checkpoint.list_checkpoints(directory.checkpoints)), None)
+    now = _data_fingerprint(recipe, quiet=quiet)
+    manifest = next((manifest for _, manifest in checkpoint.list_checkpoints(directory.checkpoints)), None)
     if manifest is None and resume_from is not None:
         manifest = checkpoint.read_manifest(resume.resolve_checkpoint_path(resume_from))
     if manifest is not None and now is not None:
-        found = {**manifest.fingerprint, "data": now}
-        resume.check_data_unchanged(manifest, found, allow=allow, say=lambda text: None)
+        fingerprint = {**manifest.fingerprint, "data": now}
+        resume.check_data_unchanged(manifest, fingerprint, allow=allow, say=lambda text: None)
 
 
 def ensure_dependency(
@@ -164,40 +174,42 @@ def ensure_dependency(
     allow_data_change: bool = False,
     started_in: tuple[Path, ...] = (),
 ) -> Path:
-    """The finished, exported run of a need; trained first where it is not there yet, and then only once.
+    """Return the exported run of the dependency `name`, training it first if it does not exist.
 
-    Known by its recipe and by its data: a judge must not have learnt from what is held out by now. `started_in` are the
-    folders that relative data paths of the recipe may start from, where that is not the working directory.
+    It is identified by its recipe and its data: a judge must not be trained on samples that are held out now.
+    `started_in` are folders that relative data paths of the recipe may start from, besides the working directory.
     """
     run, need = needs.dependency_run(recipe, name, beside=beside), recipe.needs[name]
     if need.run is not None:
         RunDirectory(run).must_exist()
         return run
-    wanted = needs.dependency_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
-    data_here = resolve_paths(wanted.data, started_in)
-    if data_here != wanted.data:  # its name stays that of the recipe as it was written
-        wanted = wanted.model_copy(update={"data": data_here, "name": run.name})
+    dependency = needs.dependency_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
+    data_here = resolve_paths(dependency.data, started_in)
+    if data_here != dependency.data:  # the name stays that of the recipe as written
+        dependency = dependency.model_copy(update={"data": data_here, "name": run.name})
     is_main = World.from_environment().is_main
-    data = None if need.own_data or allow_data_change else _data_now(wanted, quiet=quiet or not is_main)
+    data = None if need.own_data or allow_data_change else _data_fingerprint(dependency, quiet=quiet or not is_main)
     if _is_ready(run, data):
         return run
     if not is_main:
-        _data_now(wanted, quiet=True)  # may take longer than anybody would wait for a file
+        _data_fingerprint(dependency, quiet=True)  # may take longer than the timeout for a file of rank 0
         wait_for_dependency(run, lambda: _is_ready(run, data), name=name, quiet=quiet)
         return run
     with lock_dependency(run, quiet=quiet):
-        if not _is_ready(run, data):  # whoever was first may have made it
-            _make(wanted, run, data, name=name, quiet=quiet, allow_data_change=allow_data_change)
+        if not _is_ready(run, data):  # another process may have trained it meanwhile
+            _train_dependency(dependency, run, data, name=name, quiet=quiet, allow_data_change=allow_data_change)
     return run
 
 
-def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool, allow_data_change: bool) -> None:
-    is_begun = (run / "final").exists() or bool(checkpoint.list_checkpoints(run / "checkpoints"))
-    if data is not None and is_begun and _data_of(run) != data:
-        set_aside(run, why=f"needs.{name} has learnt from other data than there is now, and is trained anew; ")
+def _train_dependency(
+    recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool, allow_data_change: bool
+) -> None:
+    is_started = (run / "final").exists() or bool(checkpoint.list_checkpoints(run / "checkpoints"))
+    if data is not None and is_started and _trained_data_fingerprint(run) != data:
+        set_aside(run, why=f"needs.{name} was trained on other data and is trained again; ")
     if not quiet:
-        print_notice(f"bottega: needs.{name} is trained first: {run}")
-    recipe = _fitted(recipe, run, name=name, quiet=quiet)
+        print_notice(f"bottega: training needs.{name} first: {run}")
+    recipe = _fit_batch_size(recipe, run, name=name, quiet=quiet)
     if World.from_environment().size > 1:
         train_in_subprocess(recipe, run, name=name, quiet=quiet, allow_data_change=allow_data_change)
         return
@@ -205,64 +217,68 @@ def _make(recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool
     load(run).export()
 
 
-def _fitted(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Recipe:
-    """A part over fewer samples than its recipe was made for takes smaller batches. Its name stays, which is a hash of
-    what was asked for; on the same data the same size is found again."""
+def _fit_batch_size(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Recipe:
+    """Lower the batch size of a dependency that has fewer samples than one batch.
+
+    Its name, a hash of the original recipe, stays the same; the same data gives the same size again.
+    """
     prepared = prepare_data(recipe, quiet=quiet) if find_spec(recipe).rows_are_samples else None
     if prepared is None:
         return recipe
-    there = sum(prepared.tables[table]["rows"] for table in prepared.training_tables)
+    num_samples = sum(prepared.tables[table]["rows"] for table in prepared.training_tables)
     passes = recipe.training.gradient_accumulation_steps or 1
-    if there >= recipe.training.batch_size * passes or there < passes:
+    if num_samples >= recipe.training.batch_size * passes or num_samples < passes:
         return recipe
-    size = 1 << (there // passes).bit_length() - 1
+    size = 1 << (num_samples // passes).bit_length() - 1
     if not quiet:
         print_notice(
-            f"bottega: needs.{name}: training.batch_size is {size} instead of {recipe.training.batch_size}: "
-            f"there are {there:,} samples to learn from"
+            f"bottega: needs.{name}: training.batch_size is lowered from {recipe.training.batch_size} to {size}, "
+            f"because there are {num_samples:,} training samples"
         )
     training = recipe.training.model_copy(update={"batch_size": size})
     return recipe.model_copy(update={"training": training, "name": run.name})
 
 
 def _is_ready(run: Path, data: str | None) -> bool:
-    """Whether a part is exported and, unless that does not matter (None), has learnt from this data."""
-    return is_exported(run) and (data is None or _data_of(run) == data)
+    """Return whether a dependency is exported and, unless `data` is None, was trained on this data."""
+    return is_exported(run) and (data is None or _trained_data_fingerprint(run) == data)
 
 
 def is_exported(run: Path) -> bool:
-    """Whether a part is trained and exported, from whatever data."""
+    """Return whether a dependency is trained and exported, on any data."""
     return (run / "final" / "README.md").is_file()
 
 
-def _data_of(run: Path) -> str | None:
-    found = [manifest.fingerprint.get("data") for _, manifest in checkpoint.list_checkpoints(run / "checkpoints")]
-    return str(found[0]) if found else None
+def _trained_data_fingerprint(run: Path) -> str | None:
+    fingerprints = [
+        manifest.fingerprint.get("data") for _, manifest in checkpoint.list_checkpoints(run / "checkpoints")
+    ]
+    return str(fingerprints[0]) if fingerprints else None
 
 
-def _data_now(recipe: Recipe, *, quiet: bool) -> str | None:
-    """The fingerprint of a recipe's data as it is now; None where that cannot be known yet."""
+def _data_fingerprint(recipe: Recipe, *, quiet: bool) -> str | None:
+    """Return the fingerprint of a recipe's data; None if it cannot be known before a dependency is trained."""
     prepared = prepare_data(recipe, quiet=quiet)
     return prepared.fingerprint if prepared is not None else None
 
 
 def prepare_data(recipe: Recipe, *, quiet: bool) -> PreparedData | None:
-    """A recipe's data as it is now; prepared if need be, which training would do next.
+    """Return a recipe's prepared data, preparing it if needed, as training would do next.
 
-    None where its tokens are those of a part that may not be there yet.
+    None if it is tokenised by a dependency that may not be trained yet.
     """
     from bottega.callbacks.progress_bars import progress_bars
 
     if str(getattr(recipe.model, "from_", None)).startswith(needs.PREFIX):
         return None
-    if getattr(recipe.data, "latents", False):  # which an autoencoder computes
+    if getattr(recipe.data, "latents", False):  # an autoencoder computes them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"latents": False})})
     with progress_bars(open_console(quiet=quiet)) as say:
         return prepare_recipe(recipe, say)
 
 
 def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
-    """--fresh loses nothing: the old run keeps its files under another name."""
+    """Rename a run directory to the next free name, so that --fresh deletes nothing."""
     RunDirectory(path).check_is_run()
     with Lock(RunDirectory(path)):
         other = rename_aside(path)
